@@ -1,0 +1,143 @@
+"""Every error this package raises on purpose.
+
+An error answers four questions: whose fault it is (``fault``), who is involved (``rank``, ``peer``, ``op``), what happened
+(the message), and what is still possible (``hint``).  All of it survives pickling, so that a launcher can show the error of a rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+Fault = Literal["usage", "peer", "system", "internal"]
+
+
+class MiracclError(Exception):
+    """Base of all errors of this package.
+
+    ``fault``: ``usage`` (the caller can mend it), ``peer`` (another rank), ``system`` (kernel, network, disk) or ``internal``
+    (a bug of ours).  ``rank`` is the rank that raises, ``peer`` the one it is about, ``op`` the operation (``all_reduce #17``).
+    """
+
+    fault: Fault = "internal"
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, peer: int | None = None, op: str | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.rank = rank
+        self.peer = peer
+        self.op = op
+        self.hint = hint
+
+    def __str__(self) -> str:
+        where = [f"rank {self.rank}" if self.rank is not None else "", self.op or ""]
+        prefix = ", ".join(w for w in where if w)
+        text = f"{prefix}: {self.message}" if prefix else self.message
+        return f"{text} ({self.hint})" if self.hint else text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, self.__dict__))
+
+
+def _rebuild(cls: type[MiracclError], message: str, state: dict[str, Any]) -> MiracclError:
+    error = cls.__new__(cls)
+    Exception.__init__(error, message)
+    error.__dict__.update(state)
+    return error
+
+
+class InvalidUsage(MiracclError, ValueError):
+    """The caller passed something that is not allowed; nothing was sent."""
+
+    fault: Fault = "usage"
+
+
+class CommunicatorClosed(MiracclError):
+    """The communicator was finalized or aborted before this call."""
+
+    fault: Fault = "usage"
+
+
+class ScheduleError(MiracclError):
+    """A schedule is not a right implementation of its collective; the message names channel, rank, step and chunk."""
+
+    fault: Fault = "usage"
+
+
+class TopologyError(MiracclError, ValueError):
+    """A topology file or description cannot be read; the message says where and what is allowed."""
+
+    fault: Fault = "usage"
+
+
+class SystemFailure(MiracclError, OSError):
+    """The operating system refused something (a segment, a socket, a futex)."""
+
+    fault: Fault = "system"
+
+    def __str__(self) -> str:  # OSError has a __str__ of its own
+        return MiracclError.__str__(self)
+
+
+class MissingDependency(MiracclError, ImportError):
+    """An optional dependency is not installed; the hint says what to install."""
+
+    fault: Fault = "usage"
+
+
+class BootstrapError(MiracclError):
+    """Ranks could not meet: a rank is missing, died, or was refused."""
+
+    fault: Fault = "peer"
+
+
+class AuthenticationError(BootstrapError):
+    """A peer could not prove that it knows the job's secret."""
+
+
+class ProtocolError(MiracclError):
+    """A peer sent something that no peer of ours would send."""
+
+    fault: Fault = "peer"
+
+
+class PlanMismatch(MiracclError):
+    """Ranks computed different plans; the message names the ranks and the field that differs."""
+
+    fault: Fault = "peer"
+
+
+class CollectiveMismatch(MiracclError):
+    """Ranks called different operations at the same place; the message names the ranks and the field that differs."""
+
+    fault: Fault = "usage"
+
+
+class CollectiveTimeout(MiracclError, TimeoutError):
+    """An operation passed its deadline.  ``graph`` is the wait-for graph, one line per rank, as in the message."""
+
+    fault: Fault = "peer"
+
+    def __init__(self, message: str, *, graph: tuple[str, ...] = (), **where: Any) -> None:
+        super().__init__(message, **where)
+        self.graph = graph
+
+    def __str__(self) -> str:
+        text = MiracclError.__str__(self)
+        return "\n  ".join([text, *self.graph])
+
+
+class PeerDied(MiracclError, ConnectionError):
+    """Another rank's process ended while it was needed."""
+
+    fault: Fault = "peer"
+
+    def __str__(self) -> str:
+        return MiracclError.__str__(self)
+
+
+class CommunicatorAborted(MiracclError):
+    """Some rank called ``abort()``; ``peer`` is the one that did."""
+
+    fault: Fault = "peer"

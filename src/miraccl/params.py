@@ -1,0 +1,117 @@
+"""Every setting, declared once: name, type, unit, default, sentence.
+
+``MIRACCL_<NAME>`` sets a parameter; where NCCL has a variable of the same meaning, ``NCCL_<NAME>`` is honoured too, after ours.
+The environment is read here, at the edge; machines and records get values.  ``miraccl env`` prints this table.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from miraccl.errors import InvalidUsage
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Param(Generic[T]):
+    """One setting. ``parse`` turns the text of the environment into a value and raises ``ValueError`` with what is allowed."""
+
+    name: str
+    default: T
+    parse: Callable[[str], T]
+    kind: str
+    unit: str
+    help: str
+    nccl: str | None = None
+
+    def read(self, environ: Mapping[str, str] | None = None) -> T:
+        return self.resolve(environ)[0]
+
+    def resolve(self, environ: Mapping[str, str] | None = None) -> tuple[T, str]:
+        """The value and where it came from: ``MIRACCL_X``, ``NCCL_X`` or ``default``."""
+        environ = os.environ if environ is None else environ
+        for variable in (f"MIRACCL_{self.name}", f"NCCL_{self.nccl}" if self.nccl else ""):
+            text = environ.get(variable, "").strip() if variable else ""
+            if text:
+                try:
+                    return self.parse(text), variable
+                except ValueError as error:
+                    raise InvalidUsage(f"{variable}={text!r}: {error}") from None
+        return self.default, "default"
+
+
+PARAMS: dict[str, Param[Any]] = {}
+
+
+def declare(
+    name: str, default: T, parse: Callable[[str], T], help: str, *, kind: str = "", unit: str = "", nccl: str | None = None
+) -> Param[T]:
+    """Declare a parameter; ``nccl`` names the variable of NCCL with the same meaning, without ``NCCL_``."""
+    if name in PARAMS:
+        raise ValueError(f"parameter {name} is declared twice")
+    param = Param(name=name, default=default, parse=parse, kind=kind or parse.__name__, unit=unit, help=help, nccl=nccl)
+    PARAMS[name] = param
+    return param
+
+
+def parse_size(text: str) -> int:
+    """Bytes, with an optional binary suffix K, M or G: ``4M`` is 4194304."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgKMG]?)(?:i?[bB])?", text.strip())
+    if not match:
+        raise ValueError("a size is a number with an optional K, M or G, such as 256K")
+    value = float(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}[match[2].lower()]
+    if value != int(value):
+        raise ValueError("a size is a whole number of bytes")
+    return int(value)
+
+
+def parse_bool(text: str) -> bool:
+    lowered = text.lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("allowed are 0 and 1")
+
+
+def parse_seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError("a time is greater than 0 seconds")
+    return value
+
+
+def parse_count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("a count is 0 or more")
+    return value
+
+
+TIMEOUT = declare("TIMEOUT", 300.0, parse_seconds, "Deadline of every operation.", kind="time", unit="s")
+BOOTSTRAP_TIMEOUT = declare("BOOTSTRAP_TIMEOUT", 60.0, parse_seconds, "Deadline for all ranks to meet.", kind="time", unit="s")
+SECRET = declare("SECRET", "", str, "Shared secret of the job; without it one is made and handed out by the launcher.", kind="text")
+HOSTID = declare("HOSTID", "", str, "Name of this host; ranks with different names never share memory.", kind="text", nccl="HOSTID")
+SOCKET_IFNAME = declare(
+    "SOCKET_IFNAME",
+    "",
+    str,
+    "Interfaces to use: a list of prefixes; ^ excludes them, = asks for exact names.",
+    kind="text",
+    nccl="SOCKET_IFNAME",
+)
+SOCKET_NTHREADS = declare("SOCKET_NTHREADS", 1, parse_count, "Proxy threads per connection.", kind="count", nccl="SOCKET_NTHREADS")
+NSOCKS_PERTHREAD = declare("NSOCKS_PERTHREAD", 2, parse_count, "TCP streams per proxy thread.", kind="count", nccl="NSOCKS_PERTHREAD")
+ALGO = declare("ALGO", "", str.lower, "Algorithm for every collective that has it, such as ring.", kind="text", nccl="ALGO")
+PROTO = declare("PROTO", "", str.lower, "Protocol: simple, ll or ll128.", kind="text", nccl="PROTO")
+BUFFSIZE = declare("BUFFSIZE", 0, parse_size, "Bytes of all FIFOs of a rank; 0 chooses.", kind="size", unit="B", nccl="BUFFSIZE")
+SHM_DISABLE = declare("SHM_DISABLE", False, parse_bool, "Do not use shared memory.", kind="flag", nccl="SHM_DISABLE")
+CMA_DISABLE = declare("CMA_DISABLE", False, parse_bool, "Do not read a peer's private memory (process_vm_readv).", kind="flag")
+CACHE_DIR = declare("CACHE_DIR", "", str, "Folder of compiled kernels and measured constants.", kind="path")
+DEBUG = declare("DEBUG", "warn", str.lower, "What to log: none, warn, info or trace.", kind="text", nccl="DEBUG")
+DEBUG_SUBSYS = declare("DEBUG_SUBSYS", "", str.lower, "Subsystems to log, comma separated; empty is all.", kind="text", nccl="DEBUG_SUBSYS")

@@ -1,0 +1,48 @@
+"""A name -> thing table with good errors; algorithms, transports and executors are found through one of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from miraccl.errors import InvalidUsage
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Named implementations of one kind. Names are unique and lower case; a second registration is refused."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def add(self, name: str, entry: T) -> T:
+        if name in self._entries:
+            raise InvalidUsage(f"{self.kind} {name!r} is registered already")
+        if not name or name != name.lower():
+            raise InvalidUsage(f"the name of a {self.kind} is lower case, got {name!r}")
+        self._entries[name] = entry
+        return entry
+
+    def register(self, name: str) -> Callable[[T], T]:
+        return lambda entry: self.add(name, entry)
+
+    def remove(self, name: str) -> None:
+        self._entries.pop(name, None)
+
+    def get(self, name: str) -> T:
+        try:
+            return self._entries[name]
+        except KeyError:
+            known = ", ".join(sorted(self._entries))
+            raise InvalidUsage(f"no {self.kind} is called {name!r}; known are: {known}") from None
+
+    def names(self) -> list[str]:
+        return sorted(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())

@@ -1,0 +1,112 @@
+"""The closed sets of the field: data types, reduction operators, collectives, protocols, buffers.
+
+Codes are part of the wire signature of an operation, so numbers are never reused.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class DType(enum.IntEnum):
+    """Element types, with NCCL's names where it has them. ``itemsize`` is in bytes."""
+
+    INT8 = 0
+    UINT8 = 1
+    INT32 = 2
+    UINT32 = 3
+    INT64 = 4
+    UINT64 = 5
+    FLOAT16 = 6
+    FLOAT32 = 7
+    FLOAT64 = 8
+    BFLOAT16 = 9
+    FLOAT8_E4M3 = 10
+    FLOAT8_E5M2 = 11
+
+    @property
+    def itemsize(self) -> int:
+        return _ITEMSIZE[self]
+
+    @property
+    def is_float(self) -> bool:
+        return self >= DType.FLOAT16
+
+    @property
+    def accumulates_in_float32(self) -> bool:
+        """16- and 8-bit floats are added up in float32 and rounded once."""
+        return self in (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+_ITEMSIZE = {
+    DType.INT8: 1,
+    DType.UINT8: 1,
+    DType.INT32: 4,
+    DType.UINT32: 4,
+    DType.INT64: 8,
+    DType.UINT64: 8,
+    DType.FLOAT16: 2,
+    DType.FLOAT32: 4,
+    DType.FLOAT64: 8,
+    DType.BFLOAT16: 2,
+    DType.FLOAT8_E4M3: 1,
+    DType.FLOAT8_E5M2: 1,
+}
+
+
+class RedOp(enum.IntEnum):
+    """Kinds of reduction. AVG is the sum divided by the number of ranks (integers: truncated towards zero)."""
+
+    SUM = 0
+    PROD = 1
+    MIN = 2
+    MAX = 3
+    AVG = 4
+    PREMUL_SUM = 5
+
+
+@dataclass(frozen=True)
+class PreMulSum:
+    """Sum of ``scalar * x`` where each rank gives its own scalar (``ncclRedOpCreatePreMulSum``)."""
+
+    scalar: float
+
+
+class Collective(enum.IntEnum):
+    """What an operation does. Buffers are counted in *blocks* of ``count`` elements, see ``schedule.ir``."""
+
+    ALL_REDUCE = 0
+    ALL_GATHER = 1
+    REDUCE_SCATTER = 2
+    BROADCAST = 3
+    REDUCE = 4
+    ALL_TO_ALL = 5
+    GATHER = 6
+    SCATTER = 7
+    BARRIER = 8
+    SEND_RECV = 9  # a group of sends and receives
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+    @property
+    def reduces(self) -> bool:
+        return self in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE)
+
+    @property
+    def rooted(self) -> bool:
+        return self in (Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER)
+
+
+class Protocol(enum.IntEnum):
+    """How bytes cross a connection. The word is used for nothing else in this package."""
+
+    LL = 0
+    LL128 = 1
+    SIMPLE = 2
