@@ -1,0 +1,383 @@
+"""Ranks of this host, started by forking.
+
+Owns: the processes it starts, the socket pair to each of them and their captured output.  The parent is meant to have imported
+numpy, numba and miraccl already (about 0.5 s); a fork costs 2 ms, so that eight ranks start as fast as one.
+
+Rules it keeps:
+
+* A rank never outlives its parent (``PR_SET_PDEATHSIG``) nor ``stop()``; the parent waits for every process that it started.
+* Nothing waits without a deadline.
+* A rank reports its result or its traceback as the last message; a rank that is killed reports nothing, its status speaks.
+* Ctrl-C in a terminal reaches the parent only; ranks are ended by it.
+
+Fork needs a parent with a single thread: command-line tools and the test server are, an application in general is not, which
+is why the library itself never uses this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import pickle
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LENGTH = struct.Struct("<Q")
+_MAX_OUTPUT = 1 << 20
+
+
+class Channel:
+    """Pickled messages over one end of a socket pair between a parent and the child it forked (trusted, never the network)."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._pending = bytearray()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Any) -> None:
+        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        self._socket.sendall(_LENGTH.pack(len(body)) + body)
+
+    def receive(self) -> Any:
+        """The next message; blocks. ``EOFError`` when the other side is gone."""
+        while True:
+            for message in self._complete():
+                return message
+            self._fill(0)
+
+    def available(self) -> list[Any]:
+        """What has arrived; does not block. ``EOFError`` when the other side is gone and everything was taken."""
+        with contextlib.suppress(BlockingIOError):
+            self._fill(socket.MSG_DONTWAIT)
+        return list(self._complete())
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _fill(self, flags: int) -> None:
+        try:
+            data = self._socket.recv(1 << 20, flags)
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise EOFError
+        self._pending += data
+
+    def _complete(self) -> Iterator[Any]:
+        while len(self._pending) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._pending)
+            end = _LENGTH.size + length
+            if len(self._pending) < end:
+                return
+            body = bytes(self._pending[_LENGTH.size : end])
+            del self._pending[:end]
+            yield pickle.loads(body)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What the function that a rank runs is given as its first argument."""
+
+    rank: int
+    nranks: int
+    channel: Channel
+
+    def emit(self, message: Any) -> None:
+        """Hand a message to the parent."""
+        self.channel.send(("message", message))
+
+    def receive(self) -> Any:
+        """Take a message of the parent; blocks. ``EOFError`` when the parent is gone."""
+        return self.channel.receive()
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """How a rank ended. ``status`` is the exit status, or minus the signal; ``error`` the traceback, empty if there was none."""
+
+    rank: int
+    status: int | None = None
+    value: Any = None
+    error: str = ""
+    summary: str = ""
+    output: str = ""
+    order: int = -1
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 0 and not self.error
+
+    def describe(self) -> str:
+        """One sentence: what happened to the rank."""
+        if self.summary:
+            return f"rank {self.rank}: {self.summary}"
+        if self.status is None:
+            return f"rank {self.rank} did not end"
+        if self.status < 0:
+            return f"rank {self.rank} was ended by {_signal_name(-self.status)}"
+        return f"rank {self.rank} ended with status {self.status}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+@dataclass(kw_only=True)
+class _Rank:
+    pid: int
+    pidfd: int
+    channel: Channel
+    output_fd: int
+    outcome: Outcome
+    output: bytearray = field(default_factory=bytearray)
+
+
+class Ranks:
+    """Forked ranks and their fates. A context manager: leaving it ends every rank that is still there.
+
+    ``target(context, *args)`` runs in every rank with ``environ(rank)`` added to its environment; what it returns must
+    pickle.  ``capture`` keeps what a rank prints (the last MiB) instead of letting it through.
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        nranks: int,
+        args: Sequence[Any] = (),
+        *,
+        environ: Callable[[int], Mapping[str, str]] | None = None,
+        capture: bool = False,
+    ) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._ranks: list[_Rank] = []
+        self._ended = 0
+        _flush()
+        try:
+            for rank in range(nranks):
+                self._ranks.append(self._start(target, rank, nranks, args, environ(rank) if environ else {}, capture))
+        except BaseException:
+            self.stop(grace=0)
+            raise
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop(grace=0)
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return [r.outcome for r in self._ranks]
+
+    @property
+    def pids(self) -> list[int]:
+        return [r.pid for r in self._ranks]
+
+    @property
+    def running(self) -> bool:
+        return self._ended < len(self._ranks)
+
+    def send(self, rank: int, message: Any) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionError):  # its death is reported by poll()
+            self._ranks[rank].channel.send(message)
+
+    def poll(self, timeout: float | None) -> list[tuple[int, Any]]:
+        """Wait up to ``timeout`` seconds for something to happen; returns messages as (rank, message). Deaths are in ``outcomes``."""
+        messages: list[tuple[int, Any]] = []
+        for key, _ in self._selector.select(timeout):
+            kind, rank = key.data
+            if kind == "message":
+                self._take_messages(rank, messages)
+            elif kind == "output":
+                self._take_output(rank)
+            else:
+                self._reap(rank, messages)
+        return messages
+
+    def wait(self, deadline: float, on_message: Callable[[int, Any], None] | None = None, grace: float = 2.0) -> bool:
+        """Run until all ranks ended. After the first failure the others get ``grace`` seconds; True if nothing was cut short.
+
+        ``deadline`` is a value of ``time.monotonic()``.
+        """
+        limit = deadline
+        failed = False
+        while self.running:
+            for rank, message in self.poll(max(0.0, limit - time.monotonic())):
+                if on_message:
+                    on_message(rank, message)
+            if not failed and any(o.status not in (None, 0) for o in self.outcomes):
+                failed, limit = True, min(limit, time.monotonic() + grace)
+            if self.running and time.monotonic() >= limit:
+                self.stop(grace=0.2)
+                return False
+        return True
+
+    def first_failure(self) -> Outcome | None:
+        """The rank whose end came first among those that failed by themselves."""
+        failures = [o for o in self.outcomes if not o.ok]
+        return min(failures, key=lambda o: o.order if o.order >= 0 else sys.maxsize, default=None)
+
+    def stop(self, grace: float = 2.0) -> None:
+        """End what still runs: SIGTERM, ``grace`` seconds later SIGKILL; returns when nothing is left."""
+        for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
+            if number is signal.SIGTERM and not grace:
+                continue
+            for rank in self._ranks:
+                if rank.outcome.status is None:
+                    signal.pidfd_send_signal(rank.pidfd, number)
+            limit = time.monotonic() + patience
+            while self.running and time.monotonic() < limit:
+                self.poll(max(0.0, limit - time.monotonic()))
+        for rank in self._ranks:
+            self._release(rank)
+        self._selector.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _start(
+        self, target: Callable[..., Any], rank: int, nranks: int, args: Sequence[Any], environ: Mapping[str, str], capture: bool
+    ) -> _Rank:
+        parent_end, child_end = socket.socketpair()
+        read_fd, write_fd = os.pipe() if capture else (-1, -1)
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            for other in self._ranks:
+                other.channel.close()
+            _become_rank(parent, target, Context(rank=rank, nranks=nranks, channel=Channel(child_end)), args, environ, write_fd)
+        child_end.close()
+        if capture:
+            os.close(write_fd)
+            os.set_blocking(read_fd, False)
+            self._selector.register(read_fd, selectors.EVENT_READ, ("output", rank))
+        pidfd = os.pidfd_open(pid)
+        channel = Channel(parent_end)
+        self._selector.register(channel, selectors.EVENT_READ, ("message", rank))
+        self._selector.register(pidfd, selectors.EVENT_READ, ("exit", rank))
+        return _Rank(pid=pid, pidfd=pidfd, channel=channel, output_fd=read_fd, outcome=Outcome(rank=rank))
+
+    def _take_messages(self, number: int, messages: list[tuple[int, Any]]) -> bool:
+        """Take what has arrived; True if there may be more."""
+        rank = self._ranks[number]
+        try:
+            arrived = rank.channel.available()
+        except EOFError:
+            self._forget(rank.channel)
+            return False
+        for kind, body in arrived:
+            if kind == "message":
+                messages.append((number, body))
+            elif kind == "value":
+                rank.outcome.value = body
+            else:
+                rank.outcome.error, rank.outcome.summary = body
+                rank.outcome.order = self._next_order()
+        return bool(arrived)
+
+    def _take_output(self, number: int) -> bool:
+        """Take what was printed; True if there may be more."""
+        rank = self._ranks[number]
+        if rank.output_fd < 0:
+            return False
+        try:
+            data = os.read(rank.output_fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._forget(rank.output_fd)
+        rank.output = (rank.output + data)[-_MAX_OUTPUT:]
+        return bool(data)
+
+    def _reap(self, number: int, messages: list[tuple[int, Any]]) -> None:
+        rank = self._ranks[number]
+        self._forget(rank.pidfd)
+        # Processes that a rank started may hold both ends open, so only what is there is taken: no waiting for an end of file.
+        while self._take_messages(number, messages):
+            pass
+        while self._take_output(number):
+            pass
+        _, status = os.waitpid(rank.pid, 0)
+        rank.outcome.status = os.waitstatus_to_exitcode(status)
+        rank.outcome.output = rank.output.decode(errors="replace")
+        if rank.outcome.status != 0 and rank.outcome.order < 0:
+            rank.outcome.order = self._next_order()
+        self._ended += 1
+
+    def _next_order(self) -> int:
+        return 1 + max(r.outcome.order for r in self._ranks)
+
+    def _forget(self, fileobj: Any) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(fileobj)
+
+    def _release(self, rank: _Rank) -> None:
+        rank.channel.close()
+        for fd in (rank.pidfd, rank.output_fd):
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        rank.pidfd = rank.output_fd = -1
+
+
+def _become_rank(
+    parent: int, target: Callable[..., Any], context: Context, args: Sequence[Any], environ: Mapping[str, str], output_fd: int
+) -> None:
+    """The life of a forked child; never returns."""
+    status = 1
+    try:
+        die_with_parent(parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if output_fd >= 0:
+            os.dup2(output_fd, 1)
+            os.dup2(output_fd, 2)
+            sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), line_buffering=True, errors="replace")
+            sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), line_buffering=True, errors="replace")
+        os.environ.update(environ)
+        status = _run(target, context, args)
+    finally:
+        _flush()
+        os._exit(status)
+
+
+def _run(target: Callable[..., Any], context: Context, args: Sequence[Any]) -> int:
+    try:
+        context.channel.send(("value", target(context, *args)))
+        return 0
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            context.channel.send(("error", (traceback.format_exc(), f"{type(error).__name__}: {error}")))
+        return 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ``parent`` ends, and end now if that has happened already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()

@@ -1,0 +1,20 @@
+"""What all tests share: no test may leave the settings of another one's environment behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+_OURS = ("MIRACCL_", "NCCL_", "OMPI_", "PMI_", "SLURM_")
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A developer's MIRACCL_ALGO must not decide what a test sees; the cache folder of kernels stays, for speed."""
+    for name in list(os.environ):
+        if (name.startswith(_OURS) and name != "MIRACCL_CACHE_DIR") or name in _TORCHRUN:
+            monkeypatch.delenv(name)
+    yield

@@ -1,0 +1,47 @@
+"""The process that ``ranks.py`` forks test ranks from: requests on stdin, outcomes on stdout, both pickled by our own parent."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import struct
+import sys
+import time
+from typing import Any
+
+from miraccl.tools import launch
+from miraccl.tools.spawn import Context, Outcome, Ranks, die_with_parent
+
+_LENGTH = struct.Struct("<Q")
+
+
+def _run_target(context: Context, module: str, function: str, args: tuple[Any, ...]) -> Any:
+    target: Any = importlib.import_module(module)
+    for name in function.split("."):
+        target = getattr(target, name)
+    return target(*args)
+
+
+def _serve(request: dict[str, Any]) -> list[Outcome]:
+    environ = launch.local_environ(request["nranks"], request["env"])
+    arguments = (request["module"], request["function"], request["args"])
+    with Ranks(_run_target, request["nranks"], arguments, environ=environ, capture=True) as ranks:
+        ranks.wait(time.monotonic() + request["timeout"], grace=request["timeout"])
+        return ranks.outcomes
+
+
+def main() -> None:
+    die_with_parent(os.getppid())
+    stdin, stdout = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # nothing else may write to the pipe of answers
+    launch.warm_up()
+    while header := stdin.read(_LENGTH.size):
+        request = pickle.loads(stdin.read(_LENGTH.unpack(header)[0]))
+        body = pickle.dumps(_serve(request))
+        stdout.write(_LENGTH.pack(len(body)) + body)
+        stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Real ranks for tests.
+
+``run_ranks(target, n, *args)`` runs a module-level function of a test module in ``n`` processes of this host, with the
+environment from which ``miraccl.init()`` makes a communicator, and returns what each rank returned::
+
+    def sums(value):
+        with miraccl.init() as comm:
+            x = np.full(4, value + comm.rank, np.float32)
+            comm.all_reduce(x)
+            return x
+
+    def test_sum():
+        for x in run_ranks(sums, 3, 1.0):
+            assert x.tolist() == [6.0] * 4
+
+``rank_outcomes`` is the same for ranks that are expected to fail.  Every run has a hard deadline, after which its ranks are
+killed by pid and their output is shown.  The ranks are forked from one server process that has imported numpy and miraccl
+(``rank_server.py``), started at the first use and ended with the test session.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import select
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from miraccl.tools.spawn import Outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+_LENGTH = struct.Struct("<Q")
+_SPARE = 15.0  # seconds beyond the deadline of a run in which the server itself must answer
+
+
+class _Server:
+    """The process that forks ranks; answers one request at a time."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.rank_server"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def run(self, request: dict[str, Any]) -> list[Outcome]:
+        assert self._process.stdin is not None
+        body = pickle.dumps(request)
+        self._process.stdin.write(_LENGTH.pack(len(body)) + body)
+        self._process.stdin.flush()
+        limit = request["timeout"] + _SPARE
+        try:
+            (length,) = _LENGTH.unpack(self._read(_LENGTH.size, limit))
+            outcomes: list[Outcome] = pickle.loads(self._read(length, limit))
+        except TimeoutError:
+            self.close()
+            raise
+        return outcomes
+
+    def _read(self, length: int, timeout: float) -> bytes:
+        assert self._process.stdout is not None
+        fd, data = self._process.stdout.fileno(), b""
+        while len(data) < length:
+            if not select.select([fd], [], [], timeout)[0]:
+                raise TimeoutError("the server of test ranks does not answer")
+            part = os.read(fd, length - len(data))
+            if not part:
+                raise TimeoutError(f"the server of test ranks ended with status {self._process.wait(10)}")
+            data += part
+        return data
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the server and whatever it has started."""
+        if self.alive:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(10)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+_server: _Server | None = None
+
+
+def _the_server() -> _Server:
+    global _server
+    if _server is None or not _server.alive:
+        _server = _Server()
+        atexit.register(_server.close)
+    return _server
+
+
+def rank_outcomes(
+    target: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
+) -> list[Outcome]:
+    """Run ``target(*args)`` in ``n`` ranks; returns how each ended: status, value, error (traceback), output.
+
+    ``target`` is a function at the top of a module below ``tests``; arguments and results must pickle.  ``timeout`` is in
+    seconds; a rank that is killed then has a negative status.  ``env`` is added to the environment of every rank.
+    """
+    qualname = target.__qualname__
+    if "<" in qualname:
+        raise ValueError(f"{qualname} is not at the top of its module: another process cannot find it")
+    request = {
+        "module": target.__module__,
+        "function": qualname,
+        "nranks": n,
+        "args": args,
+        "timeout": timeout,
+        "env": dict(env or {}),
+    }
+    return _the_server().run(request)
+
+
+def run_ranks(
+    target: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
+) -> list[Any]:
+    """Run ``target(*args)`` in ``n`` ranks, all of which must succeed; returns their results in order of rank."""
+    outcomes = rank_outcomes(target, n, *args, timeout=timeout, env=env)
+    if not all(o.ok for o in outcomes):
+        raise AssertionError("\n".join(_report(o) for o in sorted(outcomes, key=lambda o: (o.ok, o.order))))
+    return [o.value for o in outcomes]
+
+
+def _report(outcome: Outcome) -> str:
+    if outcome.ok:
+        return f"rank {outcome.rank} is fine"
+    parts = [f"---- {outcome.describe()}", outcome.error.rstrip(), outcome.output.rstrip()]
+    return "\n".join(p for p in parts if p)
