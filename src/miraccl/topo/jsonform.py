@@ -1,0 +1,223 @@
+"""``System`` and ``PathTable`` as JSON, in the format of the reference results (format 1).
+
+Owns the names and the number format of that JSON: names are ``TYPE/<system>-<id>`` in hex, bandwidths carry nine significant digits
+(enough to restore an IEEE single exactly). Several NET nodes may bear one name; lists are in node order, so positions tell
+them apart, and the reader resolves a name by the links that lead there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from miraccl.errors import TopologyError
+from miraccl.topo.records import (
+    LOCAL_ID_MASK,
+    TABLE_SOURCES,
+    TABLE_TARGETS,
+    CpuNode,
+    GpuNode,
+    Link,
+    LinkType,
+    NetNode,
+    NodeType,
+    Path,
+    PathTable,
+    PathType,
+    PciNode,
+    Rows,
+    System,
+    TopoNode,
+    f32,
+)
+
+Json = dict[str, Any]
+
+_DEVICE_BITS = (1 << 64) - 1
+
+
+def number(value: float) -> float | int:
+    """A bandwidth as JSON shows it: nine significant digits, whole numbers without a point."""
+    text = float(f"{value:.9g}")
+    return int(text) if text == int(text) and abs(text) < 1e15 else text
+
+
+def system_to_json(system: System) -> Json:
+    """The ``system`` section."""
+    names = [node.name for node in system.nodes]
+    result: Json = {"maxBw": number(system.max_bw), "totalBw": number(system.total_bw), "inter": system.inter}
+    for kind in NodeType:
+        result[kind.name] = [
+            {
+                "name": node.name,
+                **_attributes(node),
+                "links": [[link.type.name, number(link.bw), names[link.target]] for link in node.links],
+            }
+            for node in system.of(kind)
+        ]
+    return result
+
+
+def _attributes(node: TopoNode) -> Json:
+    if isinstance(node, GpuNode):
+        return {"dev": node.dev, "rank": node.rank, "sm": node.sm, "gdr": node.gdr}
+    if isinstance(node, PciNode):
+        return {"device": f"{node.device & _DEVICE_BITS:#x}"}
+    if isinstance(node, CpuNode):
+        return {"arch": int(node.arch), "vendor": int(node.vendor), "model": node.model}
+    if isinstance(node, NetNode):
+        return {
+            "id": node.id,
+            "dev": node.dev,
+            "asic": f"{node.asic:#x}",
+            "port": node.port,
+            "bw": number(node.bw),
+            "latency": number(node.latency),
+            "gdr": node.gdr,
+            "coll": node.coll,
+            "maxChannels": node.max_channels,
+            "localGpu": node.local_gpu,
+        }
+    return {}
+
+
+def system_from_json(data: Mapping[str, Any]) -> System:
+    """The ``system`` section as a record. Raises ``TopologyError`` when a key is missing or a link leads nowhere."""
+    try:
+        raw = [(kind, entry) for kind in NodeType for entry in data[kind.name]]
+        resolve = _link_resolver([entry for _, entry in raw])
+        nodes = []
+        for i, (kind, entry) in enumerate(raw):
+            links = tuple(
+                Link(type=LinkType[t], bw=f32(bw), target=resolve(i, LinkType[t], f32(bw), name)) for t, bw, name in entry["links"]
+            )
+            nodes.append(_node_from_json(kind, entry, links))
+        return System(nodes=tuple(nodes), max_bw=f32(data["maxBw"]), total_bw=f32(data["totalBw"]), inter=data["inter"])
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, TopologyError):
+            raise
+        raise TopologyError(f"this is no system description: {error!r}") from None
+
+
+def _link_resolver(entries: Sequence[Mapping[str, Any]]) -> Callable[[int, LinkType, float, str], int]:
+    """A function from (source index, link type, bandwidth, name) to the target's index.
+
+    Where nodes share a name, the candidates are those that have a link of the same bandwidth back to the source, each taken once.
+    """
+    by_name: dict[str, list[int]] = {}
+    for i, entry in enumerate(entries):
+        by_name.setdefault(entry["name"], []).append(i)
+    taken: set[tuple[int, LinkType, int]] = set()
+
+    def resolve(source: int, kind: LinkType, bw: float, name: str) -> int:
+        candidates = by_name.get(name)
+        if not candidates:
+            raise TopologyError(f"a link of {entries[source]['name']} leads to {name}, which is not in the system")
+        if len(candidates) == 1:
+            return candidates[0]
+        back = entries[source]["name"]
+        for target in candidates:
+            key = (source, kind, target)
+            if key in taken:
+                continue
+            if any(t == kind.name and f32(b) == bw and n == back for t, b, n in entries[target]["links"]):
+                taken.add(key)
+                return target
+        raise TopologyError(f"a link of {back} leads to {name}, which has no link back")
+
+    return resolve
+
+
+def _node_from_json(kind: NodeType, entry: Mapping[str, Any], links: tuple[Link, ...]) -> TopoNode:
+    type_name, _, rest = entry["name"].partition("/")
+    system, _, local = rest.partition("-")
+    if type_name != kind.name:
+        raise TopologyError(f"{entry['name']} stands among the {kind.name} nodes")
+    id = (int(system, 16) << 56) | (int(local, 16) & LOCAL_ID_MASK)
+    match kind:
+        case NodeType.GPU:
+            return GpuNode(id=id, links=links, dev=entry["dev"], rank=entry["rank"], sm=entry["sm"], gdr=entry["gdr"])
+        case NodeType.PCI:
+            return PciNode(id=id, links=links, device=_integer(entry["device"]))
+        case NodeType.CPU:
+            return CpuNode(id=id, links=links, arch=entry["arch"], vendor=entry["vendor"], model=entry["model"])
+        case NodeType.NET:
+            return NetNode(
+                id=id,
+                links=links,
+                dev=entry["dev"],
+                asic=_integer(entry["asic"]),
+                port=entry["port"],
+                bw=f32(entry["bw"]),
+                latency=f32(entry["latency"]),
+                gdr=entry["gdr"],
+                coll=entry["coll"],
+                max_channels=entry["maxChannels"],
+                local_gpu=entry["localGpu"],
+            )
+        case _:
+            return TopoNode(type=kind, id=id, links=links)
+
+
+def _integer(value: str | int) -> int:
+    return int(value, 0) if isinstance(value, str) else value
+
+
+def paths_to_json(paths: PathTable, system: System) -> Json:
+    """The ``paths`` section; hops are written as ``"<link type>:<node reached>"``."""
+    names = [node.name for node in system.nodes]
+    hop = [f"{link.type.name}:{names[link.target]}" for link in system.links]
+    result: Json = {}
+    for source in TABLE_SOURCES:
+        result[source.name] = []
+        for i, node in enumerate(system.of(source)):
+            entry: Json = {"from": node.name}
+            for target in TABLE_TARGETS:
+                if (source, target) == (NodeType.NET, NodeType.NET):
+                    continue
+                row = paths.row(source, i, target)
+                entry[target.name] = [[p.type.name, number(p.bw), [hop[h] for h in p.hops]] for p in row]
+            result[source.name].append(entry)
+    return result
+
+
+def paths_from_json(data: Mapping[str, Any], system: System) -> PathTable:
+    """The ``paths`` section as a record, resolved against its ``system``."""
+    rows: dict[tuple[NodeType, NodeType], Rows] = {}
+    try:
+        for source in TABLE_SOURCES:
+            for target in TABLE_TARGETS:
+                rows[source, target] = tuple(
+                    tuple(
+                        Path(
+                            type=PathType[kind],
+                            bw=f32(bw),
+                            hops=_hops(system, system.index(source, i), hops, system.index(target, j)),
+                        )
+                        for j, (kind, bw, hops) in enumerate(entry.get(target.name, ()))
+                    )
+                    for i, entry in enumerate(data[source.name])
+                )
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        if isinstance(error, TopologyError):
+            raise
+        raise TopologyError(f"this is no table of paths: {error!r}") from None
+    return PathTable(rows=rows)
+
+
+def _hops(system: System, start: int, texts: Sequence[str], end: int) -> tuple[int, ...]:
+    """Global link numbers of a written route; the last hop is the one that reaches ``end``."""
+    hops: list[int] = []
+    at = start
+    for k, text in enumerate(texts):
+        kind, _, name = text.partition(":")
+        last = k == len(texts) - 1
+        for number_, link in enumerate(system.nodes[at].links, system.link_start[at]):
+            if link.type.name == kind and system.nodes[link.target].name == name and (not last or link.target == end):
+                hops.append(number_)
+                at = link.target
+                break
+        else:
+            source = system.nodes[start].name
+            raise TopologyError(f"a path from {source} takes {text} at {system.nodes[at].name}, where no such link starts")
+    return tuple(hops)

@@ -1,0 +1,323 @@
+"""The records of a machine: nodes and links (``System``) and the routes between them (``PathTable``).
+
+Rules kept here
+- Everything is an index. ``System.nodes`` is one flat tuple ordered by type (GPU, PCI, NVS, CPU, NIC, NET) and, inside a type, in
+  NCCL's order of creation. A link names its target by flat index; a hop of a path names a link by its *global link number*: the links of
+  node 0 come first, then those of node 1, ... (``System.link_start``). So a search can copy the bandwidths into one flat array.
+- Bandwidths are GB/s (1e9 bytes/s). They are IEEE single-precision values held as Python floats; whoever computes one passes it
+  through :func:`f32`, because NCCL's decisions depend on the last digit.
+- The numeric values of the enums are those of NCCL 2.28 (``src/graph/topo.h``): link and path types share one scale, best first.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from miraccl.errors import TopologyError
+
+_FLOAT = struct.Struct("f")
+
+
+def f32(value: float) -> float:
+    """``value`` rounded to the nearest IEEE single-precision number (infinity where it is too large)."""
+    try:
+        return float(_FLOAT.unpack(_FLOAT.pack(value))[0])
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+LOC_BW = 5000.0
+"""Bandwidth of a node to itself and of links without a limit of their own, GB/s (NCCL ``LOC_BW``)."""
+
+LOCAL_ID_MASK = (1 << 56) - 1
+"""An id is ``system << 56 | local id``; CPU ids are NUMA numbers, PCI ids bus ids, NET ids device numbers."""
+
+UNDEF = -1
+
+
+class NodeType(enum.IntEnum):
+    """Kinds of vertices; also the order of types inside ``System.nodes``. A CPU is a NUMA domain."""
+
+    GPU = 0
+    PCI = 1
+    NVS = 2
+    CPU = 3
+    NIC = 4
+    NET = 5
+
+
+class LinkType(enum.IntEnum):
+    """Kinds of edges. Values match :class:`PathType` where both exist."""
+
+    LOC = 0
+    NVL = 1
+    C2C = 3
+    PCI = 4
+    SYS = 9
+    NET = 10
+
+
+class PathType(enum.IntEnum):
+    """How far two nodes are from each other, best first."""
+
+    LOC = 0  # the node itself
+    NVL = 1  # NVLink
+    NVB = 2  # NVLink through another GPU
+    C2C = 3  # GPU and CPU joined chip to chip
+    PIX = 4  # one PCI bridge at most
+    PXB = 5  # several PCI bridges
+    P2C = 6  # C2C to the CPU, PCI to the NIC
+    PXN = 7  # NVLink to another GPU, PCI to the NIC
+    PHB = 8  # through the host bridge of one NUMA domain
+    SYS = 9  # between NUMA domains
+    NET = 10  # only over the network
+    DIS = 11  # not connected
+
+
+class CpuArch(enum.IntEnum):
+    UNDEF = -1
+    UNKNOWN = 0
+    X86 = 1
+    POWER = 2
+    ARM = 3
+
+
+class CpuVendor(enum.IntEnum):
+    UNDEF = -1
+    UNKNOWN = 0
+    INTEL = 1
+    AMD = 2
+    ZHAOXIN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One directed edge. ``target`` is the flat index of the node at its end, ``bw`` GB/s."""
+
+    type: LinkType
+    bw: float
+    target: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopoNode:
+    """A vertex. ``id`` contains the system number in its upper 8 bits. ``links`` are in NCCL's order."""
+
+    type: NodeType
+    id: int
+    links: tuple[Link, ...] = ()
+
+    @property
+    def system_id(self) -> int:
+        return (self.id >> 56) & 0xFF
+
+    @property
+    def local_id(self) -> int:
+        return self.id & LOCAL_ID_MASK
+
+    @property
+    def name(self) -> str:
+        """``TYPE/<system>-<id>``, both in hex, as NCCL prints it."""
+        return f"{self.type.name}/{self.system_id:x}-{self.local_id:x}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuNode(TopoNode):
+    """``dev``: device number, ``rank``: local rank, ``sm``: compute capability times ten, ``gdr``: GPUDirect RDMA is supported."""
+
+    type: NodeType = NodeType.GPU
+    dev: int = UNDEF
+    rank: int = UNDEF
+    sm: int = UNDEF
+    gdr: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PciNode(TopoNode):
+    """``device``: vendor, device, subsystem vendor, subsystem device, 16 bits each."""
+
+    type: NodeType = NodeType.PCI
+    device: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuNode(TopoNode):
+    """A NUMA domain. ``model`` counts inside the vendor (Intel: 1 Broadwell, 2 Skylake, 3 Sapphire Rapids, 4 Emerald Rapids;
+    Zhaoxin: 1 Yongfeng); ``affinity`` is the cpumap text of the file."""
+
+    type: NodeType = NodeType.CPU
+    arch: int = CpuArch.UNDEF
+    vendor: int = CpuVendor.UNDEF
+    model: int = UNDEF
+    affinity: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetNode(TopoNode):
+    """A network device. ``asic`` is the guid (or the id), ``bw`` GB/s, ``latency`` us, ``local_gpu`` the index among the GPUs of the
+    one NCCL holds for the closest (-1 none)."""
+
+    type: NodeType = NodeType.NET
+    dev: int = UNDEF
+    asic: int = 0
+    port: int = UNDEF
+    bw: float = 0.0
+    latency: float = 0.0
+    gdr: int = 0
+    coll: int = 0
+    max_channels: int = 0
+    local_gpu: int = UNDEF
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """The graph of one node (host). ``max_bw`` and ``total_bw`` GB/s as NCCL's search uses them; ``inter`` is 1 when the communicator
+    reaches beyond these GPUs; ``system_id`` is the number of this host among those the file holds."""
+
+    nodes: tuple[TopoNode, ...]
+    max_bw: float = 0.0
+    total_bw: float = 0.0
+    inter: int = 0
+    system_id: int = 0
+
+    def __post_init__(self) -> None:
+        last = NodeType.GPU
+        for i, node in enumerate(self.nodes):
+            if node.type < last:
+                raise TopologyError(f"node {i} ({node.name}) is out of order: nodes are grouped by type")
+            last = node.type
+            for link in node.links:
+                if not 0 <= link.target < len(self.nodes):
+                    raise TopologyError(f"a link of {node.name} leads to node {link.target}, of {len(self.nodes)}")
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Flat index of the first node of each type, by ``NodeType``; a seventh entry is the number of nodes."""
+        counts = [0] * (len(NodeType) + 1)
+        for node in self.nodes:
+            counts[node.type + 1] += 1
+        for i in range(len(NodeType)):
+            counts[i + 1] += counts[i]
+        return tuple(counts)
+
+    def of(self, type: NodeType) -> tuple[TopoNode, ...]:
+        return self.nodes[self.starts[type] : self.starts[type + 1]]
+
+    def count(self, type: NodeType) -> int:
+        return self.starts[type + 1] - self.starts[type]
+
+    @cached_property
+    def gpus(self) -> tuple[GpuNode, ...]:
+        return tuple(n for n in self.nodes if isinstance(n, GpuNode))
+
+    @cached_property
+    def pcis(self) -> tuple[PciNode, ...]:
+        return tuple(n for n in self.nodes if isinstance(n, PciNode))
+
+    @cached_property
+    def cpus(self) -> tuple[CpuNode, ...]:
+        return tuple(n for n in self.nodes if isinstance(n, CpuNode))
+
+    @cached_property
+    def nets(self) -> tuple[NetNode, ...]:
+        return tuple(n for n in self.nodes if isinstance(n, NetNode))
+
+    def index(self, type: NodeType, position: int) -> int:
+        """Flat index of the ``position``-th node of a type."""
+        return self.starts[type] + position
+
+    def position(self, index: int) -> int:
+        """Position of the node with this flat index among the nodes of its type."""
+        return index - self.starts[self.nodes[index].type]
+
+    # Links by global number, as paths name them.
+
+    @cached_property
+    def link_start(self) -> tuple[int, ...]:
+        """Global number of the first link of each node; the last entry is the number of links."""
+        starts = [0]
+        for node in self.nodes:
+            starts.append(starts[-1] + len(node.links))
+        return tuple(starts)
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        """All links by global number."""
+        return tuple(link for node in self.nodes for link in node.links)
+
+    @cached_property
+    def link_source(self) -> tuple[int, ...]:
+        """Flat index of the node where each link starts, by global link number."""
+        return tuple(i for i, node in enumerate(self.nodes) for _ in node.links)
+
+    @cached_property
+    def reverse_links(self) -> tuple[int, ...]:
+        """For each link the global number of the first link of the same type the other way, -1 if there is none."""
+        first: dict[tuple[int, int, LinkType], int] = {}
+        for number, link in enumerate(self.links):
+            first.setdefault((self.link_source[number], link.target, link.type), number)
+        return tuple(first.get((link.target, self.link_source[n], link.type), -1) for n, link in enumerate(self.links))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """A route. ``hops`` are global link numbers in order of travel; ``bw`` is GB/s; an unreachable node has type DIS, bw 0, no hops."""
+
+    type: PathType
+    bw: float
+    hops: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return len(self.hops)
+
+
+DISCONNECTED = Path(type=PathType.DIS, bw=0.0)
+
+TABLE_SOURCES = (NodeType.GPU, NodeType.NET)
+TABLE_TARGETS = (NodeType.GPU, NodeType.NET, NodeType.CPU, NodeType.NVS)
+
+Rows = tuple[tuple[Path, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathTable:
+    """Paths from every GPU and NET, after all corrections.
+
+    ``rows[source type, target type][i][j]`` leads from the i-th node of the source type to the j-th of the target type. Where no
+    paths are computed (NET to NET, or no such nodes) the row is empty.
+    """
+
+    rows: Mapping[tuple[NodeType, NodeType], Rows] = field(default_factory=dict)
+
+    def row(self, source: NodeType, position: int, target: NodeType) -> tuple[Path, ...]:
+        rows = self.rows.get((source, target), ())
+        return rows[position] if position < len(rows) else ()
+
+    def path(self, source: NodeType, i: int, target: NodeType, j: int) -> Path:
+        """The path, or :data:`DISCONNECTED` where none was computed."""
+        row = self.row(source, i, target)
+        return row[j] if j < len(row) else DISCONNECTED
+
+    def gpu_gpu(self, i: int, j: int) -> Path:
+        return self.path(NodeType.GPU, i, NodeType.GPU, j)
+
+    def gpu_net(self, gpu: int, net: int) -> Path:
+        return self.path(NodeType.GPU, gpu, NodeType.NET, net)
+
+    def net_gpu(self, net: int, gpu: int) -> Path:
+        return self.path(NodeType.NET, net, NodeType.GPU, gpu)
+
+    def gpu_cpu(self, gpu: int, cpu: int) -> Path:
+        return self.path(NodeType.GPU, gpu, NodeType.CPU, cpu)
+
+    def __iter__(self) -> Iterator[tuple[NodeType, int, NodeType, int, Path]]:
+        for (source, target), rows in self.rows.items():
+            for i, row in enumerate(rows):
+                for j, path in enumerate(row):
+                    yield source, i, target, j, path
