@@ -93,6 +93,14 @@ def parse_count(text: str) -> int:
     return value
 
 
+def parse_integer(text: str) -> int:
+    """A whole number, decimal or with 0x; negative numbers are allowed where a parameter says what they mean."""
+    try:
+        return int(text, 0)
+    except ValueError:
+        raise ValueError("allowed is a whole number such as 4 or 0x10") from None
+
+
 TIMEOUT = declare("TIMEOUT", 300.0, parse_seconds, "Deadline of every operation.", kind="time", unit="s")
 BOOTSTRAP_TIMEOUT = declare("BOOTSTRAP_TIMEOUT", 60.0, parse_seconds, "Deadline for all ranks to meet.", kind="time", unit="s")
 SECRET = declare("SECRET", "", str, "Shared secret of the job; without it one is made and handed out by the launcher.", kind="text")
@@ -115,3 +123,54 @@ CMA_DISABLE = declare("CMA_DISABLE", False, parse_bool, "Do not read a peer's pr
 CACHE_DIR = declare("CACHE_DIR", "", str, "Folder of compiled kernels and measured constants.", kind="path")
 DEBUG = declare("DEBUG", "warn", str.lower, "What to log: none, warn, info or trace.", kind="text", nccl="DEBUG")
 DEBUG_SUBSYS = declare("DEBUG_SUBSYS", "", str.lower, "Subsystems to log, comma separated; empty is all.", kind="text", nccl="DEBUG_SUBSYS")
+
+# What the planner does with the channels it found, and how it models their speed (NCCL's variables of the same names).
+MIN_NCHANNELS = declare("MIN_NCHANNELS", 0, parse_integer, "Least number of collective channels.", kind="count", nccl="MIN_NCHANNELS")
+MAX_NCHANNELS = declare("MAX_NCHANNELS", 64, parse_integer, "Most collective channels.", kind="count", nccl="MAX_NCHANNELS")
+MIN_NRINGS = declare("MIN_NRINGS", 0, parse_integer, "Older name of MIN_NCHANNELS, which wins.", kind="count", nccl="MIN_NRINGS")
+MAX_NRINGS = declare("MAX_NRINGS", 64, parse_integer, "Older name of MAX_NCHANNELS, which wins.", kind="count", nccl="MAX_NRINGS")
+MIN_CTAS = declare("MIN_CTAS", 1, parse_integer, "Least number of channels of a communicator.", kind="count", nccl="MIN_CTAS")
+MAX_CTAS = declare("MAX_CTAS", 64, parse_integer, "Most channels of a communicator.", kind="count", nccl="MAX_CTAS")
+MIN_P2P_NCHANNELS = declare(
+    "MIN_P2P_NCHANNELS", 1, parse_integer, "Least number of channels for send and receive.", kind="count", nccl="MIN_P2P_NCHANNELS"
+)
+MAX_P2P_NCHANNELS = declare(
+    "MAX_P2P_NCHANNELS", 64, parse_integer, "Most channels for send and receive.", kind="count", nccl="MAX_P2P_NCHANNELS"
+)
+NCHANNELS_PER_NET_PEER = declare(
+    "NCHANNELS_PER_NET_PEER",
+    0,
+    parse_integer,
+    "Channels per peer over the network; 0 chooses.",
+    kind="count",
+    nccl="NCHANNELS_PER_NET_PEER",
+)
+NVLS_ENABLE = declare(
+    "NVLS_ENABLE", 2, parse_integer, "NVLink SHARP: 0 off, 1 on, 2 where the GPUs have it.", kind="choice", nccl="NVLS_ENABLE"
+)
+NVLS_NCHANNELS = declare("NVLS_NCHANNELS", 0, parse_integer, "Channels for NVLS; 0 chooses.", kind="count", nccl="NVLS_NCHANNELS")
+COLLNET_NODE_THRESHOLD = declare(
+    "COLLNET_NODE_THRESHOLD", 2, parse_integer, "Least number of nodes for CollNet.", kind="count", nccl="COLLNET_NODE_THRESHOLD"
+)
+NTHREADS = declare("NTHREADS", 0, parse_integer, "Most threads of a ring or tree block; 0 chooses.", kind="count", nccl="NTHREADS")
+LL128_NTHREADS = declare(
+    "LL128_NTHREADS", 0, parse_integer, "Most threads of an LL128 block; 0 chooses.", kind="count", nccl="LL128_NTHREADS"
+)
+THREAD_THRESHOLDS = declare(
+    "THREAD_THRESHOLDS",
+    "",
+    str,
+    "Bytes per thread below which channels are given up: tree LL, LL128, Simple, ring LL, LL128, Simple.",
+    kind="text",
+    unit="B",
+    nccl="THREAD_THRESHOLDS",
+)
+LL128_C2C = declare(
+    "LL128_C2C", 1, parse_integer, "From Hopper on, LL128 may use paths up to PXN; 0 stops at PXB.", kind="flag", nccl="LL128_C2C"
+)
+PAT_ENABLE = declare(
+    "PAT_ENABLE", 2, parse_integer, "PAT: 0 off, 1 on, 2 where each node has one rank.", kind="choice", nccl="PAT_ENABLE"
+)
+NET_OVERHEAD = declare(
+    "NET_OVERHEAD", -2, parse_integer, "Time to post a network operation; -2 goes by the CPU.", kind="time", unit="ns", nccl="NET_OVERHEAD"
+)
