@@ -1,0 +1,94 @@
+"""Where everything lies: the words that compiled code and Python share.  All offsets are in bytes, all words are int64.
+
+Three private records of a rank (context, connection, run), two shared ones (control page, FIFO), and the program.  A FIFO is laid
+out as ``transport.fifo`` says; that file and this one must agree, and a test checks it.
+"""
+
+from __future__ import annotations
+
+WORD = 8
+LINE = 64
+PAGE = 4096
+NSLOTS = 8  # FIFO depth, as NCCL_STEPS
+BLOCK = 1024  # accumulators of a fold
+
+# ---- post line of a message (transport.fifo)
+POST_FLAG, POST_SIG, POST_BYTES, POST_MODE, POST_ADDR, POST_ADDR2 = 0, 8, 16, 24, 32, 40
+POST_INLINE = 32
+INLINE_BYTES = 32
+MODE_SLOT, MODE_INLINE, MODE_WINDOW, MODE_ADDRESS, MODE_LANDED, MODE_SIGNAL, MODE_LINES = 0, 1, 2, 3, 4, 5, 6
+LINES_BYTES = 56  # payload of one line of protocol LL: the eighth word is the flag
+
+# ---- control page, one a rank, mapped by all ranks of the host
+CTRL_SLEEP = 0  # 1 while the rank sleeps on its doorbell
+CTRL_BELL = 8  # futex word (32 bits)
+CTRL_ABORT = 64  # not 0: every wait ends; the value is an ERR_*
+CTRL_BOARD = 128  # the board: what the rank is doing, for those who wait for it
+BOARD_SEQ, BOARD_SIG, BOARD_COUNT, BOARD_STEP, BOARD_PEER, BOARD_STATE = 128, 136, 144, 152, 160, 168
+BOARD_P2P_SIG, BOARD_P2P_COUNT, BOARD_CALLS = 176, 184, 192
+STATE_IDLE, STATE_RUNNING, STATE_WAITING = 0, 1, 2
+
+# ---- context, one a communicator and rank, private
+CTX_RANK, CTX_NRANKS, CTX_SEQ, CTX_CTRL, CTX_CTRLS = 0, 8, 16, 24, 32  # CTRLS: table of peers' control pages (0: not mapped here)
+CTX_SEND, CTX_RECV = 40, 48  # tables of connections, CONN_SIZE bytes each
+CTX_SPIN, CTX_YIELDS, CTX_TIMEOUT_NS, CTX_NAP_NS = 56, 64, 72, 80
+CTX_TSTATE = 88  # PyThreadState while the GIL is released, else 0
+CTX_SCRATCH = 96  # 256 words for timespecs, iovecs and lists
+CTX_STAGE, CTX_STAGE_BYTES = 104, 112  # memory that stays in cache, for single-copy reductions
+CTX_KEEP = 120  # accumulators of a fold (8 * BLOCK bytes)
+CTX_PLANS, CTX_PLANS_MASK = 128, 136  # the table of plans
+CTX_DTYPES = 144  # table of descriptor addresses, one a DType
+CTX_ARRAY_TYPE, CTX_NONE, CTX_INT_TYPE, CTX_REDOP_TYPE = 152, 160, 168, 176
+CTX_BUSY = 184  # not 0: Python must look (pending asynchronous work, closed, a group is open, a thread is inside)
+CTX_ERR, CTX_ERR_PEER, CTX_ERR_STEP, CTX_ERR_WANT, CTX_ERR_GOT = 192, 200, 208, 216, 224
+CTX_WINDOW, CTX_WINDOW_END = 232, 240  # this rank's window memory
+CTX_DEADLINE = 248  # of the operation under way; 0: not yet computed
+CTX_STEP = 256
+CTX_PID = 264
+CTX_THREADED = 272  # 1: peers are threads of this process; the GIL is given up before waiting
+CTX_CALLS = 280
+CTX_LAST_PLAN = 288
+CTX_WAITED = 296
+CTX_P2P_DIRECT = 304  # a send of at least this many bytes is single-copy (p2p)
+CTX_MEMBARRIER = 312
+CTX_SIZE = 512
+
+# ---- connection, one a direction and peer, private
+CONN_KIND, CONN_POSTS, CONN_SLOTS, CONN_SLOT_BYTES, CONN_COUNT = 0, 8, 16, 24, 32  # COUNT: messages posted / consumed so far
+CONN_TAIL_ADDR, CONN_TAIL, CONN_CTRL, CONN_PID = 40, 48, 56, 64
+CONN_WINDOW = 72  # receive: where the peer's window memory is mapped here
+CONN_WANTS, CONN_BELL_FD, CONN_ASLEEP, CONN_LAST_DIRECT = 80, 88, 96, 104
+CONN_PEER_IN, CONN_PEER_OUT, CONN_PEER_MODES = 112, 120, 128  # from the peer's last SIGNAL
+CONN_DIRECT = 136  # send: 1 if the peer can read this process's private memory
+CONN_SIZE = 192
+KIND_NONE, KIND_SHM, KIND_NET, KIND_SELF = 0, 1, 2, 3
+
+# ---- plan table entry and run template
+PLAN_COUNT, PLAN_DTYPE, PLAN_ARG, PLAN_INPLACE, PLAN_COLL, PLAN_RUN, PLAN_OUT_COUNT = 0, 8, 16, 24, 32, 40, 48
+PLAN_SIZE = 64
+RUN_IN, RUN_OUT, RUN_SCRATCH, RUN_SIG, RUN_ITEMSIZE, RUN_FOLD = 0, 8, 16, 24, 32, 40
+RUN_PROGRAM, RUN_NSTEPS, RUN_ROUND_BYTES, RUN_NROUNDS = 48, 56, 64, 72
+RUN_DIRECT, RUN_COUNT = 80, 88  # DIRECT: payloads of at least this many bytes are posted by address, if they can be
+RUN_IN_BLOCKS, RUN_OUT_BLOCKS = 96, 104  # tables of (first byte, bytes, chunk bytes) per block
+RUN_PARTS, RUN_SCRATCH_CHUNK, RUN_LL, RUN_IN_BYTES, RUN_OUT_BYTES, RUN_SENDS, RUN_NSENDS = 112, 120, 128, 136, 144, 152, 160
+RUN_POST, RUN_POST_ARG = 168, 176  # kernel applied to the output at the end (avg), and its argument
+RUN_SIGNALS = 184  # offset of the piece in the buffers that peers have signalled
+RUN_TEMPLATE = 192  # signature without the sequence number
+RUN_SIZE = 256
+
+# ---- step of a program
+STEP_OP, STEP_SRC_BUF, STEP_SRC, STEP_DST_BUF, STEP_DST, STEP_CHUNKS = 0, 8, 16, 24, 32, 40
+STEP_RECV, STEP_SEND, STEP_PEERS, STEP_NPEERS, STEP_NUMBER = 48, 56, 64, 72, 80
+STEP_SIZE = 96
+
+# ---- results of a kernel
+OK, NEED_PLAN, BUSY = 0, 1, 2
+ERR_ABORTED, ERR_TIMEOUT, ERR_MISMATCH, ERR_SIZE, ERR_PEER_DIED, ERR_CMA, ERR_INTERRUPTED = 10, 11, 12, 13, 14, 15, 16
+
+# ---- what compiled code reads of a NumPy array: PyArrayObject_fields of numpy/core/include/numpy/ndarraytypes.h, part of NumPy's
+# ABI since 1.7; ``executor.cpu.arrays`` checks it on a probe before it is used
+OB_TYPE = 8
+ARRAY_DATA, ARRAY_ND, ARRAY_DIMS, ARRAY_DESCR, ARRAY_FLAGS = 16, 24, 32, 56, 64
+ARRAY_C_CONTIGUOUS, ARRAY_ALIGNED, ARRAY_WRITEABLE = 0x0001, 0x0100, 0x0400
+
+FUTEX_WAIT, FUTEX_WAKE = 0, 1  # linux/futex.h, shared between processes

@@ -1,0 +1,199 @@
+"""Messages on a FIFO: taking a slot, posting, receiving, and the four ways a payload travels.
+
+A payload lies in the slot, in the post line itself (at most 32 bytes: flag and data on one cache line), or is not copied at all and
+its address is posted: in window memory, which the receiver has mapped, or in the sender's private memory, which the receiver
+reads with ``process_vm_readv`` (directly, if the sender is a thread of the same process).  The sender chooses, the receiver
+takes what it finds.  A sender that posted an address may not return before the receiver has taken the data: ``drain``.
+"""
+
+from __future__ import annotations
+
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.waiting import fail, wait, wake
+from miraccl.native.intrinsics import (
+    inline,
+    load,
+    load_acquire,
+    memcpy,
+    process_vm_readv,
+    process_vm_writev,
+    store,
+    store_release,
+)
+
+
+@inline
+def connection(ctx: int, table: int, peer: int) -> int:
+    return load(ctx + table) + peer * at.CONN_SIZE
+
+
+@inline
+def post_line(conn: int) -> int:
+    return load(conn + at.CONN_POSTS) + (load(conn + at.CONN_COUNT) & (at.NSLOTS - 1)) * at.LINE
+
+
+@inline
+def slot(conn: int) -> int:
+    return load(conn + at.CONN_SLOTS) + (load(conn + at.CONN_COUNT) & (at.NSLOTS - 1)) * load(conn + at.CONN_SLOT_BYTES)
+
+
+@inline
+def acquire(ctx: int, conn: int, peer: int) -> int:
+    """Wait until the next line and slot of a send connection are free."""
+    need = load(conn + at.CONN_COUNT) - (at.NSLOTS - 1)
+    if load(conn + at.CONN_TAIL) >= need:
+        return at.OK
+    address = load(conn + at.CONN_TAIL_ADDR)
+    tail = load_acquire(address)
+    if tail < need:
+        code = wait(ctx, address, need, peer)
+        if code != at.OK:
+            return code
+        tail = load_acquire(address)
+    store(conn + at.CONN_TAIL, tail)
+    return at.OK
+
+
+@inline
+def post(ctx: int, conn: int, sig: int, nbytes: int, mode: int) -> None:
+    """Publish the line whose payload or address is in place."""
+    line = post_line(conn)
+    count = load(conn + at.CONN_COUNT) + 1
+    store(line + at.POST_SIG, sig)
+    store(line + at.POST_BYTES, nbytes)
+    store(line + at.POST_MODE, mode)
+    store(conn + at.CONN_COUNT, count)
+    store_release(line + at.POST_FLAG, count)
+    wake(ctx, conn)
+
+
+@inline
+def post_address(ctx: int, conn: int, sig: int, address: int, nbytes: int) -> None:
+    """Publish where the payload lies; the receiver takes it from there."""
+    line = post_line(conn)
+    window = load(ctx + at.CTX_WINDOW)
+    if address >= window and address + nbytes <= load(ctx + at.CTX_WINDOW_END) and load(conn + at.CONN_KIND) == at.KIND_SHM:
+        store(line + at.POST_ADDR, address - window)
+        post(ctx, conn, sig, nbytes, at.MODE_WINDOW)
+    else:
+        store(line + at.POST_ADDR, address)
+        post(ctx, conn, sig, nbytes, at.MODE_ADDRESS)
+    store(conn + at.CONN_LAST_DIRECT, load(conn + at.CONN_COUNT))
+
+
+@inline
+def can_post_address(ctx: int, conn: int, address: int, nbytes: int, threshold: int) -> bool:
+    """Window memory is always posted; private memory from ``threshold`` bytes on, where the peer can read it."""
+    if nbytes <= at.INLINE_BYTES or threshold < 0:
+        return False
+    if load(conn + at.CONN_KIND) == at.KIND_SHM:
+        window = load(ctx + at.CTX_WINDOW)
+        if address >= window and address + nbytes <= load(ctx + at.CTX_WINDOW_END):
+            return True
+    return nbytes >= threshold and load(conn + at.CONN_DIRECT) != 0
+
+
+@inline
+def drain(ctx: int, conn: int, peer: int) -> int:
+    """Wait until the peer has taken everything that was posted by address."""
+    last = load(conn + at.CONN_LAST_DIRECT)
+    if load(conn + at.CONN_TAIL) >= last:
+        return at.OK
+    address = load(conn + at.CONN_TAIL_ADDR)
+    code = wait(ctx, address, last, peer)
+    store(conn + at.CONN_TAIL, load_acquire(address))
+    return code
+
+
+@inline
+def receive(ctx: int, conn: int, peer: int, sig: int) -> int:
+    """Wait for the next message of a receive connection; it must belong to the operation ``sig``."""
+    line = post_line(conn)
+    code = wait(ctx, line + at.POST_FLAG, load(conn + at.CONN_COUNT) + 1, peer)
+    if code != at.OK:
+        return code
+    if load(line + at.POST_SIG) != sig:
+        return fail(ctx, at.ERR_MISMATCH, peer, sig, load(line + at.POST_SIG))
+    return at.OK
+
+
+@inline
+def consume(ctx: int, conn: int) -> None:
+    count = load(conn + at.CONN_COUNT) + 1
+    store(conn + at.CONN_COUNT, count)
+    store_release(load(conn + at.CONN_TAIL_ADDR), count)
+    wake(ctx, conn)
+
+
+@inline
+def want(ctx: int, conn: int, address: int, nbytes: int) -> None:
+    """Tell the proxy where the next message may land (network connections only)."""
+    line = load(conn + at.CONN_WANTS) + (load(conn + at.CONN_COUNT) & (at.NSLOTS - 1)) * at.LINE
+    store(line + 8, address)
+    store(line + 16, nbytes)
+    store_release(line, load(conn + at.CONN_COUNT) + 1)
+    wake(ctx, conn)
+
+
+@inline
+def local_payload(ctx: int, conn: int) -> int:
+    """The address here of the payload just received, or 0 if it lies in another process's private memory."""
+    line = post_line(conn)
+    mode = load(line + at.POST_MODE)
+    if mode == at.MODE_SLOT:
+        return slot(conn)
+    if mode == at.MODE_INLINE:
+        return line + at.POST_INLINE
+    if mode == at.MODE_WINDOW:
+        return load(conn + at.CONN_WINDOW) + load(line + at.POST_ADDR)
+    if load(conn + at.CONN_PID) == load(ctx + at.CTX_PID):
+        return load(line + at.POST_ADDR)
+    return 0
+
+
+@inline
+def read_remote(ctx: int, conn: int, dst: int, src: int, nbytes: int) -> bool:
+    """Copy from the peer process's private memory; False if the kernel refuses."""
+    vectors = load(ctx + at.CTX_SCRATCH) + 64
+    done = 0
+    while done < nbytes:
+        store(vectors, dst + done)
+        store(vectors + 8, nbytes - done)
+        store(vectors + 16, src + done)
+        store(vectors + 24, nbytes - done)
+        got = process_vm_readv(load(conn + at.CONN_PID), vectors, 1, vectors + 16, 1, 0)
+        if got <= 0:
+            return False
+        done += got
+    return True
+
+
+@inline
+def write_remote(ctx: int, conn: int, dst: int, src: int, nbytes: int) -> bool:
+    """Copy into the peer process's private memory; False if the kernel refuses."""
+    vectors = load(ctx + at.CTX_SCRATCH) + 64
+    done = 0
+    while done < nbytes:
+        store(vectors, src + done)
+        store(vectors + 8, nbytes - done)
+        store(vectors + 16, dst + done)
+        store(vectors + 24, nbytes - done)
+        got = process_vm_writev(load(conn + at.CONN_PID), vectors, 1, vectors + 16, 1, 0)
+        if got <= 0:
+            return False
+        done += got
+    return True
+
+
+@inline
+def take(ctx: int, conn: int, peer: int, dst: int, nbytes: int) -> int:
+    """Copy the payload just received to ``dst``."""
+    line = post_line(conn)
+    if load(line + at.POST_MODE) == at.MODE_LANDED:
+        return at.OK
+    source = local_payload(ctx, conn)
+    if source != 0:
+        memcpy(dst, source, nbytes)
+    elif not read_remote(ctx, conn, dst, load(line + at.POST_ADDR), nbytes):
+        return fail(ctx, at.ERR_CMA, peer, nbytes, 0)
+    return at.OK

@@ -1,0 +1,209 @@
+"""How a rank waits, and how it is woken.
+
+A wait spins, then yields the processor, then sleeps on the rank's own doorbell (a futex in shared memory); so more ranks than
+cores still make progress, and a rank that waits long uses no processor.  Every wait has a deadline, sees an abort, answers
+Ctrl-C, and compares the operation it belongs to with the board of the rank it waits for.
+
+Waking: whoever stores a flag then looks at the peer's ``SLEEP`` word.  "Store flag, load SLEEP" against "store SLEEP, load flag" is
+Dekker's problem and needs a full fence on both sides.  Where there are cores for all ranks, the sleeper pays for both with the
+``membarrier`` system call (a barrier on every core that runs a registered process), so that a message costs no fence; where ranks
+share cores, sleeping is common and the sender pays.
+"""
+
+from __future__ import annotations
+
+from numba import types
+
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.native.intrinsics import (
+    PyEval_RestoreThread,
+    PyEval_SaveThread,
+    add32,
+    clock_gettime,
+    exchange,
+    fence,
+    inline,
+    libc_write,
+    load,
+    load32,
+    load_acquire,
+    pause,
+    sched_yield,
+    store,
+    store_release,
+    syscall,
+)
+
+PyErr_CheckSignals = types.ExternalFunction("PyErr_CheckSignals", types.int32())
+
+SYS_FUTEX = 202  # x86-64; replaced per architecture in ``syscalls``
+SYS_MEMBARRIER = 324
+MEMBARRIER_GLOBAL_EXPEDITED = 2  # linux/membarrier.h
+
+try:
+    import platform
+
+    if platform.machine() == "aarch64":
+        SYS_FUTEX, SYS_MEMBARRIER = 98, 283
+except OSError:  # pragma: no cover
+    pass
+
+
+@inline
+def now_ns(ctx: int) -> int:
+    """CLOCK_MONOTONIC."""
+    spec = load(ctx + at.CTX_SCRATCH)
+    clock_gettime(1, spec)
+    return load(spec) * 1000000000 + load(spec + 8)
+
+
+@inline
+def futex_wait(ctx: int, address: int, value: int, nanoseconds: int) -> None:
+    spec = load(ctx + at.CTX_SCRATCH) + 16
+    store(spec, nanoseconds // 1000000000)
+    store(spec + 8, nanoseconds % 1000000000)
+    syscall(SYS_FUTEX, address, at.FUTEX_WAIT, value, spec, 0, 0)
+
+
+@inline
+def ring_bell(ctrl: int) -> None:
+    add32(ctrl + at.CTRL_BELL, 1)
+    syscall(SYS_FUTEX, ctrl + at.CTRL_BELL, at.FUTEX_WAKE, 1 << 30, 0, 0, 0)
+
+
+@inline
+def wake(ctx: int, conn: int) -> None:
+    """Tell the other end of a connection that a flag it may sleep on has been stored."""
+    if load(conn + at.CONN_KIND) == at.KIND_SHM:
+        if load(ctx + at.CTX_MEMBARRIER) == 0:
+            fence()
+        ctrl = load(conn + at.CONN_CTRL)
+        if load(ctrl + at.CTRL_SLEEP) != 0:
+            ring_bell(ctrl)
+    else:
+        fence()
+        if load_acquire(load(conn + at.CONN_ASLEEP)) != 0:
+            word = load(ctx + at.CTX_SCRATCH) + 48
+            store(word, 1)
+            libc_write(types.int32(load(conn + at.CONN_BELL_FD)), word, 8)
+
+
+@inline
+def fail(ctx: int, code: int, peer: int, want: int, got: int) -> int:
+    store(ctx + at.CTX_ERR, code)
+    store(ctx + at.CTX_ERR_PEER, peer)
+    store(ctx + at.CTX_ERR_STEP, load(ctx + at.CTX_STEP))
+    store(ctx + at.CTX_ERR_WANT, want)
+    store(ctx + at.CTX_ERR_GOT, got)
+    return code
+
+
+@inline
+def release_gil(ctx: int) -> None:
+    if load(ctx + at.CTX_TSTATE) == 0:
+        store(ctx + at.CTX_TSTATE, PyEval_SaveThread())
+
+
+@inline
+def restore_gil(ctx: int) -> None:
+    state = load(ctx + at.CTX_TSTATE)
+    if state != 0 and state != -1:
+        store(ctx + at.CTX_TSTATE, 0)
+        PyEval_RestoreThread(state)
+
+
+@inline
+def interrupted(ctx: int) -> bool:
+    """Let Python handle its signals (Ctrl-C); True if a handler raised."""
+    state = load(ctx + at.CTX_TSTATE)
+    if state == -1:  # not called from Python
+        return False
+    PyEval_RestoreThread(state)
+    raised = PyErr_CheckSignals() != 0
+    store(ctx + at.CTX_TSTATE, PyEval_SaveThread())
+    return raised
+
+
+@inline
+def differs(ctx: int, peer: int) -> int:
+    """The signature of the operation the peer is in, if it is this one's number and another operation; else 0."""
+    table = load(ctx + at.CTX_CTRLS)
+    theirs = load(table + 8 * peer)
+    if theirs == 0:
+        return 0
+    mine = load(ctx + at.CTX_CTRL)
+    seq = load_acquire(theirs + at.BOARD_SEQ)
+    sig = load_acquire(theirs + at.BOARD_SIG)
+    if seq != load(mine + at.BOARD_SEQ) or load_acquire(theirs + at.BOARD_SEQ) != seq:
+        return 0
+    if load_acquire(theirs + at.BOARD_STATE) == at.STATE_IDLE or sig == load(mine + at.BOARD_SIG):
+        return 0
+    return sig
+
+
+@inline
+def expired(ctx: int, now: int) -> bool:
+    deadline = load(ctx + at.CTX_DEADLINE)
+    if deadline == 0:
+        store(ctx + at.CTX_DEADLINE, now + load(ctx + at.CTX_TIMEOUT_NS))
+        return False
+    return now > deadline
+
+
+def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
+    ctrl = load(ctx + at.CTX_CTRL)
+    store(ctrl + at.BOARD_PEER, peer)
+    store(ctrl + at.BOARD_STEP, load(ctx + at.CTX_STEP))
+    store_release(ctrl + at.BOARD_STATE, at.STATE_WAITING)
+    store(ctx + at.CTX_WAITED, load(ctx + at.CTX_WAITED) + 1)
+    nap = 1000000
+    result = at.OK
+    while True:
+        bell = load32(ctrl + at.CTRL_BELL)
+        exchange(ctrl + at.CTRL_SLEEP, 1)
+        if load(ctx + at.CTX_MEMBARRIER) != 0:
+            syscall(SYS_MEMBARRIER, MEMBARRIER_GLOBAL_EXPEDITED, 0, 0, 0, 0, 0)
+        if load_acquire(address) >= target:
+            break
+        if load_acquire(ctrl + at.CTRL_ABORT) != 0:
+            result = fail(ctx, at.ERR_ABORTED, peer, 0, load(ctrl + at.CTRL_ABORT))
+            break
+        now = now_ns(ctx)
+        if expired(ctx, now):
+            result = fail(ctx, at.ERR_TIMEOUT, peer, 0, 0)
+            break
+        left = load(ctx + at.CTX_DEADLINE) - now
+        futex_wait(ctx, ctrl + at.CTRL_BELL, bell, max(1, min(nap, left)))
+        store(ctrl + at.CTRL_SLEEP, 0)
+        if load_acquire(address) >= target:
+            break
+        if nap > 1000000 or now_ns(ctx) - now > 900000:  # slept in vain: look around
+            other = differs(ctx, peer)
+            if other != 0:
+                result = fail(ctx, at.ERR_MISMATCH, peer, load(ctrl + at.BOARD_SIG), other)
+                break
+            if interrupted(ctx):
+                result = fail(ctx, at.ERR_INTERRUPTED, peer, 0, 0)
+                break
+            nap = min(2 * nap, load(ctx + at.CTX_NAP_NS))
+    store(ctrl + at.CTRL_SLEEP, 0)
+    store_release(ctrl + at.BOARD_STATE, at.STATE_RUNNING)
+    return result
+
+
+sleep = inline(_sleep)
+
+
+@inline
+def wait(ctx: int, address: int, target: int, peer: int) -> int:
+    """Return OK once the word at ``address`` has reached ``target``; else an ERR_*."""
+    for _ in range(load(ctx + at.CTX_SPIN)):
+        if load_acquire(address) >= target:
+            return at.OK
+        pause()
+    release_gil(ctx)
+    for _ in range(load(ctx + at.CTX_YIELDS)):
+        sched_yield()
+        if load_acquire(address) >= target:
+            return at.OK
+    return sleep(ctx, address, target, peer)

@@ -1,0 +1,94 @@
+"""Compiled code: kernels written in Python, compiled once per machine, cached on disk, loaded in milliseconds.
+
+``library(module)`` is the whole interface.  The first process that needs a library compiles it under a lock, tells the user on
+stderr, and leaves the object code in the cache; the other ranks wait for it; every later process loads it through llvmlite alone.
+The key of the cache is what the code depends on: the text of every kernel source, the versions of Numba, llvmlite and Python, and
+the processor with its features.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import platform
+import sys
+import threading
+import time
+from pathlib import Path
+
+from miraccl.native import cache
+from miraccl.native.loader import CodeLibrary, builtin, cpu_features
+
+__all__ = ["CodeLibrary", "builtin", "library"]
+
+#: every file whose text ends up in compiled code
+SOURCES = ("miraccl.native", "miraccl.executor.cpu.kernels")
+PREFIX = "miraccl_"
+
+_loaded: dict[tuple[str, tuple[str, ...] | None], CodeLibrary] = {}
+_lock = threading.Lock()
+
+
+def library(module: str, only: tuple[str, ...] | None = None) -> CodeLibrary:
+    """The compiled exports of a kernel source (``only`` some of them). Symbols are ``PREFIX + name``."""
+    with _lock:
+        if (module, only) not in _loaded:
+            _loaded[module, only] = _load(module, only)
+        return _loaded[module, only]
+
+
+def _load(module: str, only: tuple[str, ...] | None) -> CodeLibrary:
+    label = module.rsplit(".", 1)[-1] + ("-" + "-".join(only) if only else "")
+    name = f"{label}-{_key(module)}.o"
+    data = cache.read(name)
+    if data is None:
+        with cache.lock(label):
+            data = cache.read(name)
+            if data is None:
+                data = _compile(module, only, label)
+                cache.write(name, data)
+    return CodeLibrary(_unpack(data))
+
+
+def _compile(module: str, only: tuple[str, ...] | None, label: str) -> bytes:
+    from miraccl.native.compiler import compile_module
+
+    if not only:  # the small ones pass unnoticed
+        print(f"miraccl: compiling {label} for this machine (once, some seconds) ...", file=sys.stderr, flush=True)
+    start = time.perf_counter()
+    objects = compile_module(module, PREFIX, only)
+    if not only:
+        print(f"miraccl: compiled {label} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    return _pack(objects)
+
+
+def _pack(objects: list[bytes]) -> bytes:
+    head = b"".join(len(data).to_bytes(8, "little") for data in objects)
+    body = b"".join(objects)
+    digest = hashlib.sha256(head + body).digest()
+    return digest + len(objects).to_bytes(8, "little") + head + body
+
+
+def _unpack(data: bytes) -> list[bytes]:
+    count = int.from_bytes(data[32:40], "little")
+    sizes = [int.from_bytes(data[40 + 8 * i : 48 + 8 * i], "little") for i in range(count)]
+    objects, at = [], 40 + 8 * count
+    for size in sizes:
+        objects.append(data[at : at + size])
+        at += size
+    return objects
+
+
+def _key(module: str) -> str:
+    from importlib.metadata import version
+
+    digest = hashlib.sha256()
+    for part in (version("numba"), version("llvmlite"), sys.version, platform.machine(), cpu_features()):
+        digest.update(part.encode() + b"\0")
+    for source in (*SOURCES, module):
+        spec = importlib.util.find_spec(source)
+        if spec is None or spec.origin is None:
+            continue
+        for path in sorted(Path(spec.origin).parent.glob("*.py")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:20]

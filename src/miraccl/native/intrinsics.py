@@ -1,0 +1,148 @@
+"""Words, bytes and the kernel, as compiled code sees them: the instructions that the sources of kernels are written in.
+
+Importing this file imports Numba (0.25 s); only ``native.compiler`` and the kernel sources do.  Everything is an int64: addresses,
+counts, flags.  Loads and stores that synchronise with another rank name their order; all others may be reordered by the compiler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+I64 = types.int64
+I32 = types.int32
+_W = ir.IntType(64)
+_H = ir.IntType(32)
+_B = ir.IntType(8)
+
+
+def inline(function: Any) -> Any:
+    """A helper that LLVM may inline: no exceptions, no reference counts, numpy's division."""
+    return njit(error_model="numpy", nogil=True, no_cfunc_wrapper=True, fastmath=False)(function)
+
+
+def _pointer(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load(typingctx: Any, address: Any) -> Any:
+    """The word at an address."""
+    return I64(I64), lambda context, builder, sig, args: builder.load(_pointer(builder, args[0], _W))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store(typingctx: Any, address: Any, value: Any) -> Any:
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.store(args[1], _pointer(builder, args[0], _W))
+        return context.get_dummy_value()
+
+    return types.void(I64, I64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load32(typingctx: Any, address: Any) -> Any:
+    """The signed 32-bit word at an address."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.sext(builder.load(_pointer(builder, args[0], _H)), _W)
+
+    return I64(I64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_acquire(typingctx: Any, address: Any) -> Any:
+    """Nothing after it is done before it."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.load_atomic(_pointer(builder, args[0], _W), "acquire", 8)
+
+    return I64(I64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_release(typingctx: Any, address: Any, value: Any) -> Any:
+    """Everything before it is visible to whoever sees the value."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], _pointer(builder, args[0], _W), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(I64, I64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def exchange(typingctx: Any, address: Any, value: Any) -> Any:
+    """Swap, sequentially consistent: also a full fence."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.atomic_rmw("xchg", _pointer(builder, args[0], _W), args[1], "seq_cst")
+
+    return I64(I64, I64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def add32(typingctx: Any, address: Any, value: Any) -> Any:
+    """Atomic add to a 32-bit word; the old value."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        small = builder.trunc(args[1], _H)
+        return builder.sext(builder.atomic_rmw("add", _pointer(builder, args[0], _H), small, "seq_cst"), _W)
+
+    return I64(I64, I64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fence(typingctx: Any) -> Any:
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pause(typingctx: Any) -> Any:
+    """Tells the core that this is a spin loop (x86 ``pause``; elsewhere a fence for the compiler only)."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        if "x86" in builder.module.triple:
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", fnty=ir.FunctionType(ir.VoidType(), [])), [])
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call4(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Call the C function ``int64 f(int64, int64, int64, int64)`` at an address."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.call(_pointer(builder, args[0], ir.FunctionType(_W, [_W] * 4)), args[1:])
+
+    return I64(I64, I64, I64, I64, I64), emit
+
+
+def _external(symbol: str, result: Any, *arguments: Any) -> Any:
+    return types.ExternalFunction(symbol, result(*arguments))
+
+
+# libc
+memcpy = _external("memcpy", I64, I64, I64, I64)
+sched_yield = _external("sched_yield", I32)
+clock_gettime = _external("clock_gettime", I32, I32, I64)
+process_vm_readv = _external("process_vm_readv", I64, I64, I64, I64, I64, I64, I64)
+process_vm_writev = _external("process_vm_writev", I64, I64, I64, I64, I64, I64, I64)
+libc_write = _external("write", I64, I32, I64, I64)
+syscall = _external("syscall", I64, I64, I64, I64, I64, I64, I64, I64)
+# the C interface of Python
+PyLong_FromLong = _external("PyLong_FromLong", I64, I64)
+PyLong_AsLong = _external("PyLong_AsLong", I64, I64)
+PyEval_SaveThread = _external("PyEval_SaveThread", I64)
+PyEval_RestoreThread = _external("PyEval_RestoreThread", types.void, I64)
+
+#: symbols that the loader binds; all others that Numba's wrappers mention are for exceptions, which kernels never raise
+LIBC = ("memcpy", "memset", "memmove", "sched_yield", "clock_gettime", "process_vm_readv", "process_vm_writev", "write", "syscall")
