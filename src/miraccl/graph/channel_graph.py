@@ -1,0 +1,291 @@
+"""``ChannelGraph``: what a channel search decides, and its two written forms.
+
+Owns the record, the JSON of the reference results (section ``graphs``) and NCCL's graph XML (``NCCL_GRAPH_FILE``,
+``NCCL_GRAPH_DUMP_FILE``; NCCL 2.28 ``src/graph/search.cc``, ``src/graph/xml.cc``).
+
+Rules kept here
+- A channel is an order of ranks (local ranks of one node) and, when the communicator reaches beyond the node, the ids of the net
+  it comes in by and the net it goes out by. An NVLS channel names its head rank only.
+- Bandwidths are GB/s per channel, IEEE single-precision values held as Python floats.
+- Pattern and kind numbers are NCCL's; they appear in both written forms.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from xml.etree import ElementTree
+
+from miraccl.errors import TopologyError
+from miraccl.topo.jsonform import number
+from miraccl.topo.records import GpuNode, PathType, System, f32
+
+MAX_CHANNELS = 64
+"""Most channels a graph can have (NCCL ``MAXCHANNELS``)."""
+
+GRAPH_XML_VERSION = 1
+
+
+class GraphKind(enum.IntEnum):
+    """The five searches of a communicator, by NCCL's graph id."""
+
+    RING = 0
+    TREE = 1
+    COLLNET_CHAIN = 2
+    NVLS = 3
+    COLLNET_DIRECT = 4
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+    @property
+    def uses_collnet(self) -> bool:
+        return self in (GraphKind.COLLNET_CHAIN, GraphKind.COLLNET_DIRECT)
+
+
+class Pattern(enum.IntEnum):
+    """Shape of a channel inside a node; the three trees differ in which GPUs talk to the network."""
+
+    BALANCED_TREE = 1  # parent and one child on the first GPU, the other child on the second
+    SPLIT_TREE = 2  # parent on the first GPU, children on the second
+    TREE = 3  # parent and children on the first GPU
+    RING = 4
+    NVLS = 5
+    COLLNET_DIRECT = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelGraph:
+    """The channels found for one kind of algorithm.
+
+    ``computed`` is False when the search was not run; the other fields then are only start values. ``intra[c]`` is the order of
+    ranks of channel c, ``inter[c]`` the ids of its first and last net (empty when the communicator stays inside the node).
+    ``type_intra`` and ``type_inter`` are the worst path types allowed, ``n_hops`` the hop count NCCL kept with the solution,
+    ``latency_inter`` us.
+    """
+
+    kind: GraphKind
+    pattern: Pattern
+    computed: bool = True
+    bw_intra: float = 0.0
+    bw_inter: float = 0.0
+    latency_inter: float = 0.0
+    type_intra: PathType = PathType.LOC
+    type_inter: PathType = PathType.LOC
+    same_channels: int = 0
+    cross_nic: int = 0
+    n_hops: int = 0
+    min_channels: int = 1
+    max_channels: int = MAX_CHANNELS
+    intra: tuple[tuple[int, ...], ...] = ()
+    inter: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.intra) > MAX_CHANNELS:
+            raise TopologyError(f"the {self.kind.label} graph has {len(self.intra)} channels, allowed are {MAX_CHANNELS}")
+        if self.inter and len(self.inter) != len(self.intra):
+            raise TopologyError(f"the {self.kind.label} graph has nets for {len(self.inter)} of {len(self.intra)} channels")
+
+    @property
+    def n_channels(self) -> int:
+        return len(self.intra)
+
+
+def start_graph(kind: GraphKind, ring_channels: int) -> ChannelGraph:
+    """The graph before its search. Trees and CollNet chains ask for the channel count of the ring (NCCL ``initTransportsRank``)."""
+    match kind:
+        case GraphKind.RING:
+            return ChannelGraph(kind=kind, pattern=Pattern.RING, computed=False, max_channels=MAX_CHANNELS // 2)
+        case GraphKind.TREE | GraphKind.COLLNET_CHAIN:
+            pattern = Pattern.BALANCED_TREE if kind is GraphKind.TREE else Pattern.TREE
+            return ChannelGraph(kind=kind, pattern=pattern, computed=False, min_channels=ring_channels, max_channels=ring_channels)
+        case GraphKind.NVLS:
+            return ChannelGraph(kind=kind, pattern=Pattern.NVLS, computed=False)
+        case GraphKind.COLLNET_DIRECT:
+            return ChannelGraph(kind=kind, pattern=Pattern.COLLNET_DIRECT, computed=False)
+
+
+# JSON
+
+
+def graph_to_json(graph: ChannelGraph) -> dict[str, Any]:
+    """One object of the ``graphs`` section."""
+    return {
+        "id": int(graph.kind),
+        "name": graph.kind.label,
+        "computed": int(graph.computed),
+        "pattern": int(graph.pattern),
+        "nChannels": graph.n_channels,
+        "bwIntra": number(graph.bw_intra),
+        "bwInter": number(graph.bw_inter),
+        "latencyInter": number(graph.latency_inter),
+        "typeIntra": graph.type_intra.name,
+        "typeInter": graph.type_inter.name,
+        "sameChannels": graph.same_channels,
+        "crossNic": graph.cross_nic,
+        "nHops": graph.n_hops,
+        "minChannels": graph.min_channels,
+        "maxChannels": graph.max_channels,
+        "intra": [list(ranks) for ranks in graph.intra],
+        "inter": [list(nets) for nets in graph.inter],
+    }
+
+
+def graph_from_json(data: Mapping[str, Any]) -> ChannelGraph:
+    """The record of one object of the ``graphs`` section. Raises ``TopologyError`` when a key is missing or not allowed."""
+    try:
+        return ChannelGraph(
+            kind=GraphKind(data["id"]),
+            pattern=Pattern(data["pattern"]),
+            computed=bool(data["computed"]),
+            bw_intra=f32(data["bwIntra"]),
+            bw_inter=f32(data["bwInter"]),
+            latency_inter=f32(data["latencyInter"]),
+            type_intra=PathType[data["typeIntra"]],
+            type_inter=PathType[data["typeInter"]],
+            same_channels=data["sameChannels"],
+            cross_nic=data["crossNic"],
+            n_hops=data["nHops"],
+            min_channels=data["minChannels"],
+            max_channels=data["maxChannels"],
+            intra=tuple(tuple(int(r) for r in ranks) for ranks in data["intra"]),
+            inter=tuple((int(first), int(last)) for first, last in data["inter"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, TopologyError):
+            raise
+        raise TopologyError(f"this is no channel graph: {error!r}") from None
+
+
+# NCCL's graph XML. Devices are written in hex as ``dev`` numbers with the system number above bit 56; the order of graphs is NCCL's.
+
+_DUMP_ORDER = (GraphKind.RING, GraphKind.TREE, GraphKind.COLLNET_DIRECT, GraphKind.COLLNET_CHAIN, GraphKind.NVLS)
+
+
+def graphs_to_xml(graphs: Iterable[ChannelGraph], system: System) -> str:
+    """The text that NCCL writes to ``NCCL_GRAPH_DUMP_FILE``, byte for byte.
+
+    NCCL has no name for the path type C2C there and fails; we write ``C2C``.
+    """
+    by_kind = {graph.kind: graph for graph in graphs}
+    devices = {gpu.rank: _device(gpu) for gpu in system.gpus}
+    lines = [f'<graphs version="{GRAPH_XML_VERSION}">']
+    for kind in _DUMP_ORDER:
+        if kind in by_kind:
+            lines += _graph_lines(by_kind[kind], devices)
+    lines.append("</graphs>")
+    return "\n".join(lines) + "\n"
+
+
+def _device(gpu: GpuNode) -> int:
+    return (gpu.system_id << 56) | gpu.dev
+
+
+def _graph_lines(graph: ChannelGraph, devices: Mapping[int, int]) -> list[str]:
+    attributes = {
+        "id": int(graph.kind),
+        "pattern": int(graph.pattern),
+        "crossnic": graph.cross_nic,
+        "nchannels": graph.n_channels,
+        "speedintra": f"{graph.bw_intra:g}",
+        "speedinter": f"{graph.bw_inter:g}",
+        "latencyinter": f"{graph.latency_inter:g}",
+        "typeintra": graph.type_intra.name,
+        "typeinter": graph.type_inter.name,
+        "samechannels": graph.same_channels,
+    }
+    head = "  <graph " + " ".join(f'{key}="{value}"' for key, value in attributes.items())
+    if not graph.intra:
+        return [head + "/>"]
+    lines = [head + ">"]
+    for c, ranks in enumerate(graph.intra):
+        unknown = [rank for rank in ranks if rank not in devices]
+        if unknown:
+            raise TopologyError(f"channel {c} of the {graph.kind.label} graph names rank {unknown[0]}, which is not in the system")
+        steps = [f'      <gpu dev="{_hex(devices[rank])}"/>' for rank in ranks]
+        if graph.inter:
+            first, last = graph.inter[c]
+            steps = [f'      <net dev="{_hex(first)}"/>', *steps, f'      <net dev="{_hex(last)}"/>']
+        lines += ["    <channel>", *steps, "    </channel>"]
+    lines.append("  </graph>")
+    return lines
+
+
+def _hex(value: int) -> str:
+    """C's ``%#lx``, which writes a plain 0 for zero."""
+    return f"{value:#x}" if value else "0"
+
+
+def graphs_from_xml(text: str, system: System) -> dict[GraphKind, ChannelGraph]:
+    """The graphs that a file in NCCL's graph format holds; fields that the format lacks keep the values of ``start_graph``.
+
+    Raises ``TopologyError`` naming the graph and what is wrong.
+    """
+    try:
+        root = ElementTree.fromstring(text)  # expat itself bounds the growth of entities, and the format needs none
+    except ElementTree.ParseError as error:
+        raise TopologyError(f"the graph file is not XML: {error}") from None
+    if root.tag != "graphs":
+        raise TopologyError(f"the graph file begins with <{root.tag}>, expected <graphs>")
+    if root.get("version") != str(GRAPH_XML_VERSION):
+        raise TopologyError(f"the graph file has version {root.get('version')!r}, allowed is {GRAPH_XML_VERSION}")
+    graphs: dict[GraphKind, ChannelGraph] = {}
+    for element in root.findall("graph"):
+        graph = _graph_from_element(element, system)
+        graphs[graph.kind] = graph
+    return graphs
+
+
+def _graph_from_element(element: ElementTree.Element, system: System) -> ChannelGraph:
+    try:
+        kind = GraphKind(int(element.attrib["id"], 0))
+        count = int(element.attrib["nchannels"], 0)
+        channels = [_channel_from_element(channel, kind, system) for channel in element][:count]
+        if len(channels) < count:
+            raise TopologyError(f"the {kind.label} graph of the file announces {count} channels and holds {len(channels)}")
+        start = start_graph(kind, count)
+        return ChannelGraph(
+            kind=kind,
+            pattern=Pattern(int(element.attrib["pattern"], 0)),
+            bw_intra=f32(float(element.attrib["speedintra"])),
+            bw_inter=f32(float(element.attrib["speedinter"])),
+            latency_inter=f32(float(element.get("latencyinter", "0"))),
+            type_intra=PathType[element.attrib["typeintra"]],
+            type_inter=PathType[element.attrib["typeinter"]],
+            same_channels=int(element.attrib["samechannels"], 0),
+            cross_nic=int(element.attrib["crossnic"], 0),
+            min_channels=start.min_channels,
+            max_channels=start.max_channels,
+            intra=tuple(ranks for ranks, _ in channels),
+            inter=tuple(_ends(nets) for _, nets in channels) if system.inter else (),
+        )
+    except KeyError as error:
+        raise TopologyError(f"a <graph> of the file: {error} is missing or not a path type") from None
+    except ValueError as error:
+        if isinstance(error, TopologyError):
+            raise
+        raise TopologyError(f"a <graph> of the file: {error}") from None
+
+
+def _channel_from_element(element: ElementTree.Element, kind: GraphKind, system: System) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ranks and net ids of a ``<channel>``."""
+    ranks = {_device(gpu): gpu.rank for gpu in system.gpus}
+    order: list[int] = []
+    nets: list[int] = []
+    for step in element:
+        device = int(step.get("dev", ""), 16)
+        if step.tag == "net":
+            nets.append(device)
+        elif step.tag == "gpu":
+            if device not in ranks:
+                raise TopologyError(f"the {kind.label} graph of the file names GPU {device:#x}, which is not in the system")
+            order.append(ranks[device])
+    return tuple(order), tuple(nets)
+
+
+def _ends(nets: Sequence[int]) -> tuple[int, int]:
+    """First and last net; a channel without any keeps zeros, as in NCCL."""
+    return (nets[0], nets[-1]) if nets else (0, 0)
