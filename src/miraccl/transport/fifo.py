@@ -1,0 +1,149 @@
+"""The FIFO between two ranks: where its words lie in memory, and how one word or line is read and written from Python.
+
+A FIFO goes one way, from a source rank to a destination rank.  Compiled executors use the numbers below; this file is their
+definition.  Rules:
+- Message number m (from 0) uses post line, want line and slot ``m % NSLOTS``.
+- A line's flag is written last, with release; it is ``m + 1`` for a line that belongs to message m.  0 is an empty line.  A post
+  flag of ``-(m + 1)`` announces a message that is larger than a slot: words 1 and 2 are valid, the payload waits for a want.
+- ``tail`` is the number of messages consumed: written with release by the receiver of a shared-memory FIFO; on the send side of a
+  network FIFO the proxy writes it once the kernel has taken all bytes of the message.  A sender never writes line or slot m
+  before ``m - tail < NSLOTS``.
+- The want ring exists for network FIFOs: the receiver says where message m may land, before it waits for it.
+
+The ring of flagged lines comes from FastForward (Giacomoni et al., PPoPP 2008): the consumer polls the slot itself, not a shared
+head.  The split into post (``size`` FIFO) and tail is that of NCCL's ``ncclConnFifo``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import mmap
+from typing import Final, NamedTuple, Protocol
+
+NSLOTS: Final = 8
+"""Messages in flight per FIFO; NCCL_STEPS has the same value."""
+LINE_BYTES: Final = 64
+WORD_BYTES: Final = 8
+PAGE_BYTES: Final = 4096
+
+WORD_FLAG: Final = 0
+WORD_SIGNATURE: Final = 1
+WORD_NBYTES: Final = 2
+WORD_MODE: Final = 3
+WORD_ADDRESS: Final = 4
+WORD_INLINE: Final = 4
+"""Inline payload starts here and ends with the line."""
+INLINE_BYTES: Final = (LINE_BYTES // WORD_BYTES - WORD_INLINE) * WORD_BYTES
+
+WORD_WANT_ADDRESS: Final = 1
+WORD_WANT_ROOM: Final = 2
+
+POST_OFFSET: Final = 0
+WANT_OFFSET: Final = POST_OFFSET + NSLOTS * LINE_BYTES
+TAIL_OFFSET: Final = WANT_OFFSET + NSLOTS * LINE_BYTES
+"""The tail has 128 bytes to itself: the prefetcher of x86 fetches pairs of lines."""
+SLOTS_OFFSET: Final = PAGE_BYTES
+
+
+class Mode(enum.IntEnum):
+    """Where the payload of a posted message lies."""
+
+    SLOT = 0
+    """In slot ``m % NSLOTS``."""
+    INLINE = 1
+    """In words 4 to 7 of the post line, at most ``INLINE_BYTES``."""
+    WINDOW = 2
+    """In a window that the receiver has mapped, at word 4 (shared memory only)."""
+    ADDRESS = 3
+    """In the sender's own memory, at word 4."""
+    LANDED = 4
+    """At the receiver's wanted address already."""
+    OVERSIZE = 5
+    """Nowhere: larger than the room that the receiver gave.  Not an answer to hope for: the ranks disagree on the operation."""
+
+
+def fifo_bytes(slot_bytes: int) -> int:
+    """Size in bytes of a FIFO whose slots have ``slot_bytes`` (a multiple of the page)."""
+    return SLOTS_OFFSET + NSLOTS * slot_bytes
+
+
+def check_slot_bytes(slot_bytes: int) -> int:
+    if slot_bytes < PAGE_BYTES or slot_bytes % PAGE_BYTES:
+        raise ValueError(f"slot_bytes is a multiple of {PAGE_BYTES}, got {slot_bytes}")
+    return slot_bytes
+
+
+# --- memory by address ---------------------------------------------------------------------------------------------------------
+
+# One view over all of user space, and slices of it: a ctypes array per call would make a new type per size (20 us instead of 0.1).
+# It starts at the second page, because a view at address 0 counts as NULL.
+_ORIGIN = PAGE_BYTES
+_MEMORY = memoryview((ctypes.c_ubyte * ((1 << 47) - _ORIGIN)).from_address(_ORIGIN)).cast("B")
+_WORDS = _MEMORY.cast("q")
+
+
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """Writable view of ``nbytes`` bytes of this process at ``address``.  Who asks vouches for the memory's being there."""
+    if nbytes and (address < _ORIGIN or nbytes < 0 or address + nbytes > 1 << 47):
+        raise ValueError(f"no memory at {address:#x} + {nbytes}")
+    start = address - _ORIGIN if nbytes else 0
+    return _MEMORY[start : start + nbytes]
+
+
+class Atomics(Protocol):
+    """Loads and stores of aligned int64 words at an address, and the futex call; ``miraccl.native.atomics`` is the real one."""
+
+    def load_acquire(self, address: int, /) -> int: ...
+    def store_release(self, address: int, value: int, /) -> None: ...
+    def exchange(self, address: int, value: int, /) -> int: ...
+
+
+class PlainAtomics:
+    """Stand-in without compiled code: right only while all parties are Python threads of one process, which the GIL orders."""
+
+    def load_acquire(self, address: int, /) -> int:
+        return _WORDS[(address - _ORIGIN) >> 3]
+
+    def store_release(self, address: int, value: int, /) -> None:
+        _WORDS[(address - _ORIGIN) >> 3] = value
+
+    def exchange(self, address: int, value: int, /) -> int:
+        index = (address - _ORIGIN) >> 3
+        old, _WORDS[index] = _WORDS[index], value
+        return old
+
+
+class Post(NamedTuple):
+    """A post line: ``signature`` of the operation, ``nbytes`` of the message, ``mode``, and word 4."""
+
+    signature: int
+    nbytes: int
+    mode: int
+    address: int
+
+
+def read_words(line: int, first: int, count: int) -> list[int]:
+    """``count`` words of a line, in one go; only valid after the flag was loaded with acquire."""
+    start = ((line - _ORIGIN) >> 3) + first
+    return _WORDS[start : start + count].tolist()
+
+
+def write_words(line: int, first: int, values: list[int]) -> None:
+    """Words of a line; publish them with a release store of the flag afterwards."""
+    start = ((line - _ORIGIN) >> 3) + first
+    for index, value in enumerate(values):
+        _WORDS[start + index] = value
+
+
+def read_post(line: int) -> Post:
+    return Post(*read_words(line, WORD_SIGNATURE, 4))
+
+
+class FifoMemory:
+    """Private memory of one FIFO, page aligned and zero; lives until the last reference to this object is gone."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot_bytes = check_slot_bytes(slot_bytes)
+        self._map = mmap.mmap(-1, fifo_bytes(slot_bytes))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))

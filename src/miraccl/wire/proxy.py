@@ -1,0 +1,773 @@
+"""What a proxy does for one peer, without sockets, memory, clock or threads: events in, instructions out.
+
+A ``Link`` is both directions between this rank and one peer, over ``nstreams`` TCP streams that may reorder each other's frames.
+
+Sending.  A message is SENDING as soon as the peer can hold it: message m needs ``m - credit < nslots`` (credit: messages that the peer's
+executor has consumed, on every frame as ``ack``), and one larger than the peer's slots needs a WANT of enough room; without one, an
+ANNOUNCE tells the peer that it is needed.  Small messages go whole over stream 0, larger ones in pieces to whichever stream has room,
+lowest message first.  When the kernel has taken all bytes of all messages up to m, ``Release(m + 1)`` gives the sender its memory back.
+
+Receiving.  The first frame of a message fixes its place: in the line if it fits, at the wanted address if there is enough room, else in
+its slot.  Nothing is ever placed elsewhere, and no frame is believed: message number, size, piece, credit and wants are all checked
+against what this side has granted, and the first contradiction ends the link with ``Lost(PROTOCOL)``.  Messages are delivered in order.
+The receiver never stops reading its streams, so credit and wants cannot be stuck behind data: that is why this cannot deadlock.
+
+Ending.  ``CloseAsked``: what was posted is sent, then CLOSE on each stream.  A stream that ends without CLOSE is a loss.
+The record of every event can be kept and played again (``replay``); the idea is that of dask's worker state machine.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from miraccl.errors import CommunicatorAborted, MiracclError, PeerDied, ProtocolError
+from miraccl.wire.stream import MAX_MESSAGE_BYTES, MAX_STREAMS, MAX_TEXT_BYTES, MIN_PIECE_BYTES, Frame, FrameType
+
+# --- records -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkConfig:
+    """Numbers of a link.  ``send_slot_bytes`` are the peer's slots, ``recv_slot_bytes`` ours; sizes in bytes.
+
+    ``piece_bytes`` is the largest piece.  A stream takes frames until ``queue_bytes`` or ``queue_frames`` of them are not yet taken by the
+    kernel; 256 KiB keep a stream busy while its next frame is decided.
+    """
+
+    nstreams: int
+    send_slot_bytes: int
+    recv_slot_bytes: int
+    nslots: int = 8
+    inline_bytes: int = 32
+    piece_bytes: int = 1 << 20
+    queue_bytes: int = 1 << 18
+    queue_frames: int = 32
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nstreams <= MAX_STREAMS:
+            raise ValueError(f"a link has 1 to {MAX_STREAMS} streams, got {self.nstreams}")
+        if self.piece_bytes < MIN_PIECE_BYTES:
+            raise ValueError(f"a piece has {MIN_PIECE_BYTES} bytes or more, got {self.piece_bytes}")
+
+
+class LossKind(enum.Enum):
+    """Why a peer cannot be reached any more."""
+
+    CLOSED = "closed"
+    RESET = "reset"
+    PROTOCOL = "protocol"
+    ABORTED = "aborted"
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The end of a connection that this side did not ask for; ``detail`` is a clause such as "closed its connection"."""
+
+    kind: LossKind
+    detail: str
+
+    def __str__(self) -> str:
+        return self.detail
+
+    def error(self, *, rank: int, peer: int) -> MiracclError:
+        """The exception that an operation which needs ``peer`` ends with."""
+        text = f"rank {peer}: {self.detail}"
+        if self.kind is LossKind.PROTOCOL:
+            return ProtocolError(text, rank=rank, peer=peer)
+        if self.kind is LossKind.ABORTED:
+            return CommunicatorAborted(text, rank=rank, peer=peer)
+        if self.kind is LossKind.INTERNAL:
+            return MiracclError(text, rank=rank, peer=peer)
+        return PeerDied(text, rank=rank, peer=peer)
+
+
+class Placement(enum.Enum):
+    """Where a message lands."""
+
+    INLINE = "inline"
+    SLOT = "slot"
+    WANTED = "wanted"
+    OVERSIZE = "oversize"
+    """Nowhere: the room is too small for it."""
+
+
+# Events and instructions are tuples: several are made per message, and a frozen dataclass costs five times as much.
+
+
+class Posted(NamedTuple):
+    """The executor posted its next message."""
+
+    message: int
+    signature: int
+    nbytes: int
+
+
+class Wanted(NamedTuple):
+    """The executor says that a message may land in ``room`` bytes of its own."""
+
+    message: int
+    room: int
+
+
+class Consumed(NamedTuple):
+    """The executor has consumed ``tail`` messages in all."""
+
+    tail: int
+
+
+class FrameIn(NamedTuple):
+    """A valid header came on ``stream``; for ABORT its ``text``.  Payload of DATA is still in the stream."""
+
+    stream: int
+    frame: Frame
+    text: str = ""
+
+
+class Placed(NamedTuple):
+    """The payload of the DATA frame on ``stream`` is where the last ``Receive`` of the stream said."""
+
+    stream: int
+
+
+class Taken(NamedTuple):
+    """The kernel has all bytes of the ``frames`` oldest frames of ``stream``."""
+
+    stream: int
+    frames: int
+
+
+class StreamEnded(NamedTuple):
+    """The peer's end of ``stream`` is closed or broken."""
+
+    stream: int
+    detail: str
+
+
+class Garbage(NamedTuple):
+    """Bytes came on ``stream`` that are no frame."""
+
+    stream: int
+    detail: str
+
+
+class CloseAsked(NamedTuple):
+    """Send what is posted, then close."""
+
+
+class AbortAsked(NamedTuple):
+    """Close now and tell the peer why."""
+
+    text: str
+
+
+class InternalError(NamedTuple):
+    """This side cannot go on: the executor posted something impossible, or the proxy failed."""
+
+    detail: str
+
+
+Event: TypeAlias = Posted | Wanted | Consumed | FrameIn | Placed | Taken | StreamEnded | Garbage | CloseAsked | AbortAsked | InternalError
+
+
+class Send(NamedTuple):
+    """Put ``frame`` at the end of its stream's queue, for DATA followed by bytes [offset, offset + length) of its message."""
+
+    frame: Frame
+
+
+class Receive(NamedTuple):
+    """Put the payload of the frame that just came on ``stream`` at byte ``offset`` of the place of ``message``."""
+
+    stream: int
+    message: int
+    placement: Placement
+    offset: int
+    length: int
+
+
+class Announce(NamedTuple):
+    """Let the executor see that a message waits for its want."""
+
+    message: int
+    signature: int
+    nbytes: int
+
+
+class Deliver(NamedTuple):
+    """Post the line of a message: it is in place."""
+
+    message: int
+    signature: int
+    nbytes: int
+    placement: Placement
+
+
+class Release(NamedTuple):
+    """Publish the tail of the send FIFO."""
+
+    tail: int
+
+
+class Lost(NamedTuple):
+    """Report the loss of the peer; no memory is to be touched for this link any more."""
+
+    loss: Loss
+
+
+class Cut(NamedTuple):
+    """Tell ``text`` in an ABORT frame on streams that are between frames, if that works at once, and close all streams."""
+
+    text: str
+
+
+class Finished(NamedTuple):
+    """All is sent and CLOSE too: close the streams."""
+
+
+Instruction: TypeAlias = Send | Receive | Announce | Deliver | Release | Lost | Cut | Finished
+
+# --- states ------------------------------------------------------------------------------------------------------------------
+
+
+class SendState(enum.Enum):
+    """Of one outgoing message."""
+
+    WAIT_CREDIT = "wait credit"
+    WAIT_WANT = "wait want"
+    SENDING = "sending"
+    HANDED = "handed"
+    TAKEN = "taken"
+
+
+class RecvState(enum.Enum):
+    """Of one incoming message."""
+
+    ANNOUNCED = "announced"
+    LANDING = "landing"
+    COMPLETE = "complete"
+    DELIVERED = "delivered"
+
+
+class LinkState(enum.Enum):
+    OPEN = "open"
+    DRAINING = "draining"
+    CLOSING = "closing"
+    FINISHED = "finished"
+    LOST = "lost"
+
+
+SEND_TABLE: dict[tuple[SendState, str], SendState] = {
+    (SendState.WAIT_CREDIT, "credit"): SendState.SENDING,
+    (SendState.WAIT_CREDIT, "credit, no want"): SendState.WAIT_WANT,
+    (SendState.WAIT_WANT, "want"): SendState.SENDING,
+    (SendState.WAIT_WANT, "consumed unseen"): SendState.TAKEN,
+    (SendState.SENDING, "last piece queued"): SendState.HANDED,
+    (SendState.HANDED, "all frames taken"): SendState.TAKEN,
+}
+RECV_TABLE: dict[tuple[RecvState | None, str], RecvState] = {
+    (None, "announce"): RecvState.ANNOUNCED,
+    (None, "announce, want too small"): RecvState.COMPLETE,
+    (None, "piece"): RecvState.LANDING,
+    (RecvState.ANNOUNCED, "piece"): RecvState.LANDING,
+    (RecvState.ANNOUNCED, "want too small"): RecvState.COMPLETE,
+    (RecvState.LANDING, "piece"): RecvState.LANDING,
+    (RecvState.LANDING, "all placed"): RecvState.COMPLETE,
+    (RecvState.COMPLETE, "all before delivered"): RecvState.DELIVERED,
+}
+LINK_TABLE: dict[tuple[LinkState, str], LinkState] = {
+    (LinkState.OPEN, "close asked"): LinkState.DRAINING,
+    (LinkState.DRAINING, "all taken"): LinkState.CLOSING,
+    (LinkState.DRAINING, "peer closed"): LinkState.FINISHED,
+    (LinkState.CLOSING, "close taken"): LinkState.FINISHED,
+    (LinkState.CLOSING, "peer closed"): LinkState.FINISHED,
+    **{(state, "lost"): LinkState.LOST for state in (LinkState.OPEN, LinkState.DRAINING, LinkState.CLOSING)},
+}
+
+
+class _Outgoing:
+    """One message on its way out: bytes [0, queued) are in frames, ``untaken`` of these frames are not in the kernel yet."""
+
+    __slots__ = ("nbytes", "queued", "signature", "state", "untaken")
+
+    def __init__(self, posted: Posted) -> None:
+        self.signature = posted.signature
+        self.nbytes = posted.nbytes
+        self.state = SendState.WAIT_CREDIT
+        self.queued = 0
+        self.untaken = 0
+
+    def move(self, trigger: str) -> None:
+        self.state = SEND_TABLE[self.state, trigger]
+
+
+class _Incoming:
+    """One message on its way in: ``pieces`` are the claimed byte ranges, ``missing`` the bytes not placed yet."""
+
+    __slots__ = ("missing", "nbytes", "pieces", "placement", "signature", "state")
+
+    def __init__(self, frame: Frame) -> None:
+        self.signature = frame.signature
+        self.nbytes = frame.nbytes
+        self.state: RecvState | None = None
+        self.placement: Placement | None = None
+        self.missing = frame.nbytes
+        self.pieces: list[tuple[int, int]] = []
+
+    def move(self, trigger: str) -> None:
+        self.state = RECV_TABLE[self.state, trigger]
+
+    def claim(self, start: int, end: int) -> None:
+        """Ranges are kept merged and sorted, so that a message of any number of pieces needs little memory."""
+        merged = []
+        for low, high in self.pieces:
+            if start < high and low < end:
+                raise _Contradiction(f"bytes [{start}, {end}) come twice")
+            if high == start:
+                start = low
+            elif low == end:
+                end = high
+            else:
+                merged.append((low, high))
+        self.pieces = sorted([*merged, (start, end)])
+
+
+# in place of a message number in a stream's queue
+_CONTROL, _CLOSE = -1, -2
+
+
+class _Contradiction(Exception):
+    """A frame cannot be true."""
+
+
+# --- the machine -------------------------------------------------------------------------------------------------------------
+
+
+class Link:
+    """State of one peer.  ``handle`` is the only door; it never raises for what a peer does.
+
+    ``log``, if given, collects the events.  Attributes without underscore may be read by the owner.
+    """
+
+    def __init__(self, config: LinkConfig, *, log: list[Event] | None = None) -> None:
+        self.config = config
+        self.state = LinkState.OPEN
+        self.loss: Loss | None = None
+        self.log = log
+        # outgoing direction: released <= sendable <= next_post
+        self.next_post = 0
+        self.released = 0
+        self.credit = 0
+        self._sendable = 0
+        self._out: dict[int, _Outgoing] = {}
+        self._grants: dict[int, int] = {}
+        self._to_send: deque[int] = deque()
+        self._control: deque[tuple[FrameType, int, int, int]] = deque()
+        # incoming direction: tail <= delivered
+        self.tail = 0
+        self.delivered = 0
+        self._told = 0
+        self._in: dict[int, _Incoming] = {}
+        self._wants: dict[int, int] = {}
+        # per stream
+        n = config.nstreams
+        self._queued: list[deque[tuple[int, int]]] = [deque() for _ in range(n)]
+        self._queued_bytes = [0] * n
+        self._arriving: list[tuple[int, int] | None] = [None] * n
+        self._stream_closed = [False] * n
+        self._peer_total = -1
+        self._close_left = 0
+        self._doors: dict[type[Event], Callable[[Any], None]] = {
+            Posted: self._posted,
+            Wanted: self._wanted,
+            Consumed: self._consumed,
+            FrameIn: self._frame_in,
+            Placed: self._placed,
+            Taken: self._taken,
+            StreamEnded: self._stream_ended,
+            Garbage: self._garbage,
+            CloseAsked: self._close_asked,
+            AbortAsked: self._abort_asked,
+            InternalError: self._internal_error,
+        }
+        self._do: list[Instruction] = []
+
+    @property
+    def alive(self) -> bool:
+        """Whether streams and memory are still in use."""
+        return self.state in (LinkState.OPEN, LinkState.DRAINING, LinkState.CLOSING)
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """One thing happened; returns what is to be done, in this order."""
+        if self.log is not None:
+            self.log.append(event)
+        if not self.alive:
+            return []
+        do: list[Instruction] = []
+        self._do = do
+        try:
+            self._doors[type(event)](event)
+            if self.alive:
+                self._pump()
+        except _Contradiction as problem:
+            self._fail(LossKind.PROTOCOL, f"sent what makes no sense: {problem}", cut=True)
+        return do
+
+    def wants_of(self, message: int) -> bool:
+        """Whether the want of a message is known already."""
+        return message in self._wants
+
+    # --- local events
+
+    def _posted(self, event: Posted) -> None:
+        if event.message != self.next_post or event.message - self.released >= self.config.nslots:
+            return self._fail(LossKind.INTERNAL, f"posted message {event.message} instead of {self.next_post}", cut=True)
+        if not 0 <= event.nbytes <= MAX_MESSAGE_BYTES:
+            return self._fail(LossKind.INTERNAL, f"posted {event.nbytes} bytes", cut=True)
+        self._out[event.message] = _Outgoing(event)
+        self.next_post += 1
+        self._use_credit()
+
+    def _wanted(self, event: Wanted) -> None:
+        message, room = event
+        record = self._in.get(message)
+        if message in self._wants or not self.delivered <= message < self.tail + self.config.nslots:
+            return
+        if record and record.state is not RecvState.ANNOUNCED:
+            return  # too late, the message has its place
+        self._wants[message] = room
+        if record and room < record.nbytes:
+            self._refuse(message, record, "want too small")
+        elif room > self.config.recv_slot_bytes:
+            self._control.append((FrameType.WANT, message, 0, room))
+
+    def _consumed(self, event: Consumed) -> None:
+        if not self.tail <= event.tail <= self.delivered:
+            return self._fail(LossKind.INTERNAL, f"consumed {event.tail} of {self.delivered} messages", cut=True)
+        for message in range(self.tail, event.tail):
+            del self._in[message]
+            self._wants.pop(message, None)
+        self.tail = event.tail
+        # The peer stops at nslots; half of it keeps it going and saves seven frames out of eight where traffic is one way only.
+        if self.tail - self._told >= self.config.nslots // 2 and not self._control:
+            self._control.append((FrameType.CREDIT, 0, 0, 0))
+
+    def _close_asked(self, event: CloseAsked) -> None:
+        if self.state is LinkState.OPEN:
+            self._move("close asked")
+
+    def _abort_asked(self, event: AbortAsked) -> None:
+        self._do.append(Cut(event.text))
+        self._move("lost")
+
+    def _internal_error(self, event: InternalError) -> None:
+        self._fail(LossKind.INTERNAL, event.detail, cut=True)
+
+    # --- events of streams
+
+    def _taken(self, event: Taken) -> None:
+        queue = self._queued[event.stream]
+        for _ in range(event.frames):
+            message, nbytes = queue.popleft()
+            self._queued_bytes[event.stream] -= nbytes
+            if message < 0:
+                self._close_left -= message == _CLOSE
+                continue
+            record = self._out[message]
+            record.untaken -= 1
+            if record.state is SendState.HANDED and not record.untaken:
+                record.move("all frames taken")
+        self._release()
+
+    def _frame_in(self, event: FrameIn) -> None:
+        stream, frame = event.stream, event.frame
+        if frame.stream != stream:
+            raise _Contradiction(f"a frame of stream {frame.stream} on stream {stream}")
+        if self._stream_closed[stream]:
+            raise _Contradiction(f"a {frame.type.name} frame after CLOSE")
+        if frame.type is FrameType.ABORT:
+            return self._fail(LossKind.ABORTED, f"gave up: {event.text}")
+        self._acknowledge(frame.ack)
+        if frame.type is FrameType.DATA:
+            self._data(stream, frame)
+        elif frame.type is FrameType.ANNOUNCE:
+            self._announced(frame)
+        elif frame.type is FrameType.WANT:
+            self._granted(frame)
+        elif frame.type is FrameType.CLOSE:
+            self._peer_close(stream, frame)
+
+    def _placed(self, event: Placed) -> None:
+        arriving = self._arriving[event.stream]
+        assert arriving is not None, f"no payload was arriving on stream {event.stream}"
+        self._arriving[event.stream] = None
+        message, length = arriving
+        record = self._in[message]
+        record.missing -= length
+        if not record.missing:
+            record.move("all placed")
+            self._deliver()
+
+    def _stream_ended(self, event: StreamEnded) -> None:
+        if self._stream_closed[event.stream]:
+            return
+        if self.state is LinkState.OPEN:
+            self._fail(LossKind.RESET, event.detail)
+        else:  # we are leaving too
+            self._move("peer closed")
+            self._do.append(Finished())
+
+    def _garbage(self, event: Garbage) -> None:
+        raise _Contradiction(event.detail)
+
+    # --- what frames mean
+
+    def _acknowledge(self, ack: int) -> None:
+        """Credit only grows; the peer cannot have consumed what was neither sent nor announced."""
+        if ack <= self.credit:
+            return
+        for message in range(self.credit, ack):
+            record = self._out.get(message)
+            if record is None:
+                if message >= self.next_post:
+                    raise _Contradiction(f"consumed {ack} messages of {self.next_post}")
+            elif record.state is SendState.WAIT_WANT:
+                record.move("consumed unseen")
+            elif record.state not in (SendState.HANDED, SendState.TAKEN):
+                raise _Contradiction(f"consumed message {message} before it was sent")
+        self.credit = ack
+        self._release()
+        self._use_credit()
+
+    def _granted(self, frame: Frame) -> None:
+        message = frame.message
+        if message >= self.credit + self.config.nslots:
+            raise _Contradiction(f"wants message {message} after consuming {self.credit}")
+        if frame.nbytes <= self.config.send_slot_bytes:
+            raise _Contradiction(f"wants message {message} in {frame.nbytes} bytes, less than a slot")
+        record = self._out.get(message)
+        if record is None and message < self.next_post:
+            return  # sent already
+        if record is None or record.state is SendState.WAIT_CREDIT:
+            self._grants[message] = frame.nbytes
+        elif record.state is SendState.WAIT_WANT and record.nbytes <= frame.nbytes:
+            record.move("want")
+            self._queue_message(message)
+
+    def _announced(self, frame: Frame) -> None:
+        message = frame.message
+        self._check_window(message)
+        if frame.nbytes <= self.config.recv_slot_bytes:
+            raise _Contradiction(f"announces {frame.nbytes} bytes, which fit into a slot")
+        if message in self._in:
+            raise _Contradiction(f"announces message {message} again")
+        record = self._in[message] = _Incoming(frame)
+        room = self._wants.get(message)
+        if room is not None and room < frame.nbytes:
+            return self._refuse(message, record, "announce, want too small")
+        record.move("announce")
+        if room is None:
+            self._do.append(Announce(message, frame.signature, frame.nbytes))
+
+    def _data(self, stream: int, frame: Frame) -> None:
+        message = frame.message
+        record = self._in.get(message)
+        if record is None:
+            self._check_window(message)
+            record = self._in[message] = _Incoming(frame)
+        elif record.state in (RecvState.COMPLETE, RecvState.DELIVERED):
+            raise _Contradiction(f"sends message {message} again")
+        elif (record.signature, record.nbytes) != (frame.signature, frame.nbytes):
+            raise _Contradiction(f"message {message} changes on its way")
+        if record.placement is None:
+            record.placement = self._place(message, frame.nbytes)
+        record.move("piece")
+        record.claim(frame.offset, frame.offset + frame.length)
+        if frame.length:
+            self._arriving[stream] = (message, frame.length)
+            self._do.append(Receive(stream, message, record.placement, frame.offset, frame.length))
+        else:
+            record.move("all placed")
+            self._deliver()
+
+    def _peer_close(self, stream: int, frame: Frame) -> None:
+        if self._peer_total not in (-1, frame.message):
+            raise _Contradiction("streams close with different numbers of messages")
+        self._peer_total = frame.message
+        self._stream_closed[stream] = True
+        if not all(self._stream_closed):
+            return
+        if self.delivered != frame.message:
+            raise _Contradiction(f"closes after {frame.message} messages, {self.delivered} came")
+        if self.state is LinkState.OPEN:
+            self._fail(LossKind.CLOSED, "closed its communicator")
+        elif self.state is LinkState.DRAINING:  # nobody reads what is left
+            self._move("peer closed")
+            self._do.append(Finished())
+
+    # --- receiving
+
+    def _check_window(self, message: int) -> None:
+        if not self.tail <= message < self.tail + self.config.nslots:
+            raise _Contradiction(f"sends message {message}, allowed are {self.tail} to {self.tail + self.config.nslots - 1}")
+
+    def _place(self, message: int, nbytes: int) -> Placement:
+        if nbytes <= self.config.inline_bytes:
+            return Placement.INLINE
+        if nbytes <= self._wants.get(message, -1):
+            return Placement.WANTED
+        if nbytes <= self.config.recv_slot_bytes:
+            return Placement.SLOT
+        raise _Contradiction(f"sends {nbytes} bytes as message {message} without being asked for")
+
+    def _refuse(self, message: int, record: _Incoming, trigger: str) -> None:
+        record.placement = Placement.OVERSIZE
+        record.move(trigger)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        while (record := self._in.get(self.delivered)) and record.state is RecvState.COMPLETE:
+            assert record.placement is not None
+            record.move("all before delivered")
+            self._do.append(Deliver(self.delivered, record.signature, record.nbytes, record.placement))
+            self.delivered += 1
+
+    # --- sending
+
+    def _use_credit(self) -> None:
+        limit = min(self.next_post, self.credit + self.config.nslots)
+        while self._sendable < limit:
+            message = self._sendable
+            record = self._out[message]
+            self._sendable += 1
+            room = self._grants.pop(message, 0)
+            if record.nbytes <= self.config.send_slot_bytes or record.nbytes <= room:
+                record.move("credit")
+                self._queue_message(message)
+            else:
+                record.move("credit, no want")
+                self._control.append((FrameType.ANNOUNCE, message, record.signature, record.nbytes))
+
+    def _queue_message(self, message: int) -> None:
+        """Lowest first; wants may come out of order, so this is an insertion into a queue of at most nslots."""
+        at = len(self._to_send)
+        while at and self._to_send[at - 1] > message:
+            at -= 1
+        self._to_send.insert(at, message)
+
+    def _release(self) -> None:
+        before = self.released
+        while (record := self._out.get(self.released)) and record.state is SendState.TAKEN:
+            del self._out[self.released]
+            self.released += 1
+        if self.released != before:
+            self._do.append(Release(self.released))
+
+    def _pump(self) -> None:
+        """Fill the streams that have room."""
+        if self.state is LinkState.DRAINING and not self._out:
+            self._move("all taken")
+            self._close_left = self.config.nstreams
+            for stream in range(self.config.nstreams):
+                self._send(Frame(FrameType.CLOSE, stream, self.next_post, ack=self.tail), _CLOSE)
+        if self.state is LinkState.CLOSING:
+            if not self._close_left:
+                self._move("close taken")
+                self._do.append(Finished())
+            return
+        while self._control or self._to_send:
+            if not (self._send_control() if self._control else self._send_piece()):
+                return
+
+    def _has_room(self, stream: int) -> bool:
+        return self._queued_bytes[stream] < self.config.queue_bytes and len(self._queued[stream]) < self.config.queue_frames
+
+    def _idlest(self) -> int:
+        return min(range(self.config.nstreams), key=self._queued_bytes.__getitem__)
+
+    def _send_control(self) -> bool:
+        stream = self._idlest()
+        if len(self._queued[stream]) >= 2 * self.config.queue_frames:
+            return False
+        kind, message, signature, nbytes = self._control.popleft()
+        self._send(Frame(kind, stream, message, signature, nbytes, ack=self.tail), _CONTROL)
+        return True
+
+    def _send_piece(self) -> bool:
+        message = self._to_send[0]
+        record = self._out[message]
+        left = record.nbytes - record.queued
+        small = record.nbytes <= MIN_PIECE_BYTES
+        stream = 0 if small or self.config.nstreams == 1 else self._idlest()
+        if not self._has_room(stream):
+            return False
+        length = left if small else min(left, self._piece_bytes(record.nbytes))
+        frame = Frame(FrameType.DATA, stream, message, record.signature, record.nbytes, record.queued, length, self.tail)
+        record.queued += length
+        record.untaken += 1
+        if record.queued == record.nbytes:
+            record.move("last piece queued")
+            self._to_send.popleft()
+        self._send(frame, message)
+        return True
+
+    def _piece_bytes(self, nbytes: int) -> int:
+        """An equal share per stream, between the smallest and the largest piece, in whole pages."""
+        share = -(-nbytes // self.config.nstreams)
+        return min(self.config.piece_bytes, max(MIN_PIECE_BYTES, -(-share // 4096) * 4096))
+
+    def _send(self, frame: Frame, message: int) -> None:
+        self._told = self.tail
+        self._queued[frame.stream].append((message, frame.length))
+        self._queued_bytes[frame.stream] += frame.length
+        self._do.append(Send(frame))
+
+    # --- ends
+
+    def _move(self, trigger: str) -> None:
+        self.state = LINK_TABLE[self.state, trigger]
+
+    def _fail(self, kind: LossKind, detail: str, *, cut: bool = False) -> None:
+        self._move("lost")
+        self.loss = Loss(kind, detail)
+        if cut:
+            self._do.append(Cut(detail[:MAX_TEXT_BYTES]))
+        self._do.append(Lost(self.loss))
+
+
+def replay(config: LinkConfig, events: Iterable[Event]) -> tuple[Link, list[Instruction]]:
+    """A link that lived through ``events``, and all that it asked for."""
+    link = Link(config)
+    return link, [instruction for event in events for instruction in link.handle(event)]
+
+
+def validate_state(link: Link) -> None:
+    """Everything that must always hold; for tests, which call it after each event."""
+    config = link.config
+    assert link.released <= link._sendable <= link.next_post
+    assert link.next_post - link.released <= config.nslots
+    assert sorted(link._out) == list(range(link.released, link.next_post))
+    assert link._told <= link.tail <= link.delivered
+    assert list(link._to_send) == sorted(m for m, r in link._out.items() if r.state is SendState.SENDING)
+    assert len(link._grants) <= config.nslots
+    for message, out in link._out.items():
+        assert (out.state is SendState.WAIT_CREDIT) == (message >= link._sendable)
+        assert 0 <= out.queued <= out.nbytes
+        assert out.untaken == sum(m == message for queue in link._queued for m, _ in queue)
+        if out.queued:
+            assert message < link.credit + config.nslots
+    for stream, queue in enumerate(link._queued):
+        assert link._queued_bytes[stream] == sum(n for _, n in queue)
+    for message, record in link._in.items():
+        assert link.tail <= message < link.tail + config.nslots
+        assert (record.state is RecvState.DELIVERED) == (message < link.delivered)
+        assert record.placement is not Placement.SLOT or record.nbytes <= config.recv_slot_bytes
+        assert record.placement is not Placement.WANTED or record.nbytes <= link._wants[message]
+        claimed = sum(high - low for low, high in record.pieces)
+        arriving = sum(a[1] for a in link._arriving if a and a[0] == message)
+        assert record.placement is Placement.OVERSIZE or claimed - arriving == record.nbytes - record.missing
+        assert all(a[1] < b[0] for a, b in zip(record.pieces, record.pieces[1:]))

@@ -1,0 +1,317 @@
+"""Bytes of a stream between two proxies: the frame header and the handshake that comes before the first frame.
+
+Rules kept here:
+- A frame is 48 bytes of header and at most ``MAX_PIECE_BYTES`` of payload.  ``decode_frame`` refuses everything that this module
+  would not have encoded; what a frame *means* at this point of a connection is judged by ``wire.proxy``.
+- Before the first frame both sides prove that they know the job's secret: nonces of both sides, HMAC-SHA-256 over the whole
+  transcript, labels for the two roles so that a message cannot be reflected, constant-time comparison.  Messages of the handshake
+  have fixed sizes, so nobody ever reads more than the next message: a stranger costs at most ``HANDSHAKE_BYTES`` and a deadline.
+- Data carry no per-byte MAC: the handshake keeps strangers and mix-ups out, not somebody who can rewrite TCP segments.
+
+The shape of the machines (bytes in, bytes out, a deadline, no clock) follows h11 and aioquic; the handshake is the textbook
+challenge-response with mutual authentication (ISO/IEC 9798-4, three passes, and one more that confirms).
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from miraccl.errors import AuthenticationError, ProtocolError
+
+MAGIC = 0x4D43
+"""First two bytes of each frame, ``CM`` on the wire."""
+_HEADER = struct.Struct("<HBBIQqQQQ")
+HEADER_BYTES = _HEADER.size
+MAX_PIECE_BYTES = 1 << 26
+MIN_PIECE_BYTES = 1 << 16
+"""A message is cut into pieces no smaller than this (the last may be); NCCL's ``MIN_CHUNKSIZE`` in ``net_socket.cc`` is the same."""
+MAX_MESSAGE_BYTES = 1 << 46
+MAX_MESSAGE_NUMBER = 1 << 62
+MAX_STREAMS = 64
+MAX_TEXT_BYTES = 240
+
+
+class FrameType(enum.IntEnum):
+    """What a frame says.  Numbers are wire format and are never reused."""
+
+    DATA = 1
+    """``length`` bytes of message ``message`` from byte ``offset`` on follow."""
+    ANNOUNCE = 2
+    """Message ``message`` of ``nbytes`` is larger than a slot and waits for a WANT."""
+    WANT = 3
+    """The receiver has ``nbytes`` of room for message ``message``."""
+    CREDIT = 4
+    """Nothing but ``ack``."""
+    CLOSE = 5
+    """Last frame of this stream; ``message`` messages were sent in all."""
+    ABORT = 6
+    """The sender gives up; ``length`` bytes of UTF-8 say why."""
+
+
+class Frame(NamedTuple):
+    """One header.  A tuple and not a dataclass because several are made per message.
+
+    ``message`` counts from 0 per direction, ``signature`` is the operation's, ``nbytes`` the size of the whole message, ``offset``
+    and ``length`` the piece in bytes, ``ack`` how many of the other direction's messages this side's executor has consumed.
+    """
+
+    type: FrameType
+    stream: int
+    message: int = 0
+    signature: int = 0
+    nbytes: int = 0
+    offset: int = 0
+    length: int = 0
+    ack: int = 0
+
+
+_TYPES = {int(t): t for t in FrameType}
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """The 48 bytes of a header."""
+    kind, stream, message, signature, nbytes, offset, length, ack = frame
+    return _HEADER.pack(MAGIC, kind, stream, length, message, signature, nbytes, offset, ack)
+
+
+def decode_frame(data: bytes | bytearray | memoryview, at: int = 0) -> Frame:
+    """The header at ``at``; ``ProtocolError`` names the field that no peer of ours would send."""
+    magic, kind, stream, length, message, signature, nbytes, offset, ack = _HEADER.unpack_from(data, at)
+    if magic != MAGIC:
+        raise ProtocolError(f"frame starts with {magic:#06x} instead of {MAGIC:#06x}")
+    known = _TYPES.get(kind)
+    if known is None:
+        raise ProtocolError(f"frame type {kind} is unknown")
+    frame = Frame(known, stream, message, signature, nbytes, offset, length, ack)
+    complaint = _complaint(frame)
+    if complaint:
+        raise ProtocolError(f"{known.name} frame: {complaint}")
+    return frame
+
+
+def _complaint(frame: Frame) -> str:
+    """What is wrong with a header in itself, or nothing."""
+    if frame.message > MAX_MESSAGE_NUMBER or frame.ack > MAX_MESSAGE_NUMBER:
+        return "message number out of range"
+    if frame.nbytes > MAX_MESSAGE_BYTES:
+        return f"message of {frame.nbytes} bytes"
+    if frame.type is FrameType.DATA:
+        return _piece_complaint(frame)
+    limit = MAX_TEXT_BYTES if frame.type is FrameType.ABORT else 0
+    if frame.length > limit:
+        return f"{frame.length} bytes of payload, at most {limit} are allowed"
+    used = _USED[frame.type]
+    for name, value in (("message", frame.message), ("signature", frame.signature), ("nbytes", frame.nbytes), ("offset", frame.offset)):
+        if value and name not in used:
+            return f"{name} is {value} instead of 0"
+    return ""
+
+
+_USED: dict[FrameType, tuple[str, ...]] = {
+    FrameType.ANNOUNCE: ("message", "signature", "nbytes"),
+    FrameType.WANT: ("message", "nbytes"),
+    FrameType.CREDIT: (),
+    FrameType.CLOSE: ("message",),
+    FrameType.ABORT: (),
+}
+
+
+def _piece_complaint(frame: Frame) -> str:
+    if frame.length > MAX_PIECE_BYTES:
+        return f"piece of {frame.length} bytes"
+    end = frame.offset + frame.length
+    if end > frame.nbytes:
+        return f"piece [{frame.offset}, {end}) of a message of {frame.nbytes} bytes"
+    if frame.length < MIN_PIECE_BYTES and end != frame.nbytes:
+        return f"piece of {frame.length} bytes is not the last"
+    if frame.length == 0 and frame.nbytes:
+        return "empty piece"
+    return ""
+
+
+# --- handshake ---------------------------------------------------------------------------------------------------------------
+
+NONCE_BYTES = 32
+MAC_BYTES = 32
+_GREETING = b"MIRACCL1"
+_HELLO = struct.Struct(f"<8sIIHHQ{NONCE_BYTES}s")
+_CHALLENGE = struct.Struct(f"<8sQ{NONCE_BYTES}s")
+HELLO_BYTES = _HELLO.size
+CHALLENGE_BYTES = _CHALLENGE.size + MAC_BYTES
+HANDSHAKE_BYTES = HELLO_BYTES + MAC_BYTES
+"""Most bytes that an acceptor ever reads from somebody it does not know yet."""
+
+
+def derive_key(secret: bytes, job: bytes) -> bytes:
+    """Key of all streams of one communicator: ``job`` keeps two communicators with one secret apart."""
+    return hmac.digest(secret, b"miraccl tcp stream key 1\0" + hashlib.sha256(job).digest(), "sha256")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamIdentity:
+    """Which stream of which pair this is.  The initiator connects, the acceptor listens; ``slot_bytes`` are the sizes of the
+    slots into which the two receive."""
+
+    initiator: int
+    acceptor: int
+    stream: int
+    nstreams: int
+    initiator_slot_bytes: int
+    acceptor_slot_bytes: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.stream < self.nstreams <= MAX_STREAMS:
+            raise ProtocolError(f"stream {self.stream} of {self.nstreams}, at most {MAX_STREAMS} are allowed")
+        if self.initiator == self.acceptor:
+            raise ProtocolError(f"rank {self.initiator} connects to itself")
+
+
+class HandshakeState(enum.Enum):
+    WAIT_HELLO = "wait hello"
+    WAIT_CHALLENGE = "wait challenge"
+    WAIT_PROOF = "wait proof"
+    WAIT_WELCOME = "wait welcome"
+    DONE = "done"
+    FAILED = "failed"
+
+
+HANDSHAKE_TABLE: dict[tuple[HandshakeState, str], HandshakeState] = {
+    (HandshakeState.WAIT_HELLO, "good hello"): HandshakeState.WAIT_PROOF,
+    (HandshakeState.WAIT_PROOF, "good proof"): HandshakeState.DONE,
+    (HandshakeState.WAIT_CHALLENGE, "good challenge"): HandshakeState.WAIT_WELCOME,
+    (HandshakeState.WAIT_WELCOME, "good welcome"): HandshakeState.DONE,
+    **{
+        (state, "bad"): HandshakeState.FAILED
+        for state in (
+            HandshakeState.WAIT_HELLO,
+            HandshakeState.WAIT_CHALLENGE,
+            HandshakeState.WAIT_PROOF,
+            HandshakeState.WAIT_WELCOME,
+        )
+    },
+}
+
+
+class Handshake:
+    """One side of one stream's handshake.  Read exactly ``needs`` bytes, give them to ``receive``, send what it returns.
+
+    ``deadline`` is in the caller's clock; ``expire(now)`` ends a handshake that took too long.  All refusals raise
+    ``AuthenticationError`` or ``ProtocolError`` and leave the machine FAILED; ``identity`` is complete once the state is DONE.
+    """
+
+    def __init__(self, *, key: bytes, nonce: bytes, deadline: float, state: HandshakeState) -> None:
+        if len(nonce) != NONCE_BYTES:
+            raise ValueError(f"a nonce has {NONCE_BYTES} bytes")
+        self.state = state
+        self.deadline = deadline
+        self.identity: StreamIdentity | None = None
+        self._key = key
+        self._nonce = nonce
+        self._transcript = b""
+
+    @property
+    def done(self) -> bool:
+        return self.state is HandshakeState.DONE
+
+    @property
+    def needs(self) -> int:
+        """Size in bytes of the next message, 0 when there is none."""
+        return {
+            HandshakeState.WAIT_HELLO: HELLO_BYTES,
+            HandshakeState.WAIT_CHALLENGE: CHALLENGE_BYTES,
+            HandshakeState.WAIT_PROOF: MAC_BYTES,
+            HandshakeState.WAIT_WELCOME: MAC_BYTES,
+        }.get(self.state, 0)
+
+    def receive(self, data: bytes) -> bytes:
+        """The next message came; returns the answer to send, possibly nothing."""
+        if not self.needs or len(data) != self.needs:
+            raise ValueError(f"{len(data)} bytes given, {self.needs} were asked for")
+        try:
+            return self._receive(data)
+        except (AuthenticationError, ProtocolError):
+            self._move("bad")
+            raise
+
+    def expire(self, now: float) -> bool:
+        """True when the deadline has passed; the machine is FAILED then."""
+        if self.needs and now >= self.deadline:
+            self._move("bad")
+        return self.state is HandshakeState.FAILED
+
+    def _receive(self, data: bytes) -> bytes:
+        raise NotImplementedError
+
+    def _move(self, trigger: str) -> None:
+        self.state = HANDSHAKE_TABLE[self.state, trigger]
+
+    def _mac(self, role: bytes) -> bytes:
+        return hmac.digest(self._key, role + b"\0" + self._transcript, "sha256")
+
+    def _check(self, role: bytes, mac: bytes, who: str) -> None:
+        if not hmac.compare_digest(self._mac(role), mac):
+            raise AuthenticationError(f"{who} does not know the secret of this job")
+
+
+class InitiatorHandshake(Handshake):
+    """The side that connects; ``hello`` is to be sent first.  ``acceptor_slot_bytes`` of ``want`` is replaced by what comes."""
+
+    def __init__(self, *, key: bytes, nonce: bytes, deadline: float, want: StreamIdentity) -> None:
+        super().__init__(key=key, nonce=nonce, deadline=deadline, state=HandshakeState.WAIT_CHALLENGE)
+        self._want = want
+        self.hello = _HELLO.pack(_GREETING, want.initiator, want.acceptor, want.stream, want.nstreams, want.initiator_slot_bytes, nonce)
+        self._transcript = self.hello
+
+    def _receive(self, data: bytes) -> bytes:
+        who = f"the process that answers for rank {self._want.acceptor}"
+        if self.state is HandshakeState.WAIT_WELCOME:
+            self._check(b"welcome", data, who)
+            self._move("good welcome")
+            return b""
+        greeting, slot_bytes, _nonce = _CHALLENGE.unpack_from(data)
+        if greeting != _GREETING:
+            raise AuthenticationError(f"{who} does not speak this protocol")
+        self._transcript += data[: _CHALLENGE.size]
+        self._check(b"acceptor", data[_CHALLENGE.size :], who)
+        self.identity = StreamIdentity(**{**vars(self._want), "acceptor_slot_bytes": slot_bytes})
+        self._move("good challenge")
+        return self._mac(b"initiator")
+
+
+class AcceptorHandshake(Handshake):
+    """The side that listens: ``rank`` is its own rank, ``slot_bytes`` the size of the slots into which it receives."""
+
+    def __init__(self, *, key: bytes, nonce: bytes, deadline: float, rank: int, slot_bytes: int) -> None:
+        super().__init__(key=key, nonce=nonce, deadline=deadline, state=HandshakeState.WAIT_HELLO)
+        self._rank = rank
+        self._slot_bytes = slot_bytes
+        self._claim: StreamIdentity | None = None
+
+    def _receive(self, data: bytes) -> bytes:
+        if self.state is HandshakeState.WAIT_PROOF:
+            self._check(b"initiator", data, f"the process that calls itself rank {self._claim and self._claim.initiator}")
+            self.identity = self._claim
+            self._move("good proof")
+            return self._mac(b"welcome")
+        greeting, initiator, acceptor, stream, nstreams, slot_bytes, _nonce = _HELLO.unpack(data)
+        if greeting != _GREETING:
+            raise AuthenticationError("a stranger does not speak this protocol")
+        if acceptor != self._rank:
+            raise AuthenticationError(f"a stranger looks for rank {acceptor} at rank {self._rank}")
+        self._claim = StreamIdentity(
+            initiator=initiator,
+            acceptor=acceptor,
+            stream=stream,
+            nstreams=nstreams,
+            initiator_slot_bytes=slot_bytes,
+            acceptor_slot_bytes=self._slot_bytes,
+        )
+        challenge = _CHALLENGE.pack(_GREETING, self._slot_bytes, self._nonce)
+        self._transcript = data + challenge
+        self._move("good hello")
+        return challenge + self._mac(b"acceptor")
