@@ -174,3 +174,63 @@ PAT_ENABLE = declare(
 NET_OVERHEAD = declare(
     "NET_OVERHEAD", -2, parse_integer, "Time to post a network operation; -2 goes by the CPU.", kind="time", unit="ns", nccl="NET_OVERHEAD"
 )
+
+# Topology and paths
+
+_PATH_LEVELS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
+_OLD_LEVELS = (0, 4, 5, 8, 9, 9)  # NCCL's numbers before 2.5: LOC PIX PXB PHB SYS SYS
+
+
+def parse_path_level(text: str) -> int:
+    """The name of a path type, or a number of NCCL's old scale 0..5; the result is a value of ``topo.records.PathType``."""
+    if text.upper() in _PATH_LEVELS:
+        return _PATH_LEVELS.index(text.upper())
+    if text[:1].isdigit():
+        return _OLD_LEVELS[min(parse_integer(text), len(_OLD_LEVELS) - 1)]
+    raise ValueError(f"allowed are {' '.join(_PATH_LEVELS)}, or 0 to 5 on NCCL's old scale")
+
+
+def parse_netdevs_policy(text: str) -> str:
+    upper = text.upper()
+    if upper in ("AUTO", "ALL") or re.fullmatch(r"MAX:0*[1-9]\d{0,8}", upper):
+        return upper
+    raise ValueError("allowed are AUTO, ALL and MAX:<number>")
+
+
+TOPO_FILE = declare("TOPO_FILE", "", str, "Topology file to read instead of detecting the machine.", kind="path", nccl="TOPO_FILE")
+TOPO_DUMP_FILE = declare("TOPO_DUMP_FILE", "", str, "Where to write the topology that is used.", kind="path", nccl="TOPO_DUMP_FILE")
+P2P_DISABLE = declare("P2P_DISABLE", 0, parse_integer, "1: GPUs never access each other's memory.", kind="flag", nccl="P2P_DISABLE")
+P2P_LEVEL = declare(
+    "P2P_LEVEL",
+    -1,
+    parse_path_level,
+    "Farthest path type over which GPUs access each other's memory; -1 chooses.",
+    kind="path type",
+    nccl="P2P_LEVEL",
+)
+NVB_DISABLE = declare("NVB_DISABLE", 0, parse_integer, "1: no route over the NVLinks of another GPU.", kind="flag", nccl="NVB_DISABLE")
+PXN_DISABLE = declare("PXN_DISABLE", 0, parse_integer, "1: never reach a NIC through another GPU.", kind="flag", nccl="PXN_DISABLE")
+PXN_C2C = declare("PXN_C2C", 1, parse_integer, "1: PXN may use a NIC that is reached over C2C.", kind="flag", nccl="PXN_C2C")
+NET_GDR_LEVEL = declare(
+    "NET_GDR_LEVEL",
+    -1,
+    parse_path_level,
+    "Farthest path type over which a NIC accesses GPU memory; -1 chooses.",
+    kind="path type",
+    nccl="NET_GDR_LEVEL",
+)
+NET_GDR_READ = declare(
+    "NET_GDR_READ", -2, parse_integer, "GPUDirect for sends: 0 off, 1 on; negative chooses.", kind="choice", nccl="NET_GDR_READ"
+)
+NET_GDR_C2C = declare("NET_GDR_C2C", 1, parse_integer, "1: GPUDirect over C2C where a NIC hangs on the CPU.", kind="flag", nccl="NET_GDR_C2C")
+NET_DISABLE_INTRA = declare(
+    "NET_DISABLE_INTRA", 0, parse_integer, "1: no network inside a node, even where it is faster.", kind="flag", nccl="NET_DISABLE_INTRA"
+)
+NETDEVS_POLICY = declare(
+    "NETDEVS_POLICY",
+    "AUTO",
+    parse_netdevs_policy,
+    "How many of its nearest NICs a GPU uses: AUTO shares them among the GPUs, ALL, or MAX:<number>.",
+    kind="choice",
+    nccl="NETDEVS_POLICY",
+)
