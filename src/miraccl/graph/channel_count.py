@@ -1,0 +1,90 @@
+"""How many compute channels serve a communicator, and which searched channel each of them is a copy of.
+
+The search finds as many channels as the links can carry; one thread block per channel is often too few to drive them, so channels are
+copied. The rules are NCCL's (``src/graph/connect.cc``, ncclTopoPostset); each one that changes the count is kept with its reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miraccl.graph.plan_settings import MAX_CHANNELS, ConnectSettings
+
+FAST_NODE_BW = 45.0
+"""GB/s of a ring channel inside a node above which few channels are doubled on Hopper and later."""
+
+FEW_CHANNELS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountStep:
+    """One change of a channel count."""
+
+    before: int
+    after: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelCount:
+    """``source[c]`` is the searched channel that compute channel c copies, ``tree[c]`` which of the two trees (0, 1) it carries."""
+
+    source: tuple[int, ...]
+    tree: tuple[int, ...]
+    steps: tuple[CountStep, ...]
+
+    @property
+    def total(self) -> int:
+        return len(self.source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountFacts:
+    """What the rules look at. Bandwidths are GB/s per channel; ``collnet`` is the pair (inside, between nodes) of the CollNet chain graph
+    or ``None`` where CollNet is not in use; ``min_sm`` is the least compute capability times ten."""
+
+    searched: int
+    nnodes: int
+    nranks: int
+    min_sm: int
+    ring_bw_intra: float
+    collnet: tuple[float, float] | None = None
+
+
+def count_channels(facts: CountFacts, settings: ConnectSettings) -> ChannelCount:
+    """Apply the rules in NCCL's order."""
+    channels = [(c, t) for t in (0, 1) for c in range(facts.searched)]
+    steps: list[CountStep] = []
+
+    def resize(count: int, why: str) -> None:
+        """Copy from the beginning, or cut the end off."""
+        before = len(channels)
+        if count != before:
+            steps.append(CountStep(before=before, after=count, why=why))
+        while len(channels) < count:
+            channels.append(channels[len(channels) - before])
+        del channels[count:]
+
+    steps.append(
+        CountStep(before=facts.searched, after=2 * facts.searched, why="each searched channel carries both trees of a double binary tree")
+    )
+    resize(min(MAX_CHANNELS, len(channels)), f"{MAX_CHANNELS} is the most")
+    if facts.collnet and facts.collnet[0] > facts.collnet[1] and facts.nranks > facts.nnodes:
+        inside, between = facts.collnet
+        resize(
+            min(MAX_CHANNELS, len(channels) * 3 // 2),
+            f"half as many again: the CollNet chain has {inside:g} GB/s inside the node, {between:g} GB/s beyond",
+        )
+    if facts.min_sm >= 90 and facts.nnodes > 1 and facts.ring_bw_intra > FAST_NODE_BW and len(channels) < FEW_CHANNELS:
+        resize(
+            2 * len(channels),
+            f"sm {facts.min_sm} over {facts.nnodes} nodes with {facts.ring_bw_intra:g} GB/s per ring channel (more than {FAST_NODE_BW:g}) "
+            f"and fewer than {FEW_CHANNELS} channels: four compute channels for each searched one",
+        )
+    most = min(settings.max_channels, settings.max_ctas)
+    if len(channels) > most:
+        resize(most, f"the setting for the most channels is {most}")
+    least = max(settings.min_channels, settings.min_ctas)
+    if len(channels) < least:
+        resize(least, f"the setting for the least channels is {least}")
+    return ChannelCount(source=tuple(c for c, _ in channels), tree=tuple(t for _, t in channels), steps=tuple(steps))

@@ -1,0 +1,84 @@
+"""CollNet: reductions in the network, reached through the head GPUs of each node.
+
+*Chain*: the GPUs of a node form a chain per channel and its first one talks to the network. *Direct*: every GPU exchanges with every head
+(needs an NVSwitch and at most eight GPUs per node). NCCL ``src/graph/connect.cc``, connectCollNet.  The network counts as rank ``nranks``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from miraccl.graph.layout import Ints, RankLayout
+from miraccl.graph.nvls import unique_heads
+
+MAX_DIRECT_RANKS = 8
+"""Most GPUs per node for CollNet (NCCL ``NCCL_MAX_DIRECT_ARITY`` + 1)."""
+
+Orders = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChainPlan:
+    """One channel: ``up`` [ranks] (the network for heads) and ``down`` [ranks]; -1 is nobody."""
+
+    up: Ints
+    down: Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirectPlan:
+    """All channels alike. ``shift[rank]`` is the head that a rank sends to first; ``up[rank]`` are the other heads, ``down[rank]`` the
+    ranks that a head serves."""
+
+    heads: int
+    head_rank: tuple[int, ...]
+    shift: tuple[int, ...]
+    up: tuple[tuple[int, ...], ...]
+    down: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollnetPlan:
+    """``heads`` per node; ``chains`` by searched channel; ``direct`` is ``None`` where a node has too many GPUs."""
+
+    heads: int
+    chains: tuple[ChainPlan, ...]
+    direct: DirectPlan | None
+
+
+def connect_chain(layout: RankLayout, orders: Sequence[Sequence[int]]) -> ChainPlan:
+    """``orders[d]`` is the chain of domain d for one channel, head first."""
+    up = np.full(layout.nranks, -1, dtype=np.int32)
+    down = np.full(layout.nranks, -1, dtype=np.int32)
+    for order in orders:
+        ranks = layout.on_all_hosts(order)
+        up[ranks[:, :1]] = layout.nranks
+        up[ranks[:, 1:]] = ranks[:, :-1]
+        down[ranks[:, :-1]] = ranks[:, 1:]
+    return ChainPlan(up=up, down=down)
+
+
+def connect_direct(layout: RankLayout, orders: Sequence[Orders]) -> DirectPlan:
+    """``orders[d]`` are the channels of domain d, each a head followed by the other ranks."""
+    heads = [unique_heads(channels) for channels in orders]
+    count = len(heads[0])
+    head_rank = np.full(layout.nranks, -1, dtype=np.int64)
+    shift = np.zeros(layout.nranks, dtype=np.int64)
+    up: list[tuple[int, ...]] = [()] * layout.nranks
+    down: list[tuple[int, ...]] = [()] * layout.nranks
+    for d, domain in enumerate(layout.domains):
+        for node in layout.nodes_of(d):
+            offset = int(layout.node_offset[node])
+            for local in domain:
+                rank = offset + local
+                # The i-th head serves the ranks in the order of the i-th channel (not of the head's own first channel), as NCCL does.
+                own = heads[d].index(local) if local in heads[d] else -1
+                head_rank[rank] = own
+                shift[rank] = rank % len(domain) % max(1, len(heads[d]))
+                up[rank] = tuple(offset + h for h in heads[d] if h != local)
+                if own >= 0:
+                    down[rank] = tuple(offset + r for r in orders[d][own] if r != local)
+    return DirectPlan(heads=count, head_rank=tuple(head_rank.tolist()), shift=tuple(shift.tolist()), up=tuple(up), down=tuple(down))

@@ -1,0 +1,88 @@
+"""NVLink SHARP: which ranks are heads, and the trees between the heads of the nodes.
+
+The NVSwitch reduces what all GPUs of a node write; each *head* owns one share of the data. Over several nodes the heads of the same share
+form a double binary tree (NCCL ``src/graph/connect.cc``, connectNvls; ``src/transport/nvls.cc``).  In the lists the multicast group of head
+h is numbered ``nranks + 1 + h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from miraccl.graph.layout import Ints, RankLayout
+from miraccl.graph.plan_settings import ConnectSettings
+from miraccl.graph.trees import TREE_ARITY, NodeTree
+from miraccl.topo.records import System
+
+NVLS_SM = 90
+"""First compute capability whose GPUs take part in multicast."""
+
+_CHANNELS_HOPPER = 16
+_CHANNELS_BLACKWELL = 32
+_CHANNELS_BLACKWELL_ONE_HOST = 24
+"""Channels that reach peak bandwidth (NCCL ``NVLS_NCHANNELS_SM90``, ``_SM100``, ``_SM100_NVL``)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NvlsPlan:
+    """``head_rank`` [ranks] is the head's number or -1. With several nodes ``up[t]`` [ranks] and ``down[t]`` [ranks, 3] are tree t of the
+    channels with number t modulo 2; with one node they are empty. The first entry of ``down`` is the multicast group of the node."""
+
+    heads: int
+    head_rank: Ints
+    up: tuple[Ints, ...] = ()
+    down: tuple[Ints, ...] = ()
+
+
+def nvls_available(system: System, enable: int) -> bool:
+    """Whether a rank on this machine tries NVLS: switched on, two GPUs or more, and GPUs that have it (``enable`` 2) or are said to (1)."""
+    if not enable or len(system.gpus) < 2:
+        return False
+    return enable == 1 or all(gpu.sm >= NVLS_SM for gpu in system.gpus)
+
+
+def nvls_channel_count(sm: int, hosts: int, settings: ConnectSettings) -> int:
+    """Channels that NVLS uses on a GPU of compute capability ``sm`` / 10."""
+    if settings.nvls_channels:
+        count = settings.nvls_channels
+    elif sm >= 100:
+        count = _CHANNELS_BLACKWELL if hosts > 1 else _CHANNELS_BLACKWELL_ONE_HOST
+    else:
+        count = _CHANNELS_HOPPER
+    return max(settings.min_ctas, min(settings.max_ctas, count))
+
+
+def unique_heads(orders: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """First rank of each channel, each once."""
+    return tuple(dict.fromkeys(order[0] for order in orders))
+
+
+def connect_nvls(layout: RankLayout, heads: Sequence[Sequence[int]], trees: tuple[NodeTree, NodeTree]) -> NvlsPlan:
+    """``heads[d]`` are the heads of domain d (local ranks); all nodes use as many as the poorest has."""
+    count = min(len(h) for h in heads)
+    by_node = np.stack([layout.per_node([h[i] for h in heads]) for i in range(count)])  # [heads, nodes]
+    head_rank = np.full(layout.nranks, -1, dtype=np.int32)
+    for i in range(count):
+        head_rank[by_node[i]] = i
+    if layout.nnodes == 1:
+        return NvlsPlan(heads=count, head_rank=head_rank)
+    group = layout.nranks + 1 + head_rank
+    connected = [_head_tree(by_node, group, tree) for tree in trees]
+    return NvlsPlan(heads=count, head_rank=head_rank, up=tuple(up for up, _ in connected), down=tuple(down for _, down in connected))
+
+
+def _head_tree(by_node: Ints, group: Ints, tree: NodeTree) -> tuple[Ints, Ints]:
+    up = np.full(len(group), -1, dtype=np.int32)
+    down = np.full((len(group), TREE_ARITY), -1, dtype=np.int32)
+    down[:, 0] = group
+    for ranks in by_node:
+        up[ranks] = np.where(tree.up >= 0, ranks[tree.up], -1)
+        used = np.ones(len(ranks), dtype=np.int64)
+        for below in (tree.down0, tree.down1):
+            has = np.flatnonzero(below >= 0)
+            down[ranks[has], used[has]] = ranks[below[has]]
+            used[has] += 1
+    return up, down

@@ -1,0 +1,88 @@
+"""Channels for send and receive: how many there are, and how many of them one pair of ranks may use.
+
+Powers of two, because peers are mapped to channels by bits (NCCL ``src/graph/paths.cc``, ncclTopoComputeP2pChannels).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miraccl.graph.plan_settings import MAX_CHANNELS, ConnectSettings
+from miraccl.topo.records import NodeType, PathTable, PathType, System, f32
+
+_NVLINK_BW = ((100, 40.1), (90, 20.6), (86, 12.0), (80, 20.0), (70, 20.0), (60, 18.0))
+"""GB/s of one NVLink by compute capability, as NCCL counts it (``src/graph/topo.h``); sm 86 alone is an exact match."""
+
+
+def nvlink_bw(sm: int) -> float:
+    for least, bw in _NVLINK_BW:
+        if sm >= least and (least != 86 or sm == 86):
+            return f32(bw)
+    return 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class P2pChannels:
+    """``total`` channels, of which a pair of ranks uses ``per_peer``; ``why`` names what limited ``per_peer``."""
+
+    total: int
+    per_peer: int
+    why: str
+
+
+def count_p2p_channels(system: System, paths: PathTable, *, channels: int, nranks: int, settings: ConnectSettings) -> P2pChannels:
+    """``channels`` is the number of collective channels; ``system`` and ``paths`` are those of the rank's own domain."""
+    total = max(min(channels, settings.max_p2p_channels), settings.min_p2p_channels)
+    least, why = total, "all channels"
+    beyond = nranks > len(system.gpus)
+    for g, gpu in enumerate(system.gpus):
+        candidates = [
+            (_local_channels(paths, g, peer, gpu.sm), f"{gpu.name} to {system.gpus[peer].name} ({paths.gpu_gpu(peer, g).type.name})")
+            for peer in range(len(system.gpus))
+            if peer != g
+        ]
+        if beyond:
+            candidates.append((_network_channels(system, paths, g, total, nranks, settings), f"{gpu.name} over the network"))
+        for count, pair in candidates:
+            if count < least:
+                least, why = count, pair
+    total_pow2 = min(_pow2_up(total), MAX_CHANNELS)
+    return P2pChannels(total=total_pow2, per_peer=min(_pow2_up(least), total_pow2), why=why)
+
+
+def _local_channels(paths: PathTable, gpu: int, peer: int, sm: int) -> int:
+    """Two channels, or two for each NVLink between the two GPUs."""
+    path = paths.gpu_gpu(peer, gpu)
+    if path.type != PathType.NVL:
+        return 2
+    return 2 * max(1, int(f32(path.bw / nvlink_bw(sm))))
+
+
+def _network_channels(system: System, paths: PathTable, gpu: int, total: int, nranks: int, settings: ConnectSettings) -> int:
+    """Two per peer, halved while all peers together would put more than four on a channel, but enough to drive the GPU's NICs."""
+    if settings.channels_per_net_peer:
+        return settings.channels_per_net_peer
+    share = 2
+    while share * nranks > total * 4 and share > 1:
+        share //= 2
+    return max(_nics_to_fill(system, paths, gpu), share)
+
+
+def _nics_to_fill(system: System, paths: PathTable, gpu: int) -> int:
+    """How many of the nearest NICs it takes to use the GPU's link to its CPU (0 where no such link exists)."""
+    to_cpu = [link.bw for link in system.gpus[gpu].links if system.nodes[link.target].type == NodeType.CPU]
+    gpu_bw = to_cpu[-1] if to_cpu else 0.0
+    row = paths.row(NodeType.GPU, gpu, NodeType.NET)
+    best = max(((path.bw, -path.type) for path in row), default=(0.0, 0))
+    nearest = [path for path in row if (path.bw, -path.type) == best and path.bw > 0]
+    count, reached = 0, 0.0
+    for path in nearest:
+        if reached >= gpu_bw:
+            break
+        reached = f32(reached + path.bw)
+        count += 1
+    return count
+
+
+def _pow2_up(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()

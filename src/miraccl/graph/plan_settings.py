@@ -1,0 +1,98 @@
+"""Settings of the stages after the search, read once from an environment.
+
+``ConnectSettings`` decide how many channels there are, ``TuningSettings`` what the latency and bandwidth model may use.  Both are plain
+values: the stages themselves never look at the environment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from miraccl import params
+
+MAX_CHANNELS = 64
+"""Most channels of a communicator (NCCL ``MAXCHANNELS``)."""
+
+
+def _bounded(value: int, low: int, high: int) -> int:
+    return max(low, min(high, value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectSettings:
+    """Limits on channel counts. ``nvls_channels`` and ``channels_per_net_peer`` are 0 where the planner chooses."""
+
+    min_channels: int = 0
+    max_channels: int = MAX_CHANNELS
+    min_ctas: int = 1
+    max_ctas: int = MAX_CHANNELS
+    min_p2p_channels: int = 1
+    max_p2p_channels: int = MAX_CHANNELS
+    channels_per_net_peer: int = 0
+    nvls_channels: int = 0
+    collnet_node_threshold: int = 2
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> ConnectSettings:
+        """Out of range values are brought into range as NCCL does (``src/graph/connect.cc``, ``src/init.cc`` envConfigOverride)."""
+
+        def either(new: params.Param[int], old: params.Param[int]) -> int:
+            value, source = new.resolve(environ)
+            return value if source != "default" else old.read(environ)
+
+        def positive(param: params.Param[int]) -> int:
+            value = param.read(environ)
+            return min(value, MAX_CHANNELS) if value > 0 else param.default
+
+        max_ctas = positive(params.MAX_CTAS)
+        return cls(
+            min_channels=_bounded(either(params.MIN_NCHANNELS, params.MIN_NRINGS), 0, MAX_CHANNELS),
+            max_channels=_bounded(either(params.MAX_NCHANNELS, params.MAX_NRINGS), 1, MAX_CHANNELS),
+            min_ctas=min(positive(params.MIN_CTAS), max_ctas),
+            max_ctas=max_ctas,
+            min_p2p_channels=params.MIN_P2P_NCHANNELS.read(environ),
+            max_p2p_channels=params.MAX_P2P_NCHANNELS.read(environ),
+            channels_per_net_peer=max(0, params.NCHANNELS_PER_NET_PEER.read(environ)),
+            nvls_channels=max(0, params.NVLS_NCHANNELS.read(environ)),
+            collnet_node_threshold=params.COLLNET_NODE_THRESHOLD.read(environ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningSettings:
+    """``algo`` and ``proto`` are lists as in ``NCCL_ALGO`` (empty: no wish); thread limits are 0 where the model chooses.
+
+    ``thread_thresholds`` are six numbers for tree and ring, each LL, LL128, Simple (B); -2 keeps the default. ``net_overhead_us`` is
+    ``None`` where it goes by the CPU; ``pat`` is 0, 1 or 2 (where it fits).
+    """
+
+    algo: str = ""
+    proto: str = ""
+    threads: int = 0
+    ll128_threads: int = 0
+    thread_thresholds: tuple[int, ...] = ()
+    ll128_c2c: bool = True
+    pat: int = 2
+    net_overhead_us: float | None = None
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> TuningSettings:
+        overhead = params.NET_OVERHEAD.read(environ)
+        return cls(
+            algo=params.ALGO.read(environ),
+            proto=params.PROTO.read(environ),
+            threads=params.NTHREADS.read(environ),
+            ll128_threads=params.LL128_NTHREADS.read(environ),
+            thread_thresholds=_leading_integers(params.THREAD_THRESHOLDS.read(environ))[:6],
+            ll128_c2c=params.LL128_C2C.read(environ) != 0,
+            pat=params.PAT_ENABLE.read(environ),
+            net_overhead_us=None if overhead == -2 else overhead * 0.001,
+        )
+
+
+def _leading_integers(text: str) -> tuple[int, ...]:
+    """The whole numbers at the start of a text, as ``sscanf`` reads them: the first word that is none ends the list."""
+    match = re.match(r"\s*((?:[+-]?\d+\s*)*)", text)
+    return tuple(int(word) for word in match[1].split()) if match else ()

@@ -1,0 +1,48 @@
+"""Global rings: the orders of the nodes, one after the other.
+
+A channel's order inside a node starts at the GPU that receives from the network and ends at the one that sends; the last GPU of node n is
+followed by the first of node n + 1, and the last node by node 0 (NCCL ``src/graph/connect.cc``, connectRings).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from miraccl.errors import MiracclError
+from miraccl.graph.layout import Ints, RankLayout
+
+Orders = Sequence[Sequence[int]]
+"""Per channel the local ranks of one domain in ring order."""
+
+
+def build_rings(layout: RankLayout, orders: Sequence[Orders], alternate: Sequence[bool], channels: int) -> Ints:
+    """[channels, ranks] every ring from rank 0 on; ``orders[d]`` are those of domain d.
+
+    ``alternate[d]``: the search found channels in pairs that arrive on one NIC and leave on the other (``cross_nic`` 2). Then nodes with an
+    odd number swap the two of a pair, so that traffic stays on its rail.
+    """
+    rings = np.empty((channels, layout.nranks), dtype=np.int32)
+    sizes = np.array([len(domain) for domain in layout.domains])[layout.node_domain]
+    begin = np.cumsum(sizes) - sizes  # column where each node's part starts
+    for d, domain in enumerate(layout.domains):
+        nodes = layout.nodes_of(d)
+        columns = begin[nodes][:, None] + np.arange(len(domain))
+        for c in range(channels):
+            even = np.asarray(orders[d][c], dtype=np.int32)
+            odd = np.asarray(orders[d][c ^ 1 if alternate[d] else c], dtype=np.int32)
+            local = np.where((nodes % 2 == 1)[:, None], odd, even)
+            rings[c, columns] = local + layout.node_offset[nodes][:, None]
+    for c, start in enumerate(np.argmin(rings, axis=1)):
+        rings[c] = np.roll(rings[c], -start)
+    _check(rings)
+    return rings
+
+
+def _check(rings: Ints) -> None:
+    everybody = np.arange(rings.shape[1])
+    for c, ring in enumerate(rings):
+        if not np.array_equal(np.sort(ring), everybody):
+            missing = np.setdiff1d(everybody, ring)
+            raise MiracclError(f"the ring of channel {c} does not hold rank {missing[0]}")

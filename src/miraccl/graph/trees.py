@@ -1,0 +1,139 @@
+"""Double binary trees over nodes, and the chains inside them.
+
+The two trees of a channel carry half of the data each: an inner node of one is a leaf of the other (Sanders, Speck and Traeff, "Two-tree
+algorithms for full bandwidth broadcast, reduction and scan", 2009).  The numbering is NCCL's (``src/graph/trees.cc``): in the first tree
+node 0 is the root and a node's height is the number of trailing zero bits of its number; the second tree is the first one mirrored
+(even number of nodes) or shifted by one (odd).
+
+Inside a node the GPUs of a channel form a chain, in the order that the search found.  Which of them talks to the parent's node and to the
+two children's nodes is the pattern: all three by the first GPU (``TREE``), children by the second (``SPLIT_TREE``), or the second child
+alone by the second GPU (``BALANCED_TREE``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from miraccl.graph.channel_graph import Pattern
+from miraccl.graph.layout import Ints, RankLayout
+
+TREE_ARITY = 3
+"""Most children of a rank: the next GPU of the chain and two nodes (NCCL ``NCCL_MAX_TREE_ARITY``)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NodeTree:
+    """One binary tree over n nodes; all arrays are [n], -1 is nobody.
+
+    ``second_child[i]`` tells whether i hangs on its parent as the second child (numbers above the parent).
+    """
+
+    up: Ints
+    down0: Ints
+    down1: Ints
+    second_child: Ints
+
+
+def binary_tree(n: int) -> NodeTree:
+    """The tree with root 0. A node whose lowest set bit is b has parent ``(node ^ b) | 2b``, or ``node ^ b`` where that is not below n."""
+    node = np.arange(n, dtype=np.int64)
+    low = node & -node
+    up = (node ^ low) | (low << 1)
+    up = np.where(up >= n, node ^ low, up)
+    half = low >> 1
+    down0 = np.where(half > 0, node - half, -1)
+    down1 = np.where(half > 0, node + half, -1)
+    while (over := down1 >= n).any():  # at most log2(n) times: take the next smaller distance until the child exists
+        down1 = np.where(over, np.where(half > 0, node + half, -1), down1)
+        half = np.where(over, half >> 1, half)
+    top = 1
+    while top < n:
+        top <<= 1
+    up[0], down0[0], down1[0] = -1, -1, top >> 1 if n > 1 else -1
+    second = (node > up).astype(np.int32)
+    return NodeTree(up=_i32(up), down0=_i32(down0), down1=_i32(down1), second_child=second)
+
+
+def double_binary_tree(n: int) -> tuple[NodeTree, NodeTree]:
+    """Both trees over n nodes."""
+    first = binary_tree(n)
+    if n % 2:
+        origin = (np.arange(n) - 1) % n  # whose place in the first tree a node takes in the second
+        image = [(getattr(first, name)[origin], lambda x: (x + 1) % n) for name in ("up", "down0", "down1")]
+    else:
+        origin = n - 1 - np.arange(n)
+        image = [(getattr(first, name)[origin], lambda x: n - 1 - x) for name in ("up", "down0", "down1")]
+    up, down0, down1 = (_i32(np.where(value < 0, -1, rename(value))) for value, rename in image)
+    return first, NodeTree(up=up, down0=down0, down1=down1, second_child=first.second_child[origin])
+
+
+def tree_depth(layout: RankLayout) -> int:
+    """Hops from a leaf to the root, roughly: the chain inside a node and the tree over nodes."""
+    return layout.ranks_per_node - 1 + (layout.nnodes.bit_length() - 1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankTree:
+    """One channel's tree over ranks: ``up`` [ranks], ``down`` [ranks, 3]; children in order of connection, -1 is none."""
+
+    up: Ints
+    down: Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeOrder:
+    """What the search found for one channel on one domain: the chain of local ranks and the pattern of the graph."""
+
+    order: tuple[int, ...]
+    pattern: Pattern
+
+    @property
+    def to_parent(self) -> int:
+        return self.order[0]
+
+    @property
+    def to_child0(self) -> int:
+        return self.order[0 if self.pattern == Pattern.TREE else 1]
+
+    @property
+    def to_child1(self) -> int:
+        return self.order[1 if self.pattern == Pattern.SPLIT_TREE else 0]
+
+
+def connect_tree(layout: RankLayout, chains: Sequence[TreeOrder], trees: tuple[NodeTree, NodeTree]) -> tuple[RankTree, RankTree]:
+    """The two trees of one channel; ``chains[d]`` is the channel's order on domain d."""
+    up, down = _chains(layout, [chain.order for chain in chains])
+    parent = layout.per_node([c.to_parent for c in chains])
+    child0 = layout.per_node([c.to_child0 for c in chains])
+    child1 = layout.per_node([c.to_child1 for c in chains])
+    return tuple(_attach(up.copy(), down.copy(), tree, parent, child0, child1) for tree in trees)  # type: ignore[return-value]
+
+
+def _chains(layout: RankLayout, orders: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    up = np.full(layout.nranks, -1, dtype=np.int32)
+    down = np.full((layout.nranks, TREE_ARITY), -1, dtype=np.int32)
+    for order in orders:
+        ranks = layout.on_all_hosts(order)
+        up[ranks[:, 1:]] = ranks[:, :-1]
+        down[ranks[:, :-1], 0] = ranks[:, 1:]
+    return up, down
+
+
+def _attach(up: Ints, down: Ints, tree: NodeTree, parent: Ints, child0: Ints, child1: Ints) -> RankTree:
+    """Join the chains of all nodes along ``tree``; the GPU that talks to the parent's node hangs on that node's child GPU."""
+    has = np.flatnonzero(tree.up >= 0)
+    above = tree.up[has]
+    up[parent[has]] = np.where(tree.second_child[has] == 0, child0[above], child1[above])
+    for below, via in ((tree.down0, child0), (tree.down1, child1)):
+        has = np.flatnonzero(below >= 0)
+        owners = via[has]
+        slot = (down[owners] >= 0).sum(axis=1)  # one owner per node, so no owner occurs twice
+        down[owners, slot] = parent[below[has]]
+    return RankTree(up=up, down=down)
+
+
+def _i32(values: np.ndarray) -> Ints:  # type: ignore[type-arg]
+    return values.astype(np.int32)
