@@ -40,17 +40,17 @@ def library(module: str, only: tuple[str, ...] | None = None) -> CodeLibrary:
 def _load(module: str, only: tuple[str, ...] | None) -> CodeLibrary:
     label = module.rsplit(".", 1)[-1] + ("-" + "-".join(only) if only else "")
     name = f"{label}-{_key(module)}.o"
-    data = cache.read(name)
-    if data is None:
+    objects = _unpack(cache.read(name) or b"")
+    if objects is None:
         with cache.lock(label):
-            data = cache.read(name)
-            if data is None:
-                data = _compile(module, only, label)
-                cache.write(name, data)
-    return CodeLibrary(_unpack(data))
+            objects = _unpack(cache.read(name) or b"")
+            if objects is None:
+                objects = _compile(module, only, label)
+                cache.write(name, _pack(objects))
+    return CodeLibrary(objects)
 
 
-def _compile(module: str, only: tuple[str, ...] | None, label: str) -> bytes:
+def _compile(module: str, only: tuple[str, ...] | None, label: str) -> list[bytes]:
     from miraccl.native.compiler import compile_module
 
     if not only:  # the small ones pass unnoticed
@@ -59,7 +59,7 @@ def _compile(module: str, only: tuple[str, ...] | None, label: str) -> bytes:
     objects = compile_module(module, PREFIX, only)
     if not only:
         print(f"miraccl: compiled {label} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
-    return _pack(objects)
+    return objects
 
 
 def _pack(objects: list[bytes]) -> bytes:
@@ -69,7 +69,10 @@ def _pack(objects: list[bytes]) -> bytes:
     return digest + len(objects).to_bytes(8, "little") + head + body
 
 
-def _unpack(data: bytes) -> list[bytes]:
+def _unpack(data: bytes) -> list[bytes] | None:
+    """The objects, or None for a file that is not whole."""
+    if len(data) < 40 or hashlib.sha256(data[40:]).digest() != data[:32]:
+        return None
     count = int.from_bytes(data[32:40], "little")
     sizes = [int.from_bytes(data[40 + 8 * i : 48 + 8 * i], "little") for i in range(count)]
     objects, at = [], 40 + 8 * count

@@ -6,6 +6,7 @@ counts, flags.  Loads and stores that synchronise with another rank name their o
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 from llvmlite import ir
@@ -126,6 +127,12 @@ def call4(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     return I64(I64, I64, I64, I64, I64), emit
 
 
+# numbers of system calls (arch/*/entry/syscalls) and their arguments (linux/futex.h, linux/membarrier.h)
+SYS_FUTEX, SYS_MEMBARRIER = (98, 283) if platform.machine() == "aarch64" else (202, 324)
+FUTEX_WAIT, FUTEX_WAKE = 0, 1
+MEMBARRIER_GLOBAL_EXPEDITED = 2
+
+
 def _external(symbol: str, result: Any, *arguments: Any) -> Any:
     return types.ExternalFunction(symbol, result(*arguments))
 
@@ -142,7 +149,5 @@ syscall = _external("syscall", I64, I64, I64, I64, I64, I64, I64, I64)
 PyLong_FromLong = _external("PyLong_FromLong", I64, I64)
 PyLong_AsLong = _external("PyLong_AsLong", I64, I64)
 PyEval_SaveThread = _external("PyEval_SaveThread", I64)
+PyErr_CheckSignals = _external("PyErr_CheckSignals", I32)
 PyEval_RestoreThread = _external("PyEval_RestoreThread", types.void, I64)
-
-#: symbols that the loader binds; all others that Numba's wrappers mention are for exceptions, which kernels never raise
-LIBC = ("memcpy", "memset", "memmove", "sched_yield", "clock_gettime", "process_vm_readv", "process_vm_writev", "write", "syscall")

@@ -25,12 +25,11 @@ from miraccl.executor.cpu.kernels.messages import (
     want,
 )
 from miraccl.executor.cpu.kernels.steps import do_step
-from miraccl.executor.cpu.kernels.waiting import fail, release_gil, restore_gil, ring_bell
+from miraccl.executor.cpu.kernels.waiting import fail, release_gil, restore_gil
 from miraccl.native.intrinsics import (
     PyLong_AsLong,
     PyLong_FromLong,
     call4,
-    exchange,
     inline,
     load,
     load32,
@@ -345,35 +344,9 @@ def send_recv(self: int, args: int, nargs: int) -> int:
     return PyLong_FromLong(code)
 
 
-# ---- words, for Python: atomics on memory that compiled code reads (arguments are Python ints)
-
-
-def py_load(self: int, args: int, nargs: int) -> int:
-    return PyLong_FromLong(load_acquire(PyLong_AsLong(load(args))))
-
-
-def py_store(self: int, args: int, nargs: int) -> int:
-    store_release(PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8)))
-    return PyLong_FromLong(0)
-
-
-def py_exchange(self: int, args: int, nargs: int) -> int:
-    return PyLong_FromLong(exchange(PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))))
-
-
-def py_ring(self: int, args: int, nargs: int) -> int:
-    """Wake the rank whose control page is at the address."""
-    ring_bell(PyLong_AsLong(load(args)))
-    return PyLong_FromLong(0)
-
-
 EXPORTS: dict[str, Any] = {
     "collective": collective,
     "prepared": prepared,
     "send_recv": send_recv,
     "operate": operate,
-    "py_load": py_load,
-    "py_store": py_store,
-    "py_exchange": py_exchange,
-    "py_ring": py_ring,
 }

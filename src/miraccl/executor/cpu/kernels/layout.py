@@ -16,8 +16,7 @@ BLOCK = 1024  # accumulators of a fold
 POST_FLAG, POST_SIG, POST_BYTES, POST_MODE, POST_ADDR, POST_ADDR2 = 0, 8, 16, 24, 32, 40
 POST_INLINE = 32
 INLINE_BYTES = 32
-MODE_SLOT, MODE_INLINE, MODE_WINDOW, MODE_ADDRESS, MODE_LANDED, MODE_SIGNAL, MODE_LINES = 0, 1, 2, 3, 4, 5, 6
-LINES_BYTES = 56  # payload of one line of protocol LL: the eighth word is the flag
+MODE_SLOT, MODE_INLINE, MODE_WINDOW, MODE_ADDRESS, MODE_LANDED, MODE_OVERSIZE, MODE_SIGNAL = 0, 1, 2, 3, 4, 5, 6
 
 # ---- control page, one a rank, mapped by all ranks of the host
 CTRL_SLEEP = 0  # 1 while the rank sleeps on its doorbell
@@ -90,5 +89,3 @@ ERR_ABORTED, ERR_TIMEOUT, ERR_MISMATCH, ERR_SIZE, ERR_PEER_DIED, ERR_CMA, ERR_IN
 OB_TYPE = 8
 ARRAY_DATA, ARRAY_ND, ARRAY_DIMS, ARRAY_DESCR, ARRAY_FLAGS = 16, 24, 32, 56, 64
 ARRAY_C_CONTIGUOUS, ARRAY_ALIGNED, ARRAY_WRITEABLE = 0x0001, 0x0100, 0x0400
-
-FUTEX_WAIT, FUTEX_WAKE = 0, 1  # linux/futex.h, shared between processes

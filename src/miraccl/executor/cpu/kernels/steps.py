@@ -337,7 +337,10 @@ def signal(ctx: int, run: int, peer: int) -> int:
     out_mode, out_at = modes_of(ctx, load(run + at.RUN_OUT), load(run + at.RUN_OUT_BYTES))
     store(line + at.POST_ADDR, in_at)
     store(line + at.POST_ADDR2, out_at)
-    post(ctx, conn, load(run + at.RUN_SIG), in_mode | out_mode << 1, at.MODE_SIGNAL)
+    if load(conn + at.CONN_KIND) == at.KIND_NET:  # addresses mean nothing there
+        post(ctx, conn, load(run + at.RUN_SIG), 0, at.MODE_INLINE)
+    else:
+        post(ctx, conn, load(run + at.RUN_SIG), in_mode | out_mode << 1, at.MODE_SIGNAL)
     return at.OK
 
 

@@ -16,6 +16,12 @@ from numba import types
 
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.native.intrinsics import (
+    FUTEX_WAIT,
+    FUTEX_WAKE,
+    MEMBARRIER_GLOBAL_EXPEDITED,
+    SYS_FUTEX,
+    SYS_MEMBARRIER,
+    PyErr_CheckSignals,
     PyEval_RestoreThread,
     PyEval_SaveThread,
     add32,
@@ -34,21 +40,6 @@ from miraccl.native.intrinsics import (
     syscall,
 )
 
-PyErr_CheckSignals = types.ExternalFunction("PyErr_CheckSignals", types.int32())
-
-SYS_FUTEX = 202  # x86-64; replaced per architecture in ``syscalls``
-SYS_MEMBARRIER = 324
-MEMBARRIER_GLOBAL_EXPEDITED = 2  # linux/membarrier.h
-
-try:
-    import platform
-
-    if platform.machine() == "aarch64":
-        SYS_FUTEX, SYS_MEMBARRIER = 98, 283
-except OSError:  # pragma: no cover
-    pass
-
-
 @inline
 def now_ns(ctx: int) -> int:
     """CLOCK_MONOTONIC."""
@@ -62,13 +53,13 @@ def futex_wait(ctx: int, address: int, value: int, nanoseconds: int) -> None:
     spec = load(ctx + at.CTX_SCRATCH) + 16
     store(spec, nanoseconds // 1000000000)
     store(spec + 8, nanoseconds % 1000000000)
-    syscall(SYS_FUTEX, address, at.FUTEX_WAIT, value, spec, 0, 0)
+    syscall(SYS_FUTEX, address, FUTEX_WAIT, value, spec, 0, 0)
 
 
 @inline
 def ring_bell(ctrl: int) -> None:
     add32(ctrl + at.CTRL_BELL, 1)
-    syscall(SYS_FUTEX, ctrl + at.CTRL_BELL, at.FUTEX_WAKE, 1 << 30, 0, 0, 0)
+    syscall(SYS_FUTEX, ctrl + at.CTRL_BELL, FUTEX_WAKE, 1 << 30, 0, 0, 0)
 
 
 @inline

@@ -1,0 +1,76 @@
+"""What compiled code knows of NumPy: the header of an array and the addresses of the data types' descriptors.
+
+A door gets arrays as objects and reads ``PyArrayObject_fields`` itself (NumPy's C ABI).  ``headers_are_readable`` compares what it
+would read with what NumPy says, on probes, before a door is ever used; where they differ (another interpreter, a build with a
+different object header) every call takes the long way, which asks NumPy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+
+import ml_dtypes
+import numpy as np
+
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.types import DType
+
+NUMPY_DTYPES: dict[DType, np.dtype] = {  # type: ignore[type-arg]
+    DType.INT8: np.dtype(np.int8),
+    DType.UINT8: np.dtype(np.uint8),
+    DType.INT32: np.dtype(np.int32),
+    DType.UINT32: np.dtype(np.uint32),
+    DType.INT64: np.dtype(np.int64),
+    DType.UINT64: np.dtype(np.uint64),
+    DType.FLOAT16: np.dtype(np.float16),
+    DType.FLOAT32: np.dtype(np.float32),
+    DType.FLOAT64: np.dtype(np.float64),
+    DType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+    DType.FLOAT8_E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
+    DType.FLOAT8_E5M2: np.dtype(ml_dtypes.float8_e5m2),
+}
+_CODES = {dtype: code for code, dtype in NUMPY_DTYPES.items()}
+
+
+def dtype_of(array: np.ndarray) -> DType | None:  # type: ignore[type-arg]
+    """Our code for the array's element type, or None if collectives do not carry it."""
+    return _CODES.get(array.dtype)
+
+
+def descriptor_addresses() -> np.ndarray:  # type: ignore[type-arg]
+    """One word per DType: the address of its descriptor object, which arrays of that type point to."""
+    return np.array([id(NUMPY_DTYPES[code]) for code in DType], np.int64)
+
+
+@functools.cache
+def headers_are_readable() -> bool:
+    if sys.implementation.name != "cpython" or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return False
+    if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
+        return False
+    base = np.arange(24, dtype=np.float32)
+    frozen = base.reshape(2, 3, 4)
+    frozen.setflags(write=False)
+    return all(_reads_right(a) for a in (base, frozen, base[::2], base[1:5], np.zeros((), np.int8), base.reshape(4, 6).T))
+
+
+def _reads_right(array: np.ndarray) -> bool:  # type: ignore[type-arg]
+    header = id(array)
+
+    def word(offset: int) -> int:
+        return ctypes.c_int64.from_address(header + offset).value
+
+    flags = ctypes.c_int32.from_address(header + at.ARRAY_FLAGS).value
+    dims = [ctypes.c_int64.from_address(word(at.ARRAY_DIMS) + 8 * i).value for i in range(array.ndim)]
+    return (
+        word(at.OB_TYPE) == id(np.ndarray)
+        and word(at.ARRAY_DATA) == array.ctypes.data
+        and ctypes.c_int32.from_address(header + at.ARRAY_ND).value == array.ndim
+        and tuple(dims) == array.shape
+        and word(at.ARRAY_DESCR) == id(array.dtype)
+        and bool(flags & at.ARRAY_C_CONTIGUOUS) == array.flags.c_contiguous
+        and bool(flags & at.ARRAY_ALIGNED) == array.flags.aligned
+        and bool(flags & at.ARRAY_WRITEABLE) == array.flags.writeable
+    )

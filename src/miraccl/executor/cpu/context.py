@@ -1,0 +1,229 @@
+"""A rank's context: the private words that the engine works on, the doors, and the table of plans.
+
+The context is the only thing that compiled code is given; everything it points to is owned here or by the transports, and stays
+until ``close``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from miraccl import native
+from miraccl.executor.cpu import arrays
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.lower import Run, Words
+from miraccl.types import Collective, DType, RedOp
+
+ENGINE = "miraccl.executor.cpu.kernels.engine"
+FOLDS = "miraccl.executor.cpu.kernels.fold"
+PLAN_SLOTS = 1024  # entries of the table of plans; a power of two
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wires:
+    """One peer's connections as the engine needs them; addresses are of this process.
+
+    ``kind`` is ``layout.KIND_*``.  For shared memory: ``ctrl`` the peer's control page, ``pid`` its process, ``window`` where its window
+    memory is mapped, ``readable`` whether it can read this process's private memory.  For the network: ``bell`` and ``asleep`` of the proxy.
+    """
+
+    kind: int
+    slot_bytes: int
+    send_posts: int
+    send_tail: int
+    send_slots: int
+    recv_posts: int
+    recv_tail: int
+    recv_slots: int
+    recv_wants: int = 0
+    ctrl: int = 0
+    pid: int = 0
+    window: int = 0
+    readable: bool = False
+    bell: int = -1
+    asleep: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitPolicy:
+    """How to wait: ``spin`` polls with a pause, then ``yields`` of the processor, then naps of at most ``nap_s`` until the deadline.
+
+    ``membarrier``: a sleeper makes the barrier that a waker would need (see ``kernels.waiting``).
+    """
+
+    spin: int = 2000
+    yields: int = 2
+    nap_s: float = 0.05
+    timeout_s: float = 300.0
+    membarrier: bool = True
+
+
+@functools.cache
+def _engine(name: str) -> int:
+    return native.library(ENGINE).address(native.PREFIX + name)
+
+
+@functools.cache
+def fold_kernel(dtype: DType, op: RedOp) -> int:
+    """Address of the compiled reduction, compiled now if this machine never needed it."""
+    name = f"fold_{dtype.label}_{op.name.lower()}"
+    return native.library(FOLDS, (name,)).address(native.PREFIX + name)
+
+
+@functools.cache
+def scale_kernel(dtype: DType, divides: bool) -> int:
+    """Address of ``times`` (by a float64) or ``over`` (by an integer) for a data type."""
+    name = f"{'over' if divides else 'times'}_{dtype.label}"
+    return native.library(FOLDS, (name,)).address(native.PREFIX + name)
+
+
+_FUNCTION4 = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+def call_kernel(address: int, a: int, b: int, c: int, d: int) -> None:
+    """Call a compiled ``f(a, b, c, d)`` from Python, without the GIL."""
+    _FUNCTION4(address)(a, b, c, d)
+
+
+class Context:
+    """The words of one communicator on one rank. Not thread-safe: ``comm`` lets one thread in at a time."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        nranks: int,
+        ctrl: int,
+        wires: Mapping[int, Wires],
+        policy: WaitPolicy,
+        window: tuple[int, int],
+        threaded: bool,
+        stage_bytes: int = 128 << 10,
+    ) -> None:
+        self.rank, self.nranks, self.wires = rank, nranks, dict(wires)
+        self.words = np.zeros(at.CTX_SIZE // 8, np.int64)
+        self._send = np.zeros((nranks, at.CONN_SIZE // 8), np.int64)
+        self._recv = np.zeros((nranks, at.CONN_SIZE // 8), np.int64)
+        self._ctrls = np.zeros(nranks, np.int64)
+        self._scratch = np.zeros(256 + 4 * nranks, np.int64)
+        self._stage = np.zeros(stage_bytes + 64, np.int8)
+        self._keep = np.zeros(at.BLOCK, np.int64)
+        self._dtypes = arrays.descriptor_addresses()
+        self._plans = np.full((PLAN_SLOTS, at.PLAN_SIZE // 8), -1, np.int64)
+        self._runs: list[Run] = []
+        self._doors: list[Any] = []
+        for peer, wire in wires.items():
+            self._wire(peer, wire)
+        for place, value in (
+            (at.CTX_RANK, rank),
+            (at.CTX_NRANKS, nranks),
+            (at.CTX_CTRL, ctrl),
+            (at.CTX_CTRLS, self._ctrls.ctypes.data),
+            (at.CTX_SEND, self._send.ctypes.data),
+            (at.CTX_RECV, self._recv.ctypes.data),
+            (at.CTX_SPIN, policy.spin),
+            (at.CTX_YIELDS, policy.yields),
+            (at.CTX_TIMEOUT_NS, int(policy.timeout_s * 1e9)),
+            (at.CTX_NAP_NS, int(policy.nap_s * 1e9)),
+            (at.CTX_SCRATCH, self._scratch.ctypes.data),
+            (at.CTX_STAGE, (self._stage.ctypes.data + 63) // 64 * 64),
+            (at.CTX_STAGE_BYTES, stage_bytes),
+            (at.CTX_KEEP, self._keep.ctypes.data),
+            (at.CTX_PLANS, self._plans.ctypes.data),
+            (at.CTX_PLANS_MASK, PLAN_SLOTS - 1),
+            (at.CTX_DTYPES, self._dtypes.ctypes.data),
+            # A door that cannot read headers must never match a type: no object has address 1.
+            (at.CTX_ARRAY_TYPE, id(np.ndarray) if arrays.headers_are_readable() else 1),
+            (at.CTX_NONE, id(None)),
+            (at.CTX_INT_TYPE, id(int)),
+            (at.CTX_REDOP_TYPE, id(RedOp)),
+            (at.CTX_WINDOW, window[0]),
+            (at.CTX_WINDOW_END, window[1]),
+            (at.CTX_PID, os.getpid()),
+            (at.CTX_THREADED, int(threaded)),
+            (at.CTX_P2P_DIRECT, -1),
+            (at.CTX_MEMBARRIER, int(policy.membarrier)),
+        ):
+            self.words[place // 8] = value
+        self.address = int(self.words.ctypes.data)
+        self._operate = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(_engine("operate"))
+
+    def _wire(self, peer: int, wire: Wires) -> None:
+        self._ctrls[peer] = wire.ctrl
+        common = (
+            (at.CONN_KIND, wire.kind),
+            (at.CONN_SLOT_BYTES, wire.slot_bytes),
+            (at.CONN_CTRL, wire.ctrl),
+            (at.CONN_PID, wire.pid),
+            (at.CONN_WINDOW, wire.window),
+            (at.CONN_BELL_FD, wire.bell),
+            (at.CONN_ASLEEP, wire.asleep),
+        )
+        send = ((at.CONN_POSTS, wire.send_posts), (at.CONN_SLOTS, wire.send_slots), (at.CONN_TAIL_ADDR, wire.send_tail))
+        recv = ((at.CONN_POSTS, wire.recv_posts), (at.CONN_SLOTS, wire.recv_slots), (at.CONN_TAIL_ADDR, wire.recv_tail))
+        for table, fields in ((self._send, send), (self._recv, recv)):
+            for place, value in (*common, *fields):
+                table[peer, place // 8] = value
+        self._send[peer, at.CONN_DIRECT // 8] = int(wire.readable)
+        self._recv[peer, at.CONN_WANTS // 8] = wire.recv_wants
+
+    # ---- words
+
+    def get(self, place: int) -> int:
+        return int(self.words[place // 8])
+
+    def set(self, place: int, value: int) -> None:
+        self.words[place // 8] = value
+
+    # ---- doors and plans
+
+    def door(self, kind: str, collective: Collective, *, arg: int = 0, run: Run | None = None) -> Callable[..., int]:
+        """A builtin of the engine (``collective``, ``prepared`` or ``send_recv``) bound to this context."""
+        record = np.array([self.address, int(collective), arg, run.address if run else 0], np.int64)
+        door = native.builtin(collective.label, _engine(kind), int(record.ctypes.data))
+        self._doors.append((record, run))
+        return cast("Callable[..., int]", door)
+
+    def remember(self, run: Run, collective: Collective, count: int, out_count: int, dtype: DType, arg: int, in_place: bool) -> None:
+        """Enter a run into the table that doors look into; an older entry in its places is replaced."""
+        key = _plan_key(int(collective), count, out_count, int(dtype), arg, int(in_place))
+        places = [(key + probe) & (PLAN_SLOTS - 1) for probe in range(4)]
+        free = [p for p in places if self._plans[p, at.PLAN_COLL // 8] == -1]
+        row = self._plans[free[0] if free else places[0]]
+        for place, value in (
+            (at.PLAN_COUNT, count),
+            (at.PLAN_OUT_COUNT, out_count),
+            (at.PLAN_DTYPE, int(dtype)),
+            (at.PLAN_ARG, arg),
+            (at.PLAN_INPLACE, int(in_place)),
+            (at.PLAN_RUN, run.address),
+            (at.PLAN_COLL, int(collective)),
+        ):
+            row[place // 8] = value
+        self._runs.append(run)
+
+    def operate(self, run: Run, source: int, target: int) -> int:
+        """Run the next operation with these addresses; without the GIL. OK or an ERR_* of layout."""
+        run.words[at.RUN_IN // 8] = source
+        run.words[at.RUN_OUT // 8] = target
+        self.words[at.CTX_LAST_PLAN // 8] = run.address
+        return int(self._operate(self.address, run.address, int(run.words[at.RUN_TEMPLATE // 8])))
+
+
+def _plan_key(coll: int, count: int, out_count: int, dtype: int, arg: int, in_place: int) -> int:
+    """The hash of ``engine.find_plan``, in 64-bit arithmetic."""
+    key = count * 0x9E3779B1 + out_count * 0x85EBCA6B + coll * 0x27D4EB2F + dtype * 0x165667B1 + arg * 0x2545F491 + in_place
+    key = (key + (1 << 63)) % (1 << 64) - (1 << 63)
+    return key ^ (key >> 15)
+
+
+def words_at(address: int, count: int) -> Words:
+    """A view of words of this process."""
+    return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))

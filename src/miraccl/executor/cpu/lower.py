@@ -1,0 +1,186 @@
+"""Schedule -> Program -> Run: from symbolic chunks to words that the engine walks over.
+
+``lower`` turns one rank's steps into a flat array; it depends on the schedule alone and is kept.  ``make_run`` adds the arguments
+of a run (counts, element size, round size, kernels); it is kept per plan.  Nothing here looks at data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.schedule.ir import Op, Schedule, Step
+from miraccl.types import Collective, DType, RedOp
+
+Words = npt.NDArray[np.int64]
+
+ALIGN = 64  # bytes; chunks of at least MIN_ALIGNED bytes begin on a cache line
+MIN_ALIGNED = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """The steps of one rank, ``STEP_SIZE`` bytes each; ``peers`` is the memory that they point into."""
+
+    schedule: Schedule
+    rank: int
+    steps: Words
+    peers: Words
+    sends: Words
+    widest: int  # chunks in the largest step
+
+    @property
+    def nsteps(self) -> int:
+        return len(self.steps)
+
+
+def lower(schedule: Schedule, rank: int) -> Program:
+    """The program of ``rank``. Channels follow one another: a CPU rank has one thread to run them."""
+    steps = [step for channel in schedule.channels for step in channel[rank]]
+    lists = [step.peers or (tuple(range(schedule.nranks)) if step.op is Op.BARRIER else ()) for step in steps]
+    peers = np.array([p for peers in lists for p in peers] or [0], np.int64)
+    table = np.zeros((max(len(steps), 1), at.STEP_SIZE // 8), np.int64)
+    offset = 0
+    for number, (step, listed) in enumerate(zip(steps, lists, strict=True)):
+        table[number] = _encode(step, number, peers.ctypes.data + 8 * offset, len(listed))
+        offset += len(listed)
+    sends = sorted({step.send_peer for step in steps if step.op.sends and step.send_peer is not None})
+    return Program(
+        schedule=schedule,
+        rank=rank,
+        steps=table[: len(steps)],
+        peers=peers,
+        sends=np.array(sends or [0], np.int64)[: len(sends)],
+        widest=max([step.chunks for step in steps], default=1) or 1,
+    )
+
+
+def _encode(step: Step, number: int, peers: int, npeers: int) -> Words:
+    words = np.zeros(at.STEP_SIZE // 8, np.int64)
+    src = (step.src.buffer, step.src.index) if step.src else (0, 0)
+    dst = (step.dst.buffer, step.dst.index) if step.dst else (0, 0)
+    fields = (
+        (at.STEP_OP, step.op),
+        (at.STEP_SRC_BUF, src[0]),
+        (at.STEP_SRC, src[1]),
+        (at.STEP_DST_BUF, dst[0]),
+        (at.STEP_DST, dst[1]),
+        (at.STEP_CHUNKS, step.chunks),
+        (at.STEP_RECV, -1 if step.recv_peer is None else step.recv_peer),
+        (at.STEP_SEND, -1 if step.send_peer is None else step.send_peer),
+        (at.STEP_PEERS, peers),
+        (at.STEP_NPEERS, npeers),
+        (at.STEP_NUMBER, number),
+    )
+    for place, value in fields:
+        words[place // 8] = int(value)
+    return words
+
+
+def signature(collective: Collective, dtype: DType, op: RedOp, root: int, count: int) -> int:
+    """What ranks must agree on, without the sequence number (bits 0-15): collective, dtype, operator, root and a hash of the count."""
+    hashed = (count * 0x9E3779B1) & 0x7FFFFF
+    return collective << 16 | dtype << 21 | op << 25 | (root & 0xFFF) << 28 | hashed << 40
+
+
+def describe_signature(sig: int) -> dict[str, str]:
+    """The fields of a signature by name; the count is only a hash."""
+
+    def name(kind: type[Collective] | type[DType] | type[RedOp], value: int) -> str:
+        try:
+            return kind(value).name.lower()
+        except ValueError:
+            return f"unknown ({value})"
+
+    return {
+        "sequence number": str(sig & 0xFFFF),
+        "collective": name(Collective, sig >> 16 & 31),
+        "dtype": name(DType, sig >> 21 & 15),
+        "operator": name(RedOp, sig >> 25 & 7),
+        "root": str(sig >> 28 & 0xFFF),
+        "count": f"hash {sig >> 40 & 0x7FFFFF:06x}",
+    }
+
+
+def chunk_bytes(nbytes: int, parts: int, itemsize: int) -> int:
+    """Bytes of every chunk of a block but the last ones: whole elements, from 512 bytes on whole cache lines."""
+    size = -(-(nbytes // itemsize) // parts) * itemsize
+    return -(-size // ALIGN) * ALIGN if size >= MIN_ALIGNED else max(size, itemsize)
+
+
+def blocks(counts: Sequence[int], displacements: Sequence[int] | None, parts: int, itemsize: int) -> Words:
+    """Table of (first byte, bytes, chunk bytes) of the blocks with these element counts."""
+    table = np.zeros((max(len(counts), 1), 3), np.int64)
+    first = 0
+    for i, count in enumerate(counts):
+        start = first if displacements is None else displacements[i]
+        table[i] = (start * itemsize, count * itemsize, chunk_bytes(count * itemsize, parts, itemsize))
+        first += count
+    return table
+
+
+class Run:
+    """A program with its arguments, ready for the engine but for the two addresses. Owns the memory it points to."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        dtype: DType,
+        in_counts: Sequence[int],
+        out_counts: Sequence[int],
+        in_displs: Sequence[int] | None = None,
+        out_displs: Sequence[int] | None = None,
+        slot_bytes: int,
+        round_bytes: int,
+        direct: int,
+        template: int,
+        fold: int = 0,
+        post: int = 0,
+        post_arg: int = 0,
+        ll: bool = False,
+    ) -> None:
+        schedule, itemsize = program.schedule, dtype.itemsize
+        self.program = program
+        self.in_blocks = blocks(in_counts, in_displs, schedule.parts, itemsize)
+        self.out_blocks = blocks(out_counts, out_displs, schedule.parts, itemsize)
+        largest = int(max(self.in_blocks[:, 2].max(), self.out_blocks[:, 2].max()))
+        piece = min(round_bytes, slot_bytes // program.widest // ALIGN * ALIGN) if direct < 0 or program.widest > 1 else round_bytes
+        if piece <= 0:
+            raise InvalidUsage(f"a step of {schedule.name} moves {program.widest} chunks, too many for slots of {slot_bytes} bytes")
+        biggest = max(1, int(max(self.in_blocks[:, 1].max(), self.out_blocks[:, 1].max())))
+        self.nrounds = -(-min(largest, biggest) // piece)
+        self.scratch = np.zeros(schedule.scratch_chunks * largest + 1, np.int8) if schedule.scratch_chunks else np.zeros(1, np.int8)
+        self.in_bytes = int((self.in_blocks[:, 0] + self.in_blocks[:, 1]).max())
+        self.out_bytes = int((self.out_blocks[:, 0] + self.out_blocks[:, 1]).max())
+        self.words = np.zeros(at.RUN_SIZE // 8, np.int64)
+        for place, value in (
+            (at.RUN_SCRATCH, self.scratch.ctypes.data),
+            (at.RUN_ITEMSIZE, itemsize),
+            (at.RUN_FOLD, fold),
+            (at.RUN_PROGRAM, program.steps.ctypes.data),
+            (at.RUN_NSTEPS, program.nsteps),
+            (at.RUN_ROUND_BYTES, piece),
+            (at.RUN_NROUNDS, self.nrounds),
+            (at.RUN_DIRECT, direct),
+            (at.RUN_COUNT, sum(in_counts)),
+            (at.RUN_IN_BLOCKS, self.in_blocks.ctypes.data),
+            (at.RUN_OUT_BLOCKS, self.out_blocks.ctypes.data),
+            (at.RUN_PARTS, schedule.parts),
+            (at.RUN_SCRATCH_CHUNK, largest if schedule.scratch_chunks else 0),
+            (at.RUN_LL, int(ll)),
+            (at.RUN_IN_BYTES, self.in_bytes),
+            (at.RUN_OUT_BYTES, self.out_bytes),
+            (at.RUN_SENDS, program.sends.ctypes.data),
+            (at.RUN_NSENDS, len(program.sends)),
+            (at.RUN_POST, post),
+            (at.RUN_POST_ARG, post_arg),
+            (at.RUN_TEMPLATE, template),
+        ):
+            self.words[place // 8] = value
+        self.address = int(self.words.ctypes.data)

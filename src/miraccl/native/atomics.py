@@ -1,0 +1,48 @@
+"""Atomic words at addresses of this process, as fast builtins. The caller vouches for the memory's being there.
+
+Each function is bound at its first use, so that importing this file compiles and loads nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import cast
+
+from miraccl import native
+
+
+@functools.cache
+def bound(name: str) -> Callable[..., int]:
+    """The builtin over the export ``name`` of ``native.words``; hold on to it where speed matters."""
+    address = native.library("miraccl.native.words").address(native.PREFIX + name)
+    return cast("Callable[..., int]", native.builtin(name, address))
+
+
+def load_acquire(address: int, /) -> int:
+    return bound("load_word")(address)
+
+
+def store_release(address: int, value: int, /) -> None:
+    bound("store_word")(address, value)
+
+
+def exchange(address: int, value: int, /) -> int:
+    """Swap; a full fence. Gives the old value."""
+    return bound("exchange_word")(address, value)
+
+
+def ring(address: int, /) -> None:
+    """Add one to the 32-bit word and wake all who sleep on it (a futex shared between processes)."""
+    bound("ring_futex")(address)
+
+
+def register_membarrier() -> bool:
+    """Register this process for the global expedited ``membarrier`` (Linux 4.16); False where the kernel has none."""
+    import platform
+
+    number = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
+    if number is None:
+        return False
+    register_global_expedited = 1 << 2  # linux/membarrier.h
+    return bound("system_call")(number, register_global_expedited, 0, 0) == 0

@@ -1,0 +1,192 @@
+"""Ranks of one host: FIFOs, a control page and window memory in segments that all of them have mapped.
+
+Each rank makes two segments: one with its control page and its outgoing FIFOs, and one for window memory.  Segments are anonymous
+files (``memfd_create``), opened by peers as ``/proc/<pid>/fd/<n>``: they never have a name that could be left behind, whatever kills
+the job.  Pages count only once they are touched, so the window segment may be as large as the machine.
+
+A rank's budget for FIFOs is shared out among its peers: memory is linear in the number of ranks of a host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from miraccl.errors import ProtocolError, SystemFailure
+from miraccl.transport import fifo
+from miraccl.transport.base import TRANSPORTS, Endpoint, Fifo, FifoKind, FifoPair, Transport
+
+CONTROL_BYTES = fifo.PAGE_BYTES
+DEFAULT_BUDGET = 4 << 20
+"""Bytes of all outgoing FIFOs of a rank (NCCL takes 4 MiB per connection)."""
+SMALLEST_SLOT, LARGEST_SLOT = 2 * fifo.PAGE_BYTES, 64 << 10
+MAGIC = 0x6D697261
+
+
+def slot_bytes_for(npeers: int, budget: int = 0) -> int:
+    """Slot size with ``npeers`` local peers: a power of two, the same on all ranks because all count the same peers."""
+    share = (budget or DEFAULT_BUDGET) // max(1, npeers) // fifo.NSLOTS
+    size = SMALLEST_SLOT
+    while size * 2 <= min(share, LARGEST_SLOT):
+        size *= 2
+    return size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A mapped segment: ``address`` and ``nbytes`` in this process, and the descriptor it was made with (-1 for a peer's)."""
+
+    address: int
+    nbytes: int
+    fd: int
+    map: mmap.mmap
+
+    @classmethod
+    def create(cls, label: str, nbytes: int) -> Segment:
+        try:
+            fd = os.memfd_create(label, os.MFD_CLOEXEC)
+            os.ftruncate(fd, nbytes)
+            return cls._mapped(fd, nbytes, fd)
+        except OSError as error:
+            raise SystemFailure(f"cannot make a shared segment of {nbytes} bytes: {error.strerror}") from error
+
+    @classmethod
+    def open(cls, pid: int, fd: int, nbytes: int) -> Segment:
+        try:
+            handle = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            hint = "ranks that do not see each other's processes can be given different MIRACCL_HOSTID"
+            raise SystemFailure(f"cannot open the segment of process {pid}: {error.strerror}", hint=hint) from error
+        try:
+            if os.fstat(handle).st_size != nbytes:
+                raise ProtocolError(f"the segment of process {pid} has another size than it said")
+            return cls._mapped(handle, nbytes, -1)
+        finally:
+            os.close(handle)
+
+    @classmethod
+    def _mapped(cls, fd: int, nbytes: int, keep: int) -> Segment:
+        memory = mmap.mmap(fd, nbytes, mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0x4000))
+        return cls(address=ctypes.addressof(ctypes.c_char.from_buffer(memory)), nbytes=nbytes, fd=keep, map=memory)
+
+    def resident_bytes(self) -> int:
+        """Bytes of memory that the segment holds (only meaningful on the rank that made it)."""
+        return os.fstat(self.fd).st_blocks * 512 if self.fd >= 0 else 0
+
+    def release(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+def default_window_bytes() -> int:
+    """Address space for window memory: all of the machine's memory; none of it is taken before it is used."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@TRANSPORTS.register("shm")
+class ShmTransport(Transport):
+    """Shared memory between the ranks of a host. ``peers`` are the other local ranks, in any order."""
+
+    name = "shm"
+
+    def __init__(self, endpoint: Endpoint, peers: Mapping[int, Endpoint], *, budget: int = 0, window_bytes: int | None = None) -> None:
+        self.endpoint = endpoint
+        self._order = sorted(peers)
+        self.slot_bytes = slot_bytes_for(len(self._order), budget)
+        self._fifo_bytes = fifo.fifo_bytes(self.slot_bytes)
+        size = CONTROL_BYTES + len(self._order) * self._fifo_bytes
+        self.segment = Segment.create(f"miraccl-rank{endpoint.rank}", size)
+        self.window = Segment.create(f"miraccl-window{endpoint.rank}", window_bytes or default_window_bytes())
+        self._probe = ctypes.c_int64(MAGIC ^ os.getpid())
+        self.peers: dict[int, Segment] = {}
+        self.windows: dict[int, Segment] = {}
+        self.pids: dict[int, int] = {}
+        self.readable: set[int] = set()
+        self._closed = False
+
+    @staticmethod
+    def can_connect(a: Endpoint, b: Endpoint) -> bool:
+        return a.hostid == b.hostid
+
+    def _fifo_offset(self, source: int, destination: int, order: list[int]) -> int:
+        return CONTROL_BYTES + [r for r in order if r != source].index(destination) * self._fifo_bytes
+
+    def setup(self) -> bytes:
+        record = {
+            "pid": os.getpid(),
+            "segment": [self.segment.fd, self.segment.nbytes],
+            "window": [self.window.fd, self.window.nbytes],
+            "slot_bytes": self.slot_bytes,
+            "probe": ctypes.addressof(self._probe),
+        }
+        return json.dumps(record).encode()
+
+    def connect(self, infos: Mapping[int, bytes]) -> dict[int, FifoPair]:
+        everyone = sorted([*self._order, self.endpoint.rank])
+        pairs: dict[int, FifoPair] = {}
+        for peer, info in infos.items():
+            record = _parse(info, peer)
+            if record["slot_bytes"] != self.slot_bytes:
+                raise ProtocolError(f"slots are {record['slot_bytes']} bytes there and {self.slot_bytes} here", peer=peer)
+            pid = record["pid"]
+            self.pids[peer] = pid
+            self.peers[peer] = segment = Segment.open(pid, *record["segment"])
+            self.windows[peer] = Segment.open(pid, *record["window"])
+            if _can_read(pid, record["probe"]):
+                self.readable.add(peer)
+            mine = self.segment.address + self._fifo_offset(self.endpoint.rank, peer, everyone)
+            theirs = segment.address + self._fifo_offset(peer, self.endpoint.rank, everyone)
+            pairs[peer] = FifoPair(
+                send=Fifo.at(mine, self.slot_bytes, kind=FifoKind.SHM), recv=Fifo.at(theirs, self.slot_bytes, kind=FifoKind.SHM)
+            )
+        return pairs
+
+    @property
+    def control(self) -> int:
+        """Address of this rank's control page."""
+        return self.segment.address
+
+    def resident_bytes(self) -> dict[str, int]:
+        return {"fifo": self.segment.resident_bytes(), "window": self.window.resident_bytes()}
+
+    def close(self) -> None:
+        """Give the descriptors back; mappings go with the last array that lies in them."""
+        if not self._closed:
+            self._closed = True
+            self.segment.release()
+            self.window.release()
+
+
+def _parse(info: bytes, peer: int) -> dict[str, int]:
+    try:
+        record = json.loads(info)
+        ok = all(isinstance(record[k], int) for k in ("pid", "slot_bytes", "probe"))
+        ok = ok and all(len(record[k]) == 2 and all(isinstance(v, int) for v in record[k]) for k in ("segment", "window"))
+    except (ValueError, KeyError, TypeError):
+        ok = False
+    if not ok:
+        raise ProtocolError("the description of a shared segment is malformed", peer=peer)
+    return dict(record)
+
+
+class _Iovec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def _can_read(pid: int, address: int) -> bool:
+    """Whether the kernel lets this process read ``pid``'s memory (ptrace rights, see process_vm_readv(2))."""
+    if pid == os.getpid():
+        return True
+    call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if call is None:
+        return False
+    value = ctypes.c_int64(0)
+    here = _Iovec(ctypes.addressof(value), 8)
+    there = _Iovec(address, 8)
+    call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+    call.restype = ctypes.c_ssize_t
+    return call(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) == 8 and value.value == MAGIC ^ pid
