@@ -106,13 +106,18 @@ class Context:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """How a rank ended. ``status`` is the exit status, or minus the signal; ``error`` the traceback, empty if there was none."""
+    """How a rank ended.
+
+    ``status`` is the exit status, or minus the signal; ``error`` the traceback, empty if there was none; ``summary`` its last
+    line; ``fault`` that of a ``MiracclError``; ``order`` says who failed first.
+    """
 
     rank: int
     status: int | None = None
     value: Any = None
     error: str = ""
     summary: str = ""
+    fault: str = ""
     output: str = ""
     order: int = -1
 
@@ -286,7 +291,7 @@ class Ranks:
             elif kind == "value":
                 rank.outcome.value = body
             else:
-                rank.outcome.error, rank.outcome.summary = body
+                rank.outcome.error, rank.outcome.summary, rank.outcome.fault = body
                 rank.outcome.order = self._next_order()
         return bool(arrived)
 
@@ -366,7 +371,8 @@ def _run(target: Callable[..., Any], context: Context, args: Sequence[Any]) -> i
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            context.channel.send(("error", (traceback.format_exc(), f"{type(error).__name__}: {error}")))
+            body = (traceback.format_exc(), f"{type(error).__name__}: {error}", getattr(error, "fault", ""))
+            context.channel.send(("error", body))
         return 1
 
 

@@ -1,0 +1,92 @@
+"""The command line: ``miraccl`` and its commands, each imported when it is used.
+
+``miraccl --help`` must be instant, so this file imports click and nothing of ours that imports numpy; the sentences of the
+overview are here and not in the modules that do the work.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import click
+
+import miraccl
+from miraccl.errors import MiracclError
+
+#: command -> (module:attribute, sentence of the overview)
+COMMANDS = {
+    "perf": ("miraccl.tools.perf.cli:perf", "Measure a collective: the table of nccl-tests, every element checked."),
+    "run": ("miraccl.tools.run:run", "Start ranks of a program, on one host or several."),
+    "topo": ("miraccl.tools.topo_cli:topo", "Show, read and compare the topology of machines."),
+    "plan": ("miraccl.tools.plan_cli:plan", "Show which algorithm and which channels are chosen, and why."),
+    "schedule": ("miraccl.tools.schedule_cli:schedule", "Show, prove and draw the steps of an algorithm."),
+    "env": ("miraccl.tools.env:env", "List every setting, its value and where that came from."),
+    "doctor": ("miraccl.tools.doctor:doctor", "Check what this machine offers and what is missing."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported at their first use (click documentation, "Lazily loading subcommands")."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*COMMANDS, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module, attribute = COMMANDS[cmd_name][0].split(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, sentence) for name, (_, sentence) in COMMANDS.items()])
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            import difflib
+
+            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(COMMANDS)}"
+            raise click.UsageError(f"no command is called {args[0]!r}; {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(miraccl.__version__, prog_name="miraccl", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Collective communication between processes, hosts and GPUs that explains every decision it makes.
+
+    \b
+    Examples:
+      miraccl perf all_reduce --ranks 4 --sizes 8,1K,256K,4M
+      miraccl run -n 4 train.py --epochs 3
+      miraccl doctor
+    """
+
+
+def report(error: MiracclError) -> int:
+    """Print an error for a person and return the exit status: 2 if it is the caller's to mend, 1 otherwise."""
+    details = getattr(error, "details", "")
+    if details:
+        print(details.rstrip(), file=sys.stderr)
+    print(f"miraccl: {error}", file=sys.stderr)
+    return 2 if error.fault == "usage" else 1
+
+
+def main(args: list[str] | None = None) -> Any:
+    """Entry point of the command; never returns."""
+    try:
+        sys.exit(cli.main(args, prog_name="miraccl", standalone_mode=True))
+    except MiracclError as error:
+        sys.exit(report(error))
+    except BrokenPipeError:  # the reader of our output has gone, as in `miraccl env | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

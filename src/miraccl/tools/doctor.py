@@ -1,0 +1,266 @@
+"""``miraccl doctor``: what this machine offers, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import click
+
+import miraccl
+from miraccl import params
+from miraccl.tools.options import write_json
+
+Status = Literal["ok", "note", "missing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that was looked at. ``note``: miraccl works, something is slower or off. ``missing``: it does not work."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+@click.command(short_help="Check this machine.")
+@click.option("--json", "json_target", metavar="FILE", help="Write a list of JSON objects; - is standard output.")
+def doctor(json_target: str | None) -> None:
+    """Check what this machine offers and what is missing, with what to install or to change.
+
+    The exit status is 1 if something that miraccl cannot do without is missing; notes do not count.
+
+    \b
+    Examples:
+      miraccl doctor
+      miraccl doctor --json - | jq '.[] | select(.status != "ok")'
+    """
+    findings = examine()
+    if json_target:
+        write_json(json_target, [asdict(f) for f in findings])
+    else:
+        _print(findings)
+    if any(f.status == "missing" for f in findings):
+        sys.exit(1)
+
+
+def examine() -> list[Finding]:
+    """All findings; a check that fails itself is a finding too."""
+    findings = []
+    for name, check in CHECKS.items():
+        try:
+            findings.append(check())
+        except Exception as error:  # a doctor must not die of the patient
+            findings.append(Finding(name=name, status="note", found=f"could not be checked: {type(error).__name__}: {error}"))
+    return findings
+
+
+def _print(findings: list[Finding]) -> None:
+    width = max(len(f.name) for f in findings)
+    for f in findings:
+        print(f"{f.status:<8}{f.name:<{width}}  {f.found}")
+        if f.advice:
+            print(f"{'':<8}{'':<{width}}  -> {f.advice}")
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def _check_python() -> Finding:
+    text = f"miraccl {miraccl.__version__}, {platform.python_implementation()} {platform.python_version()} at {sys.executable}"
+    if sys.version_info < (3, 11):
+        return Finding(name="python", status="missing", found=text, advice="install Python 3.11 or newer")
+    return Finding(name="python", status="ok", found=text)
+
+
+def _check_package(name: str, needed: bool, why: str) -> Callable[[], Finding]:
+    def check() -> Finding:
+        try:
+            return Finding(name=name, status="ok", found=importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            status: Status = "missing" if needed else "note"
+            return Finding(name=name, status=status, found="not installed", advice=f"pip install {name}: {why}")
+
+    return check
+
+
+def _check_kernel() -> Finding:
+    text = f"{platform.system()} {platform.release()} on {platform.machine()}"
+    if platform.system() != "Linux":
+        return Finding(name="kernel", status="missing", found=text, advice="miraccl runs on Linux")
+    return Finding(name="kernel", status="ok", found=text)
+
+
+def _check_cores() -> Finding:
+    allowed, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    text = f"{allowed} of {all_cores} usable"
+    quota = _cgroup_cores()
+    if quota is not None and quota < allowed:
+        advice = "the container's quota is below its cores: ranks beyond it wait for each other's time slices"
+        return Finding(name="cores", status="note", found=f"{text}, quota {quota:g}", advice=advice)
+    return Finding(name="cores", status="ok", found=text)
+
+
+def _cgroup_cores() -> float | None:
+    """The CPU quota of cgroup v2 in cores; None if there is none."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def _check_memfd() -> Finding:
+    fd = os.memfd_create("miraccl-doctor")
+    try:
+        os.ftruncate(fd, 1 << 12)
+    finally:
+        os.close(fd)
+    return Finding(name="memfd", status="ok", found="anonymous shared memory works")
+
+
+def _check_shm() -> Finding:
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError:
+        return Finding(name="/dev/shm", status="note", found="absent", advice="containers: run with --ipc=host or --shm-size=1g")
+    free = stat.f_bavail * stat.f_frsize
+    text = f"{free / (1 << 20):.0f} MiB free"
+    if free < 64 << 20:
+        return Finding(name="/dev/shm", status="note", found=text, advice="containers: run with --shm-size=1g")
+    return Finding(name="/dev/shm", status="ok", found=text)
+
+
+def _check_futex() -> Finding:
+    libc = ctypes.CDLL(None, use_errno=True)
+    word = ctypes.c_int(0)
+    numbers = {"x86_64": 202, "aarch64": 98}  # asm/unistd_64.h and asm-generic/unistd.h
+    if platform.machine() not in numbers:
+        return Finding(name="futex", status="note", found=f"not checked on {platform.machine()}")
+    woken = libc.syscall(numbers[platform.machine()], ctypes.byref(word), 1, 1, None, None, 0)  # FUTEX_WAKE
+    if woken < 0:
+        code = ctypes.get_errno()
+        return Finding(name="futex", status="missing", found=os.strerror(code), advice="the sandbox forbids futex: allow it")
+    return Finding(name="futex", status="ok", found="works")
+
+
+def _check_cma() -> Finding:
+    """Reading another process's memory: tried on a child, as ranks do it among siblings."""
+    if params.CMA_DISABLE.read():
+        return Finding(name="cma", status="note", found="switched off by MIRACCL_CMA_DISABLE")
+    error = _read_sibling_memory()
+    if not error:
+        return Finding(name="cma", status="ok", found="process_vm_readv between processes of one user is allowed")
+    scope = _read("/proc/sys/kernel/yama/ptrace_scope")
+    advice = "large messages are copied twice instead of once"
+    if scope not in ("", "0"):
+        advice += f"; kernel.yama.ptrace_scope is {scope}, 0 allows it"
+    else:
+        advice += "; containers: add the capability SYS_PTRACE"
+    return Finding(name="cma", status="note", found=f"process_vm_readv is refused: {os.strerror(error)}", advice=advice)
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def _read_sibling_memory() -> int:
+    """errno of reading one int of this process from a forked child; 0 if it could be read.
+
+    A child that reads its parent is the case that Yama's scope 1 forbids, as it forbids it between siblings.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    source, target = ctypes.c_int(12345), ctypes.c_int(0)
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        remote = _IoVec(ctypes.addressof(source), 4)
+        local = _IoVec(ctypes.addressof(target), 4)
+        count = libc.process_vm_readv(parent, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        os._exit(0 if count == 4 else min(255, ctypes.get_errno()))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _check_cache() -> Finding:
+    from miraccl.native import cache
+
+    folder = cache.folder()
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+    wanted = params.CACHE_DIR.read()
+    if folder.is_relative_to(tempfile.gettempdir()) and not wanted:
+        advice = "the home folder cannot be written: set MIRACCL_CACHE_DIR to a folder that lasts, or kernels are compiled again"
+        return Finding(name="cache", status="note", found=str(folder), advice=advice)
+    return Finding(name="cache", status="ok", found=f"{folder} can be written")
+
+
+def _check_interfaces() -> Finding:
+    import socket
+
+    names = [name for _, name in socket.if_nameindex()]
+    states = [f"{name} {_read(f'/sys/class/net/{name}/operstate') or 'unknown'}" for name in names]
+    if not names:
+        return Finding(name="interfaces", status="note", found="none", advice="without a network interface, ranks of one host only")
+    return Finding(name="interfaces", status="ok", found=", ".join(states))
+
+
+def _check_verbs() -> Finding:
+    folder = Path("/sys/class/infiniband")
+    devices = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+    if not devices:
+        return Finding(name="rdma", status="note", found="no device", advice="networks are reached through sockets")
+    return Finding(name="rdma", status="ok", found=", ".join(devices))
+
+
+def _check_gpu() -> Finding:
+    version = _read("/proc/driver/nvidia/version")
+    if version:
+        return Finding(name="gpu", status="ok", found=version.splitlines()[0])
+    if any(_read(str(p / "vendor")) == "0x10de" and _read(str(p / "class")).startswith("0x03") for p in Path("/sys/bus/pci/devices").glob("*")):
+        advice = "install the NVIDIA driver (Debian: nvidia-driver; Ubuntu: ubuntu-drivers install)"
+        return Finding(name="gpu", status="note", found="an NVIDIA GPU without a driver", advice=advice)
+    return Finding(name="gpu", status="note", found="no NVIDIA GPU", advice="collectives run on CPUs")
+
+
+def _check_tools() -> Finding:
+    found = [name for name in ("torchrun", "mpirun", "srun") if shutil.which(name)]
+    return Finding(name="launchers", status="ok", found=", ".join(["miraccl run", *found]))
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+CHECKS: dict[str, Callable[[], Finding]] = {
+    "python": _check_python,
+    "numpy": _check_package("numpy", True, "buffers are numpy arrays"),
+    "numba": _check_package("numba", True, "compiles the kernels"),
+    "ml_dtypes": _check_package("ml_dtypes", True, "bfloat16 and 8-bit floats"),
+    "matplotlib": _check_package("matplotlib", False, "miraccl perf --plot draws with it"),
+    "torch": _check_package("torch", False, "tensors as buffers, and the comparison with gloo"),
+    "kernel": _check_kernel,
+    "cores": _check_cores,
+    "memfd": _check_memfd,
+    "/dev/shm": _check_shm,
+    "futex": _check_futex,
+    "cma": _check_cma,
+    "cache": _check_cache,
+    "interfaces": _check_interfaces,
+    "rdma": _check_verbs,
+    "gpu": _check_gpu,
+    "launchers": _check_tools,
+}

@@ -1,0 +1,277 @@
+"""``miraccl perf``: options, and where the rows go."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+from miraccl.errors import InvalidUsage
+from miraccl.tools import launch
+from miraccl.tools.options import Size, Sizes, write_json
+from miraccl.tools.perf import table
+from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS, REDUCING, Case, Row, build_case, size_range
+
+DEFAULT_RANKS = 2
+_DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
+
+
+@click.command(short_help="Measure a collective.")
+@click.argument("op", type=click.Choice(OPERATIONS), metavar="OP")
+@click.option("-r", "--ranks", type=click.IntRange(1, 512), help=f"Own ranks on this host; without it those of the launcher, or {DEFAULT_RANKS}.")
+@click.option("-s", "--sizes", type=Sizes(), help=f"Sizes in bytes, with K, M, G.  [default: {_DEFAULT_SIZES}]")
+@click.option("-b", "--min-bytes", type=Size(), help="Smallest size of a range, instead of --sizes.")
+@click.option("-e", "--max-bytes", type=Size(), help="Largest size of a range.")
+@click.option("-f", "--factor", type=click.FloatRange(1, min_open=True), default=2.0, show_default=True, help="From one size of a range to the next.")
+@click.option("-d", "--dtype", type=click.Choice(tuple(ITEMSIZES)), metavar="NAME", default="float32", show_default=True, help=f"One of {', '.join(ITEMSIZES)}.")
+@click.option("-o", "--redop", type=click.Choice(REDOPS), metavar="NAME", help=f"One of {', '.join(REDOPS)}.  [default: sum]")
+@click.option("--root", type=click.IntRange(0), default=0, show_default=True, help="Root of broadcast, reduce, gather and scatter.")
+@click.option("-n", "--iters", type=click.IntRange(1), help="Calls in a batch; without it as many as take 20 ms, at most 5000.")
+@click.option("-w", "--warmup", type=click.IntRange(0), help="Untimed calls; without it 3, or 1 above 4M.")
+@click.option("--batches", type=click.IntRange(1), default=5, show_default=True, help="Batches; the time is the median of them.")
+@click.option("--fresh", is_flag=True, help="Every rank rewrites its input before each call, and each call is timed alone.")
+@click.option("--no-check", is_flag=True, help="Do not check results.")
+@click.option("--algo", help="Algorithm to use for everything, such as ring.")
+@click.option("--proto", help="Protocol to use for everything: simple, ll or ll128.")
+@click.option("--window", is_flag=True, help="Take buffers from comm.empty(), memory that the ranks share.")
+@click.option("--persistent", is_flag=True, help="Time operations that were prepared once, as all_reduce_init() does.")
+@click.option("--devices", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True, help="Where the data is.")
+@click.option("--explain", is_flag=True, help="Print, for each size, all candidates with their predicted times and the reason.")
+@click.option("--compare", type=click.Choice(("gloo", "mpi")), help="Measure this library too, in turns with miraccl, and print the ratio.")
+@click.option("--peer-python", metavar="PATH", help="Python that has the library of --compare; without it this one.")
+@click.option("--json", "json_target", metavar="FILE", help="Write the rows as a list of JSON objects; - is standard output, instead of the table.")
+@click.option("--plot", "plot_target", metavar="FILE", help="Draw busbw over size; the ending (.svg, .png, .pdf) decides the format.")
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True, help="Seconds for everything.")
+def perf(op: str, **options: Any) -> None:
+    """Measure OP over sizes and print the table of nccl-tests; every element of every result is checked.
+
+    OP is all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, gather, scatter or sendrecv (every rank sends to
+    the next one and receives from the one before).
+
+    Time is the median over batches of the slowest rank's mean. algbw is size/time, busbw what a link must carry for it, as in
+    PERFORMANCE.md of nccl-tests. The exit status is 1 if any element is wrong.
+
+    \b
+    Examples:
+      miraccl perf all_reduce --ranks 4 --sizes 8,1K,256K,4M,16M
+      miraccl perf all_gather -r 3 -b 1K -e 64M -f 4 --dtype bfloat16
+      miraccl perf all_reduce -r 2 --algo ring --explain
+      miraccl perf all_reduce -r 4 --compare gloo --json result.json --plot busbw.svg
+      torchrun --nproc-per-node 4 --no-python miraccl perf all_reduce
+    """
+    request = _check(op, options)
+    if request.joins_launcher:
+        _run_joined(request)
+    else:
+        _run_own(request)
+
+
+@dataclass(kw_only=True)
+class _Request:
+    """The options, checked; ``lines`` and ``rows`` collect results."""
+
+    op: str
+    options: dict[str, Any]
+    nranks: int
+    joins_launcher: bool
+    cases: tuple[Case, ...]
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def peer(self) -> str:
+        return self.options["compare"] or ""
+
+    @property
+    def quiet(self) -> bool:
+        return bool(self.options["json_target"] == "-")
+
+
+def _check(op: str, options: dict[str, Any]) -> _Request:
+    if options["devices"] == "cuda":
+        raise click.UsageError("--devices cuda: this version measures on CPUs only; leave the option out")
+    if options["redop"] and op not in REDUCING:
+        raise click.UsageError(f"--redop is for {', '.join(REDUCING)}; {op} reduces nothing")
+    joined = None if options["ranks"] else launch.detect_ranks()
+    nranks = options["ranks"] or joined or DEFAULT_RANKS
+    if options["root"] >= nranks:
+        raise click.UsageError(f"--root {options['root']} is not one of the {nranks} ranks 0..{nranks - 1}")
+    if joined and options["compare"]:
+        raise click.UsageError("--compare starts ranks itself: leave the launcher out and give --ranks")
+    if options["peer_python"] and not options["compare"]:
+        raise click.UsageError("--peer-python belongs to --compare")
+    if options["persistent"] and op == "sendrecv":
+        raise click.UsageError("--persistent: sendrecv has no persistent form")
+    cases = [
+        build_case(op, size, nranks=nranks, dtype=options["dtype"], redop=options["redop"] or "sum", root=options["root"])
+        for size in _sizes(options)
+    ]
+    return _Request(op=op, options=options, nranks=nranks, joins_launcher=bool(joined), cases=tuple(dict.fromkeys(cases)))
+
+
+def _sizes(options: dict[str, Any]) -> list[int]:
+    smallest, largest = options["min_bytes"], options["max_bytes"]
+    if smallest is None and largest is None:
+        sizes = list(options["sizes"] or Sizes().convert(_DEFAULT_SIZES, None, None))
+    elif options["sizes"]:
+        raise click.UsageError("give either --sizes or --min-bytes and --max-bytes")
+    else:
+        smallest = smallest if smallest is not None else min(8, largest)
+        largest = largest if largest is not None else max(smallest, 16 << 20)
+        sizes = size_range(smallest, largest, options["factor"]) if smallest else []
+        if not sizes:
+            raise click.UsageError(f"no size lies between --min-bytes {smallest} and --max-bytes {largest}")
+    if min(sizes) < 1:
+        raise click.UsageError("a size is at least 1 byte")
+    return sizes
+
+
+def _job(request: _Request) -> Any:
+    from miraccl.tools.perf.conductor import Job
+    from miraccl.tools.perf.measure import Options
+
+    o = request.options
+    return Job(
+        cases=request.cases,
+        options=Options(iters=o["iters"], warmup=o["warmup"], batches=o["batches"], check=not o["no_check"], fresh=o["fresh"]),
+        init={name: o[name] for name in ("algo", "proto") if o[name]},
+        window=o["window"],
+        persistent=o["persistent"],
+        explain=o["explain"],
+        in_turns=bool(o["compare"]),
+    )
+
+
+# ---------------------------------------------------------------------- own ranks
+
+
+def _run_own(request: _Request) -> None:
+    from miraccl.tools.perf import conductor, peers
+
+    o = request.options
+    python = peers.find_python(request.peer, o["peer_python"]) if request.peer else ""
+    launch.warm_up()
+    job = _job(request)
+    arrived: list[Any] = []
+    groups: list[Any] = [conductor.OwnGroup(job, request.nranks, arrived.append)]  # forks: before any thread
+    try:
+        with _display(request) as show:
+            if request.peer:
+                groups.append(peers.PeerGroup(request.peer, python, job, request.nranks))
+            for _ in conductor.run_in_turns(groups, o["timeout"]):
+                while arrived and (not request.peer or arrived[0].number < groups[1].done):
+                    line = arrived.pop(0)
+                    show(conductor.join(line, groups[1].times, request.peer) if request.peer else line)
+    finally:
+        for group in groups:
+            group.stop()
+    _finish(request)
+
+
+@contextlib.contextmanager
+def _display(request: _Request) -> Iterator[Any]:
+    """Print the header, then give a function that prints a line and moves the progress bar."""
+    if not request.quiet:
+        _print_header(request)
+    with _progress(len(request.cases)) as advance:
+
+        def show(line: Any) -> None:
+            request.rows.extend(line.rows)
+            if not request.quiet:
+                _print_line(request, line)
+            advance()
+
+        yield show
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    """A bar on standard error if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, redirect_stdout=sys.stdout.isatty()) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda: progress.advance(task)
+
+
+def _print_header(request: _Request) -> None:
+    case = request.cases[0]
+    print(f"# miraccl {_version()} {request.op}, {request.nranks} ranks on {_machine()}, {case.dtype}, {_how(request.options)}")
+    print("\n".join(table.header(request.peer)), flush=True)
+
+
+def _how(options: dict[str, Any]) -> str:
+    iters = f"{options['iters']} calls" if options["iters"] else "about 20 ms of calls"
+    kinds = [name for name in ("fresh", "window", "persistent") if options[name]]
+    return ", ".join([f"median of {options['batches']} batches of {iters}", *kinds])
+
+
+def _version() -> str:
+    import miraccl
+
+    return miraccl.__version__
+
+
+def _machine() -> str:
+    import os
+
+    return f"{len(os.sched_getaffinity(0))} cores"
+
+
+def _print_line(request: _Request, line: Any) -> None:
+    if line.rows:
+        print(table.line(line.out_of_place, line.in_place, request.peer))
+    for candidate in line.explanation:
+        mark = "*" if candidate["chosen"] else " "
+        name = f"{candidate['algo']}/{candidate['proto']} x{candidate['channels']}"
+        print(f"#   {mark} {name:<28} {table.format_us(candidate['predicted_us']):>9} us predicted  {candidate['reason']}")
+    sys.stdout.flush()
+
+
+def _finish(request: _Request) -> None:
+    o = request.options
+    if not request.quiet:
+        print("\n".join(table.footer(request.rows, request.peer)))
+    if o["json_target"]:
+        write_json(o["json_target"], [row.to_json() for row in request.rows])
+    if o["plot_target"]:
+        from miraccl.tools.perf.plot import draw
+
+        draw(request.rows, o["plot_target"])
+    if any(row.wrong for row in request.rows):
+        sys.exit(1)
+    if not request.rows:
+        raise InvalidUsage(f"nothing was measured: {request.op} has no such form")
+
+
+# ---------------------------------------------------------------------- ranks of torchrun, mpirun or srun
+
+
+def _run_joined(request: _Request) -> None:
+    """This process is one rank of a job that something else started; rank 0 prints."""
+    import miraccl
+    from miraccl.tools.perf.conductor import run_cases
+    from miraccl.tools.perf.engine_miraccl import MiracclEngine
+
+    job = _job(request)
+    with miraccl.init(**job.init) as comm:
+        engine = MiracclEngine(comm, window=job.window, persistent=job.persistent)
+        if comm.rank == 0:
+            with _display(request) as show:
+                run_cases(job, engine, lambda: None, show)
+        else:
+            run_cases(job, engine, lambda: None, lambda line: request.rows.extend(line.rows))
+        rank = comm.rank
+    if rank == 0:
+        _finish(request)
+    elif any(row.wrong for row in request.rows):
+        sys.exit(1)

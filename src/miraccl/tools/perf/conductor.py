@@ -1,0 +1,199 @@
+"""Runs the measurement on own ranks, alone or in turns with a peer.
+
+Libraries that are compared are both alive the whole time, and one of them works while all ranks of the other block in a system
+call: batches alternate, so that what else happens on the machine hits both.
+
+Rules it keeps: a rank that fails ends the run, with its error told once; no wait is longer than the deadline; whatever was
+started is ended before the functions here return.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from miraccl.errors import MiracclError
+from miraccl.tools import launch
+from miraccl.tools.perf.measure import Options, measure
+from miraccl.tools.perf.spec import Case, Row
+from miraccl.tools.spawn import Context, Outcome, Ranks
+
+_GRACE = 3.0  # seconds that the other ranks get to end by themselves after a failure
+
+
+class RunFailed(MiracclError):
+    """The measurement could not be finished; ``details`` is the traceback of the rank that failed first."""
+
+    fault = "system"
+
+    def __init__(self, message: str, *, details: str = "", **where: Any) -> None:
+        super().__init__(message, **where)
+        self.details = details
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What each rank is told."""
+
+    cases: tuple[Case, ...]
+    options: Options
+    init: dict[str, Any]
+    window: bool = False
+    persistent: bool = False
+    explain: bool = False
+    in_turns: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One size measured: a line of the table."""
+
+    number: int
+    out_of_place: Row | None
+    in_place: Row | None
+    explanation: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def rows(self) -> list[Row]:
+        return [r for r in (self.out_of_place, self.in_place) if r is not None]
+
+
+class Group(Protocol):
+    """The ranks of one library, as the conductor sees them."""
+
+    name: str
+
+    @property
+    def paused(self) -> bool:
+        """Every rank waits for its turn."""
+        ...
+
+    @property
+    def finished(self) -> bool: ...
+
+    def go(self) -> None: ...
+
+    def pump(self, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds for something to happen, and note it. Raises ``RunFailed``."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+def run_cases(job: Job, engine: Any, turn: Callable[[], None], report: Callable[[Line], None]) -> None:
+    """The life of one rank; ``report`` is called on every rank with the same line."""
+    for number, case in enumerate(job.cases):
+        out_of_place = measure(engine, case, False, job.options, turn)
+        in_place = measure(engine, case, True, job.options, turn)
+        explanation = tuple(explain(engine.comm, case)) if job.explain else ()
+        report(Line(number=number, out_of_place=out_of_place, in_place=in_place, explanation=explanation))
+
+
+def explain(comm: Any, case: Case) -> list[dict[str, Any]]:
+    """The candidates for a case as plain dictionaries; none for operations without a choice."""
+    if case.op == "sendrecv":
+        return []
+    redop = "sum" if case.redop == "none" else case.redop
+    records = comm.explain(case.op, case.nbytes, case.dtype, redop)
+    names = ("algo", "proto", "channels", "predicted_us", "chosen", "reason")
+    return [{name: getattr(record, name) for name in names} for record in records]
+
+
+def rank_main(context: Context, job: Job) -> None:
+    """What a forked rank runs."""
+    os.dup2(2, 1)  # standard output is the parent's table
+    import miraccl
+    from miraccl.tools.perf.engine_miraccl import MiracclEngine
+
+    def turn() -> None:
+        if job.in_turns:
+            context.emit("ready")
+            context.receive()
+
+    with miraccl.init(**job.init) as comm:
+        engine = MiracclEngine(comm, window=job.window, persistent=job.persistent)
+        run_cases(job, engine, turn, context.emit if comm.rank == 0 else lambda line: None)
+
+
+class OwnGroup:
+    """Own ranks of miraccl, forked from this process."""
+
+    name = "miraccl"
+
+    def __init__(self, job: Job, nranks: int, on_line: Callable[[Line], None]) -> None:
+        self._ranks = Ranks(rank_main, nranks, (job,), environ=launch.local_environ(nranks))
+        self._ready: set[int] = set()
+        self._nranks = nranks
+        self._on_line = on_line
+
+    @property
+    def paused(self) -> bool:
+        return len(self._ready) == self._nranks
+
+    @property
+    def finished(self) -> bool:
+        return not self._ranks.running
+
+    def go(self) -> None:
+        self._ready.clear()
+        for rank in range(self._nranks):
+            self._ranks.send(rank, "go")
+
+    def pump(self, timeout: float) -> None:
+        for rank, message in self._ranks.poll(timeout):
+            if message == "ready":
+                self._ready.add(rank)
+            else:
+                self._on_line(message)
+        if any(not o.ok and o.status is not None for o in self._ranks.outcomes):
+            self._ranks.wait(time.monotonic() + _GRACE)
+            failure = self._ranks.first_failure()
+            assert failure is not None
+            raise RunFailed(_tell(failure), details="" if failure.fault == "usage" else failure.error)
+
+    def stop(self) -> None:
+        self._ranks.stop(grace=0)
+
+
+def _tell(failure: Outcome) -> str:
+    text = failure.describe()
+    return text if failure.summary else f"{text} before it could report an error"
+
+
+def run_in_turns(groups: list[Group], timeout: float) -> Iterator[None]:
+    """Give each group its turn until all have finished; yields whenever something may have arrived.
+
+    ``timeout`` is for the whole run, in seconds.  The caller stops the groups.
+    """
+    deadline = time.monotonic() + timeout
+    while not all(g.finished for g in groups):
+        for group in groups:
+            yield from _pump_until_idle(group, deadline)
+            if not group.finished:
+                group.go()
+                yield from _pump_until_idle(group, deadline)
+        yield
+
+
+def _pump_until_idle(group: Group, deadline: float) -> Iterator[None]:
+    while not (group.paused or group.finished):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise RunFailed(f"{group.name} did not finish in time", hint="--timeout gives it longer")
+        group.pump(left)
+        yield
+
+
+def join(line: Line, times: dict[tuple[int, bool], float], peer: str) -> Line:
+    """The line with the times of the peer put in."""
+
+    def joined(row: Row | None) -> Row | None:
+        if row is None:
+            return None
+        time_us = times.get((line.number, row.in_place))
+        return replace(row, peer=peer, peer_time_us=time_us, ratio=time_us / row.time_us if time_us else None)
+
+    return replace(line, out_of_place=joined(line.out_of_place), in_place=joined(line.in_place))

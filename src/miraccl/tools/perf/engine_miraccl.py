@@ -1,0 +1,96 @@
+"""miraccl as an engine of the measurement: the public functions, called as a user calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import miraccl
+from miraccl.tools.perf.data import Array, numpy_dtype, premul_scalar
+from miraccl.tools.perf.engine import Bound, place_buffers
+from miraccl.tools.perf.spec import Case
+from miraccl.types import PreMulSum
+
+_REDOPS = {"none": "SUM", "sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX", "avg": "AVG"}
+
+
+class MiracclEngine:
+    """``window`` takes buffers from ``comm.empty``, ``persistent`` uses the ``*_init`` operations."""
+
+    name = "miraccl"
+
+    def __init__(self, comm: Any, *, window: bool = False, persistent: bool = False) -> None:
+        self.comm = comm
+        self.rank: int = comm.rank
+        self.nranks: int = comm.nranks
+        self._window = window
+        self._persistent = persistent
+
+    def barrier(self) -> None:
+        self.comm.barrier()
+
+    def reduce_list(self, values: list[float], *, how: str) -> list[float]:
+        array = np.array(values, np.float64)
+        self.comm.all_reduce(array, op=miraccl.MAX if how == "max" else miraccl.SUM)
+        return [float(v) for v in array]
+
+    def bind(self, case: Case, in_place: bool) -> Bound | None:
+        if case.op == "broadcast" and not in_place:
+            return None  # has no such form
+        x, y = place_buffers(case, self.rank, in_place, lambda count: self._allocate(count, numpy_dtype(case.dtype)))
+        return Bound(call=self._call(case, x, y), input=x, output=y, chosen=self._chosen)
+
+    def close(self) -> None:
+        self.comm.finalize()
+
+    def _allocate(self, count: int, dtype: np.dtype[Any]) -> Array:
+        if not self._window:
+            return np.zeros(count, dtype)
+        array: Array = self.comm.empty(count, dtype)
+        array[:] = np.zeros(1, dtype)
+        return array
+
+    def _chosen(self) -> tuple[str, str, int]:
+        plan = self.comm.last_plan
+        return (plan.algo, plan.proto, plan.channels) if plan is not None else ("", "", 0)
+
+    def _call(self, case: Case, x: Array, y: Array) -> Callable[[], Any]:
+        args, options = self._arguments(case, x, y)
+        if case.op == "sendrecv":
+            return _bind(self.comm.sendrecv, *args, **options)
+        function = getattr(self.comm, case.op + ("_init" if self._persistent else ""))
+        if not self._persistent:
+            return _bind(function, *args, **options)
+        operation: Callable[[], Any] = function(*args, **options)
+        return operation
+
+    def _arguments(self, case: Case, x: Array, y: Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        op, at_root = case.op, self.rank == case.root
+        if op == "sendrecv":
+            return (x,), {"dst": (self.rank + 1) % self.nranks, "out": y, "src": (self.rank - 1) % self.nranks}
+        if op == "broadcast":
+            return (y,), {"root": case.root}
+        options: dict[str, Any] = {"out": y}
+        if op in ("all_reduce", "reduce") and x is y:
+            options = {}
+        if case.redop != "none":
+            options["op"] = PreMulSum(premul_scalar(self.rank)) if case.redop == "premul_sum" else getattr(miraccl, _REDOPS[case.redop])
+        if case.root >= 0:
+            options["root"] = case.root
+        if op == "reduce" and not at_root:
+            options.pop("out", None)
+        if op == "gather" and not at_root:
+            options["out"] = None
+        if op == "scatter" and not at_root:
+            return (None,), options
+        return (x,), options
+
+
+def _bind(function: Callable[..., Any], *args: Any, **options: Any) -> Callable[[], Any]:
+    """What a user writes: one call with its arguments; a lambda is the cheapest way to repeat it."""
+    if len(args) == 1 and options.keys() == {"out", "op"}:
+        x, out, op = args[0], options["out"], options["op"]
+        return lambda: function(x, out=out, op=op)
+    return lambda: function(*args, **options)

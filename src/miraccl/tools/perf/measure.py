@@ -1,0 +1,145 @@
+"""How one case is measured; the same code in every rank, of miraccl and of its peers.
+
+    time = median over batches of (maximum over ranks of (time of a batch / calls in it));
+
+a batch starts with a barrier.  nccl-tests has one batch and, by default, takes the average over ranks; the maximum is what an
+application waits for, and the median keeps what else the machine does out of the result.  Each result is checked element by
+element before and after the timed calls, with other inputs and a poisoned output.
+
+Needs numpy; processes of a peer load this file by its path.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from miraccl.tools.perf import data
+from miraccl.tools.perf.engine import Bound, Engine
+from miraccl.tools.perf.spec import REDUCING, Case, Row
+
+_BATCH_SECONDS = 0.02
+_MAX_CALLS = 5000
+_SMALL_BYTES = 4 << 20  # up to here a warm-up costs nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """``iters`` and ``warmup`` are calls, None chooses: batches of about 20 ms. ``fresh`` rewrites the input before each call."""
+
+    iters: int | None = None
+    warmup: int | None = None
+    batches: int = 5
+    check: bool = True
+    fresh: bool = False
+
+
+def measure(engine: Engine, case: Case, in_place: bool, options: Options, turn: Callable[[], None]) -> Row | None:
+    """Measure one form of one case; every rank gets the same row. None if the library does not have the form.
+
+    ``turn`` is called before each stretch of work and may block there, so that libraries that are compared take turns.
+    """
+    turn()
+    bound = engine.bind(case, in_place)
+    if bound is None:
+        for _ in range(options.batches + 1):  # stay in step with the other side
+            turn()
+        return None
+    wrong = _check(engine, case, bound, in_place, seed=1) if options.check else 0
+    iters = _warm_up(engine, case, bound, options)
+    times = []
+    for _ in range(options.batches):
+        turn()
+        times.append(_time_batch(engine, case, bound, iters, options.fresh))
+    turn()
+    chosen = bound.chosen()
+    wrong += _check(engine, case, bound, in_place, seed=2) if options.check else 0
+    times = engine.reduce_list(times, how="max")
+    (total_wrong,) = engine.reduce_list([float(wrong)], how="sum")
+    return _row(case, in_place, options, times, iters, int(total_wrong), chosen)
+
+
+def _check(engine: Engine, case: Case, bound: Bound, in_place: bool, seed: int) -> int:
+    data.poison(bound.output)
+    data.fill_input(case, bound.input, engine.rank, seed)
+    engine.barrier()  # no rank writes into memory that another one still poisons
+    bound.call()
+    wrong = data.count_wrong(case, bound.output, data.expected_output(case, engine.rank, seed))
+    if in_place and case.op in REDUCING:
+        data.calm(case, bound.input)
+    return wrong
+
+
+def _warm_up(engine: Engine, case: Case, bound: Bound, options: Options) -> int:
+    """Untimed calls; returns how many calls a batch has."""
+    calls = options.warmup if options.warmup is not None else 3 if case.nbytes <= _SMALL_BYTES else 1
+    for _ in range(calls):
+        bound.call()
+    if options.fresh and options.iters is None:
+        return 1
+    if options.iters is not None:
+        return options.iters
+    estimate = _estimate(engine, bound, 2)
+    for _ in range(2 if case.nbytes <= _SMALL_BYTES else 0):
+        estimate = min(estimate, _estimate(engine, bound, max(1, min(200, int(_BATCH_SECONDS / estimate)))))
+    return max(1, min(_MAX_CALLS, int(_BATCH_SECONDS / estimate)))
+
+
+def _estimate(engine: Engine, bound: Bound, calls: int) -> float:
+    """Seconds per call, the same on every rank."""
+    engine.barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        bound.call()
+    return max(1e-9, engine.reduce_list([(time.perf_counter() - start) / calls], how="max")[0])
+
+
+def _time_batch(engine: Engine, case: Case, bound: Bound, iters: int, fresh: bool) -> float:
+    """Seconds per call on this rank."""
+    call = bound.call
+    if fresh:
+        return sum(_time_fresh(engine, case, bound) for _ in range(iters)) / iters
+    engine.barrier()
+    start = time.perf_counter()
+    for _ in range(iters):
+        call()
+    return (time.perf_counter() - start) / iters
+
+
+def _time_fresh(engine: Engine, case: Case, bound: Bound) -> float:
+    """One call on an input that this rank has just written, as an application does."""
+    data.calm(case, bound.input)
+    engine.barrier()
+    start = time.perf_counter()
+    bound.call()
+    return time.perf_counter() - start
+
+
+def _row(
+    case: Case, in_place: bool, options: Options, times: list[float], iters: int, wrong: int, chosen: tuple[str, str, int]
+) -> Row:
+    time_us = statistics.median(times) * 1e6
+    algbw, busbw = case.speeds(time_us)
+    algo, proto, channels = chosen
+    return Row(
+        op=case.op,
+        bytes=case.nbytes,
+        count=case.count,
+        dtype=case.dtype,
+        redop=case.redop,
+        root=case.root,
+        ranks=case.nranks,
+        in_place=in_place,
+        time_us=time_us,
+        time_min_us=min(times) * 1e6,
+        algbw=algbw,
+        busbw=busbw,
+        wrong=wrong if options.check else None,
+        iters=iters,
+        batches=len(times),
+        algo=algo,
+        proto=proto,
+        channels=channels,
+    )

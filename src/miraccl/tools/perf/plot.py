@@ -1,0 +1,49 @@
+"""``miraccl perf --plot``: busbw over size, with matplotlib, which is imported here and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miraccl.errors import InvalidUsage, MissingDependency
+from miraccl.tools.perf.spec import Row, busbw_factor
+
+
+def load() -> Any:
+    """The figure class of matplotlib, without a display; raises ``MissingDependency`` with what to install."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingDependency("--plot needs matplotlib", hint="pip install 'miraccl[plot]', or pip install matplotlib") from None
+    return Figure
+
+
+def draw(rows: list[Row], target: str) -> None:
+    """One line per form, and one per form of the peer if there is one."""
+    figure = load()(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for in_place, label in ((False, "out of place"), (True, "in place")):
+        mine = [r for r in rows if r.in_place is in_place]
+        if not mine:
+            continue
+        (drawn,) = axes.plot([r.bytes for r in mine], [r.busbw for r in mine], marker="o", label=f"miraccl, {label}")
+        theirs = [(r.bytes, _peer_busbw(r)) for r in mine if r.peer_time_us]
+        if theirs:
+            sizes, speeds = zip(*theirs, strict=True)
+            axes.plot(sizes, speeds, marker="x", linestyle="--", color=drawn.get_color(), label=f"{mine[0].peer}, {label}")
+    first = rows[0]
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("size (bytes)")
+    axes.set_ylabel("busbw (GB/s)")
+    axes.set_title(f"{first.op}, {first.ranks} ranks, {first.dtype}")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(target)
+    except (OSError, ValueError) as error:
+        raise InvalidUsage(f"cannot write {target}: {error}") from None
+
+
+def _peer_busbw(row: Row) -> float:
+    assert row.peer_time_us is not None
+    return row.bytes / row.peer_time_us / 1e3 * busbw_factor(row.op, row.ranks)
