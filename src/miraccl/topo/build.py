@@ -1,0 +1,494 @@
+"""From the tree of a topology file to the ``System`` graph, with NCCL 2.28's rules and order (``src/graph/topo.cc``).
+
+What decides results, and is therefore kept exactly
+- Nodes are created in the order of the file; links of a node are sorted by falling bandwidth as they are added, equal ones in order of
+  arrival; NVLinks come in a second pass, C2C in a third, PCI links between switches in a fourth.
+- All NVLinks that do not lead to a GPU or CPU lead to one NVSwitch. A NIC is identified by its bus id alone, so that the
+  NICs directly below several CPUs are one node, at the first CPU.
+- Broadcom switches that show themselves as two levels are flattened; then CPUs are joined; then the upstream PCI link is put last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from miraccl.errors import TopologyError
+from miraccl.topo.records import (
+    LOC_BW,
+    LOCAL_ID_MASK,
+    UNDEF,
+    CpuArch,
+    CpuNode,
+    CpuVendor,
+    GpuNode,
+    Link,
+    LinkType,
+    NetNode,
+    NodeType,
+    PciNode,
+    System,
+    TopoNode,
+    f32,
+)
+from miraccl.topo.xmlfile import XmlNode, bus_id, c_float, c_long, c_uint64
+
+# GB/s between NUMA domains of one node (topo.h *_QPI_BW and neighbours).
+POWER_BW, ARM_BW, AMD_BW = 32.0, 6.0, 16.0
+INTEL_BW = {1: 6.0, 2: 10.0, 3: 22.0, 4: 40.0}
+ZHAOXIN_BW = {UNDEF: 6.0, 1: 9.0}
+
+NVLINK_BW = ((100, 40.1), (90, 20.6), (87, 20.0), (86, 12.0), (80, 20.0), (70, 20.0), (60, 18.0))
+"""GB/s of one NVLink in one direction, from this compute capability on (topo.h SM*_NVLINK_BW)."""
+NVLINK_BW_DEFAULT = 20.0
+
+PCI_CLASSES = (
+    ("0x060400", NodeType.PCI),
+    ("0x080100", NodeType.PCI),  # CX8 data direct
+    ("0x068000", NodeType.NVS),
+    ("0x068001", NodeType.CPU),
+    ("0x03", NodeType.GPU),
+    ("0x02", NodeType.NIC),
+)
+"""Node type by the beginning of the PCI class; anything else counts as a PCI switch."""
+
+PCI_SPEEDS = (
+    ("2.5 GT/s", 15),
+    ("5 GT/s", 30),
+    ("8 GT/s", 60),
+    ("16 GT/s", 120),
+    ("32 GT/s", 240),
+    ("5.0 GT/s PCIe", 30),
+    ("8.0 GT/s PCIe", 60),
+    ("16.0 GT/s PCIe", 120),
+    ("32.0 GT/s PCIe", 240),
+    ("64.0 GT/s PCIe", 480),
+)
+"""Speed of a lane in 100 Mbit/s by the beginning of ``link_speed``."""
+PCI_SPEED_DEFAULT = 60
+PCI_WIDTH_DEFAULT = 16
+
+CPU_ARCHS = (("x86_64", CpuArch.X86), ("arm64", CpuArch.ARM), ("ppc64", CpuArch.POWER))
+CPU_VENDORS = (
+    ("GenuineIntel", CpuVendor.INTEL),
+    ("AuthenticAMD", CpuVendor.AMD),
+    ("CentaurHauls", CpuVendor.ZHAOXIN),
+    ("  Shanghai  ", CpuVendor.ZHAOXIN),
+)
+
+NET_MAX_CHANNELS = 64
+"""Default of a net's ``maxconn`` (NCCL ``MAXCHANNELS``)."""
+NET_SPEED_DEFAULT = 10_000
+"""Mbit/s of a net without a positive ``speed``."""
+
+
+def nvlink_bw(sm: int) -> float:
+    """GB/s of one NVLink of a GPU of this compute capability (times ten)."""
+    for least, bw in NVLINK_BW:
+        if sm >= least:
+            return f32(bw)
+    return f32(NVLINK_BW_DEFAULT)
+
+
+def pci_bw(speed: str, width: int) -> float:
+    """GB/s of a PCI link; a speed that is not known counts as 8 GT/s, width 0 as 16 lanes."""
+    per_lane = _by_prefix(speed, PCI_SPEEDS, PCI_SPEED_DEFAULT)
+    return f32((width or PCI_WIDTH_DEFAULT) * per_lane / 80.0)
+
+
+def pci_class(text: str) -> NodeType:
+    return _by_prefix(text, PCI_CLASSES, NodeType.PCI)
+
+
+def inter_cpu_bw(arch: int, vendor: int, model: int) -> float:
+    """GB/s between two NUMA domains, by the CPU the traffic leaves."""
+    if arch == CpuArch.POWER:
+        return POWER_BW
+    if arch == CpuArch.ARM:
+        return ARM_BW
+    if arch == CpuArch.X86 and vendor == CpuVendor.INTEL:
+        return INTEL_BW.get(model, INTEL_BW[1])
+    if arch == CpuArch.X86 and vendor == CpuVendor.AMD:
+        return AMD_BW
+    if arch == CpuArch.X86 and vendor == CpuVendor.ZHAOXIN:
+        return ZHAOXIN_BW.get(model, ZHAOXIN_BW[UNDEF])
+    return LOC_BW
+
+
+_T = TypeVar("_T")
+
+
+def _by_prefix(text: str, table: Sequence[tuple[str, _T]], default: _T) -> _T:
+    for prefix, value in table:
+        if text.startswith(prefix):
+            return value
+    return default
+
+
+# The mutable graph. Link storage behaves like NCCL's array: removing an entry leaves the last one behind the end, where sorting sees it.
+
+
+@dataclass(slots=True, eq=False)
+class _Edge:
+    type: LinkType
+    bw: float
+    target: _Vertex
+
+
+@dataclass(slots=True, eq=False)
+class _Vertex:
+    record: TopoNode
+    store: list[_Edge] = field(default_factory=list)
+    count: int = 0
+    parent: _Vertex | None = None
+
+    @property
+    def edges(self) -> list[_Edge]:
+        return self.store[: self.count]
+
+    def connect(self, target: _Vertex, type: LinkType, bw: float) -> None:
+        """Add ``bw`` to the link of this type, made if need be, and move it before those with less."""
+        at = next((i for i, edge in enumerate(self.store) if edge.target is target and edge.type == type), len(self.store))
+        if at == len(self.store):
+            self.store.append(_Edge(type, 0.0, target))
+            self.count += 1
+        edge = self.store[at]
+        edge.bw = f32(edge.bw + bw)
+        while at and self.store[at - 1].bw < edge.bw:
+            self.store[at] = self.store[at - 1]
+            at -= 1
+        self.store[at] = edge
+
+    def remove(self, at: int) -> None:
+        self.store[at : self.count - 1] = [_Edge(e.type, e.bw, e.target) for e in self.store[at + 1 : self.count]]
+        self.count -= 1
+
+    def append(self, edge: _Edge) -> None:
+        copy = _Edge(edge.type, edge.bw, edge.target)
+        if self.count < len(self.store):
+            self.store[self.count] = copy
+        else:
+            self.store.append(copy)
+        self.count += 1
+
+    def put_last(self, target: _Vertex) -> None:
+        """Move the link to ``target`` behind all others."""
+        for at, edge in enumerate(self.store):
+            if edge.target is target:
+                self.store.append(self.store.pop(at))
+                return
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.of: dict[NodeType, list[_Vertex]] = {kind: [] for kind in NodeType}
+        self.hosts: list[int] = []
+
+    def find(self, type: NodeType, id: int) -> _Vertex | None:
+        for vertex in self.of[type]:
+            if vertex.record.id == id:
+                return vertex
+        return None
+
+    def add(self, record: TopoNode) -> _Vertex:
+        vertex = _Vertex(record)
+        self.of[record.type].append(vertex)
+        return vertex
+
+    def host(self, cpu: XmlNode) -> int:
+        """Number of the host a ``cpu`` element belongs to, by its ``host_hash``."""
+        hash = c_uint64(cpu.attrs.get("host_hash", "0"), 16)
+        if hash not in self.hosts:
+            self.hosts.append(hash)
+        return self.hosts.index(hash)
+
+    # Pass 1: CPUs, PCI trees, GPUs, NICs, nets
+
+    def cpu(self, xml: XmlNode) -> None:
+        numa = xml.integer("numaid") if "numaid" in xml.attrs else _missing(xml, "numaid")
+        host = self.host(xml)
+        arch, vendor, model = _cpu_kind(xml)
+        record = CpuNode(id=_id(host, numa), arch=arch, vendor=vendor, model=model, affinity=xml.attrs.get("affinity", ""))
+        cpu = self.add(record)
+        for child in xml.children:
+            if child.name == "pci":
+                self.pci(child, cpu, host)
+            elif child.name == "nic":
+                nic = self.find(NodeType.NIC, _id(host, 0))
+                if nic is None:
+                    nic = self.add(TopoNode(type=NodeType.NIC, id=_id(host, 0)))
+                    _join(cpu, nic, LinkType.PCI, LOC_BW)
+                    nic.parent = cpu
+                self.nic(child, nic, host)
+
+    def pci(self, xml: XmlNode, parent: _Vertex, host: int) -> None:
+        if "busid" not in xml.attrs:
+            _missing(xml, "busid")
+        id = _id(host, bus_id(xml.attrs["busid"]))
+        kind = pci_class(xml.attrs.get("class", ""))
+        new: _Vertex | None = None
+        gpu = xml.child("gpu")
+        if gpu is not None:
+            if "rank" not in gpu.attrs:
+                return
+            kind = NodeType.GPU
+            new = self.add(_gpu_record(gpu, id))
+        nic_xml = xml.child("nic")
+        if nic_xml is not None:
+            nic = self.find(NodeType.NIC, id)
+            if nic is None:
+                new = nic = self.add(TopoNode(type=NodeType.NIC, id=id))
+            self.nic(nic_xml, nic, host)
+        elif kind == NodeType.PCI:
+            new = self.add(PciNode(id=id, device=_pci_device(xml)))
+            for child in xml.children:
+                if child.name == "pci":
+                    self.pci(child, new, host)
+        if new is not None:
+            bw = pci_bw(xml.attrs.get("link_speed", ""), xml.integer("link_width"))
+            new.connect(parent, LinkType.PCI, bw)
+            parent.connect(new, LinkType.PCI, bw)
+            new.parent = parent
+
+    def nic(self, xml: XmlNode, nic: _Vertex, host: int) -> None:
+        for child in xml.children:
+            if child.name == "net" and "dev" in child.attrs:
+                record = _net_record(child, host)
+                _join(nic, self.add(record), LinkType.NET, record.bw)
+
+    # Passes 2 to 4: links that do not follow the tree
+
+    def cross_links(self, root: XmlNode, element: str) -> Iterator[tuple[XmlNode, int, int]]:
+        """Elements of a name with the host and the id of the device they belong to."""
+
+        def visit(node: XmlNode, bus: str | None, host: int) -> Iterator[tuple[XmlNode, int, int]]:
+            if node.name == element:
+                yield node, host, _id(host, bus_id(bus or ""))
+                return
+            if node.name == "cpu":
+                host = self.host(node)
+            bus = node.attrs.get("busid", bus)
+            for child in node.children:
+                yield from visit(child, bus, host)
+
+        return visit(root, None, 0)
+
+    def nvlinks(self, root: XmlNode) -> None:
+        for xml, host, id in self.cross_links(root, "nvlink"):
+            gpu = self.owner(xml, NodeType.GPU, id)
+            if "count" not in xml.attrs or "tclass" not in xml.attrs:
+                _missing(xml, "count" if "count" not in xml.attrs else "tclass")
+            target = self.link_target(xml, gpu, host)
+            if target is None:
+                continue
+            assert isinstance(gpu.record, GpuNode)
+            bw = f32(xml.integer("count") * nvlink_bw(gpu.record.sm))
+            gpu.connect(target, LinkType.NVL, bw)
+            if target.record.type != NodeType.GPU:
+                target.connect(gpu, LinkType.NVL, bw)
+
+    def link_target(self, xml: XmlNode, gpu: _Vertex, host: int) -> _Vertex | None:
+        """The far end of an NVLink: a GPU (None where it does not take part), the GPU's CPU, else the one NVSwitch."""
+        match pci_class(xml.attrs["tclass"]):
+            case NodeType.GPU:
+                if "target" not in xml.attrs:
+                    _missing(xml, "target")
+                return self.find(NodeType.GPU, _id(host, bus_id(xml.attrs["target"])))
+            case NodeType.CPU:
+                return _local_cpu(gpu)
+            case _:
+                return self.of[NodeType.NVS][0] if self.of[NodeType.NVS] else self.add(TopoNode(type=NodeType.NVS, id=0))
+
+    def c2c(self, root: XmlNode) -> None:
+        for xml, _, id in self.cross_links(root, "c2c"):
+            gpu = self.owner(xml, NodeType.GPU, id)
+            cpu = _local_cpu(gpu)
+            if cpu is not None:
+                for key in ("bw", "count"):
+                    if key not in xml.attrs:
+                        _missing(xml, key)
+                _join(gpu, cpu, LinkType.C2C, f32(xml.integer("bw") * xml.integer("count") / 1000.0))
+
+    def pci_links(self, root: XmlNode) -> None:
+        for xml, host, id in self.cross_links(root, "pcilink"):
+            switch = self.owner(xml, NodeType.PCI, id)
+            if "target" not in xml.attrs:
+                _missing(xml, "target")
+            remote = self.find(NodeType.PCI, _id(host, bus_id(xml.attrs["target"])))
+            if remote is not None:
+                switch.connect(remote, LinkType.LOC, LOC_BW)
+
+    def owner(self, xml: XmlNode, type: NodeType, id: int) -> _Vertex:
+        vertex = self.find(type, id)
+        if vertex is None:
+            raise TopologyError(f"line {xml.line}: <{xml.name}> belongs to {type.name} {id & LOCAL_ID_MASK:x}, which is not in the system")
+        return vertex
+
+    # Passes 5 to 7: switches, CPUs, order
+
+    def flatten_switches(self) -> None:
+        """Merge the second level of Broadcom gen 4 and gen 5 switches into the first: they sustain full bandwidth on all ports."""
+        at = 0
+        while at < len(self.of[NodeType.PCI]):
+            switch = self.of[NodeType.PCI][at]
+            gen = _broadcom_gen(switch, 0)
+            at += 1
+            if not gen:
+                continue
+            inner = []
+            position = 0
+            while position < switch.count:
+                below = switch.store[position].target
+                if below.record.type == NodeType.PCI and _broadcom_gen(below, 1) == gen:
+                    inner.append(below)
+                    switch.remove(position)
+                else:
+                    position += 1
+            for below in inner:
+                self.absorb(switch, below)
+            assert isinstance(switch.record, PciNode)
+            # Marked so that it is not merged again.
+            switch.record = PciNode(id=switch.record.id, device=switch.record.device | 0xFFFF)
+            at = 0
+
+    def absorb(self, switch: _Vertex, below: _Vertex) -> None:
+        for edge in below.edges:
+            if edge.target is switch:
+                continue
+            switch.append(edge)
+            for back in edge.target.edges:
+                if back.target is below:
+                    back.target = switch
+                    break
+        self.of[NodeType.PCI].remove(below)
+        for vertices in self.of.values():
+            for vertex in vertices:
+                position = 0
+                while position < vertex.count:
+                    if vertex.store[position].target is below:
+                        vertex.remove(position)
+                    else:
+                        position += 1
+
+    def join_cpus(self) -> None:
+        for one in self.of[NodeType.CPU]:
+            assert isinstance(one.record, CpuNode)
+            bw = inter_cpu_bw(one.record.arch, one.record.vendor, one.record.model)
+            for other in self.of[NodeType.CPU]:
+                if one is not other and one.record.system_id == other.record.system_id:
+                    one.connect(other, LinkType.SYS, bw)
+
+    def sort(self, vertex: _Vertex, up: _Vertex | None) -> None:
+        if up is not None:
+            vertex.put_last(up)
+        for edge in vertex.edges:
+            if edge.type == LinkType.PCI and edge.target is not up:
+                self.sort(edge.target, vertex)
+
+    def system(self) -> System:
+        vertices = [vertex for kind in NodeType for vertex in self.of[kind]]
+        index = {id(vertex): i for i, vertex in enumerate(vertices)}
+        nodes = []
+        for vertex in vertices:
+            links = tuple(Link(type=e.type, bw=e.bw, target=index[id(e.target)]) for e in vertex.edges)
+            nodes.append(replace(vertex.record, links=links))
+        return System(nodes=tuple(nodes))
+
+
+def build_system(root: XmlNode) -> System:
+    """The graph of a selected tree (``select.select_topology``), before paths are known. Raises ``TopologyError``.
+
+    ``max_bw``, ``total_bw``, ``inter`` and the nets' ``local_gpu`` depend on paths and are filled in by ``paths``.
+    """
+    builder = _Builder()
+    for child in root.children:
+        if child.name == "cpu":
+            builder.cpu(child)
+    builder.nvlinks(root)
+    builder.c2c(root)
+    builder.pci_links(root)
+    builder.flatten_switches()
+    builder.join_cpus()
+    for cpu in builder.of[NodeType.CPU]:
+        builder.sort(cpu, None)
+    return builder.system()
+
+
+def _missing(xml: XmlNode, key: str) -> int:
+    raise TopologyError(f"line {xml.line}: <{xml.name}> has no {key}")
+
+
+def _id(host: int, local: int) -> int:
+    return (host << 56) | (local & LOCAL_ID_MASK)
+
+
+def _join(one: _Vertex, other: _Vertex, type: LinkType, bw: float) -> None:
+    one.connect(other, type, bw)
+    other.connect(one, type, bw)
+
+
+def _local_cpu(vertex: _Vertex) -> _Vertex | None:
+    """The CPU at the root of the PCI tree."""
+    at: _Vertex | None = vertex
+    while at is not None and at.record.type != NodeType.CPU:
+        at = at.parent
+    return at
+
+
+def _broadcom_gen(vertex: _Vertex, level: int) -> int:
+    """4 or 5 for Broadcom switches known to show a second level, else 0; vendor, device and subsystem vendor decide."""
+    assert isinstance(vertex.record, PciNode)
+    prefix = vertex.record.device & 0xFFFF_FFFF_FFFF_F000
+    if prefix == 0x1000_C010_1000_A000:
+        return 4
+    return 5 if prefix == 0x1000_C030_1000_0000 | level * 0x1000 else 0
+
+
+def _cpu_kind(xml: XmlNode) -> tuple[int, int, int]:
+    """Architecture, vendor and model as NCCL numbers them; vendor only on x86, model only for Intel and Zhaoxin."""
+    arch = _by_prefix(xml.attrs.get("arch", ""), CPU_ARCHS, CpuArch.UNKNOWN)
+    if arch != CpuArch.X86:
+        return arch, CpuVendor.UNDEF, UNDEF
+    vendor = _by_prefix(xml.attrs.get("vendor", ""), CPU_VENDORS, CpuVendor.UNKNOWN)
+    family, model = xml.integer("familyid"), xml.integer("modelid")
+    if vendor == CpuVendor.INTEL:
+        steps = ((0xCF, 4), (0x8F, 3), (0x55, 2))
+        return arch, vendor, next((number for least, number in steps if family == 6 and model >= least), 1)
+    if vendor == CpuVendor.ZHAOXIN and family == 7 and model == 0x5B:
+        return arch, vendor, 1
+    return arch, vendor, UNDEF
+
+
+def _gpu_record(xml: XmlNode, id: int) -> GpuNode:
+    if "sm" not in xml.attrs:
+        _missing(xml, "sm (compute capability times ten)")
+    return GpuNode(
+        id=id, dev=xml.integer("dev"), rank=xml.integer("rank"), sm=xml.integer("sm"), gdr=xml.integer("gdr")
+    )
+
+
+def _pci_device(xml: XmlNode) -> int:
+    keys = (("vendor", 48), ("device", 32), ("subsystem_vendor", 16), ("subsystem_device", 0))
+    return sum(c_long(xml.attrs[key]) << shift for key, shift in keys if key in xml.attrs) & ((1 << 64) - 1)
+
+
+def _net_record(xml: XmlNode, host: int) -> NetNode:
+    dev = xml.integer("dev")
+    id = _id(host, dev)
+    latency = f32(c_float(xml.attrs.get("latency", "0")))
+    if not math.isfinite(latency):
+        raise TopologyError(f"line {xml.line}: latency {xml.attrs['latency']} is no finite number")
+    speed = xml.integer("speed")
+    return NetNode(
+        id=id,
+        dev=dev,
+        asic=c_uint64(xml.attrs["guid"], 16) if "guid" in xml.attrs else id,
+        port=xml.integer("port"),
+        bw=f32((speed if speed > 0 else NET_SPEED_DEFAULT) / 8000.0),
+        latency=latency,
+        gdr=xml.integer("gdr"),
+        coll=xml.integer("coll"),
+        max_channels=xml.integer("maxconn", NET_MAX_CHANNELS),
+    )

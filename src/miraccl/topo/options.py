@@ -1,0 +1,82 @@
+"""What may be set about topology and paths, as plain values.
+
+``TopoOptions`` says which part of a file takes part and how it is read; ``PathOptions`` are NCCL's rules about who may talk to whom. The
+environment is read in :meth:`PathOptions.read` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from miraccl import params
+from miraccl.errors import InvalidUsage
+from miraccl.topo.records import PathType
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathOptions:
+    """Rules for the corrections of paths; the defaults are NCCL's.
+
+    ``p2p_level``, ``gdr_level``: farthest path type for peer access and for GPUDirect RDMA, None chooses (PXB; SYS for peer access
+    between two GPUs on AMD). ``gdr_read``: GPUDirect for sends, 0 never, 1 always, negative by architecture. ``net_per_gpu``: how many of
+    its nearest nets a GPU uses: 0 shares them evenly among the GPUs, -1 all, else a number.
+    """
+
+    p2p_level: PathType | None = None
+    nvb: bool = True
+    pxn: bool = True
+    pxn_c2c: bool = True
+    gdr_level: PathType | None = None
+    gdr_read: int = -2
+    gdr_c2c: bool = True
+    shm: bool = True
+    net_intra: bool = True
+    net_per_gpu: int = 0
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> PathOptions:
+        """From an environment; NCCL's names count as ours do. ``P2P_DISABLE=1`` goes before ``P2P_LEVEL``."""
+
+        def level(value: int) -> PathType | None:
+            return None if value < 0 else PathType(value)
+
+        p2p = PathType.LOC if params.P2P_DISABLE.read(environ) == 1 else level(params.P2P_LEVEL.read(environ))
+        return cls(
+            p2p_level=p2p,
+            nvb=params.NVB_DISABLE.read(environ) == 0,
+            pxn=params.PXN_DISABLE.read(environ) != 1,
+            pxn_c2c=params.PXN_C2C.read(environ) != 0,
+            gdr_level=level(params.NET_GDR_LEVEL.read(environ)),
+            gdr_read=params.NET_GDR_READ.read(environ),
+            gdr_c2c=params.NET_GDR_C2C.read(environ) != 0,
+            shm=not params.SHM_DISABLE.read(environ),
+            net_intra=params.NET_DISABLE_INTRA.read(environ) != 1,
+            net_per_gpu=_nets_per_gpu(params.NETDEVS_POLICY.read(environ)),
+        )
+
+
+def _nets_per_gpu(policy: str) -> int:
+    return {"AUTO": 0, "ALL": -1}[policy] if policy in ("AUTO", "ALL") else int(policy.partition(":")[2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopoOptions:
+    """Which part of a file takes part, in a job of ``nodes`` identical nodes.
+
+    ``gpus``: device numbers that take part, in the order of their local ranks; empty is all. ``fuse``: read the file as one
+    process per GPU given it with ``NCCL_TOPO_FILE`` would (each keeps its own GPU, then the trees are merged); otherwise the file is
+    taken as the merged topology. ``collnet``: every net without a ``coll`` attribute supports CollNet.
+    """
+
+    nodes: int = 1
+    gpus: tuple[int, ...] = ()
+    fuse: bool = False
+    collnet: bool = False
+    paths: PathOptions = field(default_factory=PathOptions)
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise InvalidUsage(f"a job has at least 1 node, not {self.nodes}")
+        if len(set(self.gpus)) != len(self.gpus):
+            raise InvalidUsage(f"a GPU is named twice: {','.join(map(str, self.gpus))}")
