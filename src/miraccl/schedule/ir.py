@@ -6,7 +6,7 @@ What a step means is defined by ``schedule.interpret``; that a schedule is right
 
 Blocks, parts and chunks.  Every buffer consists of blocks of ``count`` elements (uneven operations give each block its own
 count); each block is cut into ``parts`` chunks of nearly equal size.  Chunk ``i`` of a buffer is part ``i % parts`` of block
-``i // parts``.
+``i // parts``.  The input is read only; in place it overlaps the output as ``schedule.layout`` says.
 
 =============== ============ =============
 collective      input blocks output blocks
@@ -71,6 +71,9 @@ class Op(enum.IntEnum):
     WAIT                   takes one signal from each of ``peers``
     BARRIER                no rank leaves before all ranks have come
     ====================== =============================================
+
+    There is one FIFO per (sender, receiver, channel); each sending step puts one message of ``step.chunks`` chunks into it.
+    Signals are counted per (sender, receiver, channel), and a barrier is one of its channel.
     """
 
     SEND = 0
@@ -103,7 +106,8 @@ class Op(enum.IntEnum):
 
     @property
     def needs_addressable_memory(self) -> bool:
-        return self >= Op.PUT
+        """SIGNAL, WAIT and BARRIER carry no data: a connection of any kind can do them (an empty message)."""
+        return Op.PUT <= self <= Op.REDUCE_FROM_PEERS
 
 
 _REDUCES = frozenset(
@@ -169,12 +173,13 @@ class Step:
     peers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        given = (self.src, self.dst, self.recv_peer, self.send_peer, self.peers or None)
-        for name, want, value in zip(("src", "dst", "recv_peer", "send_peer", "peers"), OPERANDS[self.op], given, strict=True):
-            if want and value is None:
-                raise ValueError(f"{self.op.name} needs {name}")
-            if not want and value is not None:
-                raise ValueError(f"{self.op.name} has no {name}")
+        given = (self.src is not None, self.dst is not None, self.recv_peer is not None, self.send_peer is not None, bool(self.peers))
+        if given != OPERANDS[self.op]:  # one comparison: large schedules have tens of thousands of steps
+            for name, want, has in zip(("src", "dst", "recv_peer", "send_peer", "peers"), OPERANDS[self.op], given, strict=True):
+                if want and not has:
+                    raise ValueError(f"{self.op.name} needs {name}")
+                if has and not want:
+                    raise ValueError(f"{self.op.name} has no {name}")
         if self.src is not None and self.dst is not None and self.src.chunks != self.dst.chunks:
             raise ValueError(f"{self.op.name}: src has {self.src.chunks} chunks, dst {self.dst.chunks}")
 
@@ -183,6 +188,15 @@ class Step:
         """How many chunks the step moves."""
         ref = self.dst or self.src
         return ref.chunks if ref is not None else 0
+
+
+#: the buffer that only the root of a rooted collective has
+ROOT_ONLY: dict[Collective, Buffer] = {
+    Collective.BROADCAST: Buffer.INPUT,
+    Collective.SCATTER: Buffer.INPUT,
+    Collective.REDUCE: Buffer.OUTPUT,
+    Collective.GATHER: Buffer.OUTPUT,
+}
 
 
 def input_blocks(collective: Collective, nranks: int) -> int:
@@ -203,7 +217,8 @@ def output_blocks(collective: Collective, nranks: int) -> int:
 class Schedule:
     """``channels[c][r]`` is the ordered list of steps of rank ``r`` on channel ``c``.
 
-    ``parts`` is the number of chunks of a block, over all channels; ``scratch_chunks`` the chunks of scratch each rank has.
+    ``parts`` is the number of chunks of a block, over all channels; ``scratch_chunks`` the chunks of scratch each rank has
+    (scratch, too, is cut into blocks of ``parts`` chunks, so its chunk ``i`` has the size of part ``i % parts``).
     Channels are independent: no order is kept between steps of different channels.
     """
 
@@ -239,6 +254,13 @@ class Schedule:
 
     def buffer_chunks(self, buffer: Buffer) -> int:
         return (self.input_chunks, self.output_chunks, self.scratch_chunks)[buffer]
+
+    def chunks_at(self, buffer: Buffer, rank: int) -> int:
+        """Chunks of ``buffer`` that ``rank`` has: only the root has the input of a broadcast or scatter, the output of a reduce
+        or gather."""
+        if rank != self.root and buffer is ROOT_ONLY.get(self.collective):
+            return 0
+        return self.buffer_chunks(buffer)
 
     @property
     def needs_addressable_memory(self) -> bool:

@@ -1,0 +1,60 @@
+"""Two-shot: each rank adds up one chunk for all, then hands it to all.
+
+Rank ``p`` gets chunk ``p`` of everybody's input, adds in the order of the ranks and rounds once; then everybody gets chunk ``p``
+of the result from rank ``p``.  Two steps and as few bytes as a ring; what fully connected machines (NVLink switches, shared memory)
+want for medium sizes.  All sends come before the receives, one message to each peer per shot.
+
+========== ============= ==================
+collective latency steps blocks on the wire
+========== ============= ==================
+all_reduce 2             2 (n - 1) / n
+========== ============= ==================
+
+(All are 0 for n = 1.)  The halves are the reduce_scatter and the all_gather of ``one_shot``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from miraccl.schedule.catalog import register
+from miraccl.schedule.ir import Schedule, Step
+from miraccl.schedule.steps import copy, inp, one_channel, others, out, recv, recv_reduce_all, send
+from miraccl.types import Collective
+
+COLLECTIVES = (Collective.ALL_REDUCE,)
+
+
+def latency(collective: Collective, nranks: int) -> int:
+    return 2 * (nranks > 1)
+
+
+def wire(collective: Collective, nranks: int) -> Fraction:
+    return Fraction(2 * (nranks - 1), nranks)
+
+
+@register(
+    "two_shot",
+    collectives=COLLECTIVES,
+    sentence="Each rank adds up one chunk for all and sends it to all: two steps, few bytes, rank order, rounded once.",
+    rank_ordered=True,
+    rounds_once=True,
+    direct=COLLECTIVES,
+    direct_in_place=COLLECTIVES,
+    latency=latency,
+    wire=wire,
+)
+def build(collective: Collective, nranks: int, root: int) -> Schedule:
+    return one_channel("two_shot", collective, (_all_reduce(rank, nranks) for rank in range(nranks)), parts=nranks)
+
+
+def _all_reduce(rank: int, nranks: int) -> Iterator[Step]:
+    if nranks == 1:
+        yield copy(inp(0), out(0))
+        return
+    peers = others(rank, nranks)
+    yield from (send(inp(peer), peer) for peer in peers)
+    yield recv_reduce_all(inp(rank), out(rank), range(nranks))
+    yield from (send(out(rank), peer) for peer in peers)
+    yield from (recv(out(peer), peer) for peer in reversed(peers))

@@ -1,0 +1,176 @@
+"""Which algorithms there are, for which collectives, and their schedules.
+
+An algorithm is a function ``build(collective, nranks, root) -> Schedule`` under a name, with what a planner wants to know about
+it.  The built-in ones are the modules of ``schedule.algos``, loaded on first use; ``register`` adds others.  Schedules are built
+once per (name, collective, nranks, root).  Schedules of registered algorithms are proved right before they are handed out, and the
+proof is kept; those of built-in ones are proved in the tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from miraccl.errors import InvalidUsage
+from miraccl.registry import Registry
+from miraccl.schedule.ir import Schedule
+from miraccl.schedule.verify import FIFO_DEPTH, is_direct_safe, verify
+from miraccl.types import Collective
+
+Build = Callable[[Collective, int, int], Schedule]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """One way to do one or more collectives.
+
+    ``rank_ordered``: contributions are added in the order of the ranks, whatever the size, so that results are reproducible.
+    ``rounds_once``: sums of 16- and 8-bit floats are rounded once, not at every hop.
+    ``direct``, ``direct_in_place``: collectives whose receivers may read the sender's memory (``verify.is_direct_safe``).
+    ``uneven``: collectives that work when blocks have different counts.
+    ``latency``, ``wire``: the formulas of ``cost.Cost.latency_steps`` and ``cost.Cost.wire_blocks`` for (collective, nranks).
+    """
+
+    name: str
+    collectives: frozenset[Collective]
+    builder: Build
+    sentence: str
+    rank_ordered: bool = False
+    rounds_once: bool = False
+    direct: frozenset[Collective] = frozenset()
+    direct_in_place: frozenset[Collective] = frozenset()
+    needs_addressable_memory: bool = False
+    uneven: frozenset[Collective] = frozenset()
+    condition: Callable[[Collective, int], bool] | None = None
+    latency: Callable[[Collective, int], int] | None = None
+    wire: Callable[[Collective, int], Fraction] | None = None
+    builtin: bool = False
+
+    def supports(self, collective: Collective, nranks: int) -> bool:
+        """Whether there is a schedule for ``collective`` over ``nranks`` ranks."""
+        return nranks >= 1 and collective in self.collectives and (self.condition is None or self.condition(collective, nranks))
+
+    def build(self, collective: Collective, nranks: int, root: int = 0) -> Schedule:
+        """The schedule; raises ``InvalidUsage`` where ``supports`` says no or ``root`` is no rank. Not cached."""
+        if not self.supports(collective, nranks):
+            raise InvalidUsage(f"algorithm {self.name!r} has no {collective.label} over {nranks} ranks")
+        if not 0 <= root < nranks:
+            raise InvalidUsage(f"root {root} is not in 0..{nranks - 1}")
+        return self.builder(collective, nranks, root if collective.rooted else 0)
+
+
+_ALGORITHMS: Registry[Algorithm] = Registry("algorithm")
+_BUILTIN = "miraccl.schedule.algos."
+
+
+@lru_cache(maxsize=1)
+def _load_builtins() -> None:
+    package = importlib.import_module(_BUILTIN[:-1])
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(_BUILTIN + module.name)
+
+
+def register(
+    name: str,
+    *,
+    collectives: Iterable[Collective],
+    sentence: str,
+    rank_ordered: bool = False,
+    rounds_once: bool = False,
+    direct: Iterable[Collective] = (),
+    direct_in_place: Iterable[Collective] = (),
+    needs_addressable_memory: bool = False,
+    uneven: Iterable[Collective] = (),
+    condition: Callable[[Collective, int], bool] | None = None,
+    latency: Callable[[Collective, int], int] | None = None,
+    wire: Callable[[Collective, int], Fraction] | None = None,
+) -> Callable[[Build], Build]:
+    """Decorator that makes a build function an algorithm; the fields are those of ``Algorithm``.
+
+    >>> @register("mine", collectives=[Collective.BROADCAST], sentence="...")
+    ... def build(collective, nranks, root): ...
+    """
+
+    def add(builder: Build) -> Build:
+        _ALGORITHMS.add(
+            name,
+            Algorithm(
+                name=name,
+                collectives=frozenset(collectives),
+                builder=builder,
+                sentence=sentence,
+                rank_ordered=rank_ordered,
+                rounds_once=rounds_once,
+                direct=frozenset(direct),
+                direct_in_place=frozenset(direct_in_place),
+                needs_addressable_memory=needs_addressable_memory,
+                uneven=frozenset(uneven),
+                condition=condition,
+                latency=latency,
+                wire=wire,
+                builtin=builder.__module__.startswith(_BUILTIN),
+            ),
+        )
+        return builder
+
+    return add
+
+
+def unregister(name: str) -> None:
+    """Forget an algorithm, its schedules and its proofs."""
+    _ALGORITHMS.remove(name)
+    _built.cache_clear()
+    _prove.cache_clear()
+    _direct_safe.cache_clear()
+
+
+def names() -> list[str]:
+    """All names, sorted."""
+    _load_builtins()
+    return _ALGORITHMS.names()
+
+
+def get(name: str) -> Algorithm:
+    """The algorithm called ``name``, or ``InvalidUsage`` that lists the names."""
+    _load_builtins()
+    return _ALGORITHMS.get(name)
+
+
+def algorithms_for(collective: Collective, nranks: int) -> list[Algorithm]:
+    """The algorithms that have a schedule for ``collective`` over ``nranks`` ranks, by name."""
+    return [algorithm for algorithm in map(get, names()) if algorithm.supports(collective, nranks)]
+
+
+def build(name: str, collective: Collective, nranks: int, root: int = 0, *, in_place: bool = False) -> Schedule:
+    """The schedule of an algorithm, from the cache. Schedules that are not built in are proved right first (``ScheduleError``)."""
+    root = root if collective.rooted else 0
+    if not get(name).builtin:
+        _prove(name, collective, nranks, root, in_place)
+    return _built(name, collective, nranks, root)
+
+
+def direct_safe(name: str, collective: Collective, nranks: int, root: int = 0, *, in_place: bool = False) -> bool:
+    """Whether receivers may read the sender's memory; known for built-in algorithms, proved (and kept) for others."""
+    algorithm = get(name)
+    if algorithm.builtin:
+        return collective in (algorithm.direct_in_place if in_place else algorithm.direct)
+    return _direct_safe(name, collective, nranks, root if collective.rooted else 0, in_place)
+
+
+@lru_cache(maxsize=256)
+def _built(name: str, collective: Collective, nranks: int, root: int) -> Schedule:
+    return get(name).build(collective, nranks, root)
+
+
+@lru_cache(maxsize=1024)
+def _prove(name: str, collective: Collective, nranks: int, root: int, in_place: bool) -> None:
+    verify(_built(name, collective, nranks, root), in_place=in_place, fifo_depth=FIFO_DEPTH)
+
+
+@lru_cache(maxsize=1024)
+def _direct_safe(name: str, collective: Collective, nranks: int, root: int, in_place: bool) -> bool:
+    return is_direct_safe(_built(name, collective, nranks, root), in_place)

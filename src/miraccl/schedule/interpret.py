@@ -1,0 +1,318 @@
+"""The meaning of a schedule: a slow, obvious interpreter that runs all ranks in one thread.
+
+``run`` is generic in what a chunk is: it moves opaque values between cells and calls ``fold`` where a primitive reduces.
+``interpret`` runs it on numpy arrays; tests run it on symbols.  Ranks take turns, one step each, until all have ended or nobody
+can move.  A step happens as a whole: it waits until all its messages and signals are there and the FIFO it sends to has room.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from miraccl.errors import InvalidUsage, ScheduleError
+from miraccl.schedule.ir import Buffer, Op, Ref, Schedule, Step
+from miraccl.schedule.layout import Counts, RankCells, block_counts, part_bounds, rank_cells
+from miraccl.schedule.reduction import Array, fold, premultiply, reference
+from miraccl.types import Collective, RedOp
+
+#: a chunk that nobody has written yet
+UNDEFINED: Any = None
+
+Value = Any
+Fold = Callable[[list[Value]], Value]
+Key = tuple[int, int, int]  # (sender, receiver, channel)
+
+
+class _State:
+    """Memory, FIFOs, signals and program counters of all ranks."""
+
+    def __init__(self, schedule: Schedule, memory: list[list[Value]], cells: list[RankCells], fold: Fold, depth: int | None) -> None:
+        self.schedule, self.memory, self.cells, self.fold, self.depth = schedule, memory, cells, fold, depth
+        self.fifos: defaultdict[Key, deque[list[Value]]] = defaultdict(deque)
+        self.signals: defaultdict[Key, int] = defaultdict(int)
+        self.position = [[0] * schedule.nranks for _ in schedule.channels]
+        self.arrived = [[0] * schedule.nranks for _ in schedule.channels]  # barriers this rank has come to
+
+    # memory
+
+    def range_of(self, rank: int, ref: Ref) -> range:
+        if not 0 <= rank < self.schedule.nranks or ref.index + ref.chunks > self.schedule.chunks_at(ref.buffer, rank):
+            raise ScheduleError(f"{ref} is outside of the memory of rank {rank}")
+        return self.cells[rank].of(ref)
+
+    def load(self, rank: int, ref: Ref | None) -> list[Value]:
+        assert ref is not None
+        values = [self.memory[rank][cell] for cell in self.range_of(rank, ref)]
+        if any(value is UNDEFINED for value in values):
+            raise ScheduleError(f"{ref} of rank {rank} is read before it is written")
+        return values
+
+    def store(self, rank: int, ref: Ref | None, values: list[Value]) -> None:
+        assert ref is not None
+        cells = self.range_of(rank, ref)
+        if len(cells) != len(values):
+            raise ScheduleError(f"{ref} of rank {rank} takes {len(cells)} chunks, a message has {len(values)}")
+        for cell, value in zip(cells, values, strict=True):
+            self.memory[rank][cell] = value
+
+    # messages
+
+    def senders(self, step: Step, rank: int) -> list[int]:
+        """The ranks from which ``step`` takes a message."""
+        if step.op is Op.RECV_REDUCE_ALL:
+            return [peer for peer in step.peers if peer != rank]
+        return [step.recv_peer] if step.op.receives and step.recv_peer is not None else []
+
+    def can_run(self, step: Step, channel: int, rank: int) -> bool:
+        if not all(self.fifos[peer, rank, channel] for peer in self.senders(step, rank)):
+            return False
+        if step.op.sends and self.depth is not None and step.send_peer is not None:
+            return len(self.fifos[rank, step.send_peer, channel]) < self.depth
+        if step.op is Op.WAIT:
+            return all(self.signals[peer, rank, channel] for peer in step.peers)
+        if step.op is Op.BARRIER:
+            mine = self.barriers_before(channel, rank) + 1
+            self.arrived[channel][rank] = mine
+            return all(count >= mine for count in self.arrived[channel])
+        return True
+
+    def barriers_before(self, channel: int, rank: int) -> int:
+        done = self.schedule.channels[channel][rank][: self.position[channel][rank]]
+        return sum(step.op is Op.BARRIER for step in done)
+
+    def receive(self, peer: int | None, rank: int, channel: int) -> list[Value]:
+        assert peer is not None
+        return self.fifos[peer, rank, channel].popleft()
+
+    def send(self, rank: int, peer: int | None, channel: int, values: list[Value]) -> None:
+        assert peer is not None
+        self.fifos[rank, peer, channel].append(values)
+
+    def reduce(self, *operands: list[Value]) -> list[Value]:
+        if len({len(values) for values in operands}) != 1:
+            raise ScheduleError("messages of different numbers of chunks are reduced")
+        return [self.fold(list(values)) for values in zip(*operands, strict=True)]
+
+    # steps
+
+    def execute(self, step: Step, channel: int, rank: int) -> None:
+        """Do one step that can run. This is the definition of the primitives."""
+        src, dst, op = step.src, step.dst, step.op
+        match op:
+            case Op.SEND:
+                self.send(rank, step.send_peer, channel, self.load(rank, src))
+            case Op.RECV:
+                self.store(rank, dst, self.receive(step.recv_peer, rank, channel))
+            case Op.COPY:
+                self.store(rank, dst, self.load(rank, src))
+            case Op.RECV_REDUCE:
+                self.store(rank, dst, self.reduce(self.load(rank, dst), self.receive(step.recv_peer, rank, channel)))
+            case Op.RECV_COPY_SEND:
+                message = self.receive(step.recv_peer, rank, channel)
+                self.store(rank, dst, message)
+                self.send(rank, step.send_peer, channel, message)
+            case Op.RECV_REDUCE_SEND | Op.RECV_REDUCE_COPY | Op.RECV_REDUCE_COPY_SEND:
+                total = self.reduce(self.load(rank, src), self.receive(step.recv_peer, rank, channel))
+                if op is not Op.RECV_REDUCE_SEND:
+                    self.store(rank, dst, total)
+                if op is not Op.RECV_REDUCE_COPY:
+                    self.send(rank, step.send_peer, channel, total)
+            case Op.RECV_REDUCE_ALL:
+                operands = [self.load(rank, src) if peer == rank else self.receive(peer, rank, channel) for peer in step.peers]
+                self.store(rank, dst, self.reduce(*operands))
+            case Op.PUT:
+                assert step.send_peer is not None
+                self.store(step.send_peer, dst, self.load(rank, src))
+            case Op.GET:
+                assert step.recv_peer is not None
+                self.store(rank, dst, self.load(step.recv_peer, src))
+            case Op.REDUCE_FROM_PEERS:
+                self.store(rank, dst, self.reduce(*(self.load(peer, src) for peer in step.peers)))
+            case Op.SIGNAL:
+                for peer in step.peers:
+                    self.signals[rank, peer, channel] += 1
+            case Op.WAIT:
+                for peer in step.peers:
+                    self.signals[peer, rank, channel] -= 1
+            case Op.BARRIER:
+                pass  # ``can_run`` has seen everybody
+
+    def turn(self, channel: int, rank: int) -> bool:
+        """Let ``rank`` do its next step on ``channel``, if it can."""
+        steps, position = self.schedule.channels[channel][rank], self.position[channel][rank]
+        if position == len(steps) or not self.can_run(steps[position], channel, rank):
+            return False
+        try:
+            self.execute(steps[position], channel, rank)
+        except ScheduleError as error:
+            where = f"{self.schedule.name}: channel {channel}, rank {rank}, step {position} ({steps[position].op.name})"
+            raise ScheduleError(f"{where}: {error.message}") from None
+        self.position[channel][rank] += 1
+        return True
+
+    def unfinished(self) -> str:
+        """What is left over, or an empty string."""
+        for channel, positions in enumerate(self.position):
+            for rank, position in enumerate(positions):
+                steps = self.schedule.channels[channel][rank]
+                if position < len(steps):
+                    return f"stuck: channel {channel}, rank {rank} waits at step {position} ({steps[position].op.name})"
+        for (sender, receiver, channel), queue in self.fifos.items():
+            if queue:
+                return f"channel {channel}: {len(queue)} messages from rank {sender} to rank {receiver} are never received"
+        for (sender, receiver, channel), count in self.signals.items():
+            if count:
+                return f"channel {channel}: {count} signals from rank {sender} to rank {receiver} are never waited for"
+        return ""
+
+
+def run(
+    schedule: Schedule, memory: list[list[Value]], fold: Fold, *, in_place: bool = False, fifo_depth: int | None = None
+) -> list[list[Value]]:
+    """Run ``schedule`` on ``memory[rank][cell]`` (see ``layout.rank_cells``), which it changes, and return the chunks of each
+    rank's output.
+
+    ``fold`` gets the operands of a reduction in order and returns a new value; values are never changed.  ``fifo_depth`` limits
+    the messages under way between two ranks on a channel.  Raises ``ScheduleError`` for a schedule that gets stuck, leaves
+    something over or reads undefined memory.
+    """
+    cells = [rank_cells(schedule, rank, in_place) for rank in range(schedule.nranks)]
+    state = _State(schedule, memory, cells, fold, fifo_depth)
+    turns = [(channel, rank) for channel in range(schedule.nchannels) for rank in range(schedule.nranks)]
+    while sum(state.turn(channel, rank) for channel, rank in turns):
+        pass
+    if problem := state.unfinished():
+        raise ScheduleError(f"{schedule.name}: {problem}")
+    return [
+        [memory[rank][cells[rank].bases[Buffer.OUTPUT] + chunk] for chunk in range(schedule.chunks_at(Buffer.OUTPUT, rank))]
+        for rank in range(schedule.nranks)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Elements and how many ranks' contributions they hold."""
+
+    data: Array
+    folded: int = 1
+
+
+def _load_input(schedule: Schedule, rank: int, array: Array, lengths: list[int]) -> list[_Chunk]:
+    if array.ndim != 1 or array.size != sum(lengths):
+        raise InvalidUsage(f"the input of rank {rank} has shape {array.shape}, not ({sum(lengths)},)")
+    chunks, start = [], 0
+    for length in lengths:
+        bounds = [part_bounds(length, part, schedule.parts) for part in range(schedule.parts)]
+        chunks += [_Chunk(array[start + low : start + high].copy()) for low, high in bounds]
+        start += length
+    return chunks
+
+
+def _guess_count(schedule: Schedule, inputs: Sequence[Array | None]) -> int:
+    size = next((array.size for array in inputs if array is not None), 0)
+    blocks = max(1, schedule.input_chunks // schedule.parts)
+    return size // blocks
+
+
+def interpret(
+    schedule: Schedule,
+    inputs: Sequence[Array | None],
+    *,
+    op: RedOp = RedOp.SUM,
+    scalars: Sequence[float] | None = None,
+    counts: Counts | None = None,
+    in_place: bool = False,
+    fifo_depth: int | None = None,
+) -> list[Array | None]:
+    """Run ``schedule`` on one flat numpy array per rank and return each rank's output.
+
+    ``inputs[rank]`` has as many blocks as the collective says (``None`` for ranks that have no input); ``counts`` as in
+    ``layout.block_counts``, by default uniform.  ``scalars`` are the factors of ``PREMUL_SUM``.  Inputs are not changed: in
+    place means that chunks overlap, and the result is returned all the same.  Outputs are ``None`` for ranks without one.
+    """
+    nranks = schedule.nranks
+    if len(inputs) != nranks:
+        raise InvalidUsage(f"{schedule.name} is for {nranks} ranks, got {len(inputs)} inputs")
+    if (op is RedOp.PREMUL_SUM) != (scalars is not None):
+        raise InvalidUsage("PREMUL_SUM, and nothing else, takes one scalar per rank")
+    counts = _guess_count(schedule, inputs) if counts is None else counts
+    divisor = nranks if op is RedOp.AVG else None
+
+    def combine(chunks: list[Value]) -> _Chunk:
+        if len({chunk.data.size for chunk in chunks}) != 1:
+            raise ScheduleError("chunks of different sizes are reduced")
+        folded = sum(chunk.folded for chunk in chunks)
+        return _Chunk(fold([chunk.data for chunk in chunks], op, divisor if folded == nranks else None), folded)
+
+    memory: list[list[Value]] = []
+    for rank, array in enumerate(inputs):
+        cells = rank_cells(schedule, rank, in_place)
+        row: list[Value] = [UNDEFINED] * cells.cells
+        if cells.sizes[Buffer.INPUT]:
+            if array is None:
+                raise InvalidUsage(f"rank {rank} needs an input")
+            if scalars is not None:
+                array = premultiply(array, scalars[rank])
+            base = cells.bases[Buffer.INPUT]
+            row[base : base + cells.sizes[Buffer.INPUT]] = _load_input(
+                schedule, rank, array, block_counts(schedule, rank, Buffer.INPUT, counts)
+            )
+        memory.append(row)
+    chunks = run(schedule, memory, combine, in_place=in_place, fifo_depth=fifo_depth)
+    return [_join(schedule, rank, chunks[rank], counts) for rank in range(nranks)]
+
+
+def _join(schedule: Schedule, rank: int, chunks: list[Value], counts: Counts) -> Array | None:
+    if not chunks:
+        return None
+    lengths = block_counts(schedule, rank, Buffer.OUTPUT, counts)
+    for number, chunk in enumerate(chunks):
+        low, high = part_bounds(lengths[number // schedule.parts], number % schedule.parts, schedule.parts)
+        if chunk is UNDEFINED:
+            raise ScheduleError(f"{schedule.name}: output[{number}] of rank {rank} is never written")
+        if chunk.data.size != high - low:
+            raise ScheduleError(f"{schedule.name}: output[{number}] of rank {rank} has {chunk.data.size} elements, not {high - low}")
+    return np.concatenate([chunk.data for chunk in chunks])
+
+
+def expected(
+    collective: Collective,
+    inputs: Sequence[Array | None],
+    *,
+    root: int = 0,
+    op: RedOp = RedOp.SUM,
+    scalars: Sequence[float] | None = None,
+    counts: Counts | None = None,
+) -> list[Array | None]:
+    """What ``collective`` is defined to return for ``inputs``, without any schedule (reductions in rank order, rounded once)."""
+    nranks = len(inputs)
+    given = [array for array in inputs if array is not None]
+    if collective is Collective.BARRIER:
+        return [None] * nranks
+    if collective.reduces:
+        total = reference(given, op, scalars)
+        if collective is Collective.REDUCE:
+            return [total if rank == root else None for rank in range(nranks)]
+        return [total] * nranks if collective is Collective.ALL_REDUCE else list(_blocks(total, nranks, counts))
+    if collective in (Collective.ALL_GATHER, Collective.GATHER):
+        whole = np.concatenate(given)
+        return [whole if collective is Collective.ALL_GATHER or rank == root else None for rank in range(nranks)]
+    source = inputs[root]
+    if collective is Collective.BROADCAST:
+        return [source] * nranks
+    if collective is Collective.SCATTER:
+        assert source is not None
+        return list(_blocks(source, nranks, counts))
+    rows = [_blocks(array, nranks, counts[rank] if isinstance(counts, Sequence) else counts) for rank, array in enumerate(given)]
+    return [np.concatenate([row[rank] for row in rows]) for rank in range(nranks)]
+
+
+def _blocks(array: Array, nranks: int, counts: Any) -> list[Array]:
+    if isinstance(counts, Sequence):
+        return np.split(array, np.cumsum(counts)[:-1])
+    return np.split(array, nranks)

@@ -1,0 +1,577 @@
+"""The proof that a schedule is a right implementation of its collective, or a ``ScheduleError`` that says where it is not.
+
+Every chunk carries its provenance: which ranks' contributions to which input chunk it holds (the idea is that of msccl-tools'
+checker).  The schedule runs once on these symbols, with FIFOs of the given depth, and is refused when
+
+- a reference or a peer is out of range, or the input is written (``_check_static``);
+- a chunk is reduced that holds a contribution already, or chunks of different places are reduced with each other;
+- a chunk goes where a chunk of another place belongs (sizes differ from part to part and, in uneven operations, from block to
+  block: other chunks belong into scratch, and there at the same part);
+- memory is read that nothing has written;
+- a message has another number of chunks than the step that takes it, or is left over, or a signal is left over;
+- the ranks get stuck;
+- two accesses to a chunk, one of them a write, are not ordered: between channels, which keep no order, or between a rank and a
+  peer that reads or writes its memory;
+- at the end an output chunk does not hold each required contribution exactly once.
+
+One run is enough.  Each FIFO and signal has one producer and one consumer, and no step looks at what has arrived so far, so that
+the ranks form a Kahn network: which step reads which message, and whether all get stuck, does not depend on the interleaving.
+What may depend on it is found as an unordered access, with vector clocks (Lamport; Mattern) that advance over messages, signals
+and barriers.  Waiting for room in a FIFO is not counted as an order, because the depth of a run may be larger.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from miraccl.errors import ScheduleError
+from miraccl.schedule.ir import Buffer, Op, Ref, Schedule, Step
+from miraccl.schedule.layout import rank_cells
+from miraccl.types import Collective
+
+#: messages under way between two ranks on one channel; an executor's FIFO is at least as deep
+FIFO_DEPTH = 8
+
+#: (index of the input chunk, set of the ranks whose contribution is held); None: never written
+Symbol = tuple[int, int]
+Clock = np.ndarray[Any, np.dtype[np.int32]]
+
+
+def verify(schedule: Schedule, *, in_place: bool = False, fifo_depth: int = FIFO_DEPTH, direct: bool = False) -> None:
+    """Prove ``schedule`` right or raise ``ScheduleError`` naming channel, rank, step and chunk.
+
+    ``in_place``: input and output overlap as the collective defines.  ``fifo_depth``: messages a FIFO holds.  ``direct``: a
+    sending step copies nothing but posts where the chunk lies (``src``, or ``dst`` for RECV_COPY_SEND and
+    RECV_REDUCE_COPY_SEND; RECV_REDUCE_SEND keeps nothing and still copies), and the receiver reads it there when it receives; so
+    nobody may overwrite such a chunk before it has been read.  A proof with ``direct`` is also one without.  At the end of a
+    direct run a rank has to wait until its posted chunks have been read; that is the executor's part.
+    """
+    _check_static(schedule)
+    _Proof(schedule, in_place, fifo_depth, direct).run()
+
+
+def is_direct_safe(schedule: Schedule, in_place: bool) -> bool:
+    """Whether a right schedule stays right when receivers read the sender's memory (see ``verify``)."""
+    try:
+        verify(schedule, in_place=in_place, direct=True)
+    except ScheduleError:
+        return False
+    return True
+
+
+def place(schedule: Schedule, channel: int, rank: int, number: int) -> str:
+    """How errors name a step."""
+    steps = schedule.channels[channel][rank]
+    what = f" ({describe(steps[number])})" if number < len(steps) else " (the end)"
+    return f"{schedule.name}: channel {channel}, rank {rank}, step {number}{what}"
+
+
+def describe(step: Step) -> str:
+    """One line for a step, as in ``recv_reduce_copy 0: input[3] -> output[3]``."""
+    words = [step.op.name.lower()]
+    if step.recv_peer is not None:
+        words.append(f"from {step.recv_peer}")
+    if step.src is not None:
+        words.append(str(step.src))
+    if step.dst is not None:
+        words.append(f"-> {step.dst}")
+    if step.send_peer is not None:
+        words.append(f"to {step.send_peer}")
+    if step.peers:
+        words.append("peers " + ",".join(map(str, step.peers)))
+    return " ".join(words)
+
+
+# What can be seen without running
+
+
+def _check_static(schedule: Schedule) -> None:
+    sizes = [[schedule.chunks_at(buffer, rank) for buffer in Buffer] for rank in range(schedule.nranks)]
+    for channel, ranks in enumerate(schedule.channels):
+        for rank, steps in enumerate(ranks):
+            for number, step in enumerate(steps):
+                problem = _peer_problem(step, rank, schedule.nranks) or _ref_problem(step, rank, sizes)
+                if problem:
+                    raise ScheduleError(f"{place(schedule, channel, rank, number)}: {problem}")
+
+
+def _peer_problem(step: Step, rank: int, nranks: int) -> str:
+    recv_peer, send_peer, peers = step.recv_peer, step.send_peer, step.peers
+    for peer in (recv_peer, send_peer):
+        if peer is not None and not 0 <= peer < nranks:
+            return f"rank {peer} is out of range, there are {nranks} ranks"
+        if peer == rank:
+            return "a rank has no FIFO to itself; use COPY"
+    if peers:
+        for peer in peers:
+            if not 0 <= peer < nranks:
+                return f"rank {peer} is out of range, there are {nranks} ranks"
+        if len(set(peers)) != len(peers):
+            return "a peer is listed twice"
+        if rank in peers and step.op in (Op.SIGNAL, Op.WAIT):
+            return "a rank does not signal itself"
+    return ""
+
+
+def _ref_problem(step: Step, rank: int, sizes: Sequence[Sequence[int]]) -> str:
+    src, dst, op = step.src, step.dst, step.op
+    if src is not None:
+        where: Sequence[int] = (rank,)
+        if op is Op.REDUCE_FROM_PEERS:
+            where = step.peers
+        elif op is Op.GET and step.recv_peer is not None:
+            where = (step.recv_peer,)
+        for owner in where:
+            if src.index + src.chunks > sizes[owner][src.buffer]:
+                return _outside(src, owner, sizes)
+    if dst is not None:
+        owner = step.send_peer if op is Op.PUT and step.send_peer is not None else rank
+        if dst.buffer is Buffer.INPUT:
+            return f"{dst} is written, but the input is read only"
+        if dst.index + dst.chunks > sizes[owner][dst.buffer]:
+            return _outside(dst, owner, sizes)
+    return ""
+
+
+def _outside(ref: Ref, owner: int, sizes: Sequence[Sequence[int]]) -> str:
+    return f"{ref} is out of range: the {ref.buffer.name.lower()} of rank {owner} has {sizes[owner][ref.buffer]} chunks"
+
+
+# Running on symbols
+
+
+class _Stop(Exception):
+    """A problem at the step in progress; the loop adds the place."""
+
+
+class _Message:
+    """What is in a FIFO: symbols (a copy) or, with ``cells``, the place where they are to be read."""
+
+    __slots__ = ("cells", "clock", "number", "sender", "symbols")
+
+    def __init__(self, sender: int, number: int, clock: Clock | None, symbols: list[Symbol] | None, cells: range | None) -> None:
+        self.sender, self.number, self.clock, self.symbols, self.cells = sender, number, clock, symbols, cells
+
+
+class _Memory:
+    """All cells of all ranks under global numbers, with what belongs there and who has touched them."""
+
+    def __init__(self, schedule: Schedule, in_place: bool) -> None:
+        self.schedule = schedule
+        layout = [rank_cells(schedule, rank, in_place) for rank in range(schedule.nranks)]
+        self.bases: list[tuple[int, int, int]] = []  # per rank: first cell of input, output, scratch
+        self.starts: list[int] = []
+        total = 0
+        for cells in layout:
+            inp, out, scratch = cells.bases
+            self.bases.append((total + inp, total + out, total + scratch))
+            self.starts.append(total)
+            total += cells.cells
+        self.symbols: list[Symbol | None] = [None] * total
+        self.wanted: list[Symbol | None] = [None] * total  # for cells of outputs
+        self.part = [-1] * total  # for cells of scratch
+        self.writer: list[tuple[int, int, int, int] | None] = [None] * total  # (channel, rank, clock, step)
+        self.readers: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in range(total)]  # (channel, rank) -> clock, step
+        for rank, cells in enumerate(layout):
+            ninp, nout, nscratch = cells.sizes
+            inp, out, scratch = self.bases[rank]
+            self.symbols[inp : inp + ninp] = [(chunk, 1 << rank) for chunk in range(ninp)]
+            self.wanted[out : out + nout] = [_wanted(schedule, rank, chunk) for chunk in range(nout)]
+            self.part[scratch : scratch + nscratch] = [chunk % schedule.parts for chunk in range(nscratch)]
+
+    def cells(self, rank: int, ref: Ref) -> range:
+        start = self.bases[rank][ref.buffer] + ref.index
+        return range(start, start + ref.chunks)
+
+    def owner(self, cell: int) -> int:
+        return bisect_right(self.starts, cell) - 1
+
+    def name(self, cell: int) -> str:
+        """``output[3] of rank 1``; a cell that is both is called output."""
+        rank = self.owner(cell)
+        for buffer in (Buffer.OUTPUT, Buffer.INPUT, Buffer.SCRATCH):
+            index = cell - self.bases[rank][buffer]
+            if 0 <= index < self.schedule.chunks_at(buffer, rank):
+                return f"{buffer.name.lower()}[{index}] of rank {rank}"
+        return f"cell {cell}"
+
+
+def _wanted(schedule: Schedule, rank: int, chunk: int) -> Symbol:
+    """What output chunk ``chunk`` of ``rank`` holds when the collective is done."""
+    parts, everybody = schedule.parts, (1 << schedule.nranks) - 1
+    block, part = divmod(chunk, parts)
+    match schedule.collective:
+        case Collective.ALL_REDUCE | Collective.REDUCE:
+            return chunk, everybody
+        case Collective.REDUCE_SCATTER:
+            return rank * parts + part, everybody
+        case Collective.ALL_GATHER | Collective.GATHER:
+            return part, 1 << block
+        case Collective.BROADCAST:
+            return chunk, 1 << schedule.root
+        case Collective.SCATTER:
+            return rank * parts + part, 1 << schedule.root
+        case Collective.ALL_TO_ALL:
+            return rank * parts + part, 1 << block
+        case _:
+            raise ScheduleError(f"{schedule.name}: {schedule.collective.label} has no schedule")
+
+
+def _ranks(mask: int) -> str:
+    return ",".join(str(rank) for rank in range(mask.bit_length()) if mask >> rank & 1)
+
+
+class _Proof:
+    """One run of all channels on symbols. Channels keep no order among each other, so that they run one after the other."""
+
+    def __init__(self, schedule: Schedule, in_place: bool, depth: int, direct: bool) -> None:
+        self.schedule, self.depth, self.direct = schedule, depth, direct
+        self.reduces = schedule.collective.reduces
+        self.memory = _Memory(schedule, in_place)
+        self.with_clocks = direct or schedule.needs_addressable_memory
+        self.tracks = self.with_clocks or schedule.nchannels > 1
+
+    def run(self) -> None:
+        for channel in range(self.schedule.nchannels):
+            _Channel(self, channel).run()
+        self._check_outputs()
+
+    def _check_outputs(self) -> None:
+        memory = self.memory
+        for cell, wanted in enumerate(memory.wanted):
+            if wanted is None or memory.symbols[cell] == wanted:
+                continue
+            held, writer = memory.symbols[cell], memory.writer[cell]
+            who = place(self.schedule, writer[0], writer[1], writer[3]) if writer else f"{self.schedule.name}: no channel"
+            if held is None or (writer is None and held[0] != wanted[0]):
+                raise ScheduleError(f"{self.schedule.name}: rank {memory.owner(cell)}: {memory.name(cell)} is never written")
+            raise ScheduleError(
+                f"{who}: at the end {memory.name(cell)} holds input[{held[0]}] of ranks {_ranks(held[1])}, "
+                f"wanted is input[{wanted[0]}] of ranks {_ranks(wanted[1])}"
+            )
+
+
+class _Channel:
+    """The run of one channel: program counters, FIFOs, signals, clocks."""
+
+    def __init__(self, proof: _Proof, channel: int) -> None:
+        self.proof, self.channel, self.memory = proof, channel, proof.memory
+        self.schedule, self.depth, self.direct = proof.schedule, proof.depth, proof.direct
+        self.steps = proof.schedule.channels[channel]
+        nranks = proof.schedule.nranks
+        self.position = [0] * nranks
+        self.fifos: dict[tuple[int, int], deque[_Message]] = {}
+        self.signals: dict[tuple[int, int], deque[Clock | None]] = {}
+        self.at_barrier: set[int] = set()
+        self.clock: list[Clock] = []
+        if proof.with_clocks:
+            self.clock = [np.zeros(nranks, dtype=np.int32) for _ in range(nranks)]
+            for rank, clock in enumerate(self.clock):
+                clock[rank] = 1
+        #: clocks of accesses to another rank's memory that is not ordered by a message the owner keeps: (cell, rank, clock, step)
+        self.remote: list[tuple[int, int, int, int]] = []
+
+    # control
+
+    def run(self) -> None:
+        ready = deque(range(self.schedule.nranks))
+        waiting: set[int] = set()
+        while ready:
+            rank = ready.popleft()
+            steps = self.steps[rank]
+            number = self.position[rank]
+            while number < len(steps):
+                step = steps[number]
+                if not self._can_run(step, rank):
+                    waiting.add(rank)
+                    break
+                try:
+                    woken = self._execute(step, rank)
+                except _Stop as problem:
+                    raise ScheduleError(f"{place(self.schedule, self.channel, rank, number)}: {problem}") from None
+                number += 1
+                self.position[rank] = number
+                for other in woken:
+                    if other in waiting:
+                        waiting.discard(other)
+                        ready.append(other)
+        if waiting:
+            raise ScheduleError(self._stuck(waiting))
+        self._check_left_over()
+        self._check_remote()
+
+    def _can_run(self, step: Step, rank: int) -> bool:
+        op = step.op
+        if op is Op.RECV_REDUCE_ALL:
+            return all(self.fifos.get((peer, rank)) for peer in step.peers if peer != rank)
+        if op is Op.WAIT:
+            return all(self.signals.get((peer, rank)) for peer in step.peers)
+        if op is Op.BARRIER:
+            self.at_barrier.add(rank)
+            return len(self.at_barrier) == self.schedule.nranks
+        if op >= Op.PUT:
+            return True
+        if step.recv_peer is not None and not self.fifos.get((step.recv_peer, rank)):
+            return False
+        if step.send_peer is not None:
+            return len(self.fifos.get((rank, step.send_peer), ())) < self.depth
+        return True
+
+    def _execute(self, step: Step, rank: int) -> Sequence[int]:
+        """Do ``step``; returns the ranks that may be able to go on because of it."""
+        op, src, dst = step.op, step.src, step.dst
+        if op is Op.SIGNAL:
+            return self._signal(step, rank)
+        if op is Op.WAIT:
+            for peer in step.peers:
+                self._merge(rank, self.signals[peer, rank].popleft())
+            return ()
+        if op is Op.BARRIER:
+            return self._barrier()
+        if op is Op.SEND:
+            assert src is not None
+            assert step.send_peer is not None
+            cells = self.memory.cells(rank, src)
+            if self.direct:
+                self._post(rank, step.send_peer, None, cells)
+            else:
+                self._post(rank, step.send_peer, self._read(rank, cells), None)
+            return (step.send_peer,)
+        symbols, woken = self._operands(step, rank)
+        stored = None
+        if dst is not None:
+            owner = step.send_peer if op is Op.PUT and step.send_peer is not None else rank
+            stored = self.memory.cells(owner, dst)
+            if not self._stays(step, rank, stored):
+                self._write(rank, stored, symbols, owner)
+        if op.sends and step.send_peer is not None:
+            if self.direct and stored is not None:
+                self._post(rank, step.send_peer, None, stored)
+            else:
+                self._post(rank, step.send_peer, symbols, None)
+            woken.append(step.send_peer)
+        return woken
+
+    def _operands(self, step: Step, rank: int) -> tuple[list[Symbol], list[int]]:
+        """What ``step`` stores or sends, and the ranks whose message it took."""
+        op, src, dst, peer = step.op, step.src, step.dst, step.recv_peer
+        cells = self.memory.cells
+        if op is Op.COPY or op is Op.PUT:
+            assert src is not None
+            return self._read(rank, cells(rank, src)), []
+        if op is Op.GET:
+            assert src is not None
+            assert peer is not None
+            return self._read_remote(rank, peer, cells(peer, src)), []
+        if op is Op.REDUCE_FROM_PEERS:
+            assert src is not None
+            return self._fold([self._read_remote(rank, other, cells(other, src)) for other in step.peers], step.peers), []
+        if op is Op.RECV_REDUCE_ALL:
+            assert src is not None
+            own = cells(rank, src)
+            parts = [self._read(rank, own) if other == rank else self._take(rank, other, src.chunks) for other in step.peers]
+            return self._fold(parts, step.peers), [other for other in step.peers if other != rank]
+        assert peer is not None
+        message = self._take(rank, peer, step.chunks)
+        if not op.reduces:
+            return message, [peer]
+        operand = src if src is not None else dst
+        assert operand is not None
+        return self._fold([self._read(rank, cells(rank, operand)), message], (rank, peer)), [peer]
+
+    def _signal(self, step: Step, rank: int) -> Sequence[int]:
+        clock = self._release(rank)
+        for peer in step.peers:
+            self.signals.setdefault((rank, peer), deque()).append(clock)
+        return step.peers
+
+    def _barrier(self) -> Sequence[int]:
+        """The last to come lets all others go, by moving them past their barrier step."""
+        ranks = range(self.schedule.nranks)
+        if self.clock:
+            together = np.maximum.reduce(self.clock)
+            for rank in ranks:
+                np.copyto(self.clock[rank], together)
+                self.clock[rank][rank] += 1
+        for rank in ranks:
+            self.position[rank] += 1
+        self.at_barrier.clear()
+        return ranks
+
+    # clocks
+
+    def _release(self, rank: int) -> Clock | None:
+        """The clock of what ``rank`` has done so far; what it does next is later."""
+        if not self.clock:
+            return None
+        clock = self.clock[rank].copy()
+        self.clock[rank][rank] += 1
+        return clock
+
+    def _merge(self, rank: int, clock: Clock | None) -> None:
+        if clock is not None:
+            np.maximum(self.clock[rank], clock, out=self.clock[rank])
+
+    # messages
+
+    def _post(self, rank: int, peer: int, symbols: list[Symbol] | None, cells: range | None) -> None:
+        message = _Message(rank, self.position[rank], self._release(rank), symbols, cells)
+        self.fifos.setdefault((rank, peer), deque()).append(message)
+
+    def _take(self, rank: int, peer: int, chunks: int) -> list[Symbol]:
+        message = self.fifos[peer, rank].popleft()
+        self._merge(rank, message.clock)
+        size = len(message.symbols if message.symbols is not None else message.cells or ())
+        if size != chunks:
+            raise _Stop(f"expects {chunks} chunks, the message of {place(self.schedule, self.channel, peer, message.number)} has {size}")
+        if message.symbols is not None:
+            return message.symbols
+        assert message.cells is not None
+        return self._read(rank, message.cells)
+
+    # memory
+
+    def _read(self, rank: int, cells: range) -> list[Symbol]:
+        symbols = []
+        for cell in cells:
+            if self.proof.tracks:
+                self._track_read(rank, cell)
+            symbol = self.memory.symbols[cell]
+            if symbol is None:
+                raise _Stop(f"reads {self.memory.name(cell)}, which nothing has written before")
+            symbols.append(symbol)
+        return symbols
+
+    def _read_remote(self, rank: int, owner: int, cells: range) -> list[Symbol]:
+        if owner != rank:
+            self._enter(rank, owner, cells)
+        return self._read(rank, cells)
+
+    def _enter(self, rank: int, owner: int, cells: range) -> None:
+        """``rank`` touches memory of ``owner``, who must have come, and must not leave before."""
+        if self.clock[rank][owner] == 0:
+            raise _Stop(f"touches {self.memory.name(cells[0])} before a signal says that rank {owner} has come")
+        time = int(self.clock[rank][rank])
+        self.remote.extend((cell, rank, time, self.position[rank]) for cell in cells)
+
+    def _write(self, rank: int, cells: range, symbols: list[Symbol], owner: int) -> None:
+        if owner != rank:
+            self._enter(rank, owner, cells)
+        memory, exact = self.memory, not self.proof.reduces
+        for cell, symbol in zip(cells, symbols, strict=True):
+            if self.proof.tracks:
+                self._track_write(rank, cell)
+            wanted = memory.wanted[cell]
+            if wanted is None:
+                if symbol[0] % self.schedule.parts != memory.part[cell]:
+                    raise _Stop(f"{memory.name(cell)} is a part {memory.part[cell]}, input[{symbol[0]}] is not")
+            elif symbol != wanted if exact else symbol[0] != wanted[0]:
+                raise _Stop(
+                    f"puts input[{symbol[0]}] of ranks {_ranks(symbol[1])} into {memory.name(cell)}, "
+                    f"where input[{wanted[0]}] of ranks {_ranks(wanted[1])} belongs (keep other chunks in scratch)"
+                )
+            memory.symbols[cell] = symbol
+            memory.writer[cell] = (self.channel, rank, int(self.clock[rank][rank]) if self.clock else 0, self.position[rank])
+
+    def _fold(self, operands: list[list[Symbol]], peers: Sequence[int]) -> list[Symbol]:
+        if not self.proof.reduces:
+            raise _Stop(f"a {self.schedule.collective.label} does not reduce")
+        total = operands[0]
+        for operand in operands[1:]:
+            folded = []
+            for (index, mask), (other, more) in zip(total, operand, strict=True):
+                if index != other:
+                    raise _Stop(f"reduces input[{index}] with input[{other}]")
+                if mask & more:
+                    raise _Stop(f"adds the contribution of rank {_ranks(mask & more)} to input[{index}] a second time")
+                folded.append((index, mask | more))
+            total = folded
+        return total
+
+    def _stays(self, step: Step, rank: int, stored: range) -> bool:
+        """Whether ``step`` copies something onto itself, which touches nothing (in place)."""
+        if step.src is None or step.op is Op.PUT or step.op is Op.GET:
+            return False
+        source = self.memory.cells(rank, step.src)
+        if source != stored and source.start < stored.stop and stored.start < source.stop:
+            raise _Stop(f"{step.src} and {step.dst} overlap in part")
+        return source == stored and step.op is Op.COPY
+
+    def _track_read(self, rank: int, cell: int) -> None:
+        writer = self.memory.writer[cell]
+        if writer is not None:
+            self._require_before(rank, writer[0], writer[1], writer[2], writer[3], f"reads {self.memory.name(cell)}", "writes")
+        time = int(self.clock[rank][rank]) if self.clock else 0
+        self.memory.readers[cell][self.channel, rank] = (time, self.position[rank])
+
+    def _track_write(self, rank: int, cell: int) -> None:
+        writer, readers = self.memory.writer[cell], self.memory.readers[cell]
+        name = f"writes {self.memory.name(cell)}"
+        if writer is not None:
+            self._require_before(rank, writer[0], writer[1], writer[2], writer[3], name, "writes")
+        for (channel, reader), (time, number) in readers.items():
+            self._require_before(rank, channel, reader, time, number, name, "reads")
+        # reads of this channel are ordered before this write, and every later access after it; others have just been refused
+        readers.clear()
+
+    def _require_before(self, rank: int, channel: int, other: int, time: int, number: int, doing: str, did: str) -> None:
+        if channel != self.channel:
+            other_place = place(self.schedule, channel, other, number)
+            raise _Stop(f"{doing}, which {other_place} {did} too; channels keep no order")
+        if other != rank and (not self.clock or self.clock[rank][other] < time):
+            raise _Stop(f"{doing}, which {place(self.schedule, channel, other, number)} {did}, and nothing orders the two")
+
+    # the end
+
+    def _check_left_over(self) -> None:
+        for (sender, receiver), queue in self.fifos.items():
+            if queue:
+                where = place(self.schedule, self.channel, sender, queue[0].number)
+                raise ScheduleError(f"{where}: rank {receiver} never receives this message ({len(queue)} are left over)")
+        for (sender, receiver), clocks in self.signals.items():
+            if clocks:
+                name = f"{self.schedule.name}: channel {self.channel}, rank {sender}"
+                raise ScheduleError(f"{name}: rank {receiver} never waits for {len(clocks)} signals")
+
+    def _check_remote(self) -> None:
+        """A rank whose memory a peer touches must hear of it before it ends."""
+        for cell, rank, time, number in self.remote:
+            owner = self.memory.owner(cell)
+            if self.clock[owner][rank] < time:
+                where = place(self.schedule, self.channel, rank, number)
+                raise ScheduleError(f"{where}: rank {owner} may end before {self.memory.name(cell)} has been touched")
+
+    def _stuck(self, waiting: set[int]) -> str:
+        """Names the rank to blame: one that waits for a rank that has ended, or else one on a cycle."""
+        waits = {rank: self._waits_for(rank) for rank in sorted(waiting)}
+        for rank, (peer, what) in waits.items():
+            if peer not in waiting:
+                return f"{place(self.schedule, self.channel, rank, self.position[rank])}: waits for {what}, but rank {peer} has ended"
+        rank = min(waiting)
+        seen: list[int] = []
+        while rank not in seen:
+            seen.append(rank)
+            rank = waits[rank][0]
+        cycle = seen[seen.index(rank) :]
+        lines = [f"{place(self.schedule, self.channel, rank, self.position[rank])}: waits for {waits[rank][1]}" for rank in cycle]
+        return "deadlock: " + "; ".join(lines)
+
+    def _waits_for(self, rank: int) -> tuple[int, str]:
+        step = self.steps[rank][self.position[rank]]
+        if step.op is Op.BARRIER:
+            peer = next(other for other in range(self.schedule.nranks) if other not in self.at_barrier)
+            return peer, f"rank {peer} to come to the barrier"
+        if step.op is Op.WAIT:
+            peer = next(other for other in step.peers if not self.signals.get((other, rank)))
+            return peer, f"a signal from rank {peer}"
+        senders = step.peers if step.op is Op.RECV_REDUCE_ALL else () if step.recv_peer is None else (step.recv_peer,)
+        for peer in senders:
+            if peer != rank and not self.fifos.get((peer, rank)):
+                return peer, f"a message from rank {peer}"
+        assert step.send_peer is not None
+        return step.send_peer, f"room in the FIFO to rank {step.send_peer} ({self.depth} messages)"
