@@ -1,0 +1,279 @@
+"""``miraccl run``: start ranks of any program, watch them, end them together.
+
+Rules it keeps:
+
+* Every rank is the leader of a process group of its own, so that what a rank has started ends with it.
+* The first rank that fails decides the exit status. The others may notice by themselves for ``--grace`` seconds (they report which
+  peer died), then get SIGTERM, and after as long again SIGKILL.
+* Signals that this process gets are passed on to all ranks.
+* Ranks do not outlive this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import click
+
+from miraccl.errors import InvalidUsage
+from miraccl.tools import launch
+from miraccl.tools.spawn import die_with_parent
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+@click.command(
+    short_help="Start ranks of a program.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.option("-n", "--nproc", "nproc", type=click.IntRange(1), default=1, show_default=True, help="Ranks to start on this host.")
+@click.option("-m", "as_module", is_flag=True, help="PROGRAM is a Python module, as in python -m.")
+@click.option("--tag", is_flag=True, help="Begin every line of output with the rank it is from.")
+@click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True, help="Hosts; run the same command on each.")
+@click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Which of the hosts this is.")
+@click.option("--master", metavar="HOST:PORT", help="Where rank 0 listens, a host that all others reach; with --nnodes above 1.")
+@click.option("--grace", type=click.FloatRange(0), default=3.0, show_default=True, help="Seconds between the stages of ending ranks.")
+@click.argument("program")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(program: str, args: tuple[str, ...], **options: Any) -> None:
+    """Start PROGRAM as several ranks, in which miraccl.init() makes a communicator of all of them.
+
+    PROGRAM is a Python file, a module with -m, or any other program. Ranks are told who they are by MIRACCL_RANK, MIRACCL_NRANKS and
+    MIRACCL_LOCAL_RANK. If one fails, all are ended, and the exit status is that of the first that failed (128 + N for signal N).
+    Standard input goes to rank 0, unless it is a terminal.
+
+    On several hosts, run the same command on each with its own --node-rank, all with the same MIRACCL_SECRET in the environment
+    and the same --nproc.
+
+    \b
+    Examples:
+      miraccl run -n 4 train.py --epochs 3
+      miraccl run -n 4 --tag -m package.module
+      miraccl run -n 2 -- ./program --flag
+      MIRACCL_SECRET=... miraccl run -n 8 --nnodes 2 --node-rank 0 --master 10.0.0.1:29500 train.py
+    """
+    command = build_command(program, args, as_module=options["as_module"])
+    environ = build_environ(options["nproc"], options["nnodes"], options["node_rank"], options["master"])
+    job = Job(command, options["nproc"], environ, tag=options["tag"], grace=options["grace"], first=options["node_rank"] * options["nproc"])
+    sys.exit(job.run())
+
+
+def build_command(program: str, args: tuple[str, ...], *, as_module: bool) -> list[str]:
+    """What each rank executes. Python files run under this Python."""
+    if as_module:
+        return [sys.executable, "-m", program, *args]
+    if program.endswith(".py"):
+        if not os.path.exists(program):
+            raise InvalidUsage(f"there is no file {program}")
+        return [sys.executable, program, *args]
+    if found := shutil.which(program):
+        return [found, *args]
+    if os.path.isfile(program):
+        return [sys.executable, program, *args]
+    raise InvalidUsage(f"{program!r} is neither a Python file nor a program on PATH")
+
+
+def build_environ(nproc: int, nnodes: int, node_rank: int, master: str | None) -> Callable[[int], dict[str, str]]:
+    """The environment of each local rank, as a function of the local rank."""
+    if node_rank >= nnodes:
+        raise InvalidUsage(f"--node-rank {node_rank} is not one of the {nnodes} hosts 0..{nnodes - 1}")
+    if nnodes == 1 and not master:
+        return launch.local_environ(nproc)
+    if not master:
+        raise InvalidUsage("--nnodes above 1 needs --master HOST:PORT")
+    return launch.static_environ(nproc, nnodes, node_rank, master, os.environ)
+
+
+@dataclass(kw_only=True)
+class _Process:
+    rank: int
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    pending: dict[int, bytearray] = field(default_factory=dict)
+
+
+class Job:
+    """The ranks of this host. ``run()`` may be called once and returns the exit status of the whole."""
+
+    def __init__(
+        self, command: list[str], nproc: int, environ: Callable[[int], Mapping[str, str]], *, tag: bool, grace: float, first: int = 0
+    ) -> None:
+        self._command = command
+        self._nproc = nproc
+        self._environ = environ
+        self._tag = tag
+        self._grace = grace
+        self._first = first
+        self._selector = selectors.DefaultSelector()
+        self._processes: list[_Process] = []
+        self._running: set[int] = set()
+        self._signals: list[int] = []
+        self._status = 0
+        self._stage = 0  # 0 running, 1 waiting for the others, 2 after SIGTERM, 3 after SIGKILL
+        self._limit: float | None = None
+
+    def run(self) -> int:
+        with self._signals_caught():
+            try:
+                for local_rank in range(self._nproc):
+                    self._start(local_rank)
+                while self._running:
+                    self._step()
+            finally:
+                self._kill_all()
+        return self._status
+
+    # ------------------------------------------------------------------ starting
+
+    def _start(self, local_rank: int) -> None:
+        streams: Any = subprocess.PIPE if self._tag else None
+        stdin = None if local_rank == 0 and self._first == 0 and not sys.stdin.isatty() else subprocess.DEVNULL
+        try:
+            process = subprocess.Popen(
+                self._command,
+                env={**os.environ, **self._environ(local_rank)},
+                stdin=stdin,
+                stdout=streams,
+                stderr=streams,
+                process_group=0,
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),  # this process has one thread
+            )
+        except OSError as error:
+            raise InvalidUsage(f"cannot run {self._command[0]}: {error.strerror}") from None
+        entry = _Process(rank=self._first + local_rank, process=process, pidfd=os.pidfd_open(process.pid))
+        self._processes.append(entry)
+        self._running.add(local_rank)
+        self._selector.register(entry.pidfd, selectors.EVENT_READ, ("exit", local_rank, None))
+        for number, pipe in enumerate((process.stdout, process.stderr), start=1):
+            if pipe is not None:
+                os.set_blocking(pipe.fileno(), False)
+                entry.pending[number] = bytearray()
+                self._selector.register(pipe, selectors.EVENT_READ, ("output", local_rank, number))
+
+    @contextlib.contextmanager
+    def _signals_caught(self) -> Any:
+        """Have signals wake the selector; the previous handlers come back."""
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        reader.setblocking(False)
+        self._selector.register(reader, selectors.EVENT_READ, ("signal", 0, reader))
+        old_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        old = {number: signal.signal(number, lambda n, frame: self._signals.append(n)) for number in _FORWARDED}
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(old_fd)
+            self._selector.close()
+            reader.close()
+            writer.close()
+
+    # ------------------------------------------------------------------ watching
+
+    def _step(self) -> None:
+        timeout = None if self._limit is None else max(0.0, self._limit - time.monotonic())
+        for key, _ in self._selector.select(timeout):
+            kind, local_rank, detail = key.data
+            if kind == "signal":
+                with contextlib.suppress(BlockingIOError):
+                    detail.recv(4096)
+            elif kind == "output":
+                self._read(local_rank, detail, key.fileobj)
+            else:
+                self._ended(local_rank)
+        while self._signals:
+            self._forward(self._signals.pop(0))
+        if self._limit is not None and time.monotonic() >= self._limit:
+            self._escalate()
+
+    def _ended(self, local_rank: int) -> None:
+        entry = self._processes[local_rank]
+        self._selector.unregister(entry.pidfd)
+        os.close(entry.pidfd)
+        self._end_group(entry)  # before wait(): until then nobody else can have its number
+        status = entry.process.wait()
+        self._running.discard(local_rank)
+        self._drain(local_rank)
+        if status and not self._status and self._stage == 0:
+            self._status = status if status > 0 else 128 - status
+            what = f"ended with status {status}" if status > 0 else f"was ended by {signal.Signals(-status).name}"
+            others = "; ending the others" if self._running else ""
+            print(f"miraccl run: rank {entry.rank} {what}{others}", file=sys.stderr, flush=True)
+            self._stage, self._limit = 1, time.monotonic() + self._grace
+
+    def _forward(self, number: int) -> None:
+        self._signal_all(number)
+        if number in _ENDING and self._stage < 2:
+            self._status = self._status or 128 + number
+            self._stage, self._limit = 2, time.monotonic() + self._grace
+
+    def _escalate(self) -> None:
+        self._stage += 1
+        self._signal_all(signal.SIGTERM if self._stage == 2 else signal.SIGKILL)
+        self._limit = time.monotonic() + self._grace if self._stage == 2 else None
+
+    def _signal_all(self, number: int) -> None:
+        for local_rank in self._running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._processes[local_rank].process.pid, number)
+
+    def _kill_all(self) -> None:
+        """Whatever happened: nothing of the job stays behind."""
+        for local_rank in self._running:
+            self._end_group(self._processes[local_rank])
+            self._processes[local_rank].process.wait()
+
+    @staticmethod
+    def _end_group(entry: _Process) -> None:
+        """Kill the rank, if it runs, and what it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(entry.process.pid, signal.SIGKILL)
+
+    # ------------------------------------------------------------------ output
+
+    def _read(self, local_rank: int, number: int, pipe: Any) -> bool:
+        """Pass on complete lines; True if there may be more."""
+        try:
+            data = os.read(pipe.fileno(), 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._selector.unregister(pipe)
+        entry = self._processes[local_rank]
+        buffer = entry.pending[number]
+        buffer += data
+        *lines, rest = bytes(buffer).split(b"\n")
+        entry.pending[number] = bytearray(rest)
+        if not data and rest:
+            lines.append(rest)
+            entry.pending[number].clear()
+        self._print(entry.rank, number, lines)
+        return bool(data)
+
+    def _drain(self, local_rank: int) -> None:
+        entry = self._processes[local_rank]
+        for number, pipe in enumerate((entry.process.stdout, entry.process.stderr), start=1):
+            while pipe is not None and pipe.fileno() in self._selector.get_map() and self._read(local_rank, number, pipe):
+                pass
+
+    def _print(self, rank: int, number: int, lines: list[bytes]) -> None:
+        target: IO[bytes] = sys.stdout.buffer if number == 1 else sys.stderr.buffer
+        prefix = f"[{rank}] ".encode()
+        for line in lines:
+            target.write(prefix + line + b"\n")
+        if lines:
+            target.flush()
