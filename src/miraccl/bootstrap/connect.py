@@ -1,0 +1,106 @@
+"""From a unique id to a session: find the hub, join, wait until all ranks have met."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from miraccl import params
+from miraccl.bootstrap.dial import Dialer
+from miraccl.bootstrap.host import host_fingerprint, process_token
+from miraccl.bootstrap.hub import Root
+from miraccl.bootstrap.interfaces import choose_addresses, is_loopback
+from miraccl.bootstrap.link import HubVanished, Link
+from miraccl.bootstrap.session import Session, solo
+from miraccl.bootstrap.unique_id import UniqueId
+from miraccl.errors import BootstrapError
+from miraccl.wire.auth import VERSION
+from miraccl.wire.bootstrap_messages import Join
+
+
+def connect(
+    unique_id: UniqueId,
+    rank: int,
+    nranks: int,
+    timeout: float | None = None,
+    *,
+    session_timeout: float | None = None,
+    thread_ids: Sequence[int] = (),
+) -> Session:
+    """Meet all ranks of the job; returns when everyone is in. ``timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT.
+
+    ``session_timeout`` (default MIRACCL_TIMEOUT) is the deadline of the session's later calls.  Ranks come in any order, also before the
+    root listens.  Raises ``BootstrapError``: missing ranks named, a rank number used twice, different nranks, another version;
+    ``AuthenticationError``: wrong secret; ``PeerDied``: a rank died while the ranks were meeting.
+    """
+    _check_rank(rank, nranks)
+    if unique_id.version != VERSION:
+        raise BootstrapError(
+            f"the unique id was made by version {unique_id.version} of the protocol, this is version {VERSION}",
+            rank=rank,
+            hint="run the same version of miraccl on all ranks",
+        )
+    return join_job(
+        _targets(unique_id), secret=unique_id.secret, rank=rank, nranks=nranks, timeout=timeout, session_timeout=session_timeout,
+        thread_ids=thread_ids,
+    )  # fmt: skip
+
+
+def _check_rank(rank: int, nranks: int) -> None:
+    if not 0 <= rank < nranks:
+        raise BootstrapError(f"rank {rank} is out of range for nranks={nranks}", rank=rank, hint="ranks are 0..nranks-1")
+
+
+def _targets(unique_id: UniqueId) -> list[tuple[str, int]]:
+    """Loopback first on the root's own host, and not at all elsewhere."""
+    here = unique_id.host in ("", host_fingerprint())
+    local = [address for address in unique_id.addresses if is_loopback(address[0])]
+    remote = [address for address in unique_id.addresses if not is_loopback(address[0])]
+    return (local + remote if here else remote) or list(unique_id.addresses)
+
+
+def join_job(
+    targets: Sequence[tuple[str, int]],
+    *,
+    secret: bytes,
+    rank: int,
+    nranks: int,
+    timeout: float | None = None,
+    session_timeout: float | None = None,
+    probing: bool = False,
+    root: Root | None = None,
+    thread_ids: Sequence[int] = (),
+) -> Session:
+    """``connect`` for a list of (host, port), see ``Dialer`` for ``probing``. ``root`` is handed to the session to keep."""
+    _check_rank(rank, nranks)
+    timeout = params.BOOTSTRAP_TIMEOUT.read() if timeout is None else timeout
+    session_timeout = params.TIMEOUT.read() if session_timeout is None else session_timeout
+    if nranks == 1 and root is None:
+        return solo(session_timeout)
+    deadline = time.monotonic() + timeout
+    remote = next((host for host, _ in targets if not is_loopback(host)), None)
+    while True:
+        dialer = Dialer(targets, secret=secret, rank=rank, nranks=nranks, deadline=deadline, probing=probing)
+        sock, machine = dialer.dial()
+        local = str(sock.getsockname()[0]).removeprefix("::ffff:").partition("%")[0]
+        addresses, loopback = choose_addresses(remote if is_loopback(local) else str(sock.getpeername()[0]).removeprefix("::ffff:"))
+        join = Join(
+            host=host_fingerprint(),
+            token=process_token(),
+            pid=os.getpid(),
+            addresses=addresses,
+            loopback=loopback,
+            timeout=max(0.001, deadline - time.monotonic()),
+        )
+        link = Link(sock, machine, rank=rank, nranks=nranks)
+        try:
+            meeting = link.meet(join, deadline)
+        except HubVanished:
+            continue  # it made place for others before it knew us; the deadline holds
+        except BaseException:
+            link.close("the meeting failed")
+            raise
+        return Session(
+            link=link, meeting=meeting, ranks=tuple(range(nranks)), rank=rank, timeout=session_timeout, root=root, thread_ids=thread_ids
+        )

@@ -1,0 +1,207 @@
+"""Find the hub among addresses: try all at once, again and again until the deadline, and keep the first that proves the secret.
+
+A port may be closed because the root comes later, or taken by somebody who is silent or speaks something else: each address has its
+own clock, so none holds up the others, and a member proves itself to exactly one hub.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from miraccl.bootstrap.hub import tune
+from miraccl.errors import AuthenticationError, BootstrapError
+from miraccl.wire.auth import NONCE_BYTES
+from miraccl.wire.bootstrap import Disconnected, HubProved, HubRejected, Received, Send, Start
+from miraccl.wire.bootstrap_member import MemberMachine
+
+FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.6, 0.1  # seconds between tries of one address
+CONNECT_SECONDS, ANSWER_SECONDS = 2.0, 5.0  # after which a try is given up
+VERDICT_SECONDS = 0.25  # a wrong secret at one address is final unless another address proves itself meanwhile
+RESOLVE_SECONDS = 1.0
+
+
+@dataclass(kw_only=True)
+class _Endpoint:
+    family: int
+    address: tuple[object, ...]
+    name: str
+    pause: float = FIRST_PAUSE
+    next_try: float = 0.0
+    trouble: str = "not tried"
+
+
+@dataclass(kw_only=True)
+class _Try:
+    endpoint: _Endpoint
+    sock: socket.socket
+    machine: MemberMachine
+    give_up: float
+    started: bool = False
+
+
+class Dialer:
+    """One search for a hub. ``targets``: (host, port) in order of preference; hosts may be names.
+
+    ``probing``: a wrong secret or version at one address is no error, somebody else may sit there.
+    """
+
+    def __init__(
+        self, targets: Sequence[tuple[str, int]], *, secret: bytes, rank: int, nranks: int, deadline: float, probing: bool = False
+    ) -> None:
+        self._targets, self._secret, self._rank, self._nranks = targets, secret, rank, nranks
+        self._deadline, self._probing = deadline, probing
+        self._endpoints: dict[tuple[object, ...], _Endpoint] = {}
+        self._unresolved: dict[tuple[str, int], str] = dict.fromkeys(targets, "not tried")
+        self._resolve_at = 0.0
+        self._tries: list[_Try] = []
+        self._verdict: HubRejected | None = None
+        self._verdict_at = float("inf")
+        self._selector = selectors.DefaultSelector()
+
+    def dial(self) -> tuple[socket.socket, MemberMachine]:
+        """The connection and its machine, which waits for ``Join``. Raises ``BootstrapError`` at the deadline with what was tried."""
+        winner: _Try | None = None
+        try:
+            while winner is None:
+                now = time.monotonic()
+                if now >= self._deadline:
+                    raise BootstrapError(self._explain(), rank=self._rank, hint="is rank 0 running, and is its address right?")
+                self._check_verdict(now)
+                self._resolve(now)
+                self._start_tries(now)
+                winner = self._turn()
+            self._selector.unregister(winner.sock)
+            self._tries.remove(winner)
+            return winner.sock, winner.machine
+        finally:
+            for attempt in self._tries:
+                attempt.sock.close()
+            self._selector.close()
+
+    def _explain(self) -> str:
+        troubles: dict[str, list[str]] = {}
+        for endpoint in self._endpoints.values():
+            troubles.setdefault(endpoint.trouble, []).append(endpoint.name)
+        for (host, _), trouble in self._unresolved.items():
+            troubles.setdefault(trouble, []).append(host)
+        details = [f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}: {t}" for t, names in troubles.items()]
+        return f"no hub of this job answered before the deadline; {'; '.join(details)}"
+
+    def _check_verdict(self, now: float) -> None:
+        verdict = self._verdict
+        if verdict is not None and (now >= self._verdict_at or (not self._tries and all(e.next_try > 0 for e in self._endpoints.values()))):
+            if verdict.kind == "secret":
+                raise AuthenticationError(verdict.reason, rank=self._rank, hint="do all ranks have the same unique id?")
+            raise BootstrapError(verdict.reason, rank=self._rank, hint="run the same version of miraccl on all ranks")
+
+    def _resolve(self, now: float) -> None:
+        if not self._unresolved or now < self._resolve_at:
+            return
+        self._resolve_at = now + RESOLVE_SECONDS
+        for host, port in list(self._unresolved):
+            try:
+                infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except OSError as error:
+                self._unresolved[host, port] = f"the name is not known ({error.strerror})"
+                continue
+            del self._unresolved[host, port]
+            for family, _, _, _, address in infos:
+                name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+                self._endpoints.setdefault(tuple(address), _Endpoint(family=family, address=tuple(address), name=name))
+
+    def _start_tries(self, now: float) -> None:
+        busy = {id(attempt.endpoint) for attempt in self._tries}
+        for endpoint in self._endpoints.values():
+            if id(endpoint) in busy or endpoint.next_try > now:
+                continue
+            endpoint.next_try = now + endpoint.pause
+            endpoint.pause = min(endpoint.pause * PAUSE_GROWTH, LONGEST_PAUSE)
+            try:
+                sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
+            except OSError as error:
+                endpoint.trouble = error.strerror or str(error)
+                continue
+            sock.setblocking(False)
+            tune(sock)
+            problem = sock.connect_ex(endpoint.address)
+            if problem not in (0, errno.EINPROGRESS):
+                endpoint.trouble = os.strerror(problem)
+                sock.close()
+                continue
+            machine = MemberMachine(secret=self._secret, rank=self._rank, nranks=self._nranks, nonce=os.urandom(NONCE_BYTES))
+            attempt = _Try(endpoint=endpoint, sock=sock, machine=machine, give_up=now + CONNECT_SECONDS)
+            self._tries.append(attempt)
+            self._selector.register(sock, selectors.EVENT_WRITE, attempt)
+
+    def _turn(self) -> _Try | None:
+        """Wait for the next thing to happen, at most until a try is due or given up."""
+        now = time.monotonic()
+        busy = {id(attempt.endpoint) for attempt in self._tries}
+        times = [self._deadline, self._verdict_at]
+        times += [endpoint.next_try for endpoint in self._endpoints.values() if id(endpoint) not in busy]
+        times += [attempt.give_up for attempt in self._tries]
+        times += [self._resolve_at] if self._unresolved else []
+        ready = self._selector.select(max(0.0, min(times) - now))
+        proved = [key.data for key, _ in ready if self._advance(key.data)]
+        now = time.monotonic()
+        for attempt in [attempt for attempt in self._tries if attempt.give_up <= now]:
+            self._end(attempt, "no answer" if attempt.started else "no connection")
+        return proved[0] if proved else None
+
+    def _advance(self, attempt: _Try) -> bool:
+        """Move one try on; true when its hub has proved itself."""
+        if not attempt.started:
+            problem = attempt.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if problem:
+                self._end(attempt, os.strerror(problem))
+                return False
+            if attempt.sock.getsockname() == attempt.sock.getpeername():
+                self._end(attempt, "connected to itself")  # TCP simultaneous open on an ephemeral port of this host
+                return False
+            attempt.started = True
+            attempt.give_up = time.monotonic() + ANSWER_SECONDS
+            self._selector.modify(attempt.sock, selectors.EVENT_READ, attempt)
+            return self._act(attempt, attempt.machine.handle(Start(now=time.monotonic())))
+        try:
+            data = attempt.sock.recv(4096)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._end(attempt, error.strerror or str(error))
+            return False
+        if not data:
+            attempt.machine.handle(Disconnected(now=time.monotonic(), reason="closed"))
+            self._end(attempt, "the connection was closed without an answer")
+            return False
+        return self._act(attempt, attempt.machine.handle(Received(now=time.monotonic(), data=data)))
+
+    def _act(self, attempt: _Try, outputs: Sequence[object]) -> bool:
+        for output in outputs:
+            if isinstance(output, HubProved):
+                return True
+            if isinstance(output, Send):
+                try:
+                    attempt.sock.send(output.data)  # below a hundred bytes into an empty buffer: never partial
+                except OSError as error:
+                    self._end(attempt, error.strerror or str(error))
+                    return False
+            elif isinstance(output, HubRejected):
+                if output.kind != "stranger" and not self._probing and self._verdict is None:
+                    self._verdict, self._verdict_at = output, time.monotonic() + VERDICT_SECONDS
+                self._end(attempt, f"not the hub of this job: {output.reason}")
+                return False
+        return False
+
+    def _end(self, attempt: _Try, trouble: str) -> None:
+        if attempt in self._tries:
+            attempt.endpoint.trouble = trouble
+            attempt.endpoint.next_try = time.monotonic() + attempt.endpoint.pause
+            self._tries.remove(attempt)
+            self._selector.unregister(attempt.sock)
+            attempt.sock.close()

@@ -1,0 +1,44 @@
+"""What a session tells its owner, on the watcher thread. Ranks are those of the session that delivers the event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+#: Rank in an event about the hub when no rank's process holds it (a launcher does).
+HUB = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerLost:
+    """A rank's process ended or its connection broke without a goodbye."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerLeft:
+    """A rank closed its session or its interpreter ended in an orderly way."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """Another rank called ``notify(payload)``."""
+
+    from_rank: int
+    payload: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusRequest:
+    """Another rank asks for the status; the session answers by itself. ``id`` is unique per asking rank."""
+
+    from_rank: int
+    id: int
+
+
+Event = PeerLost | PeerLeft | Notice | StatusRequest

@@ -1,0 +1,330 @@
+"""The hub of a job: one thread with the listening sockets, around ``wire.bootstrap_hub.HubMachine``.
+
+It lives in the process that made the unique id, serves one job, and ends when all ranks have left.  Who made it owns it (``Root.close``,
+``Root.join``); at the end of the interpreter it is given a moment for ranks that are about to leave as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from miraccl import trace
+from miraccl.bootstrap.host import host_fingerprint, process_token
+from miraccl.bootstrap.interfaces import choose_addresses
+from miraccl.bootstrap.unique_id import UniqueId
+from miraccl.errors import InvalidUsage, SystemFailure
+from miraccl.wire.auth import NONCE_BYTES, SECRET_BYTES
+from miraccl.wire.bootstrap import CloseHub, Connected, Disconnected, Drop, Finished, Received, Send, Tick
+from miraccl.wire.bootstrap_hub import HubMachine
+
+_log = trace.logger("bootstrap")
+BACKLOG = 1024
+ACCEPTS_PER_TURN = 64  # so that a flood of connections does not keep the ranks waiting
+READ_BYTES = 1 << 18
+#: Unsent bytes for one rank after which it counts as lost: it has not read for a long time.
+MAX_UNSENT_BYTES = 512 << 20
+LINGER_SECONDS = 1.0
+
+_roots: weakref.WeakSet[Root] = weakref.WeakSet()
+
+
+@dataclass(kw_only=True)
+class _Line:
+    """A connection of the hub. ``closing`` is the reason to close it once ``unsent`` is out."""
+
+    conn: int
+    sock: socket.socket
+    unsent: bytearray
+    closing: str | None = None
+    close_by: float = 0.0
+
+
+class Root:
+    """A running hub. ``addresses`` are those it listens on."""
+
+    def __init__(self, listeners: Sequence[socket.socket], machine: HubMachine) -> None:
+        self.addresses = tuple((str(s.getsockname()[0]), int(s.getsockname()[1])) for s in listeners)
+        self._machine = machine
+        self._listeners = list(listeners)
+        self._lines: dict[int, _Line] = {}
+        self._dirty: set[int] = set()
+        self._next_conn = 1
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._close_reason: str | None = None
+        self._listen_again_at: float | None = None
+        self._finished = False
+        for sock in listeners:
+            sock.setblocking(False)
+            self._selector.register(sock, selectors.EVENT_READ, sock)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name="miraccl-hub", daemon=True)
+        _roots.add(self)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the hub still serves its job."""
+        return self._thread.is_alive()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until all ranks have left, at most ``timeout`` seconds; true when the hub has ended."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def close(self, reason: str = "closed by its owner", timeout: float = 2.0) -> None:
+        """End now: ranks that are still there are told. May be called twice."""
+        self._close_reason = self._close_reason or reason
+        self._wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def __enter__(self) -> Root:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._wake_out.send(b"\0")
+
+    # --- thread -----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._finished or any(line.unsent for line in self._lines.values()):
+                if self._close_reason is not None and not self._finished:
+                    self._feed(CloseHub(now=time.monotonic(), reason=self._close_reason))
+                for key, mask in self._selector.select(self._patience()):
+                    self._ready(key.data, mask)
+                self._clock()
+        except Exception:  # a hub that fails must not fail silently: its connections close and every rank sees it
+            _log.exception("the hub of the job failed")
+        finally:
+            for sock in [*self._listeners, *(line.sock for line in self._lines.values()), self._wake_in, self._wake_out]:
+                sock.close()
+            self._selector.close()
+
+    def _patience(self) -> float | None:
+        times = [line.close_by for line in self._lines.values() if line.closing is not None]
+        times += [t for t in (self._machine.deadline(), self._listen_again_at) if t is not None]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _clock(self) -> None:
+        now = time.monotonic()
+        if self._listen_again_at is not None and now >= self._listen_again_at:
+            self._listen_again_at = None
+            for sock in self._listeners:
+                self._selector.register(sock, selectors.EVENT_READ, sock)
+        deadline = self._machine.deadline()
+        if deadline is not None and deadline <= now:
+            self._feed(Tick(now=now))
+        for line in [line for line in self._lines.values() if line.closing is not None and line.close_by <= now]:
+            self._hang_up(line)
+
+    def _ready(self, data: Any, mask: int) -> None:
+        if data is None:
+            with contextlib.suppress(BlockingIOError):
+                self._wake_in.recv(4096)
+        elif isinstance(data, socket.socket):
+            self._accept(data)
+        elif data.conn in self._lines:
+            if mask & selectors.EVENT_WRITE:
+                self._flush(data)
+            if mask & selectors.EVENT_READ and data.conn in self._lines:
+                self._read(data)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                sock, address = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    self._pause_listening()
+                return
+            sock.setblocking(False)
+            tune(sock)
+            line = _Line(conn=self._next_conn, sock=sock, unsent=bytearray())
+            self._next_conn += 1
+            self._lines[line.conn] = line
+            self._selector.register(sock, selectors.EVENT_READ, line)
+            peer = f"{address[0]}:{address[1]}"
+            self._feed(Connected(now=time.monotonic(), conn=line.conn, nonce=os.urandom(NONCE_BYTES), peer=peer))
+
+    def _pause_listening(self) -> None:
+        """Out of descriptors: a listening socket that cannot be accepted from would be ready for ever."""
+        for sock in self._listeners:
+            self._selector.unregister(sock)
+        self._listen_again_at = time.monotonic() + 0.05
+
+    def _read(self, line: _Line) -> None:
+        try:
+            data = line.sock.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lost(line, f"its connection broke ({error.strerror})")
+            return
+        if not data:
+            self._lost(line, "its process ended or closed the connection")
+        elif line.closing is None:
+            self._feed(Received(now=time.monotonic(), conn=line.conn, data=data))
+
+    def _lost(self, line: _Line, reason: str) -> None:
+        closing = line.closing is not None
+        self._hang_up(line)
+        if not closing:
+            self._feed(Disconnected(now=time.monotonic(), conn=line.conn, reason=reason))
+
+    def _hang_up(self, line: _Line) -> None:
+        if self._lines.pop(line.conn, None) is not None:
+            self._selector.unregister(line.sock)
+            line.sock.close()
+
+    def _feed(self, event: Any) -> None:
+        """One input to the machine; do what it says."""
+        touched: dict[int, _Line] = {}
+        for output in self._machine.handle(event):
+            if isinstance(output, Finished):
+                self._finish()
+                continue
+            line = self._lines.get(output.conn)
+            if line is None:
+                continue
+            touched[line.conn] = line
+            if isinstance(output, Send):
+                line.unsent += output.data
+            elif isinstance(output, Drop) and line.closing is None:
+                line.closing = output.reason
+                line.close_by = event.now + 2.0
+        for line in touched.values():
+            self._flush(line)
+
+    def _flush(self, line: _Line) -> None:
+        while line.unsent:
+            try:
+                sent = line.sock.send(line.unsent)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                line.unsent.clear()
+                self._lost(line, f"its connection broke ({error.strerror})")
+                return
+            del line.unsent[:sent]
+        if line.closing is not None and not line.unsent:
+            self._hang_up(line)
+        elif len(line.unsent) > MAX_UNSENT_BYTES:
+            self._lost(line, "it does not read what it is sent")
+        else:
+            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unsent else 0)
+            self._selector.modify(line.sock, mask, line)
+
+    def _finish(self) -> None:
+        self._finished = True
+        for sock in self._listeners:
+            if self._listen_again_at is None:
+                self._selector.unregister(sock)
+            sock.close()
+        self._listeners.clear()
+        self._listen_again_at = None
+
+    # --- fork -------------------------------------------------------------------------------------------------------
+
+    def _forked(self) -> None:
+        """In a forked child: give up the descriptors, so that the parent's death is still seen."""
+        for sock in [*self._listeners, *(line.sock for line in self._lines.values()), self._wake_in, self._wake_out]:
+            sock.close()
+
+
+def tune(sock: socket.socket) -> None:
+    """No delay for small messages; a host that lost power is noticed after some 15 s (a process that died, at once)."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15000)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket on one numeric address; ``""`` is every address of both families. Raises ``OSError``."""
+    if not host:
+        if socket.has_dualstack_ipv6():
+            with contextlib.suppress(OSError):
+                return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+        return socket.create_server(("", port), backlog=BACKLOG)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+def _listen_on(hosts: Iterable[str], port: int) -> list[socket.socket]:
+    listeners: list[socket.socket] = []
+    problem: OSError | None = None
+    for host in dict.fromkeys(hosts):
+        try:
+            listeners.append(listen(host, port))
+        except OSError as error:
+            problem = error
+    if not listeners:
+        reason = problem.strerror if problem else "no address"
+        raise SystemFailure(f"cannot listen for the ranks of the job on {', '.join(hosts)} port {port}: {reason}")
+    return listeners
+
+
+def create_root(
+    *,
+    nranks: int | None = None,
+    hosts: Sequence[str] | None = None,
+    port: int = 0,
+    secret: bytes | None = None,
+    log: list[Any] | None = None,
+) -> tuple[UniqueId, Root]:
+    """Start the hub of a job in this process; the id is for all ranks, the root is to be kept until they have left.
+
+    ``nranks``: learnt from the first rank when not given.  ``hosts``: numeric addresses to listen on, default those of the chosen
+    interface and loopback.  ``port`` 0 lets the kernel choose.  ``secret``: 32 bytes, default random.  Raises ``SystemFailure``
+    when the addresses cannot be listened on.
+    """
+    if nranks is not None and nranks < 1:
+        raise InvalidUsage(f"a job has at least 1 rank, got nranks={nranks}")
+    if hosts is None:
+        chosen, loopback = choose_addresses()
+        hosts = [*chosen, *(["127.0.0.1"] if loopback else [])]
+    secret = os.urandom(SECRET_BYTES) if secret is None else secret
+    listeners = _listen_on(hosts, port)
+    addresses = tuple((str(s.getsockname()[0]), int(s.getsockname()[1])) for s in listeners)
+    unique_id = UniqueId(addresses=addresses, secret=secret, host=host_fingerprint())
+    machine = HubMachine(secret=secret, token=process_token(), nranks=nranks, log=log)
+    return unique_id, Root(listeners, machine)
+
+
+def close_roots(reason: str, linger: float) -> None:
+    """At the end of the interpreter: wait a moment for ranks that are leaving too, then tell the others."""
+    deadline = time.monotonic() + linger
+    for root in list(_roots):
+        root.join(max(0.0, deadline - time.monotonic()))
+        root.close(reason)
+
+
+def _after_fork() -> None:
+    for root in list(_roots):
+        root._forked()
+    _roots.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,180 @@
+"""The network interfaces of this host and which of them the ranks should use.
+
+Rules of the choice are NCCL's (``src/misc/socket.cc``, ``ncclFindInterfaces``): a list in SOCKET_IFNAME wins; else interfaces that route to
+the meeting point; else ordinary ones; those of containers and virtual machines next; loopback last.  Linux only, without further
+dependencies: names from ``if_nameindex``, IPv4 from SIOCGIFADDR, IPv6 from /proc/net/if_inet6.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from miraccl import params
+from miraccl.errors import BootstrapError, InvalidUsage
+
+SIOCGIFADDR, SIOCGIFFLAGS = 0x8915, 0x8913  # linux/sockios.h
+IFF_UP, IFF_LOOPBACK, IFF_RUNNING = 0x1, 0x8, 0x40  # linux/if.h
+#: Interfaces that usually lead to containers and virtual machines of this host only.
+VIRTUAL_PREFIXES = (
+    "docker",
+    "virbr",
+    "veth",
+    "br-",
+    "cni",
+    "flannel",
+    "cali",
+    "podman",
+    "lxc",
+    "lxdbr",
+    "vnet",
+    "vmnet",
+    "tun",
+    "tap",
+    "dummy",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """One interface with its addresses as text, IPv4 first. Link-local IPv6 addresses are left out: they need a scope."""
+
+    name: str
+    addresses: tuple[str, ...]
+    up: bool = True
+    loopback: bool = False
+
+    @property
+    def virtual(self) -> bool:
+        return self.name.startswith(VIRTUAL_PREFIXES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NameFilter:
+    """NCCL's language for SOCKET_IFNAME: ``eth,ib`` prefixes, ``^docker`` all but these, ``=eth0`` exact names, ``^=eth0`` both.
+
+    A port after a colon (``=mlx5_0:1``, the form of IB_HCA) is ignored.
+    """
+
+    names: tuple[str, ...]
+    exclude: bool = False
+    exact: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> NameFilter:
+        rest = text.strip()
+        exclude = rest.startswith("^")
+        rest = rest.removeprefix("^")
+        exact = rest.startswith("=")
+        rest = rest.removeprefix("=")
+        return cls(names=tuple(word.partition(":")[0].strip() for word in rest.split(",") if word.strip()), exclude=exclude, exact=exact)
+
+    def match(self, name: str) -> bool:
+        if not self.names:
+            return True
+        hit = name in self.names if self.exact else name.startswith(self.names)
+        return hit != self.exclude
+
+    def order(self, name: str) -> int:
+        """Position of the first word that names it: the user's order is the order of preference."""
+        for position, word in enumerate(self.names):
+            if not self.exclude and (name == word if self.exact else name.startswith(word)):
+                return position
+        return len(self.names)
+
+
+def list_interfaces() -> list[Interface]:
+    """All interfaces that are up, in kernel order."""
+    ipv6 = _ipv6_addresses()
+    found: list[Interface] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                (flags,) = struct.unpack_from("<H", fcntl.ioctl(probe, SIOCGIFFLAGS, request), 16)
+            except OSError:
+                continue
+            ipv4: list[str] = []
+            with contextlib.suppress(OSError):  # it has none
+                ipv4.append(socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24]))
+            if flags & IFF_UP:
+                addresses = (*ipv4, *ipv6.get(name, ()))
+                found.append(Interface(name=name, addresses=addresses, up=True, loopback=bool(flags & IFF_LOOPBACK)))
+    return found
+
+
+def _ipv6_addresses() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    try:
+        with open("/proc/net/if_inet6", encoding="ascii") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        fields = line.split()
+        if len(fields) != 6:
+            continue
+        address = ipaddress.IPv6Address(bytes.fromhex(fields[0]))
+        tentative = int(fields[4], 16) & 0x40 and not int(fields[4], 16) & 0x80  # IFA_F_TENTATIVE without IFA_F_PERMANENT
+        if not address.is_link_local and not tentative:
+            found.setdefault(fields[5], []).append(str(address))
+    return found
+
+
+def source_address(host: str, port: int = 9) -> str | None:
+    """The local address from which packets to ``host`` leave (a UDP connect asks the routing table and sends nothing)."""
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, proto, _, address in infos:
+        with contextlib.suppress(OSError), socket.socket(family, kind, proto) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0]).partition("%")[0]
+    return None
+
+
+def is_loopback(address: str) -> bool:
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def rank_interfaces(interfaces: Iterable[Interface], names: str = "", route: str | None = None) -> list[Interface]:
+    """Usable interfaces, best first. ``route`` is the local address that leads to the meeting point, when there is one."""
+    usable = [interface for interface in interfaces if interface.up and interface.addresses]
+    if names:
+        chosen = NameFilter.parse(names)
+        usable = [interface for interface in usable if chosen.match(interface.name)]
+        if not chosen.exclude:
+            return sorted(usable, key=lambda interface: chosen.order(interface.name))
+    return sorted(usable, key=lambda i: (not (route and route in i.addresses), i.loopback, i.virtual))
+
+
+def choose_addresses(peer: str | None = None, interfaces: Sequence[Interface] | None = None) -> tuple[tuple[str, ...], bool]:
+    """Addresses of the interface this process should announce, and whether loopback may replace them on one host.
+
+    ``peer`` is the meeting point's host, when it is known.  With SOCKET_IFNAME set only those interfaces count, and loopback
+    replaces nothing.  The address that routes to ``peer`` comes first.
+    """
+    names = params.SOCKET_IFNAME.read()
+    interfaces = list_interfaces() if interfaces is None else interfaces
+    route = source_address(peer) if peer else None
+    ranked = rank_interfaces(interfaces, names, route)
+    if not ranked:
+        if names:
+            have = ", ".join(i.name for i in interfaces if i.addresses) or "none"
+            raise InvalidUsage(f"SOCKET_IFNAME={names!r} matches no interface that is up and has an address; there are: {have}")
+        raise BootstrapError("no network interface is up and has an address, not even loopback")
+    best = ranked[0]
+    family = 6 if route and ":" in route else 4
+    addresses = sorted(best.addresses, key=lambda a: (a != route, (":" in a) != (family == 6)))
+    return tuple(addresses), not names

@@ -1,0 +1,489 @@
+"""A rank's control connection: socket, machine and watcher thread, shared by the session and all communicators split from it.
+
+Owns the socket and the thread.  Calls come from any thread and are serialised by one lock; what arrives is read by the watcher only,
+which wakes waiting calls under the lock and delivers events without it.  Ranks in this file are those of the whole job.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from miraccl import trace
+from miraccl.bootstrap.hub import LINGER_SECONDS, READ_BYTES, close_roots
+from miraccl.errors import BootstrapError, CommunicatorClosed, InvalidUsage, PeerDied, ProtocolError
+from miraccl.wire import framing
+from miraccl.wire.bootstrap import Arrived, Disconnected, Drop, HubLost, MemberState, Received, Send, SendMessage
+from miraccl.wire.bootstrap_member import MemberMachine
+from miraccl.wire.bootstrap_messages import (
+    Accepted,
+    Gather,
+    Gathered,
+    GatherLate,
+    Gone,
+    Goodbye,
+    Join,
+    LeaveGroup,
+    NoticeMessage,
+    OpenGroup,
+    Refusal,
+    Refused,
+    StatusAsk,
+    StatusReply,
+    Welcome,
+)
+
+_log = trace.logger("bootstrap")
+#: The hub keeps the deadlines; a member waits this much longer (seconds) for its word.
+GRACE_SECONDS = 1.0
+GOODBYE_SECONDS = 1.0
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+class View(Protocol):
+    """What the link tells a session. All calls come from the watcher thread, without the lock."""
+
+    def peer_gone(self, rank: int, left: bool, reason: str) -> None: ...
+    def hub_gone(self, rank: int, left: bool, reason: str) -> None: ...
+    def notice(self, rank: int, payload: bytes) -> None: ...
+    def status_asked(self, rank: int, ident: int) -> bytes: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Why a wait ended without a result. ``kind``: lost, left, hub, late, silent (no word from the hub) or closed."""
+
+    kind: str
+    ranks: tuple[int, ...] = ()
+    reason: str = ""
+
+
+@dataclass(kw_only=True)
+class _Waiter:
+    group: int
+    ranks: tuple[int, ...]
+    parts: tuple[bytes, ...] | None = None
+    problem: Problem | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.parts is not None or self.problem is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Outcome of a meeting: what each rank told, and the rank in whose process the hub lives (-1: in none)."""
+
+    members: tuple[Join, ...]
+    hub_rank: int
+
+
+class HubVanished(Exception):
+    """The hub closed the connection before it took the rank in; another try may succeed."""
+
+
+class Link:
+    """Takes over a connected socket whose machine waits for ``Join``."""
+
+    def __init__(self, sock: socket.socket, machine: MemberMachine, *, rank: int, nranks: int) -> None:
+        self.rank, self.nranks = rank, nranks
+        self.meeting: Meeting | None = None
+        self._sock, self._machine = sock, machine
+        self._cond = threading.Condition(threading.Lock())
+        self._unsent = bytearray()
+        self._views: dict[int, View] = {}
+        self._view_ranks: dict[int, tuple[int, ...]] = {}
+        self._gone: dict[int, Problem] = {}
+        self._left: dict[tuple[int, int], Problem] = {}
+        self._hub_problem: Problem | None = None
+        self._refused: Refused | None = None
+        self._hub_lost: HubLost | None = None
+        self._rounds: dict[tuple[int, str], int] = {}
+        self._waiters: dict[tuple[int, str, int], _Waiter] = {}
+        self._status: dict[int, dict[int, bytes]] = {}
+        self._status_ident = 0
+        self._deliveries: deque[Callable[[], None]] = deque()
+        self._closed = False
+        self._over = threading.Event()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._thread = threading.Thread(target=self._watch, name=f"miraccl-watcher-{rank}", daemon=True)
+        _links.add(self)
+        self._thread.start()
+
+    # --- meeting ----------------------------------------------------------------------------------------------------
+
+    def meet(self, join: Join, deadline: float) -> Meeting:
+        """Join and wait for all ranks. ``deadline`` is a time of the monotonic clock.
+
+        Raises ``PeerDied`` (a rank or the hub died), ``BootstrapError`` (a rank is missing or was refused) or ``HubVanished``.
+        """
+        with self._cond:
+            self._command(join)
+            self._cond.wait_for(
+                lambda: self.meeting or self._refused or self._hub_lost, max(0.0, deadline - time.monotonic()) + GRACE_SECONDS
+            )
+            if self.meeting is not None:
+                return self.meeting
+            refused, lost = self._refused, self._hub_lost
+        self.close("the meeting failed")
+        if refused is not None:
+            raise _refusal(refused, self.rank)
+        if lost is not None and lost.state is MemberState.JOINING:
+            raise HubVanished(lost.reason)
+        if lost is not None:
+            raise PeerDied(f"the hub died while the ranks were meeting: {lost.reason}", rank=self.rank, peer=0)
+        raise BootstrapError("the hub took this rank in and then said nothing until the deadline", rank=self.rank)
+
+    # --- views ------------------------------------------------------------------------------------------------------
+
+    def open_view(self, group: int, ranks: tuple[int, ...], view: View) -> None:
+        """Group 0 exists already; the others are made known to the hub. What the view missed is delivered to it."""
+        with self._cond:
+            self._check_open()
+            self._views[group], self._view_ranks[group] = view, ranks
+            if group:
+                self._command(OpenGroup(group=group, ranks=ranks))
+            for rank, problem in self._gone.items():
+                if rank in ranks:
+                    self._deliver(view.peer_gone, rank, problem.kind == "left", problem.reason)
+        self._wake()
+
+    def close_view(self, group: int, reason: str) -> None:
+        """Leave a group; the last view to close ends the connection."""
+        with self._cond:
+            if self._views.pop(group, None) is None:
+                return
+            for waiter in self._waiters.values():
+                if waiter.group == group and not waiter.done:
+                    waiter.problem = Problem(kind="closed", reason="the session was closed by another thread")
+            self._cond.notify_all()
+            if self._views and self._machine.state is MemberState.UP:
+                self._command(LeaveGroup(group=group, rank=self.rank, reason=reason))
+            last = not self._views
+        if last:
+            self.close(reason)
+
+    def close(self, reason: str) -> None:
+        """Say goodbye, wait for the hub to hang up, end the watcher. May be called twice and from any thread."""
+        with self._cond:
+            if not self._closed:
+                self._closed = True
+                if self._machine.state is not MemberState.CLOSED:
+                    self._command(Goodbye(reason=reason))
+        self._wake()
+        if self._thread is threading.current_thread():
+            return
+        if not self._over.wait(GOODBYE_SECONDS):
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join(GOODBYE_SECONDS)
+
+    @property
+    def on_watcher(self) -> bool:
+        return self._thread is threading.current_thread()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CommunicatorClosed("the session is closed", rank=self.rank)
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def gather(self, group: int, tag: str, data: bytes, timeout: float) -> tuple[bytes, ...] | Problem:
+        """The parts of all ranks of the group in its order, or why there are none."""
+        if self.on_watcher:
+            raise InvalidUsage("a callback of a session cannot wait for other ranks; hand the event to another thread", rank=self.rank)
+        with self._cond:
+            self._check_open()
+            ranks = self._view_ranks[group]
+            if len(data) * len(ranks) + 64 * len(ranks) + 1024 > framing.MAX_FRAME_BYTES:
+                raise InvalidUsage(
+                    f"all_gather moves at most {framing.MAX_FRAME_BYTES} bytes in all over the control plane", rank=self.rank
+                )
+            problem = self._group_problem(group)
+            if problem is not None:
+                return problem
+            number = self._rounds.get((group, tag), 0)
+            self._rounds[group, tag] = number + 1
+            waiter = _Waiter(group=group, ranks=ranks)
+            key = (group, tag, number)
+            self._waiters[key] = waiter
+            try:
+                self._command(Gather(group=group, tag=tag, round=number, timeout=timeout, data=data))
+                self._cond.wait_for(lambda: waiter.done, timeout + GRACE_SECONDS)
+            finally:
+                del self._waiters[key]
+            if waiter.parts is not None:
+                return waiter.parts
+            return waiter.problem or Problem(kind="silent", reason="the hub does not answer")
+
+    def notify(self, group: int, payload: bytes) -> Problem | None:
+        with self._cond:
+            self._check_open()
+            if self._hub_problem is not None:
+                return self._hub_problem
+            self._command(NoticeMessage(group=group, rank=self.rank, payload=payload))
+            return None
+
+    def ask_status(self, group: int, timeout: float) -> tuple[dict[int, bytes], dict[int, Problem]]:
+        """Answers by rank, and what is known of those that cannot answer."""
+        if self.on_watcher:
+            raise InvalidUsage("a callback of a session cannot wait for other ranks; hand the event to another thread", rank=self.rank)
+        with self._cond:
+            self._check_open()
+            ranks = self._view_ranks[group]
+            ident = self._status_ident = (self._status_ident + 1) & 0xFFFFFFFF
+            replies: dict[int, bytes] = {}
+            self._status[ident] = replies
+            if self._hub_problem is None:
+                self._command(StatusAsk(group=group, rank=self.rank, ident=ident))
+
+                def complete() -> bool:
+                    awaited = (r for r in ranks if r != self.rank and r not in self._gone and r not in replies)
+                    return self._hub_problem is not None or not any(True for _ in awaited)
+
+                self._cond.wait_for(complete, timeout)
+            del self._status[ident]
+            absent = {r: self._gone[r] for r in ranks if r in self._gone}
+            if self._hub_problem is not None:
+                absent |= {r: self._hub_problem for r in ranks if r not in absent}
+            return dict(replies), absent
+
+    def _group_problem(self, group: int) -> Problem | None:
+        for rank in self._view_ranks[group]:
+            problem = self._gone.get(rank) or self._left.get((group, rank))
+            if problem is not None:
+                return problem
+        return self._hub_problem
+
+    # --- machine ----------------------------------------------------------------------------------------------------
+
+    def _command(self, message: Any) -> None:
+        """With the lock: send one message."""
+        try:
+            self._run(self._machine.handle(SendMessage(now=time.monotonic(), message=message)))
+        except ProtocolError as error:  # the state does not allow it: the connection is over
+            raise CommunicatorClosed(f"the control connection is over: {error.message}", rank=self.rank) from None
+
+    def _run(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            if isinstance(output, Send):
+                self._unsent += output.data
+            elif isinstance(output, Arrived):
+                self._arrived(output.message)
+            elif isinstance(output, HubLost):
+                self._lost_hub(output)
+            elif isinstance(output, Drop):
+                continue  # the watcher ends when the machine is closed
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what fits; the watcher sends the rest."""
+        waiting = False
+        while self._unsent and not waiting:
+            try:
+                del self._unsent[: self._sock.send(self._unsent)]
+            except BlockingIOError:
+                waiting = True
+            except OSError:
+                self._unsent.clear()  # the reader sees the end, after what arrived before it
+        if waiting and not self.on_watcher:
+            self._wake()
+
+    def _arrived(self, message: Any) -> None:
+        if isinstance(message, Gathered | GatherLate):
+            self._gather_ended(message)
+        elif isinstance(message, Gone):
+            self._peer_gone(message)
+        elif isinstance(message, LeaveGroup):
+            problem = Problem(kind="left", ranks=(message.rank,), reason=message.reason)
+            self._left[message.group, message.rank] = problem
+            self._end_waits(problem, lambda waiter: waiter.group == message.group)
+            if message.group in self._views:
+                self._deliver(self._views[message.group].peer_gone, message.rank, True, message.reason)
+        elif isinstance(message, NoticeMessage):
+            if message.group in self._views:
+                self._deliver(self._views[message.group].notice, message.rank, message.payload)
+        elif isinstance(message, StatusAsk):
+            self._deliver(self._answer_status, message)
+        elif isinstance(message, StatusReply):
+            if message.ident in self._status:
+                self._status[message.ident][message.rank] = message.payload
+        elif isinstance(message, Welcome):
+            self._welcomed(message)
+        elif isinstance(message, Refused):
+            self._refused = message
+        else:
+            assert isinstance(message, Accepted)
+        self._cond.notify_all()
+
+    def _welcomed(self, message: Welcome) -> None:
+        try:
+            members = tuple(framing.decode(member, {Join.KIND: Join}) for member in message.members)
+        except ProtocolError:
+            members = ()
+        if len(members) != self.nranks:
+            text = "the hub welcomed this rank with a list of ranks that makes no sense"
+            self._refused = Refused(code=Refusal.CLOSED, text=text, ranks=())
+            return
+        holders = [rank for rank, member in enumerate(members) if member.token == message.hub_token]
+        self.meeting = Meeting(members=members, hub_rank=holders[0] if holders else -1)
+
+    def _gather_ended(self, message: Gathered | GatherLate) -> None:
+        waiter = self._waiters.get((message.group, message.tag, message.round))
+        if waiter is None or waiter.done:
+            return
+        if isinstance(message, GatherLate):
+            waiter.problem = Problem(kind="late", ranks=message.missing)
+        elif len(message.parts) == len(waiter.ranks):
+            waiter.parts = message.parts
+
+    def _peer_gone(self, message: Gone) -> None:
+        problem = Problem(kind="left" if message.left else "lost", ranks=(message.rank,), reason=message.reason)
+        self._gone[message.rank] = problem
+        self._end_waits(problem, lambda waiter: message.rank in waiter.ranks)
+        for group, view in self._views.items():
+            if message.rank in self._view_ranks[group] and (group, message.rank) not in self._left:
+                self._deliver(view.peer_gone, message.rank, message.left, message.reason)
+
+    def _lost_hub(self, output: HubLost) -> None:
+        self._hub_lost = output
+        self._cond.notify_all()
+        if self.meeting is None or self._closed:
+            return
+        rank = self.meeting.hub_rank
+        known = self._gone.get(rank)
+        left = output.left or (known is not None and known.kind == "left")
+        reason = output.reason if known is None else known.reason
+        self._hub_problem = Problem(kind="hub left" if left else "hub", ranks=(rank,) if rank >= 0 else (), reason=reason)
+        if rank >= 0 and known is None:
+            self._gone[rank] = Problem(kind="left" if left else "lost", ranks=(rank,), reason=reason)
+        self._end_waits(self._hub_problem, lambda waiter: True)
+        for view in self._views.values():
+            self._deliver(view.hub_gone, rank, left, reason)
+
+    def _end_waits(self, problem: Problem, concerns: Callable[[_Waiter], bool]) -> None:
+        for waiter in self._waiters.values():
+            if not waiter.done and concerns(waiter):
+                waiter.problem = problem
+        self._cond.notify_all()
+
+    # --- watcher ----------------------------------------------------------------------------------------------------
+
+    def _deliver(self, call: Callable[..., Any], *args: Any) -> None:
+        self._deliveries.append(lambda: call(*args))
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Run ``call`` on the watcher thread."""
+        self._deliveries.append(call)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._wake_out.send(b"\0")
+
+    def _answer_status(self, ask: StatusAsk) -> None:
+        view = self._views.get(ask.group)
+        payload = framing.encode_json({"answered": True, "closed": True}) if view is None else view.status_asked(ask.rank, ask.ident)
+        with self._cond, contextlib.suppress(CommunicatorClosed):
+            self._command(StatusReply(group=ask.group, rank=ask.rank, ident=ask.ident, payload=payload))
+
+    def _watch(self) -> None:
+        selector = selectors.DefaultSelector()
+        try:
+            selector.register(self._sock, selectors.EVENT_READ)
+            selector.register(self._wake_in, selectors.EVENT_READ)
+            while self._machine.state is not MemberState.CLOSED:
+                selector.modify(self._sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0))
+                for key, mask in selector.select():
+                    if key.fileobj is self._wake_in:
+                        with contextlib.suppress(BlockingIOError):
+                            self._wake_in.recv(4096)
+                        continue
+                    if mask & selectors.EVENT_WRITE:
+                        with self._cond:
+                            self._flush()
+                    if mask & selectors.EVENT_READ:
+                        self._read()
+                self._run_deliveries()
+        except Exception:
+            _log.exception("the watcher of rank %d failed", self.rank)
+        finally:
+            with self._cond:
+                self._run(self._machine.handle(Disconnected(now=time.monotonic(), reason="the watcher ended")))
+            self._over.set()
+            self._run_deliveries()
+            selector.close()
+            for sock in (self._sock, self._wake_in, self._wake_out):
+                sock.close()
+
+    def _read(self) -> None:
+        now = time.monotonic()
+        event: Received | Disconnected
+        try:
+            data = self._sock.recv(READ_BYTES)
+            closed = "the connection to the hub was closed; its process has probably ended"
+            event = Received(now=now, data=data) if data else Disconnected(now=now, reason=closed)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            event = Disconnected(now=now, reason=f"the connection to the hub broke ({error.strerror})")
+        with self._cond:
+            self._run(self._machine.handle(event))
+
+    def _run_deliveries(self) -> None:
+        while self._deliveries:
+            call = self._deliveries.popleft()
+            try:
+                call()
+            except Exception:
+                _log.exception("a callback of rank %d failed", self.rank)
+
+    def _forked(self) -> None:
+        """In a forked child: give up the descriptors, so that the parent's death is still seen by the other ranks."""
+        self._closed = True
+        self._cond = threading.Condition(threading.Lock())
+        self._over.set()
+        for sock in (self._sock, self._wake_in, self._wake_out):
+            sock.close()
+
+
+def _refusal(refused: Refused, rank: int) -> BootstrapError | PeerDied:
+    peer = refused.ranks[0] if len(refused.ranks) == 1 else None
+    if refused.code == Refusal.DIED:
+        return PeerDied(refused.text, rank=rank, peer=peer)
+    hint = {Refusal.DUPLICATE: "each process needs its own rank", Refusal.NRANKS: "all ranks need the same nranks"}
+    return BootstrapError(
+        refused.text, rank=rank, peer=peer, hint=hint.get(Refusal(refused.code)) if refused.code in set(Refusal) else None
+    )
+
+
+def _close_at_exit() -> None:
+    problem = getattr(sys, "last_value", None)
+    reason = f"its interpreter exited after {type(problem).__name__}: {problem}" if problem is not None else "its interpreter exited"
+    for link in list(_links):
+        link.close(reason[:500])
+    close_roots(reason[:500], LINGER_SECONDS if problem is None else LINGER_SECONDS / 4)
+
+
+def _after_fork() -> None:
+    for link in list(_links):
+        link._forked()
+    _links.clear()
+
+
+atexit.register(_close_at_exit)
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,294 @@
+"""A session: what a communicator needs of the control plane, for one group of ranks.
+
+The session of the whole job and those split from it with ``sub`` are views of one connection (``Link``); a job of one rank has none.
+All methods may be called from any thread.  Ranks are those of this session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from miraccl import trace
+from miraccl.bootstrap.events import HUB, Event, Notice, PeerLeft, PeerLost, StatusRequest
+from miraccl.bootstrap.host import host_fingerprint, process_token
+from miraccl.bootstrap.hub import Root
+from miraccl.bootstrap.link import Link, Meeting, Problem
+from miraccl.bootstrap.stacks import locate
+from miraccl.errors import (
+    BootstrapError,
+    CollectiveTimeout,
+    CommunicatorClosed,
+    InvalidUsage,
+    MiracclError,
+    PeerDied,
+    ProtocolError,
+)
+from miraccl.wire import framing
+from miraccl.wire.bootstrap import name_ranks
+from miraccl.wire.bootstrap_messages import Join
+
+_log = trace.logger("bootstrap")
+EventCallback = Callable[[Event], None]
+StatusProvider = Callable[[], dict[str, Any]]
+#: Events kept for a session nobody listens to yet.
+MAX_BACKLOG = 4096
+
+
+class Session:
+    """Made by ``connect``, ``solo`` or ``meet``; ``timeout`` in seconds is the deadline of calls that give none.
+
+    ``addresses[r]`` is the address of rank r that all ranks of the job reach; ``hosts[r]`` is equal for ranks that share a host,
+    ``pids[r]`` its process.  ``status_provider`` (or the attribute later) adds to this rank's answers to ``request_status``;
+    ``thread_ids`` are the threads whose place is reported, by default the one that made the session.
+    """
+
+    def __init__(
+        self,
+        *,
+        link: Link | None,
+        meeting: Meeting,
+        ranks: tuple[int, ...],
+        rank: int,
+        group: int = 0,
+        name: str = "world",
+        timeout: float,
+        thread_ids: Sequence[int] = (),
+        root: Root | None = None,
+    ) -> None:
+        self.rank = ranks.index(rank)
+        self.nranks = len(ranks)
+        self.name = name
+        self.timeout = timeout
+        self.status_provider: StatusProvider | None = None
+        self.thread_ids: tuple[int, ...] = tuple(thread_ids) or (threading.get_ident(),)
+        self._link, self._meeting, self._ranks, self._group, self._root = link, meeting, ranks, group, root
+        self._of_world = {world: local for local, world in enumerate(ranks)}
+        self.hosts = [meeting.members[r].host for r in ranks]
+        self.pids = [meeting.members[r].pid for r in ranks]
+        self.all_addresses = [meeting.members[r].addresses for r in ranks]
+        self.addresses = _addresses([meeting.members[r] for r in ranks])
+        self._lock = threading.Lock()
+        self._callbacks: list[EventCallback] = []
+        self._backlog: list[Event] = []
+        self._subs: dict[tuple[tuple[int, ...], str], int] = {}
+        self._closed = False
+        if link is not None:
+            link.open_view(group, ranks, self)
+
+    def __repr__(self) -> str:
+        return f"<Session {self.name} rank {self.rank} of {self.nranks}{' closed' if self._closed else ''}>"
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def root(self) -> Root | None:
+        """The hub, when ``meet`` started it for this session."""
+        return self._root
+
+    # --- collective calls -------------------------------------------------------------------------------------------
+
+    def all_gather(self, data: bytes, tag: str, timeout: float | None = None) -> list[bytes]:
+        """Every rank's ``data`` in rank order. Calls with different tags may overlap; calls with one tag meet in order.
+
+        Raises ``CollectiveTimeout`` naming the ranks that did not come, ``PeerDied`` when one of the group died, ``BootstrapError``
+        when one left.
+        """
+        data = bytes(data)
+        op = f"all_gather {tag!r} of {self.name}"
+        self._check_open(op)
+        if self._link is None:
+            return [data]
+        timeout = self.timeout if timeout is None else timeout
+        result = self._link.gather(self._group, tag, data, timeout)
+        if isinstance(result, Problem):
+            raise self._error(result, op, timeout)
+        return list(result)
+
+    def barrier(self, tag: str, timeout: float | None = None) -> None:
+        """Returns when all ranks have called it."""
+        self.all_gather(b"", f"barrier {tag}", timeout)
+
+    def notify(self, payload: dict[str, Any]) -> None:
+        """Send a notice (plain JSON values) to all other ranks; does not wait for them. Raises when the control plane is gone."""
+        data = framing.encode_json(payload)
+        self._check_open("notify")
+        if self._link is not None:
+            problem = self._link.notify(self._group, data)
+            if problem is not None:
+                raise self._error(problem, "notify", 0.0)
+
+    def request_status(self, timeout: float = 1.0) -> dict[int, dict[str, Any]]:
+        """What each rank is doing, by rank, after at most ``timeout`` seconds.
+
+        An answer has ``answered: True``, pid, host, ``threads`` (for each thread ``where``: file:line function outside this package, and
+        its ``stack``) and ``status``, the provider's result.  A rank that did not answer has ``answered: False`` and a ``reason``.
+        """
+        self._check_open("request_status")
+        answers = {self.rank: framing.decode_json(self._own_status())}
+        if self._link is not None:
+            replies, absent = self._link.ask_status(self._group, timeout)
+            for world, payload in replies.items():
+                if world in self._of_world:
+                    with contextlib.suppress(ProtocolError):
+                        answers[self._of_world[world]] = framing.decode_json(payload)
+            for world, problem in absent.items():
+                reason = f"{_verb(problem)}: {problem.reason}"
+                answers.setdefault(self._of_world[world], {"answered": False, "reason": reason})
+        for rank in range(self.nranks):
+            answers.setdefault(rank, {"answered": False, "reason": f"no answer within {timeout:.3g} s"})
+        return dict(sorted(answers.items()))
+
+    def sub(self, ranks: Sequence[int], name: str) -> Session:
+        """A session for some of the ranks, renumbered in the order given; each of them calls it with the same arguments.
+
+        It does not wait for the others.  It uses the same connection and lives on when this session is closed.
+        """
+        self._check_open("sub")
+        chosen = tuple(ranks)
+        if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= r < self.nranks for r in chosen):
+            raise InvalidUsage(f"ranks of {name!r} are different numbers of 0..{self.nranks - 1}, got {list(ranks)}", rank=self.rank)
+        if self.rank not in chosen:
+            raise InvalidUsage(f"rank {self.rank} is not one of the ranks {list(ranks)} of {name!r}", rank=self.rank)
+        with self._lock:
+            number = self._subs.get((chosen, name), 0)
+            self._subs[chosen, name] = number + 1
+        words = f"{self._group}/{','.join(map(str, chosen))}/{number}/{name}"
+        group = int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "big") or 1
+        session = Session(
+            link=self._link,
+            meeting=self._meeting,
+            ranks=tuple(self._ranks[r] for r in chosen),
+            rank=self._ranks[self.rank],
+            group=group,
+            name=name,
+            timeout=self.timeout,
+            thread_ids=self.thread_ids,
+        )
+        session.status_provider = self.status_provider
+        return session
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def on_event(self, callback: EventCallback) -> None:
+        """Call ``callback(event)`` on the watcher thread for every event, first for those that came before. It must not block."""
+        with self._lock:
+            self._callbacks.append(callback)
+            backlog, self._backlog = self._backlog, []
+        if backlog and self._link is not None:
+            self._link.post(lambda: self._play(callback, backlog))
+
+    @staticmethod
+    def _play(callback: EventCallback, events: list[Event]) -> None:
+        for event in events:
+            callback(event)
+
+    def _emit(self, event: Event) -> None:
+        with self._lock:
+            callbacks = list(self._callbacks)
+            if not callbacks and len(self._backlog) < MAX_BACKLOG:
+                self._backlog.append(event)
+        for callback in callbacks:
+            try:
+                callback(event)
+            except Exception:
+                _log.exception("a callback of rank %d failed on %s", self.rank, event)
+
+    def peer_gone(self, rank: int, left: bool, reason: str) -> None:
+        """From the link: a rank of the job is gone, or left this group."""
+        kind = PeerLeft if left else PeerLost
+        self._emit(kind(rank=self._of_world[rank], reason=reason))
+
+    def hub_gone(self, rank: int, left: bool, reason: str) -> None:
+        """From the link: the hub is gone, and with it the control plane."""
+        kind = PeerLeft if left else PeerLost
+        self._emit(kind(rank=self._of_world.get(rank, HUB), reason=reason))
+
+    def notice(self, rank: int, payload: bytes) -> None:
+        with contextlib.suppress(ProtocolError):
+            self._emit(Notice(from_rank=self._of_world[rank], payload=framing.decode_json(payload)))
+
+    def status_asked(self, rank: int, ident: int) -> bytes:
+        self._emit(StatusRequest(from_rank=self._of_world[rank], id=ident))
+        return self._own_status()
+
+    def _own_status(self) -> bytes:
+        threads = [place for ident in self.thread_ids if (place := locate(ident)) is not None]
+        main = threading.main_thread().ident
+        if not threads and main is not None:
+            threads = [place for place in (locate(main),) if place is not None]
+        answer: dict[str, Any] = {
+            "answered": True,
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "host": self.hosts[self.rank],
+            "threads": threads,
+        }
+        try:
+            answer["status"] = self.status_provider() if self.status_provider is not None else {}
+            return framing.encode_json(answer)
+        except Exception as error:  # the provider is the user's: its failure is part of the answer
+            answer["status"] = {"error": f"{type(error).__name__}: {error}"}
+            return framing.encode_json(answer)
+
+    # --- end --------------------------------------------------------------------------------------------------------
+
+    def close(self, reason: str = "finalized") -> None:
+        """Leave; the others see ``PeerLeft``. May be called twice. Sessions split from this one stay open."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._link is not None:
+            self._link.close_view(self._group, reason)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _check_open(self, op: str) -> None:
+        if self._closed:
+            raise CommunicatorClosed("the session is closed", rank=self.rank, op=op)
+
+    def _error(self, problem: Problem, op: str, timeout: float) -> MiracclError:
+        ranks = [self._of_world[r] for r in problem.ranks if r in self._of_world]
+        peer = ranks[0] if len(ranks) == 1 else None
+        who = f"{name_ranks(ranks)} of {self.nranks}" if ranks else "the process of the hub"
+        if problem.kind == "late":
+            return CollectiveTimeout(f"{who} did not come within {timeout:.3g} s", rank=self.rank, peer=peer, op=op)
+        if problem.kind == "closed":
+            return CommunicatorClosed(problem.reason, rank=self.rank, op=op)
+        if problem.kind == "silent":
+            return CollectiveTimeout(f"no answer within {timeout:.3g} s: {problem.reason}", rank=self.rank, peer=0, op=op)
+        text = f"{who} {_verb(problem)}: {problem.reason}"
+        if problem.kind in ("lost", "hub"):
+            return PeerDied(text, rank=self.rank, peer=peer, op=op)
+        return BootstrapError(text, rank=self.rank, peer=peer, op=op)
+
+
+def _verb(problem: Problem) -> str:
+    return {"lost": "died", "hub": "died, and the control plane with it", "hub left": "left, and the control plane with it"}.get(
+        problem.kind, "left"
+    )
+
+
+def _addresses(members: list[Join]) -> list[str]:
+    """One address per rank that the others reach: loopback when all are on one host and may use it."""
+    if all(member.loopback and member.host == members[0].host for member in members):
+        six = all(":" in member.addresses[0] for member in members if member.addresses)
+        return ["::1" if six and any(member.addresses for member in members) else "127.0.0.1"] * len(members)
+    return [member.addresses[0] if member.addresses else "127.0.0.1" for member in members]
+
+
+def solo(timeout: float = 60.0) -> Session:
+    """The session of a job of one rank: no socket, no thread."""
+    member = Join(host=host_fingerprint(), token=process_token(), pid=os.getpid(), addresses=("127.0.0.1",), loopback=True, timeout=timeout)
+    return Session(link=None, meeting=Meeting(members=(member,), hub_rank=0), ranks=(0,), rank=0, timeout=timeout)

@@ -1,0 +1,97 @@
+"""The name of a job: where its ranks meet and the secret they prove to each other.
+
+A ``UniqueId`` is what ``ncclUniqueId`` is: one rank makes it, all ranks get it by the user's own means.  Whoever has it can join the
+job; treat it like a password.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from miraccl.errors import InvalidUsage, ProtocolError
+from miraccl.wire import framing
+from miraccl.wire.auth import SECRET_BYTES, VERSION
+
+PREFIX = "miraccl:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniqueId:
+    """``addresses``: (host, port) in the order to try them; ``secret``: 32 bytes; ``host``: the fingerprint of the root's host.
+
+    Loopback addresses are tried only on the root's own host.
+    """
+
+    addresses: tuple[tuple[str, int], ...]
+    secret: bytes = field(repr=False)
+    host: str = ""
+    version: int = VERSION
+
+    MAX_BYTES: ClassVar[int] = 2048
+
+    def __post_init__(self) -> None:
+        if len(self.secret) != SECRET_BYTES:
+            raise InvalidUsage(f"the secret of a job has {SECRET_BYTES} bytes, got {len(self.secret)}")
+        if not self.addresses or not all(host and 0 < port < 65536 for host, port in self.addresses):
+            raise InvalidUsage("a unique id has one or more addresses, each a host and a port of 1..65535")
+
+    def to_bytes(self) -> bytes:
+        return framing.encode(
+            _Fields(
+                version=self.version,
+                secret=self.secret,
+                host=self.host,
+                hosts=tuple(host for host, _ in self.addresses),
+                ports=tuple(port for _, port in self.addresses),
+            )
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> UniqueId:
+        """Raises ``InvalidUsage`` for anything ``to_bytes`` did not make."""
+        try:
+            if len(data) > cls.MAX_BYTES:
+                raise ProtocolError("too long")
+            fields = framing.decode(data, {_Fields.KIND: _Fields})
+            if len(fields.hosts) != len(fields.ports):
+                raise ProtocolError("hosts and ports do not match")
+        except ProtocolError as error:
+            raise InvalidUsage(f"this is not a unique id of miraccl: {error.message}") from None
+        return cls(addresses=tuple(zip(fields.hosts, fields.ports)), secret=fields.secret, host=fields.host, version=fields.version)
+
+    def __str__(self) -> str:
+        """Printable form without spaces, for an environment variable. It contains the secret."""
+        return PREFIX + base64.urlsafe_b64encode(self.to_bytes()).decode("ascii").rstrip("=")
+
+    @classmethod
+    def parse(cls, text: str) -> UniqueId:
+        text = text.strip()
+        if not text.startswith(PREFIX):
+            raise InvalidUsage(f"a unique id starts with {PREFIX!r}")
+        body = text[len(PREFIX) :]
+        try:
+            data = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
+        except (binascii.Error, ValueError):
+            raise InvalidUsage("this is not a unique id of miraccl: damaged text") from None
+        return cls.from_bytes(data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fields:
+    version: int
+    secret: bytes
+    host: str
+    hosts: tuple[str, ...]
+    ports: tuple[int, ...]
+
+    KIND: ClassVar[int] = 77
+    LAYOUT: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("version", "u16"),
+        ("secret", "b32"),
+        ("host", "text"),
+        ("hosts", "texts"),
+        ("ports", "u32s"),
+    )

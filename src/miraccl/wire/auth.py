@@ -1,0 +1,169 @@
+"""Proof of the job's secret, and the keys that follow from it.
+
+Three plain messages, then only sealed ones::
+
+    member                                   hub
+    Hello(version, rank, nranks, nonce_m) -->
+                                         <-- Challenge(nonce_h, proof_h)
+    Proof(proof_m)                       -->
+    sealed frames                       <--> sealed frames
+
+``proof_x = HMAC-SHA256(secret, role_x | version | rank | nranks | nonce_m | nonce_h)``: both sides prove the secret over fresh
+nonces, bound to role, rank and job size, so that a proof can be neither replayed nor reflected (ISO/IEC 9798-4, three pass mutual
+authentication).  The hub proves first: a member never proves itself to somebody who does not know the secret, and a member with a
+wrong secret knows at once.  Per-direction keys are HMACs of the same words under other labels (extract and expand as in RFC 5869).
+
+A sealed frame is ``u64 sequence | message | 16 bytes of HMAC-SHA256`` (truncated as in RFC 4868).  The control plane is authentic, it
+is not secret: nothing confidential is sent over it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from dataclasses import dataclass
+from typing import ClassVar
+
+from miraccl.errors import AuthenticationError, ProtocolError
+from miraccl.wire.framing import encode_frame
+
+#: Version of everything in this room that crosses the network. Both sides must have the same.
+VERSION = 1
+MAGIC = b"MRCL"
+NONCE_BYTES = 32
+SECRET_BYTES = 32
+MAC_BYTES = 16
+_SEQUENCE = struct.Struct(">Q")
+_WORDS = struct.Struct(">HII")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """First message of a member. Magic and version come first in every version, so that the answer can name the difference."""
+
+    magic: bytes = MAGIC
+    version: int = VERSION
+    rank: int
+    nranks: int
+    nonce: bytes
+
+    KIND: ClassVar[int] = 1
+    LAYOUT: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("magic", "b4"),
+        ("version", "u16"),
+        ("rank", "u32"),
+        ("nranks", "u32"),
+        ("nonce", "b32"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Challenge:
+    magic: bytes = MAGIC
+    nonce: bytes
+    proof: bytes
+
+    KIND: ClassVar[int] = 2
+    LAYOUT: ClassVar[tuple[tuple[str, str], ...]] = (("magic", "b4"), ("nonce", "b32"), ("proof", "b32"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    proof: bytes
+
+    KIND: ClassVar[int] = 3
+    LAYOUT: ClassVar[tuple[tuple[str, str], ...]] = (("proof", "b32"),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unsupported:
+    """Plain answer to a Hello of another version; it gives away the version and nothing else."""
+
+    magic: bytes = MAGIC
+    version: int = VERSION
+
+    KIND: ClassVar[int] = 4
+    LAYOUT: ClassVar[tuple[tuple[str, str], ...]] = (("magic", "b4"), ("version", "u16"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distrust:
+    """A member's plain word to a hub whose proof is wrong. It proves nothing; the hub only mentions it when ranks are missing."""
+
+    KIND: ClassVar[int] = 5
+    LAYOUT: ClassVar[tuple[tuple[str, str], ...]] = ()
+
+
+def peek_version(body: bytes) -> int | None:
+    """Version in a Hello of any version, or ``None`` when the frame is no Hello."""
+    if len(body) < 7 or body[0] != Hello.KIND or body[1:5] != MAGIC:
+        return None
+    return int.from_bytes(body[5:7], "big")
+
+
+class Handshake:
+    """The words both sides know after Hello and Challenge, and what follows from them.
+
+    Raises ``AuthenticationError`` for a wrong proof.  ``secret`` has 32 bytes.
+    """
+
+    def __init__(self, secret: bytes, hello: Hello, hub_nonce: bytes) -> None:
+        self._secret = secret
+        self._words = _WORDS.pack(hello.version, hello.rank, hello.nranks) + hello.nonce + hub_nonce
+
+    def _mac(self, label: bytes) -> bytes:
+        return hmac.digest(self._secret, b"miraccl " + label + b"\0" + self._words, "sha256")
+
+    def hub_proof(self) -> bytes:
+        return self._mac(b"hub")
+
+    def member_proof(self) -> bytes:
+        return self._mac(b"member")
+
+    def check_hub(self, proof: bytes) -> None:
+        if not hmac.compare_digest(proof, self.hub_proof()):
+            raise AuthenticationError("the hub could not prove that it knows the secret of this job")
+
+    def check_member(self, proof: bytes) -> None:
+        if not hmac.compare_digest(proof, self.member_proof()):
+            raise AuthenticationError("the member could not prove that it knows the secret of this job")
+
+    def hub_side(self) -> tuple[Sealer, Opener]:
+        return Sealer(self._mac(b"key from hub")), Opener(self._mac(b"key from member"))
+
+    def member_side(self) -> tuple[Sealer, Opener]:
+        return Sealer(self._mac(b"key from member")), Opener(self._mac(b"key from hub"))
+
+
+class Sealer:
+    """Numbers and signs the messages of one direction."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self.sequence = 0
+
+    def seal(self, body: bytes) -> bytes:
+        """The whole frame of one message."""
+        numbered = _SEQUENCE.pack(self.sequence) + body
+        self.sequence += 1
+        return encode_frame(numbered + hmac.digest(self._key, numbered, "sha256")[:MAC_BYTES])
+
+
+class Opener:
+    """Checks and strips what a ``Sealer`` added; raises ``ProtocolError`` for anything altered, repeated, lost or reordered."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self.sequence = 0
+
+    def open(self, frame: bytes) -> bytes:
+        if len(frame) < _SEQUENCE.size + MAC_BYTES:
+            raise ProtocolError("a sealed frame is too short")
+        numbered, mac = frame[:-MAC_BYTES], frame[-MAC_BYTES:]
+        if not hmac.compare_digest(hmac.digest(self._key, numbered, "sha256")[:MAC_BYTES], mac):
+            raise ProtocolError("a frame was altered on its way or is not from this peer")
+        (sequence,) = _SEQUENCE.unpack_from(numbered)
+        if sequence != self.sequence:
+            raise ProtocolError(f"frame {sequence} came where frame {self.sequence} was due")
+        self.sequence += 1
+        return numbered[_SEQUENCE.size :]

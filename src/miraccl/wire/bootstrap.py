@@ -1,0 +1,250 @@
+"""The bootstrap protocol: states, transitions, and what goes in and out of its two machines.
+
+``HubMachine`` (``bootstrap_hub.py``) is the meeting point; ``MemberMachine`` (``bootstrap_member.py``) is one rank.  Both take an input
+record and return a list of output records (the shape of dask's ``worker_state_machine.py``); neither has a socket, a clock, a
+thread or randomness.  The same inputs give the same outputs: a log of inputs is a test case (``replay``).
+
+All transitions are in this file.  An input that a state does not list is a violation of the protocol.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from miraccl.errors import ProtocolError
+
+# --- states and transitions ---------------------------------------------------------------------------------------------
+
+
+class PeerState(enum.Enum):
+    """A connection as the hub sees it. Up to JOIN it is a stranger's as far as the hub knows."""
+
+    HELLO = "waits for Hello"
+    PROOF = "waits for Proof"
+    JOIN = "waits for Join"
+    MEETING = "waits for the other ranks"
+    UP = "in the job"
+    GONE = "left, lost or dropped"
+
+
+class MeetingState(enum.Enum):
+    """The job as the hub sees it."""
+
+    GATHERING = "ranks arrive"
+    MET = "all ranks are in"
+    FAILED = "the meeting failed; late ranks are told why"
+    FINISHED = "nothing left to do"
+
+
+class MemberState(enum.Enum):
+    """A rank's view of its own connection."""
+
+    NEW = "nothing sent"
+    HELLO = "Hello sent"
+    PROVED = "the hub has proved itself"
+    JOINING = "Proof and Join sent"
+    MEETING = "accepted, waits for the other ranks"
+    UP = "in the job"
+    LEAVING = "Goodbye sent"
+    CLOSED = "over"
+
+
+PEER_TRANSITIONS: dict[tuple[PeerState, str], PeerState] = {
+    (PeerState.HELLO, "Hello"): PeerState.PROOF,
+    (PeerState.PROOF, "Proof"): PeerState.JOIN,
+    (PeerState.JOIN, "Join"): PeerState.MEETING,
+    (PeerState.MEETING, "complete"): PeerState.UP,
+    (PeerState.MEETING, "Goodbye"): PeerState.GONE,
+    (PeerState.UP, "Goodbye"): PeerState.GONE,
+    **{(state, "drop"): PeerState.GONE for state in PeerState},
+    **{(PeerState.UP, m): PeerState.UP for m in ("OpenGroup", "Gather", "NoticeMessage", "StatusAsk", "StatusReply", "LeaveGroup")},
+}
+
+MEETING_TRANSITIONS: dict[tuple[MeetingState, str], MeetingState] = {
+    (MeetingState.GATHERING, "complete"): MeetingState.MET,
+    (MeetingState.GATHERING, "fail"): MeetingState.FAILED,
+    (MeetingState.MET, "all gone"): MeetingState.FINISHED,
+    (MeetingState.FAILED, "all told"): MeetingState.FINISHED,
+    **{(state, "close"): MeetingState.FINISHED for state in MeetingState},
+}
+
+MEMBER_TRANSITIONS: dict[tuple[MemberState, str], MemberState] = {
+    (MemberState.NEW, "start"): MemberState.HELLO,
+    (MemberState.HELLO, "Challenge"): MemberState.PROVED,
+    (MemberState.HELLO, "Unsupported"): MemberState.CLOSED,
+    (MemberState.PROVED, "join"): MemberState.JOINING,
+    (MemberState.JOINING, "Accepted"): MemberState.MEETING,
+    (MemberState.JOINING, "Refused"): MemberState.CLOSED,
+    (MemberState.MEETING, "Refused"): MemberState.CLOSED,
+    (MemberState.MEETING, "Welcome"): MemberState.UP,
+    (MemberState.UP, "HubClosing"): MemberState.CLOSED,
+    **{(state, "leave"): MemberState.LEAVING for state in (MemberState.JOINING, MemberState.MEETING, MemberState.UP)},
+    **{(state, "leave"): MemberState.CLOSED for state in (MemberState.NEW, MemberState.HELLO, MemberState.PROVED)},
+    **{(state, "lost"): MemberState.CLOSED for state in MemberState},
+    **{(MemberState.UP, m): MemberState.UP for m in ("Gathered", "GatherLate", "NoticeMessage", "StatusAsk", "StatusReply")},
+    **{(MemberState.UP, m): MemberState.UP for m in ("LeaveGroup", "Gone", "send")},
+}
+
+S = TypeVar("S", bound=enum.Enum)
+
+
+def advance(table: Mapping[tuple[S, str], S], state: S, word: str) -> S:
+    """The state after ``word``; raises ``ProtocolError`` when the table has no such transition."""
+    try:
+        return table[state, word]
+    except KeyError:
+        raise ProtocolError(f"{word} is not expected while the state is {state.name} ({state.value})") from None
+
+
+def draw_transitions(table: Mapping[tuple[S, str], S], name: str) -> str:
+    """The table as Graphviz text, one edge per transition that leads elsewhere."""
+    edges = (f'  {a.name} -> {b.name} [label="{word}"];' for (a, word), b in table.items() if a is not b)
+    return "\n".join([f"digraph {name} {{", *edges, "}"])
+
+
+# --- inputs and outputs -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connected:
+    """Hub: a connection came in. ``nonce`` is 32 fresh random bytes, ``peer`` is its address in words."""
+
+    now: float
+    conn: int
+    nonce: bytes
+    peer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """Bytes came in. A member has one connection, number 0."""
+
+    now: float
+    conn: int = 0
+    data: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disconnected:
+    now: float
+    conn: int = 0
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tick:
+    """The clock passed ``deadline()``."""
+
+    now: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CloseHub:
+    now: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Member: the connection stands."""
+
+    now: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendMessage:
+    """Member: send a message of the control plane (Join, Gather, NoticeMessage, ..., Goodbye)."""
+
+    now: float
+    message: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send:
+    """Output: write these bytes. The hub names the connection."""
+
+    conn: int = 0
+    data: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drop:
+    """Output: close the connection after what was sent before is out."""
+
+    conn: int = 0
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """Output of the hub: stop listening and end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubProved:
+    """Output of a member: the hub knows the secret; answer with ``SendMessage(Join)`` or drop the connection."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubRejected:
+    """Output of a member: whoever is there is not the hub of this job. ``kind`` is secret, version or stranger."""
+
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrived:
+    """Output of a member: a message for the layer above (Accepted, Refused, Welcome, Gathered, Gone, ...)."""
+
+    message: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubLost:
+    """Output of a member: the connection ended. ``left`` is true when the hub said so first."""
+
+    state: MemberState
+    left: bool
+    reason: str
+
+
+class Machine(Protocol):
+    """What both machines have in common."""
+
+    def handle(self, event: Any) -> list[Any]:
+        """Take one input, return what is to be done, in order."""
+
+    def deadline(self) -> float | None:
+        """When the machine wants a ``Tick``; ``None`` is never."""
+
+    def validate_state(self) -> None:
+        """Assert the machine's invariants."""
+
+
+def replay(machine: Machine, log: Iterable[Any]) -> list[list[Any]]:
+    """Outputs of a fresh machine for a logged list of inputs."""
+    return [machine.handle(event) for event in log]
+
+
+# --- words --------------------------------------------------------------------------------------------------------------
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 2``, ``ranks 2 and 5``, ``ranks 0-3, 7 and 9``."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words: list[str] = []
+    for first, last in runs:
+        words += [f"{first}-{last}"] if last > first + 1 else [str(rank) for rank in range(first, last + 1)]
+    if len(words) > 24:
+        words = [*words[:23], f"{len(words) - 23} more"]
+    text = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else "none"
+    return ("rank " if len(runs) == 1 and runs[0][0] == runs[0][1] else "ranks ") + text

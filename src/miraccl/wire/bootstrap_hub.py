@@ -1,0 +1,512 @@
+"""The meeting point of a job as a machine: lets ranks in, then passes control messages between them.
+
+Owns: who is connected in which state, the groups, the gathers under way.  Rules:
+- A stranger costs little: one frame of at most ``MAX_HANDSHAKE_BYTES`` is held for it, it is dropped at the handshake deadline, and when
+  ``max_strangers`` are held the one that has said least for longest makes place.  Nothing a stranger sends reaches a rank.
+- A rank that breaks the protocol is dropped and counts as lost; the hub itself never fails because of input.
+- Per connection the order of messages is the order of events: a rank sees the result of a gather before the loss that came later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from miraccl.errors import AuthenticationError, InvalidUsage, ProtocolError
+from miraccl.wire import framing
+from miraccl.wire.auth import VERSION, Challenge, Distrust, Handshake, Hello, Opener, Proof, Sealer, Unsupported, peek_version
+from miraccl.wire.bootstrap import (
+    MEETING_TRANSITIONS,
+    PEER_TRANSITIONS,
+    CloseHub,
+    Connected,
+    Disconnected,
+    Drop,
+    Finished,
+    MeetingState,
+    PeerState,
+    Received,
+    Send,
+    Tick,
+    advance,
+    name_ranks,
+)
+from miraccl.wire.bootstrap_messages import (
+    TO_HUB,
+    Accepted,
+    Gather,
+    Gathered,
+    GatherLate,
+    Gone,
+    Goodbye,
+    HubClosing,
+    Join,
+    LeaveGroup,
+    NoticeMessage,
+    OpenGroup,
+    Refusal,
+    Refused,
+    StatusAsk,
+    StatusReply,
+    Welcome,
+)
+from miraccl.wire.framing import FrameReader, encode, encode_frame
+
+WORLD = 0
+_MAX_NOTES = 8
+_STRANGERS = (PeerState.HELLO, PeerState.PROOF, PeerState.JOIN)
+_SECOND: dict[int, type[Any]] = {Proof.KIND: Proof, Distrust.KIND: Distrust}
+
+
+def _host_of(address: str) -> str:
+    return address.rpartition(":")[0] or address
+
+
+@dataclass(kw_only=True)
+class _Peer:
+    conn: int
+    address: str
+    nonce: bytes
+    deadline: float
+    state: PeerState = PeerState.HELLO
+    reader: FrameReader = field(default_factory=FrameReader)
+    hello: Hello | None = None
+    handshake: Handshake | None = None
+    sealer: Sealer | None = None
+    opener: Opener | None = None
+    join: Join | None = None
+
+    @property
+    def rank(self) -> int:
+        assert self.hello is not None
+        return self.hello.rank
+
+
+@dataclass(kw_only=True)
+class _Group:
+    ranks: tuple[int, ...]
+    left: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class _Round:
+    """One all_gather under way: parts by rank, and the deadline of each rank that waits."""
+
+    parts: dict[int, bytes] = field(default_factory=dict)
+    deadlines: dict[int, float] = field(default_factory=dict)
+
+
+class HubMachine:
+    """``secret``: 32 bytes. ``token`` names the process of the hub. ``nranks``: learnt from the first rank when not given.
+
+    ``handshake_timeout`` in seconds; ``log``, when given, collects the inputs for ``replay``.
+    """
+
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        token: bytes,
+        nranks: int | None = None,
+        handshake_timeout: float = 5.0,
+        max_strangers: int = 64,
+        log: list[Any] | None = None,
+    ) -> None:
+        self.state = MeetingState.GATHERING
+        self.nranks = nranks
+        self._secret, self._token = secret, token
+        self._handshake_timeout, self._max_strangers, self._log = handshake_timeout, max_strangers, log
+        self._peers: dict[int, _Peer] = {}  # in order of arrival
+        self._strangers: dict[int, _Peer] = {}
+        self._ranks: dict[int, _Peer] = {}
+        self._gone: dict[int, Gone] = {}
+        self._told: set[int] = set()
+        self._linger_until = 0.0
+        self._failure: Refused | None = None
+        self._nranks_said_by = ""
+        self._notes: list[str] = []
+        self._groups: dict[int, _Group] = {}
+        self._rounds: dict[tuple[int, str, int], _Round] = {}
+        self._out: list[Any] = []
+
+    # --- doors ------------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Connected | Received | Disconnected | Tick | CloseHub) -> list[Any]:
+        """Take one input; the result is ``Send``, ``Drop`` and ``Finished`` records in order."""
+        if self._log is not None:
+            self._log.append(event)
+        self._out = []
+        if isinstance(event, Received):
+            self._received(event)
+        elif isinstance(event, Connected):
+            self._connected(event)
+        elif isinstance(event, Disconnected):
+            peer = self._peers.get(event.conn)
+            if peer is not None:
+                self._remove(peer, event.reason, event.now)
+        elif isinstance(event, CloseHub):
+            self._close(event.reason, event.now)
+        else:
+            self._tick(event.now)
+        self._finish_if_done(event.now)
+        return self._out
+
+    def deadline(self) -> float | None:
+        times = [peer.deadline for peer in self._strangers.values()]
+        if self.state is MeetingState.GATHERING:
+            times += [peer.deadline for peer in self._ranks.values()]
+        elif self.state is MeetingState.FAILED:
+            times.append(self._linger_until)
+        for gather in self._rounds.values():
+            times += gather.deadlines.values()
+        return min(times, default=None)
+
+    def validate_state(self) -> None:
+        assert self._strangers.keys() <= self._peers.keys()
+        assert len(self._strangers) <= self._max_strangers
+        for conn, peer in self._peers.items():
+            assert peer.conn == conn
+            assert peer.state is not PeerState.GONE
+            assert (peer.state in _STRANGERS) == (conn in self._strangers)
+            assert (peer.handshake is not None) == (peer.state is not PeerState.HELLO)
+            if peer.state in (PeerState.MEETING, PeerState.UP):
+                assert peer.join is not None
+                assert self._ranks[peer.rank] is peer
+                assert (peer.state is PeerState.UP) == (self.state is MeetingState.MET)
+        for rank, peer in self._ranks.items():
+            assert self.nranks is not None
+            assert peer.rank == rank < self.nranks
+            assert peer.conn in self._peers
+        assert not (self._ranks.keys() & self._gone.keys())
+        for (group, _, _), gather in self._rounds.items():
+            ranks = self._groups[group].ranks
+            assert gather.parts.keys() < set(ranks)
+            assert gather.deadlines.keys() <= gather.parts.keys()
+        if self.state is MeetingState.MET:
+            assert self.nranks == len(self._ranks) + len(self._gone)
+
+    # --- connections ------------------------------------------------------------------------------------------------
+
+    def _connected(self, event: Connected) -> None:
+        if self.state is MeetingState.FINISHED:
+            self._out.append(Drop(conn=event.conn, reason="the hub has ended"))
+            return
+        if len(self._strangers) >= self._max_strangers:
+            silent = [peer for peer in self._strangers.values() if peer.state is PeerState.HELLO]
+            oldest = silent[0] if silent else next(iter(self._strangers.values()))
+            self._drop(oldest, "too many connections that have not proved themselves", event.now)
+        peer = _Peer(conn=event.conn, address=event.peer, nonce=event.nonce, deadline=event.now + self._handshake_timeout)
+        self._peers[event.conn] = self._strangers[event.conn] = peer
+
+    def _received(self, event: Received) -> None:
+        peer = self._peers.get(event.conn)
+        if peer is None:
+            return
+        peer.reader.feed(event.data)
+        try:
+            while peer.state is not PeerState.GONE and (frame := peer.reader.next_frame()) is not None:
+                self._frame(peer, frame, event.now)
+        except (ProtocolError, AuthenticationError) as error:
+            if isinstance(error, AuthenticationError):
+                said = f" (it said rank {peer.hello.rank} of {peer.hello.nranks})" if peer.hello else ""
+                self._note(f"a connection from {_host_of(peer.address)} did not know the secret{said}")
+            self._drop(peer, error.message, event.now)
+
+    def _frame(self, peer: _Peer, frame: bytes, now: float) -> None:
+        if peer.state is PeerState.HELLO:
+            self._hello(peer, frame)
+        elif peer.state is PeerState.PROOF:
+            self._proof(peer, framing.decode(frame, _SECOND))
+        else:
+            assert peer.opener is not None
+            message = framing.decode(peer.opener.open(frame), TO_HUB)
+            word = type(message).__name__
+            state = advance(PEER_TRANSITIONS, peer.state, word)
+            if isinstance(message, Join):
+                self._join(peer, message, now)
+            elif isinstance(message, Goodbye):
+                self._goodbye(peer, message, now)
+            else:
+                peer.state = state
+                self._message(peer, message, now)
+
+    def _hello(self, peer: _Peer, frame: bytes) -> None:
+        version = peek_version(frame)
+        if version is None:
+            raise ProtocolError("not a member of any job")
+        if version != VERSION:
+            self._out.append(Send(conn=peer.conn, data=encode_frame(encode(Unsupported()))))
+            self._note(f"a connection from {_host_of(peer.address)} speaks version {version}, this is version {VERSION}")
+            raise ProtocolError(f"version {version}, this is version {VERSION}")
+        hello = framing.decode(frame, {Hello.KIND: Hello})
+        if not 0 <= hello.rank < hello.nranks:
+            raise ProtocolError(f"rank {hello.rank} of {hello.nranks}")
+        peer.state = advance(PEER_TRANSITIONS, peer.state, "Hello")
+        peer.hello, peer.handshake = hello, Handshake(self._secret, hello, peer.nonce)
+        challenge = Challenge(nonce=peer.nonce, proof=peer.handshake.hub_proof())
+        self._out.append(Send(conn=peer.conn, data=encode_frame(encode(challenge))))
+
+    def _proof(self, peer: _Peer, proof: Proof | Distrust) -> None:
+        assert peer.handshake is not None
+        if isinstance(proof, Distrust):
+            raise AuthenticationError(f"the member, which says it is rank {peer.rank}, has another secret")
+        peer.handshake.check_member(proof.proof)
+        peer.state = advance(PEER_TRANSITIONS, peer.state, "Proof")
+        peer.sealer, peer.opener = peer.handshake.hub_side()
+        peer.reader.limit = framing.MAX_FRAME_BYTES
+
+    # --- meeting ----------------------------------------------------------------------------------------------------
+
+    def _join(self, peer: _Peer, join: Join, now: float) -> None:
+        assert peer.hello is not None
+        rank, nranks = peer.hello.rank, peer.hello.nranks
+        peer.join = join
+        if self._failure is not None:
+            self._linger_until = max(self._linger_until, now + join.timeout)
+            self._refuse(peer, self._failure, now)
+            return
+        if self.nranks is None:
+            self.nranks, self._nranks_said_by = nranks, f"rank {rank}"
+        if nranks != self.nranks:
+            first = f"{self._nranks_said_by or 'the hub'} with nranks={self.nranks}"
+            refused = Refused(code=Refusal.NRANKS, text=f"rank {rank} was started with nranks={nranks}, {first}", ranks=(rank,))
+            if self.state is MeetingState.GATHERING:
+                self._fail(refused, now)
+            self._refuse(peer, refused, now)
+            return
+        if rank in self._ranks or rank in self._gone:
+            self._refuse_duplicate(peer, now)
+            return
+        self._strangers.pop(peer.conn)
+        self._ranks[rank] = peer
+        peer.state = advance(PEER_TRANSITIONS, peer.state, "Join")
+        peer.deadline = now + join.timeout
+        self._send(peer, Accepted())
+        if len(self._ranks) == self.nranks:
+            self._complete()
+
+    def _refuse_duplicate(self, peer: _Peer, now: float) -> None:
+        assert peer.join is not None
+        first = self._ranks.get(peer.rank)
+        who = f"process {first.join.pid} from {first.address}" if first is not None and first.join else "a process that is gone"
+        text = f"rank {peer.rank} is taken: {who} came first, then process {peer.join.pid} from {peer.address}"
+        self._note(text)
+        self._refuse(peer, Refused(code=Refusal.DUPLICATE, text=text, ranks=(peer.rank,)), now)
+
+    def _complete(self) -> None:
+        assert self.nranks is not None
+        self.state = advance(MEETING_TRANSITIONS, self.state, "complete")
+        self._groups[WORLD] = _Group(ranks=tuple(range(self.nranks)))
+        members: list[bytes] = []
+        for rank in range(self.nranks):
+            peer = self._ranks[rank]
+            assert peer.join is not None
+            peer.state = advance(PEER_TRANSITIONS, peer.state, "complete")
+            members.append(encode(peer.join))
+        body = encode(Welcome(hub_token=self._token, members=tuple(members)))
+        for peer in self._ranks.values():
+            self._send_body(peer, body)
+
+    def _fail(self, failure: Refused, now: float) -> None:
+        """The meeting cannot come about: tell all who are here now, and who comes later until the last deadline."""
+        self.state = advance(MEETING_TRANSITIONS, self.state, "fail")
+        self._failure = failure
+        for peer in list(self._ranks.values()):
+            self._linger_until = max(self._linger_until, peer.deadline, now)
+            self._refuse(peer, failure, now)
+
+    def _refuse(self, peer: _Peer, refused: Refused, now: float) -> None:
+        self._send(peer, refused)
+        if refused.code != Refusal.DUPLICATE:
+            self._told.add(peer.rank)
+        self._drop(peer, refused.text, now)
+
+    def _missing(self, late: _Peer) -> Refused:
+        assert self.nranks is not None
+        assert late.join is not None
+        missing = [rank for rank in range(self.nranks) if rank not in self._ranks]
+        text = f"{name_ranks(missing)} of {self.nranks} never arrived within {late.join.timeout:.3g} s of rank {late.rank}"
+        return Refused(code=Refusal.MISSING, text="; ".join([text, *self._notes]), ranks=tuple(missing))
+
+    def _note(self, text: str) -> None:
+        """Remember what may explain a missing rank; strangers can make us say at most ``_MAX_NOTES`` things."""
+        if text not in self._notes and len(self._notes) < _MAX_NOTES:
+            self._notes.append(text)
+
+    def _tick(self, now: float) -> None:
+        for peer in [peer for peer in self._strangers.values() if peer.deadline <= now]:
+            self._drop(peer, "the handshake took too long", now)
+        if self.state is MeetingState.GATHERING:
+            late = [peer for peer in self._ranks.values() if peer.deadline <= now]
+            if late:
+                self._fail(self._missing(late[0]), now)
+        for (group, tag, number), gather in self._rounds.items():
+            for rank in [rank for rank, deadline in gather.deadlines.items() if deadline <= now]:
+                del gather.deadlines[rank]
+                missing = tuple(r for r in self._groups[group].ranks if r not in gather.parts)
+                self._send_rank(rank, GatherLate(group=group, tag=tag, round=number, missing=missing))
+
+    # --- the job ----------------------------------------------------------------------------------------------------
+
+    def _message(self, peer: _Peer, message: Any, now: float) -> None:
+        rank = peer.rank
+        if isinstance(message, OpenGroup):
+            self._open_group(peer, message)
+            return
+        if isinstance(message, StatusReply):
+            if message.rank in self._ranks:
+                back = StatusReply(group=message.group, rank=rank, ident=message.ident, payload=message.payload)
+                self._send_rank(message.rank, back)
+            return
+        group = self._groups.get(message.group)
+        if group is None or rank not in group.ranks or rank in group.left:
+            raise ProtocolError(f"rank {rank} is not in group {message.group:x}")
+        if isinstance(message, Gather):
+            self._gather(group, rank, message, now)
+        elif isinstance(message, NoticeMessage):
+            passed = NoticeMessage(group=message.group, rank=rank, payload=message.payload)
+            self._broadcast(group, passed, without=rank)
+        elif isinstance(message, StatusAsk):
+            self._broadcast(group, StatusAsk(group=message.group, rank=rank, ident=message.ident), without=rank)
+        else:
+            assert isinstance(message, LeaveGroup)
+            group.left[rank] = message.reason
+            self._broadcast(group, LeaveGroup(group=message.group, rank=rank, reason=message.reason), without=rank)
+            self._break_rounds(message.group)
+            self._forget_group(message.group)
+
+    def _open_group(self, peer: _Peer, message: OpenGroup) -> None:
+        ranks = message.ranks
+        assert self.nranks is not None
+        if peer.rank not in ranks or len(set(ranks)) != len(ranks) or max(ranks) >= self.nranks or message.group == WORLD:
+            raise ProtocolError(f"rank {peer.rank} opens a group of {name_ranks(ranks)}")
+        group = self._groups.setdefault(message.group, _Group(ranks=ranks))
+        if group.ranks != ranks:
+            raise ProtocolError(f"rank {peer.rank} opens group {message.group:x} with other ranks")
+        for rank, reason in group.left.items():
+            self._send(peer, LeaveGroup(group=message.group, rank=rank, reason=reason))
+
+    def _gather(self, group: _Group, rank: int, message: Gather, now: float) -> None:
+        if any(r in group.left or r in self._gone for r in group.ranks):
+            return  # it cannot end well; the rank has been told who is missing
+        key = (message.group, message.tag, message.round)
+        gather = self._rounds.setdefault(key, _Round())
+        if rank in gather.parts:
+            raise ProtocolError(f"rank {rank} gave its part of all_gather {message.tag!r} twice")
+        gather.parts[rank] = message.data
+        gather.deadlines[rank] = now + message.timeout
+        if len(gather.parts) < len(group.ranks):
+            return
+        del self._rounds[key]
+        try:
+            parts = tuple(gather.parts[r] for r in group.ranks)
+            body = encode(Gathered(group=message.group, tag=message.tag, round=message.round, parts=parts))
+            self._broadcast_body(group, body)
+        except InvalidUsage:
+            raise ProtocolError(f"all_gather {message.tag!r} is larger than {framing.MAX_FRAME_BYTES} bytes in all") from None
+
+    def _break_rounds(self, group: int) -> None:
+        """Who was in the group is no longer: what is under way there cannot end well; the members know it from the same message."""
+        for key in [key for key in self._rounds if key[0] == group]:
+            del self._rounds[key]
+
+    def _forget_group(self, number: int) -> None:
+        group = self._groups[number]
+        if number != WORLD and all(rank in group.left or rank in self._gone for rank in group.ranks):
+            del self._groups[number]
+
+    def _goodbye(self, peer: _Peer, message: Goodbye, now: float) -> None:
+        if peer.state is PeerState.UP:
+            self._depart(peer, Gone(rank=peer.rank, left=True, reason=message.reason), now)
+        else:
+            self._drop(peer, message.reason, now, left=True)
+
+    def _depart(self, peer: _Peer, gone: Gone, now: float) -> None:
+        """A rank of the running job is gone, one way or the other."""
+        self._gone[peer.rank] = gone
+        self._forget(peer)
+        self._out.append(Drop(conn=peer.conn, reason=gone.reason))
+        body = encode(gone)
+        for other in list(self._ranks.values()):
+            self._send_body(other, body)
+        for number in [number for number, group in self._groups.items() if peer.rank in group.ranks]:
+            self._break_rounds(number)
+            self._forget_group(number)
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _drop(self, peer: _Peer, reason: str, now: float, *, left: bool = False) -> None:
+        if peer.conn in self._peers:
+            self._out.append(Drop(conn=peer.conn, reason=reason))
+            self._remove(peer, reason, now, left=left)
+
+    def _remove(self, peer: _Peer, reason: str, now: float, *, left: bool = False) -> None:
+        """The connection is over. What follows depends on whose it was."""
+        state = peer.state
+        if state is PeerState.UP:
+            self._depart(peer, Gone(rank=peer.rank, left=left, reason=reason), now)
+            return
+        self._forget(peer)
+        if state is PeerState.MEETING and self.state is MeetingState.GATHERING:
+            verb = "left" if left else "died"
+            code = Refusal.LEFT if left else Refusal.DIED
+            text = f"rank {peer.rank} of {self.nranks} {verb} while the ranks were meeting: {reason}"
+            self._told.add(peer.rank)
+            self._linger_until = peer.deadline
+            self._fail(Refused(code=code, text=text, ranks=(peer.rank,)), now)
+
+    def _forget(self, peer: _Peer) -> None:
+        self._peers.pop(peer.conn, None)
+        self._strangers.pop(peer.conn, None)
+        if peer.hello is not None and self._ranks.get(peer.rank) is peer:
+            del self._ranks[peer.rank]
+        peer.state = advance(PEER_TRANSITIONS, peer.state, "drop")
+
+    def _close(self, reason: str, now: float) -> None:
+        if self.state is MeetingState.FINISHED:
+            return
+        if self.state is MeetingState.GATHERING and self._ranks:
+            self._fail(Refused(code=Refusal.CLOSED, text=f"the hub closed while the ranks were meeting: {reason}", ranks=()), now)
+        for peer in list(self._ranks.values()):
+            self._send(peer, HubClosing(reason=reason))
+        self._finish()
+
+    def _finish_if_done(self, now: float) -> None:
+        if self.state is MeetingState.MET and not self._ranks:
+            self._finish()
+        elif self.state is MeetingState.FAILED:
+            everyone = self.nranks is not None and len(self._told) >= self.nranks
+            if everyone or now >= self._linger_until:
+                self._finish()
+
+    def _finish(self) -> None:
+        word = {MeetingState.MET: "all gone", MeetingState.FAILED: "all told"}.get(self.state, "close")
+        self.state = advance(MEETING_TRANSITIONS, self.state, word)
+        for peer in list(self._peers.values()):
+            self._forget(peer)
+            self._out.append(Drop(conn=peer.conn, reason="the hub has ended"))
+        self._rounds.clear()
+        self._out.append(Finished())
+
+    # --- sending ----------------------------------------------------------------------------------------------------
+
+    def _send_body(self, peer: _Peer, body: bytes) -> None:
+        assert peer.sealer is not None
+        self._out.append(Send(conn=peer.conn, data=peer.sealer.seal(body)))
+
+    def _send(self, peer: _Peer, message: Any) -> None:
+        self._send_body(peer, encode(message))
+
+    def _send_rank(self, rank: int, message: Any) -> None:
+        peer = self._ranks.get(rank)
+        if peer is not None:
+            self._send(peer, message)
+
+    def _broadcast(self, group: _Group, message: Any, *, without: int) -> None:
+        self._broadcast_body(group, encode(message), without=without)
+
+    def _broadcast_body(self, group: _Group, body: bytes, *, without: int = -1) -> None:
+        for rank in group.ranks:
+            peer = self._ranks.get(rank)
+            if peer is not None and rank != without and rank not in group.left:
+                self._send_body(peer, body)

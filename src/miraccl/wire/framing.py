@@ -1,0 +1,225 @@
+"""Frames and the typed fields inside them.
+
+A frame is a 32-bit big-endian length and that many bytes.  A message is one byte of kind and its fields in the order of its
+``LAYOUT``; there is no other syntax, so that a decoder either returns exactly one record or raises ``ProtocolError``.  Nothing is
+unpickled and nothing is evaluated.
+
+Rules: the length is checked against the limit before a byte of the body is kept; a message with bytes left over is refused; text is
+strict UTF-8; JSON is an object of finite numbers.  The idea of a reader that is fed and asked is h11's (``h11/_receivebuffer.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from miraccl.errors import InvalidUsage, ProtocolError
+
+HEADER = struct.Struct(">I")
+#: Longest frame body between ranks that have proved themselves (a plan of a large job is some 100 kB per rank).
+MAX_FRAME_BYTES = 64 << 20
+#: Longest frame body before that; the largest message of the handshake has 79 bytes.
+MAX_HANDSHAKE_BYTES = 128
+
+
+class Record(Protocol):
+    """A message: a frozen dataclass with a kind and a layout of ``(field, codec)``."""
+
+    KIND: ClassVar[int]
+    LAYOUT: ClassVar[tuple[tuple[str, str], ...]]
+
+
+R = TypeVar("R")
+
+
+def encode_frame(body: bytes) -> bytes:
+    if len(body) > MAX_FRAME_BYTES:
+        raise InvalidUsage(f"a control message has at most {MAX_FRAME_BYTES} bytes, got {len(body)}")
+    return HEADER.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a stream into frames. ``limit`` (bytes) may be raised once the peer is known; it holds for the next header."""
+
+    def __init__(self, limit: int = MAX_HANDSHAKE_BYTES) -> None:
+        self.limit = limit
+        self._buffer = bytearray()
+
+    @property
+    def buffered(self) -> int:
+        """Bytes held that do not make a frame yet."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def next_frame(self) -> bytes | None:
+        """The next whole frame body, or ``None``; raises ``ProtocolError`` when the announced length passes the limit."""
+        buffer = self._buffer
+        if len(buffer) < HEADER.size:
+            return None
+        (length,) = HEADER.unpack_from(buffer)
+        if length > self.limit:
+            raise ProtocolError(f"a frame of {length} bytes, allowed are {self.limit}")
+        end = HEADER.size + length
+        if len(buffer) < end:
+            return None
+        frame = bytes(buffer[HEADER.size : end])
+        del buffer[:end]
+        return frame
+
+    def frames(self) -> Iterator[bytes]:
+        while (frame := self.next_frame()) is not None:
+            yield frame
+
+
+class _Cursor:
+    """Reads fields off a message body."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.at = 0
+
+    def take(self, nbytes: int) -> bytes:
+        if nbytes > len(self.data) - self.at:
+            raise ProtocolError("a message ends in the middle of a field")
+        piece = self.data[self.at : self.at + nbytes]
+        self.at += nbytes
+        return piece
+
+    def number(self, form: struct.Struct) -> Any:
+        return form.unpack(self.take(form.size))[0]
+
+    def count(self, smallest: int) -> int:
+        """A list length; each element takes at least ``smallest`` bytes, so a lie is seen before anything is built."""
+        count = int(self.number(_U32))
+        if count * smallest > len(self.data) - self.at:
+            raise ProtocolError("a list is longer than its message")
+        return count
+
+
+_U8, _U16, _U32, _U64, _F64 = (struct.Struct(">" + c) for c in "BHIQd")
+
+
+def _write_number(form: struct.Struct) -> Callable[[Any], bytes]:
+    def write(value: Any) -> bytes:
+        try:
+            return form.pack(value)
+        except struct.error as error:
+            raise InvalidUsage(f"{value!r} does not fit its field: {error}") from None
+
+    return write
+
+
+def _read_number(form: struct.Struct) -> Callable[[_Cursor], Any]:
+    return lambda cursor: cursor.number(form)
+
+
+def _read_flag(cursor: _Cursor) -> bool:
+    value = cursor.number(_U8)
+    if value > 1:
+        raise ProtocolError(f"a flag is 0 or 1, got {value}")
+    return bool(value)
+
+
+def _read_time(cursor: _Cursor) -> float:
+    value = float(cursor.number(_F64))
+    if not 0 <= value < 1e12:  # also refuses NaN
+        raise ProtocolError(f"a duration in seconds was expected, got {value}")
+    return value
+
+
+def _write_bytes(value: Any) -> bytes:
+    return _U32.pack(len(value)) + bytes(value)
+
+
+def _read_bytes(cursor: _Cursor) -> bytes:
+    return cursor.take(cursor.count(1))
+
+
+def _write_text(value: Any) -> bytes:
+    return _write_bytes(str(value).encode("utf-8", "replace"))
+
+
+def _read_text(cursor: _Cursor) -> str:
+    try:
+        return _read_bytes(cursor).decode("utf-8")
+    except UnicodeDecodeError:
+        raise ProtocolError("a text is not UTF-8") from None
+
+
+def _write_list(write: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    return lambda values: _U32.pack(len(values)) + b"".join(map(write, values))
+
+
+def _read_list(read: Callable[[_Cursor], Any]) -> Callable[[_Cursor], tuple[Any, ...]]:
+    return lambda cursor: tuple(read(cursor) for _ in range(cursor.count(4)))  # every list here has elements of >= 4 bytes
+
+
+_CODECS: dict[str, tuple[Callable[[Any], bytes], Callable[[_Cursor], Any]]] = {
+    "u16": (_write_number(_U16), _read_number(_U16)),
+    "u32": (_write_number(_U32), _read_number(_U32)),
+    "u64": (_write_number(_U64), _read_number(_U64)),
+    "flag": (_write_number(_U8), _read_flag),
+    "time": (_write_number(_F64), _read_time),
+    "b4": (bytes, lambda cursor: cursor.take(4)),
+    "b32": (bytes, lambda cursor: cursor.take(32)),
+    "bytes": (_write_bytes, _read_bytes),
+    "text": (_write_text, _read_text),
+    "u32s": (_write_list(_write_number(_U32)), _read_list(_read_number(_U32))),
+    "texts": (_write_list(_write_text), _read_list(_read_text)),
+    "blobs": (_write_list(_write_bytes), _read_list(_read_bytes)),
+}
+
+
+def encode(message: Record) -> bytes:
+    """Body of a message: its kind and its fields."""
+    fields = (_CODECS[codec][0](getattr(message, name)) for name, codec in message.LAYOUT)
+    return bytes([message.KIND]) + b"".join(fields)
+
+
+def decode(body: bytes, kinds: dict[int, type[R]]) -> R:
+    """The one record in ``body``; ``kinds`` are the records that are allowed here."""
+    if not body:
+        raise ProtocolError("an empty message")
+    record = kinds.get(body[0])
+    if record is None:
+        raise ProtocolError(f"a message of kind {body[0]} is not expected here")
+    cursor = _Cursor(body[1:])
+    layout: tuple[tuple[str, str], ...] = record.LAYOUT  # type: ignore[attr-defined]
+    values = {name: _CODECS[codec][1](cursor) for name, codec in layout}
+    if cursor.at != len(cursor.data):
+        raise ProtocolError(f"{len(cursor.data) - cursor.at} bytes too many in a message of kind {body[0]}")
+    return record(**values)
+
+
+def check_layout(record: type[Any]) -> None:
+    """Assert that a record's layout names its fields in order; run by the tests for each record."""
+    assert [name for name, _ in record.LAYOUT] == [field.name for field in dataclasses.fields(record)], record
+
+
+def encode_json(payload: dict[str, Any]) -> bytes:
+    """A small object of plain values; raises ``InvalidUsage`` for anything JSON has no word for."""
+    if not isinstance(payload, dict):
+        raise InvalidUsage(f"a payload is a dict, got {type(payload).__name__}")
+    try:
+        return json.dumps(payload, allow_nan=False, separators=(",", ":")).encode("utf-8")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidUsage(f"the payload is not plain JSON: {error}") from None
+
+
+def decode_json(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a payload is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ProtocolError("a payload is not a JSON object")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
