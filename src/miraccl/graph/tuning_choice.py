@@ -1,0 +1,177 @@
+"""Which algorithm and protocol an operation of a given size runs with, how long it should take, and on how many channels and warps.
+
+The rules are NCCL 2.28.9's (``src/graph/tuning.cc`` ncclTopoGetAlgoTime, ``src/enqueue.cc`` topoGetAlgoInfo) for one operation alone on
+float32 and sum. Owns also the JSON of the section ``tuning``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from miraccl.graph import tuning_constants as k
+from miraccl.graph.collnet import MAX_DIRECT_RANKS
+from miraccl.graph.tuning import TuningModel
+from miraccl.graph.tuning_constants import Algorithm
+from miraccl.topo.jsonform import number
+from miraccl.topo.records import f32
+from miraccl.types import Collective, Protocol
+
+TABLE_SIZES = tuple(8 << (2 * i) for i in range(16))
+"""Bytes of the rows of the choice table: 8 B, 32 B, ... 8 GiB."""
+
+_LONGEST_US = 3600000000.0
+_PLATEAU_BYTES = 64
+"""Bytes per channel and rank from which a ring over several nodes shows its plateau."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to run an operation. ``time`` is us, ``None`` where it cannot be used, with the reason in ``off``."""
+
+    algorithm: Algorithm
+    protocol: Protocol
+    time: float | None
+    off: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """``channels`` is the most channels that would be used, ``warps`` the size of their thread blocks."""
+
+    nbytes: int
+    algorithm: Algorithm
+    protocol: Protocol
+    time: float
+    channels: int
+    warps: int
+
+
+def candidates(model: TuningModel, coll: Collective, nbytes: int) -> list[Candidate]:
+    """All that exist for the collective, in NCCL's order. ``nbytes`` is the larger of the whole send and receive buffer of a rank."""
+    if model.facts.nranks == 1:
+        return [Candidate(algorithm=Algorithm.RING, protocol=Protocol.SIMPLE, time=0.0)]
+    result = []
+    for algo in Algorithm:
+        unfit = _unfit(model, coll, algo)
+        for proto in Protocol:
+            if (coll, algo, proto) in model.estimates:
+                off = model.estimate(coll, algo, proto).off or unfit
+                time = None if off else predict_time(model, coll, algo, proto, nbytes)
+                result.append(Candidate(algorithm=algo, protocol=proto, time=time, off=off))
+    return result
+
+
+def _unfit(model: TuningModel, coll: Collective, algo: Algorithm) -> str:
+    """Limits of the kernels that the model knows nothing of."""
+    facts = model.facts
+    if algo.uses_collnet and facts.max_local_ranks > MAX_DIRECT_RANKS:
+        return f"CollNet serves at most {MAX_DIRECT_RANKS} GPUs per node"
+    if algo.uses_nvls and not facts.nvls_support:
+        return "NVLS is not in use"
+    if algo.uses_nvls and coll != Collective.ALL_REDUCE and facts.max_local_ranks > k.MAX_NVLS_RANKS:
+        return f"NVLS serves at most {k.MAX_NVLS_RANKS} GPUs per node"
+    return ""
+
+
+def predict_time(model: TuningModel, coll: Collective, algo: Algorithm, proto: Protocol, nbytes: int) -> float | None:
+    """us, or ``None`` where the combination cannot be used."""
+    estimate = model.estimate(coll, algo, proto)
+    bw, latency = estimate.bandwidth, estimate.latency
+    if bw == 0:
+        return None
+    facts = model.facts
+    all_reduce = coll == Collective.ALL_REDUCE
+    octave = (nbytes >> 6).bit_length() - 1
+    if algo == Algorithm.TREE and all_reduce and 0 <= octave < len(k.TREE_CORRECTION[proto]):
+        bw = f32(bw * f32(k.TREE_CORRECTION[proto][octave]))
+    long_ring = algo == Algorithm.RING and proto == Protocol.SIMPLE and facts.nnodes > 1 and all_reduce
+    if long_ring and nbytes // (facts.channels * facts.nranks) >= _PLATEAU_BYTES:
+        latency = f32(latency * (1.9 if facts.min_sm < 80 else 1.4))
+    return f32(latency + f32(f32(nbytes) / f32(1000 * bw)))
+
+
+def choose(model: TuningModel, coll: Collective, nbytes: int) -> Choice | None:
+    """The fastest candidate (the first one of equals), or ``None`` where there is none."""
+    best: Candidate | None = None
+    best_time = _LONGEST_US
+    for candidate in candidates(model, coll, nbytes):
+        if candidate.time is not None and 0 <= candidate.time < best_time:
+            best, best_time = candidate, candidate.time
+    if best is None:
+        return None
+    channels, threads = _size(model, best.algorithm, best.protocol, nbytes)
+    return Choice(
+        nbytes=nbytes,
+        algorithm=best.algorithm,
+        protocol=best.protocol,
+        time=best_time,
+        channels=channels,
+        warps=threads // k.WARP,
+    )
+
+
+def _size(model: TuningModel, algo: Algorithm, proto: Protocol, nbytes: int) -> tuple[int, int]:
+    """Channels and threads: both shrink while a thread would have less than its threshold."""
+    facts = model.facts
+    channels = facts.channels
+    threads = model.max_threads[algo][proto]
+    threshold = model.thread_thresholds[algo][proto]
+    if algo == Algorithm.COLLNET_DIRECT:
+        channels, threshold = _collnet_direct_channels(channels, threads * facts.collnet_direct_heads, threshold, nbytes)
+    elif algo == Algorithm.NVLS and facts.nnodes > 1:
+        channels = min(facts.nvls_channels, channels)
+    elif algo.uses_nvls:
+        channels = facts.nvls_channels
+    else:
+        while nbytes < channels * threads * threshold and channels >= 2:
+            channels -= 1
+    if not algo.uses_nvls and algo != Algorithm.COLLNET_DIRECT:
+        while nbytes < channels * threads * threshold and threads % 128 == 0:
+            threads //= 2
+    if proto == Protocol.SIMPLE and algo == Algorithm.RING:
+        threads += k.WARP  # one warp synchronises
+    if algo in (Algorithm.TREE, Algorithm.PAT):
+        threads = k.MAX_THREADS
+    return channels, max(threads, 3 * k.WARP)
+
+
+def _collnet_direct_channels(channels: int, work: int, threshold: int, nbytes: int) -> tuple[int, int]:
+    """Fewer channels in stages: past each one and a half power of two, a thread may have half as much to do."""
+    stage, short = 16, True
+    while stage >= 1 and short:
+        while (short := nbytes < channels * work * threshold) and channels > stage:
+            if channels == stage + stage // 2:
+                threshold //= 2
+            channels -= 1
+        stage //= 2
+    return channels, threshold
+
+
+# JSON
+
+
+def tuning_to_json(model: TuningModel, sizes: Sequence[int] = TABLE_SIZES) -> dict[str, Any]:
+    """Section ``tuning`` of the reference results."""
+    return {
+        "maxThreads": {algo.label: list(model.max_threads[algo]) for algo in Algorithm},
+        "threadThresholds": {algo.label: list(model.thread_thresholds[algo]) for algo in Algorithm},
+        "latencies": _table(model, "latency"),
+        "bandwidths": _table(model, "bandwidth"),
+        "choice": {name: [choice_to_json(choose(model, coll, size)) for size in sizes] for coll, name in k.TUNED.items()},
+    }
+
+
+def _table(model: TuningModel, field: str) -> dict[str, Any]:
+    return {
+        name: {algo.label: [number(getattr(model.estimate(coll, algo, p), field)) for p in Protocol] for algo in Algorithm}
+        for coll, name in k.TUNED.items()
+    }
+
+
+def choice_to_json(choice: Choice | None) -> list[Any] | None:
+    if choice is None:
+        return None
+    protocol = k.PROTOCOL_LABELS[choice.protocol]
+    return [choice.nbytes, choice.algorithm.label, protocol, number(choice.time), choice.channels, choice.warps]

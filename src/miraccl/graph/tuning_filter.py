@@ -1,0 +1,53 @@
+"""Lists of wanted algorithms and protocols, as ``NCCL_ALGO`` and ``NCCL_PROTO`` write them.
+
+    ring,collnetdirect;allreduce:tree       ring and CollNet direct everywhere, but tree alone for all-reduce
+    ^LL128;allreduce:LL128                  everything except LL128, but LL128 alone for all-reduce
+
+Entries are separated by ``;``. An entry is a list with an optional collective and ``:`` before it; only the first may lack the collective.
+``^`` before a list means all others. Case does not matter (NCCL ``src/graph/tuning.cc``, parseList).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import TypeVar
+
+from miraccl.errors import InvalidUsage
+from miraccl.graph.tuning_constants import TUNED
+from miraccl.types import Collective
+
+
+class Wish(enum.IntEnum):
+    """What a setting says about a choice. ``FREE``: nothing was said and the model decides."""
+
+    NO = 0
+    YES = 1
+    FREE = 2
+
+
+E = TypeVar("E", bound=enum.IntEnum)
+
+
+def parse_wishes(text: str, labels: Mapping[E, str], variable: str) -> dict[Collective, dict[E, Wish]]:
+    """The wish for each collective and element of ``labels``; ``variable`` is named in errors. An empty text leaves all ``FREE``."""
+    wishes = {coll: dict.fromkeys(labels, Wish.FREE) for coll in TUNED}
+    by_name = {label.lower(): element for element, label in labels.items()}
+    collectives = {label.lower(): coll for coll, label in TUNED.items()}
+    for number, entry in enumerate(part for part in text.lower().split(";") if part.strip()):
+        collective, _, elements = (word.strip() for word in entry.partition(":"))
+        if not elements:
+            if number:
+                raise InvalidUsage(f"{variable}={text!r}: only the first entry may lack a collective")
+            collective, elements = "", collective
+        if collective and collective not in collectives:
+            raise InvalidUsage(f"{variable}={text!r}: no collective is called {collective!r}; known are {', '.join(collectives)}")
+        excluded = elements.startswith("^")
+        names = [name.strip() for name in elements.removeprefix("^").split(",") if name.strip()]
+        unknown = [name for name in names if name not in by_name]
+        if unknown:
+            raise InvalidUsage(f"{variable}={text!r}: {unknown[0]!r} is not known; known are {', '.join(by_name)}")
+        listed = {by_name[name] for name in names}
+        for coll in [collectives[collective]] if collective else wishes:
+            wishes[coll] = {element: Wish.YES if (element in listed) != excluded else Wish.NO for element in labels}
+    return wishes
