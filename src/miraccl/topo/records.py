@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -282,7 +282,7 @@ DISCONNECTED = Path(type=PathType.DIS, bw=0.0)
 TABLE_SOURCES = (NodeType.GPU, NodeType.NET)
 TABLE_TARGETS = (NodeType.GPU, NodeType.NET, NodeType.CPU, NodeType.NVS)
 
-Rows = tuple[tuple[Path, ...], ...]
+Rows = Sequence[Sequence[Path]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +295,7 @@ class PathTable:
 
     rows: Mapping[tuple[NodeType, NodeType], Rows] = field(default_factory=dict)
 
-    def row(self, source: NodeType, position: int, target: NodeType) -> tuple[Path, ...]:
+    def row(self, source: NodeType, position: int, target: NodeType) -> Sequence[Path]:
         rows = self.rows.get((source, target), ())
         return rows[position] if position < len(rows) else ()
 

@@ -1,0 +1,73 @@
+"""From a topology file to everything the search needs: system, paths, and the domains of GPUs that only the network joins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miraccl.errors import TopologyError
+from miraccl.topo.build import build_system
+from miraccl.topo.options import TopoOptions
+from miraccl.topo.paths import PathRecorder, compute_paths, find_domains, finish_system, keep_domain
+from miraccl.topo.records import PathTable, System
+from miraccl.topo.select import select_topology
+from miraccl.topo.xmlfile import XmlNode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domain:
+    """GPUs of a node that reach each other without the network, with the system and the paths they see."""
+
+    ranks: tuple[int, ...]
+    system: System
+    paths: PathTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """One node of a job. Usually there is one domain; with several, NCCL treats each as a node of its own.
+
+    ``nranks``: ranks of the whole job; ``root``: the tree the systems were built from; ``whole``: the system before GPUs were put apart.
+    """
+
+    domains: tuple[Domain, ...]
+    nranks: int
+    root: XmlNode
+    whole: System
+
+    @property
+    def system(self) -> System:
+        return self.domains[0].system
+
+    @property
+    def paths(self) -> PathTable:
+        return self.domains[0].paths
+
+    @property
+    def local_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The local ranks of each domain."""
+        return tuple(domain.ranks for domain in self.domains)
+
+
+def analyse_topology(root: XmlNode, options: TopoOptions | None = None, *, recorder: PathRecorder | None = None) -> Topology:
+    """The topology of one node of a job of ``options.nodes`` such nodes. ``recorder`` hears why the paths of the
+    first domain are as they are.
+
+    Raises ``TopologyError`` when the file describes no machine that ranks could run on.
+    """
+    options = options or TopoOptions()
+    selected = select_topology(root, options)
+    whole = build_system(selected)
+    count = len(whole.gpus)
+    if not count:
+        raise TopologyError("no GPU takes part: the topology has no <gpu> below a <pci>")
+    nranks = count * options.nodes
+    first = compute_paths(whole, options.paths)
+    groups = find_domains(whole, first)
+    domains: list[Domain] = []
+    for group in groups:
+        system = whole if len(groups) == 1 else keep_domain(whole, group)
+        own = recorder if not domains else None
+        paths = first if system is whole and own is None else compute_paths(system, options.paths, recorder=own)
+        system = finish_system(system, paths, options.paths, nranks=nranks)
+        domains.append(Domain(ranks=tuple(gpu.rank for gpu in system.gpus), system=system, paths=paths))
+    return Topology(domains=tuple(domains), nranks=nranks, root=selected, whole=whole)
