@@ -18,8 +18,12 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import functools
 import mmap
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, Protocol
+
+from miraccl.native import atomics
 
 NSLOTS: Final = 8
 """Messages in flight per FIFO; NCCL_STEPS has the same value."""
@@ -92,10 +96,10 @@ def memory_at(address: int, nbytes: int) -> memoryview:
 
 
 class Atomics(Protocol):
-    """Loads and stores of aligned int64 words at an address, and the futex call; ``miraccl.native.atomics`` is the real one."""
+    """Loads and stores of aligned int64 words at an address; see ``native_atomics``."""
 
     def load_acquire(self, address: int, /) -> int: ...
-    def store_release(self, address: int, value: int, /) -> None: ...
+    def store_release(self, address: int, value: int, /) -> Any: ...
     def exchange(self, address: int, value: int, /) -> int: ...
 
 
@@ -112,6 +116,19 @@ class PlainAtomics:
         index = (address - _ORIGIN) >> 3
         old, _WORDS[index] = _WORDS[index], value
         return old
+
+
+class _NativeAtomics:
+    def __init__(self) -> None:
+        self.load_acquire: Callable[[int], int] = atomics.bound("load_word")
+        self.store_release: Callable[[int, int], Any] = atomics.bound("store_word")
+        self.exchange: Callable[[int, int], int] = atomics.bound("exchange_word")
+
+
+@functools.cache
+def native_atomics() -> Atomics:
+    """The compiled ones, for memory that compiled code or another process uses too."""
+    return _NativeAtomics()
 
 
 class Post(NamedTuple):
@@ -140,10 +157,17 @@ def read_post(line: int) -> Post:
     return Post(*read_words(line, WORD_SIGNATURE, 4))
 
 
-class FifoMemory:
-    """Private memory of one FIFO, page aligned and zero; lives until the last reference to this object is gone."""
+class Memory:
+    """Private zeroed memory, page aligned; lives until the last reference to this object is gone."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._map = mmap.mmap(-1, nbytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+
+class FifoMemory(Memory):
+    """Private memory of one FIFO."""
 
     def __init__(self, slot_bytes: int) -> None:
         self.slot_bytes = check_slot_bytes(slot_bytes)
-        self._map = mmap.mmap(-1, fifo_bytes(slot_bytes))
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        super().__init__(fifo_bytes(slot_bytes))

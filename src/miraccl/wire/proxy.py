@@ -12,7 +12,8 @@ its slot.  Nothing is ever placed elsewhere, and no frame is believed: message n
 against what this side has granted, and the first contradiction ends the link with ``Lost(PROTOCOL)``.  Messages are delivered in order.
 The receiver never stops reading its streams, so credit and wants cannot be stuck behind data: that is why this cannot deadlock.
 
-Ending.  ``CloseAsked``: what was posted is sent, then CLOSE on each stream.  A stream that ends without CLOSE is a loss.
+Ending.  ``CloseAsked``: what was posted is sent, then CLOSE on each stream, then the peer's end is waited for.  A peer that is not
+leaving itself answers CLOSE by closing.  A stream that ends without CLOSE is a loss.
 The record of every event can be kept and played again (``replay``); the idea is that of dask's worker state machine.
 """
 
@@ -226,7 +227,7 @@ class Cut(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """All is sent and CLOSE too: close the streams."""
+    """All is sent and the peer has its end of the streams closed: close them."""
 
 
 Instruction: TypeAlias = Send | Receive | Announce | Deliver | Release | Lost | Cut | Finished
@@ -283,8 +284,7 @@ LINK_TABLE: dict[tuple[LinkState, str], LinkState] = {
     (LinkState.OPEN, "close asked"): LinkState.DRAINING,
     (LinkState.DRAINING, "all taken"): LinkState.CLOSING,
     (LinkState.DRAINING, "peer closed"): LinkState.FINISHED,
-    (LinkState.CLOSING, "close taken"): LinkState.FINISHED,
-    (LinkState.CLOSING, "peer closed"): LinkState.FINISHED,
+    (LinkState.CLOSING, "close taken, peer closed"): LinkState.FINISHED,
     **{(state, "lost"): LinkState.LOST for state in (LinkState.OPEN, LinkState.DRAINING, LinkState.CLOSING)},
 }
 
@@ -515,11 +515,11 @@ class Link:
     def _stream_ended(self, event: StreamEnded) -> None:
         if self._stream_closed[event.stream]:
             return
+        self._stream_closed[event.stream] = True
         if self.state is LinkState.OPEN:
             self._fail(LossKind.RESET, event.detail)
-        else:  # we are leaving too
-            self._move("peer closed")
-            self._do.append(Finished())
+        elif self.state is LinkState.DRAINING:  # nobody reads what is left
+            self._finish("peer closed")
 
     def _garbage(self, event: Garbage) -> None:
         raise _Contradiction(event.detail)
@@ -606,8 +606,7 @@ class Link:
         if self.state is LinkState.OPEN:
             self._fail(LossKind.CLOSED, "closed its communicator")
         elif self.state is LinkState.DRAINING:  # nobody reads what is left
-            self._move("peer closed")
-            self._do.append(Finished())
+            self._finish("peer closed")
 
     # --- receiving
 
@@ -675,9 +674,9 @@ class Link:
             for stream in range(self.config.nstreams):
                 self._send(Frame(FrameType.CLOSE, stream, self.next_post, ack=self.tail), _CLOSE)
         if self.state is LinkState.CLOSING:
-            if not self._close_left:
-                self._move("close taken")
-                self._do.append(Finished())
+            # A stream closed while the peer still sends on it is reset, which would destroy what the peer has not read: wait for its end.
+            if not self._close_left and all(self._stream_closed):
+                self._finish("close taken, peer closed")
             return
         while self._control or self._to_send:
             if not (self._send_control() if self._control else self._send_piece()):
@@ -730,6 +729,10 @@ class Link:
 
     def _move(self, trigger: str) -> None:
         self.state = LINK_TABLE[self.state, trigger]
+
+    def _finish(self, trigger: str) -> None:
+        self._move(trigger)
+        self._do.append(Finished())
 
     def _fail(self, kind: LossKind, detail: str, *, cut: bool = False) -> None:
         self._move("lost")

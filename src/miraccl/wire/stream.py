@@ -139,8 +139,8 @@ def _piece_complaint(frame: Frame) -> str:
 NONCE_BYTES = 32
 MAC_BYTES = 32
 _GREETING = b"MIRACCL1"
-_HELLO = struct.Struct(f"<8sIIHHQ{NONCE_BYTES}s")
-_CHALLENGE = struct.Struct(f"<8sQ{NONCE_BYTES}s")
+_HELLO = struct.Struct(f"<8sIIHH{NONCE_BYTES}s")
+_CHALLENGE = struct.Struct(f"<8s{NONCE_BYTES}s")
 HELLO_BYTES = _HELLO.size
 CHALLENGE_BYTES = _CHALLENGE.size + MAC_BYTES
 HANDSHAKE_BYTES = HELLO_BYTES + MAC_BYTES
@@ -154,15 +154,12 @@ def derive_key(secret: bytes, job: bytes) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamIdentity:
-    """Which stream of which pair this is.  The initiator connects, the acceptor listens; ``slot_bytes`` are the sizes of the
-    slots into which the two receive."""
+    """Which stream of which pair of ranks this is.  The initiator connects, the acceptor listens."""
 
     initiator: int
     acceptor: int
     stream: int
     nstreams: int
-    initiator_slot_bytes: int
-    acceptor_slot_bytes: int
 
     def __post_init__(self) -> None:
         if not 0 <= self.stream < self.nstreams <= MAX_STREAMS:
@@ -259,12 +256,12 @@ class Handshake:
 
 
 class InitiatorHandshake(Handshake):
-    """The side that connects; ``hello`` is to be sent first.  ``acceptor_slot_bytes`` of ``want`` is replaced by what comes."""
+    """The side that connects; ``hello`` is to be sent first."""
 
     def __init__(self, *, key: bytes, nonce: bytes, deadline: float, want: StreamIdentity) -> None:
         super().__init__(key=key, nonce=nonce, deadline=deadline, state=HandshakeState.WAIT_CHALLENGE)
         self._want = want
-        self.hello = _HELLO.pack(_GREETING, want.initiator, want.acceptor, want.stream, want.nstreams, want.initiator_slot_bytes, nonce)
+        self.hello = _HELLO.pack(_GREETING, want.initiator, want.acceptor, want.stream, want.nstreams, nonce)
         self._transcript = self.hello
 
     def _receive(self, data: bytes) -> bytes:
@@ -273,23 +270,22 @@ class InitiatorHandshake(Handshake):
             self._check(b"welcome", data, who)
             self._move("good welcome")
             return b""
-        greeting, slot_bytes, _nonce = _CHALLENGE.unpack_from(data)
+        greeting, _nonce = _CHALLENGE.unpack_from(data)
         if greeting != _GREETING:
             raise AuthenticationError(f"{who} does not speak this protocol")
         self._transcript += data[: _CHALLENGE.size]
         self._check(b"acceptor", data[_CHALLENGE.size :], who)
-        self.identity = StreamIdentity(**{**vars(self._want), "acceptor_slot_bytes": slot_bytes})
+        self.identity = self._want
         self._move("good challenge")
         return self._mac(b"initiator")
 
 
 class AcceptorHandshake(Handshake):
-    """The side that listens: ``rank`` is its own rank, ``slot_bytes`` the size of the slots into which it receives."""
+    """The side that listens: ``rank`` is its own rank."""
 
-    def __init__(self, *, key: bytes, nonce: bytes, deadline: float, rank: int, slot_bytes: int) -> None:
+    def __init__(self, *, key: bytes, nonce: bytes, deadline: float, rank: int) -> None:
         super().__init__(key=key, nonce=nonce, deadline=deadline, state=HandshakeState.WAIT_HELLO)
         self._rank = rank
-        self._slot_bytes = slot_bytes
         self._claim: StreamIdentity | None = None
 
     def _receive(self, data: bytes) -> bytes:
@@ -298,20 +294,13 @@ class AcceptorHandshake(Handshake):
             self.identity = self._claim
             self._move("good proof")
             return self._mac(b"welcome")
-        greeting, initiator, acceptor, stream, nstreams, slot_bytes, _nonce = _HELLO.unpack(data)
+        greeting, initiator, acceptor, stream, nstreams, _nonce = _HELLO.unpack(data)
         if greeting != _GREETING:
             raise AuthenticationError("a stranger does not speak this protocol")
         if acceptor != self._rank:
             raise AuthenticationError(f"a stranger looks for rank {acceptor} at rank {self._rank}")
-        self._claim = StreamIdentity(
-            initiator=initiator,
-            acceptor=acceptor,
-            stream=stream,
-            nstreams=nstreams,
-            initiator_slot_bytes=slot_bytes,
-            acceptor_slot_bytes=self._slot_bytes,
-        )
-        challenge = _CHALLENGE.pack(_GREETING, self._slot_bytes, self._nonce)
+        self._claim = StreamIdentity(initiator=initiator, acceptor=acceptor, stream=stream, nstreams=nstreams)
+        challenge = _CHALLENGE.pack(_GREETING, self._nonce)
         self._transcript = data + challenge
         self._move("good hello")
         return challenge + self._mac(b"acceptor")

@@ -1,0 +1,238 @@
+"""Carries out what one link decides: reads and writes the pair of FIFOs in memory, and the streams.
+
+The driver looks at memory (posts, wants, tail), turns what it finds into events of ``wire.proxy.Link``, and executes the instructions:
+copy nothing, only tell sockets where bytes are or belong.  All addresses come from this process's own executor; all sizes that come
+from the network were checked by the link before an instruction names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from miraccl import trace
+from miraccl.errors import ProtocolError
+from miraccl.proxy.stream import Stream
+from miraccl.transport import fifo
+from miraccl.transport.base import Fifo, NetConnection
+from miraccl.transport.fifo import INLINE_BYTES, LINE_BYTES, NSLOTS, Atomics, Mode
+from miraccl.wire import proxy as wire
+from miraccl.wire.stream import FrameType
+
+_MODE = {
+    wire.Placement.INLINE: Mode.INLINE,
+    wire.Placement.SLOT: Mode.SLOT,
+    wire.Placement.WANTED: Mode.LANDED,
+    wire.Placement.OVERSIZE: Mode.OVERSIZE,
+}
+_INLINE_OFFSET = fifo.WORD_INLINE * fifo.WORD_BYTES
+log = trace.logger("proxy")
+
+
+class Driver:
+    """One peer.  ``dirty`` is set when something was published that the executor may sleep for; the owner resets it."""
+
+    def __init__(self, connection: NetConnection, *, atomics: Atomics, on_lost: Callable[[int, wire.Loss], None], piece_bytes: int) -> None:
+        pair = connection.pair
+        self.peer = connection.peer
+        self.streams = [Stream(sock, index) for index, sock in enumerate(connection.streams)]
+        self.link = wire.Link(
+            wire.LinkConfig(
+                nstreams=len(self.streams),
+                send_slot_bytes=connection.peer_slot_bytes,
+                recv_slot_bytes=pair.recv.slot_bytes,
+                nslots=NSLOTS,
+                inline_bytes=INLINE_BYTES,
+                piece_bytes=piece_bytes,
+            ),
+        )
+        self.dirty = False
+        self._pair = pair  # keeps the memory
+        self._send: Fifo = pair.send
+        self._recv: Fifo = pair.recv
+        self._load = atomics.load_acquire
+        self._store = atomics.store_release
+        self._on_lost = on_lost
+        self._sources: dict[int, int] = {}
+        self._want_addresses: dict[int, int] = {}
+        self._hands: dict[type[Any], Callable[[Any], None]] = {
+            wire.Send: self._do_send,
+            wire.Receive: self._do_receive,
+            wire.Announce: self._do_announce,
+            wire.Deliver: self._do_deliver,
+            wire.Release: self._do_release,
+            wire.Lost: self._do_lost,
+            wire.Cut: self._do_cut,
+            wire.Finished: self._do_finished,
+        }
+
+    # --- the thread's calls
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting, one call per stream and direction; False when there was nothing."""
+        busy = self.scan()
+        for stream in self.streams:
+            if stream.readable:
+                busy = True
+                self._read(stream)
+        for stream in self.streams:
+            if stream.writable and stream.pending:
+                busy = True
+                self._write(stream)
+        return busy
+
+    def scan(self) -> bool:
+        """Look for news from the executor; False when there are none."""
+        link = self.link
+        if not link.alive:
+            return False
+        load = self._load
+        found = False
+        tail = load(self._recv.tail)
+        if tail != link.tail:
+            found = True
+            self.handle(wire.Consumed(tail))
+        line = self._send.post + link.next_post % NSLOTS * LINE_BYTES
+        while link.alive and load(line) == link.next_post + 1:
+            found = True
+            self._take_post(link.next_post, line)
+            line = self._send.post + link.next_post % NSLOTS * LINE_BYTES
+        for message in range(link.delivered, link.tail + NSLOTS):
+            line = self._recv.want + message % NSLOTS * LINE_BYTES
+            if load(line) == message + 1 and message not in self._want_addresses and link.alive:
+                found = True
+                self._take_want(message, line)
+        return found
+
+    def handle(self, event: wire.Event) -> None:
+        for instruction in self.link.handle(event):
+            self._hands[type(instruction)](instruction)
+
+    # --- memory
+
+    def _take_post(self, message: int, line: int) -> None:
+        post = fifo.read_post(line)
+        source = self._source(message, line, post)
+        if source is None:
+            return self.handle(wire.InternalError(f"posted {post.nbytes} bytes in mode {post.mode} at {post.address:#x}"))
+        self._sources[message] = source
+        self.handle(wire.Posted(message, post.signature, post.nbytes))
+
+    def _source(self, message: int, line: int, post: fifo.Post) -> int | None:
+        """Address of a posted payload, ``None`` if there cannot be one."""
+        if post.mode == Mode.SLOT and 0 <= post.nbytes <= self._send.slot_bytes:
+            return self._send.slots + message % NSLOTS * self._send.slot_bytes
+        if post.mode == Mode.INLINE and 0 <= post.nbytes <= INLINE_BYTES:
+            return line + _INLINE_OFFSET
+        if post.mode == Mode.ADDRESS and post.nbytes >= 0 and (post.address >= fifo.PAGE_BYTES or not post.nbytes):
+            return post.address
+        return None
+
+    def _take_want(self, message: int, line: int) -> None:
+        address, room = fifo.read_words(line, fifo.WORD_WANT_ADDRESS, 2)
+        if room < 0 or (room and address < fifo.PAGE_BYTES):
+            return self.handle(wire.InternalError(f"wants {room} bytes at {address:#x}"))
+        self._want_addresses[message] = address
+        self.handle(wire.Wanted(message, room))
+
+    def _do_announce(self, do: wire.Announce) -> None:
+        line = self._recv.post + do.message % NSLOTS * LINE_BYTES
+        fifo.write_words(line, fifo.WORD_SIGNATURE, [do.signature, do.nbytes])
+        self._store(line, -(do.message + 1))
+        self.dirty = True
+
+    def _do_deliver(self, do: wire.Deliver) -> None:
+        line = self._recv.post + do.message % NSLOTS * LINE_BYTES
+        words = [do.signature, do.nbytes, _MODE[do.placement]]
+        address = self._want_addresses.pop(do.message, 0)
+        if do.placement is wire.Placement.WANTED:
+            words.append(address)
+        fifo.write_words(line, fifo.WORD_SIGNATURE, words)
+        self._store(line, do.message + 1)
+        self.dirty = True
+
+    def _do_release(self, do: wire.Release) -> None:
+        for message in [m for m in self._sources if m < do.tail]:
+            del self._sources[message]
+        self._store(self._send.tail, do.tail)
+        self.dirty = True
+
+    # --- streams
+
+    def _read(self, stream: Stream) -> None:
+        try:
+            got_some = stream.fill()
+        except OSError as error:
+            return self.handle(wire.StreamEnded(stream.index, f"the connection broke: {error.strerror}"))
+        if not got_some:
+            stream.readable = False
+            return self.handle(wire.StreamEnded(stream.index, "the process ended, its connection closed without a word"))
+        while self.link.alive and self._take_one(stream):
+            pass
+
+    def _take_one(self, stream: Stream) -> bool:
+        """One payload or frame out of what was received; False when it is not complete."""
+        if stream.placing:
+            stream.take_staged()
+            if stream.left:
+                return False
+            stream.placing = False
+            self.handle(wire.Placed(stream.index))
+            return True
+        try:
+            got = stream.next_frame()
+        except ProtocolError as problem:
+            self.handle(wire.Garbage(stream.index, problem.message))
+            return False
+        if got is None:
+            return False
+        self.handle(wire.FrameIn(stream.index, *got))
+        return True
+
+    def _write(self, stream: Stream) -> None:
+        try:
+            frames = stream.send()
+        except OSError as error:
+            return self.handle(wire.StreamEnded(stream.index, f"the connection broke: {error.strerror}"))
+        if frames:
+            self.handle(wire.Taken(stream.index, frames))
+
+    def _do_send(self, do: wire.Send) -> None:
+        frame = do.frame
+        payload = None
+        if frame.type is FrameType.DATA and frame.length:
+            payload = fifo.memory_at(self._sources[frame.message] + frame.offset, frame.length)
+        self.streams[frame.stream].queue(frame, payload)
+
+    def _do_receive(self, do: wire.Receive) -> None:
+        if do.placement is wire.Placement.WANTED:
+            base = self._want_addresses[do.message]
+        elif do.placement is wire.Placement.SLOT:
+            base = self._recv.slots + do.message % NSLOTS * self._recv.slot_bytes
+        else:
+            base = self._recv.post + do.message % NSLOTS * LINE_BYTES + _INLINE_OFFSET
+        self.streams[do.stream].place(fifo.memory_at(base + do.offset, do.length))
+
+    # --- ends
+
+    def _do_lost(self, do: wire.Lost) -> None:
+        self.close()
+        self.dirty = True
+        log.info("rank %d is lost (%s): %s", self.peer, do.loss.kind.value, do.loss)
+        try:
+            self._on_lost(self.peer, do.loss)
+        except Exception:
+            log.exception("on_lost failed")
+
+    def _do_cut(self, do: wire.Cut) -> None:
+        for stream in self.streams:
+            stream.send_abort(do.text)
+        self.close()
+
+    def _do_finished(self, do: wire.Finished) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the streams; memory is not touched afterwards.  May be called twice."""
+        for stream in self.streams:
+            stream.close()

@@ -1,0 +1,226 @@
+"""The proxy: one thread per rank that moves messages between FIFOs in memory and network streams.
+
+It owns the sockets given to it.  It sleeps in epoll on all of them and on its bell, an eventfd, and uses no processor while nothing moves:
+before it sleeps it sets the word ``asleep`` (sequentially consistent) and looks at all FIFOs once more; an executor that published
+something looks at ``asleep`` after a full fence and rings only if it is set, so that a busy proxy costs the executor no system call.
+Everything else is done by the drivers; commands of other threads are run between two rounds.
+
+The split between the thread that computes and a proxy that drives the network is NCCL's (``src/proxy.cc``).
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from miraccl import trace
+from miraccl.errors import CommunicatorClosed, MiracclError
+from miraccl.proxy.driver import Driver
+from miraccl.transport.base import NetConnection, OnLost, Wake
+from miraccl.transport.fifo import PAGE_BYTES, Atomics, Memory, native_atomics
+from miraccl.wire import proxy as wire
+
+log = trace.logger("proxy")
+
+PIECE_BYTES = 1 << 20
+COMMAND_TIMEOUT_S = 10.0
+"""A round of the thread takes milliseconds; longer means that it died or that somebody keeps the interpreter's lock."""
+_EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+
+
+class Proxy:
+    """Moves messages for ``rank``.
+
+    ``wake(rank)`` is called after flags or tails were published, ``on_lost(peer, loss)`` once per lost peer; both run in the proxy's
+    thread.  ``close`` ends the thread; until it or ``abort`` or ``detach`` has returned, memory given to FIFOs may still be touched.
+    """
+
+    def __init__(self, *, rank: int, wake: Wake, on_lost: OnLost, atomics: Atomics | None = None, piece_bytes: int = PIECE_BYTES) -> None:
+        self.rank = rank
+        self._wake = wake
+        self._on_lost = on_lost
+        self._atomics = atomics or native_atomics()
+        self._piece_bytes = piece_bytes
+        self._drivers: dict[int, Driver] = {}
+        self._by_fd: dict[int, tuple[Driver, int]] = {}
+        self._closers: list[tuple[list[Driver], threading.Event]] = []
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._words = Memory(PAGE_BYTES)
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._bell, select.EPOLLIN)
+        self._stopping = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._main, name=f"miraccl-proxy-{rank}", daemon=True)
+        self._thread.start()
+
+    # --- other threads' side
+
+    @property
+    def bell(self) -> int:
+        """The eventfd; written by executors that find ``asleep`` set."""
+        return self._bell
+
+    @property
+    def asleep(self) -> int:
+        """Address of the word that is 1 while the thread sleeps."""
+        return self._words.address
+
+    def attach(self, connections: Sequence[NetConnection]) -> None:
+        """Take over sockets and start to move messages."""
+        self._call(lambda: self._attach(connections))
+
+    def detach(self, peers: Sequence[int], *, linger: float) -> None:
+        """Send what is posted for at most ``linger`` seconds, then close these links."""
+        if self._closed:
+            return
+        deadline = time.monotonic() + linger
+        done = threading.Event()
+        self._call(lambda: self._start_closing(peers, done))
+        done.wait(max(0.0, deadline - time.monotonic()))
+        self._call(lambda: self._remove(peers))
+
+    def abort(self, text: str) -> None:
+        """Close all links at once; peers that listen are told ``text``."""
+        if not self._closed:
+            self._call(lambda: self._abort(text))
+
+    def close(self, *, linger: float = 0.0) -> None:
+        """Close all links and end the thread; may be called twice."""
+        if self._closed:
+            return
+        if self._thread.is_alive():
+            self.detach(list(self._drivers), linger=linger)
+            self._call(self._stop)
+        self._closed = True
+        self._thread.join(COMMAND_TIMEOUT_S)
+        self._epoll.close()
+        os.close(self._bell)
+
+    def _call(self, action: Callable[[], None]) -> None:
+        """Run ``action`` in the thread and wait for its end."""
+        if self._closed or not self._thread.is_alive():
+            raise CommunicatorClosed("the proxy is closed", rank=self.rank)
+        if threading.current_thread() is self._thread:
+            return action()
+        command = _Command(action)
+        self._commands.put(command)
+        os.eventfd_write(self._bell, 1)
+        if not command.done.wait(COMMAND_TIMEOUT_S):
+            raise MiracclError(f"the proxy did not answer for {COMMAND_TIMEOUT_S} s", rank=self.rank)
+        if command.error:
+            raise command.error
+
+    # --- the thread
+
+    def _main(self) -> None:
+        try:
+            while not self._stopping:
+                if not self._round():
+                    self._sleep()
+        except Exception as error:  # a bug of ours: nobody must wait for a proxy that is gone
+            log.exception("the proxy failed")
+            for driver in self._drivers.values():
+                driver.handle(wire.InternalError(f"the proxy failed: {error!r}"))
+            self._wake(self.rank)
+
+    def _round(self) -> bool:
+        """Everything that can be done now; False when there was nothing to do."""
+        busy = self._run_commands()
+        for driver in self._drivers.values():
+            if driver.link.alive:
+                busy |= driver.advance()
+            if driver.dirty:
+                driver.dirty = False
+                busy = True
+                self._wake(self.rank)
+        for closer in [c for c in self._closers if not any(driver.link.alive for driver in c[0])]:
+            self._closers.remove(closer)
+            closer[1].set()
+        if busy:
+            self._poll(0)
+        return busy
+
+    def _sleep(self) -> None:
+        self._atomics.exchange(self.asleep, 1)
+        news = not self._commands.empty() or any(driver.scan() for driver in self._drivers.values())
+        if not news:
+            self._poll(None)
+        self._atomics.exchange(self.asleep, 0)
+
+    def _poll(self, timeout: float | None) -> None:
+        for fd, events in self._epoll.poll(timeout):
+            if fd == self._bell:
+                _drain(fd)
+                continue
+            found = self._by_fd.get(fd)
+            if found:
+                stream = found[0].streams[found[1]]
+                stream.readable |= bool(events & ~select.EPOLLOUT)
+                stream.writable |= bool(events & ~select.EPOLLIN)
+
+    def _run_commands(self) -> bool:
+        ran = False
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return ran
+            ran = True
+            command.run()
+
+    def _attach(self, connections: Sequence[NetConnection]) -> None:
+        for connection in connections:
+            if connection.peer in self._drivers:
+                raise MiracclError(f"rank {connection.peer} is attached already", rank=self.rank)
+            driver = Driver(connection, atomics=self._atomics, on_lost=self._on_lost, piece_bytes=self._piece_bytes)
+            self._drivers[connection.peer] = driver
+            for stream in driver.streams:
+                self._by_fd[stream.fd] = (driver, stream.index)
+                self._epoll.register(stream.fd, _EDGES)
+
+    def _start_closing(self, peers: Sequence[int], done: threading.Event) -> None:
+        waiting = [self._drivers[peer] for peer in peers if peer in self._drivers]
+        for driver in waiting:
+            driver.scan()
+            driver.handle(wire.CloseAsked())
+        self._closers.append((waiting, done))
+
+    def _remove(self, peers: Sequence[int]) -> None:
+        for peer in peers:
+            driver = self._drivers.pop(peer, None)
+            if driver:
+                self._by_fd = {fd: entry for fd, entry in self._by_fd.items() if entry[0] is not driver}
+                driver.close()
+
+    def _abort(self, text: str) -> None:
+        for driver in self._drivers.values():
+            driver.handle(wire.AbortAsked(text))
+        self._remove(list(self._drivers))
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+
+class _Command:
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+        self.done = threading.Event()
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._action()
+        except Exception as error:
+            self.error = error
+        self.done.set()
+
+
+def _drain(fd: int) -> None:
+    with suppress(BlockingIOError):
+        os.eventfd_read(fd)

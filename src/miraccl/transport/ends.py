@@ -1,0 +1,132 @@
+"""What an executor does with the two ends of a FIFO, slow and obvious: the definition that compiled executors are compared with.
+
+Nothing here waits: each method does its part if it can be done now and says whether it did.  Tests, benchmarks and tools that have no
+compiled executor at hand use it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from miraccl.transport import fifo
+from miraccl.transport.base import Fifo, FifoKind
+from miraccl.transport.fifo import INLINE_BYTES, LINE_BYTES, NSLOTS, Atomics, Mode, memory_at
+
+
+def ring_bell(atomics: Atomics, end: Fifo) -> None:
+    """After a flag, tail or want was stored.  The exchange is the full fence, and one of two ringers is enough."""
+    if end.bell >= 0 and atomics.exchange(end.asleep, 0):
+        os.eventfd_write(end.bell, 1)
+
+
+class SendEnd:
+    """Posts messages in order; ``posted`` counts them."""
+
+    def __init__(self, end: Fifo, atomics: Atomics) -> None:
+        self.end = end
+        self.posted = 0
+        self._atomics = atomics
+
+    @property
+    def taken(self) -> int:
+        """Messages whose memory may be used again."""
+        return self._atomics.load_acquire(self.end.tail)
+
+    def post(self, payload: bytes | memoryview, *, signature: int = 0, mode: Mode | None = None) -> bool:
+        """Copy ``payload`` into line or slot and post it; False if the ring is full.  The smallest mode is chosen if none is given."""
+        nbytes = len(payload)
+        if mode is None:
+            mode = Mode.INLINE if nbytes <= INLINE_BYTES else Mode.SLOT
+        if self.posted - self.taken >= NSLOTS:
+            return False
+        if mode is Mode.INLINE:
+            place = self._line() + fifo.WORD_INLINE * fifo.WORD_BYTES
+        elif mode is Mode.SLOT and nbytes <= self.end.slot_bytes:
+            place = self.end.slots + self.posted % NSLOTS * self.end.slot_bytes
+        else:
+            raise ValueError(f"{nbytes} bytes cannot be posted in mode {mode.name}")
+        memory_at(place, nbytes)[:] = payload
+        self._publish(signature, nbytes, mode, [])
+        return True
+
+    def post_address(self, address: int, nbytes: int, *, signature: int = 0) -> bool:
+        """Post memory of this process, which stays untouched until ``taken`` passes this message."""
+        if self.posted - self.taken >= NSLOTS:
+            return False
+        self._publish(signature, nbytes, Mode.ADDRESS, [address])
+        return True
+
+    def _line(self) -> int:
+        return self.end.post + self.posted % NSLOTS * LINE_BYTES
+
+    def _publish(self, signature: int, nbytes: int, mode: Mode, more: list[int]) -> None:
+        line = self._line()
+        fifo.write_words(line, fifo.WORD_SIGNATURE, [signature, nbytes, mode, *more])
+        self.posted += 1
+        self._atomics.store_release(line, self.posted)
+        ring_bell(self._atomics, self.end)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """A received message.  ``payload`` is a view of where it lies, valid until ``consume``; None for OVERSIZE."""
+
+    number: int
+    signature: int
+    mode: Mode
+    nbytes: int
+    payload: memoryview | None
+
+
+class RecvEnd:
+    """Takes messages in order; ``consumed`` counts them."""
+
+    def __init__(self, end: Fifo, atomics: Atomics) -> None:
+        self.end = end
+        self.consumed = 0
+        self._atomics = atomics
+
+    def want(self, address: int, room: int, *, ahead: int = 0) -> None:
+        """Let the message ``ahead`` of the next one (less than NSLOTS) land at ``address``; network FIFOs only."""
+        if self.end.kind is not FifoKind.NET:
+            return
+        message = self.consumed + ahead
+        line = self.end.want + message % NSLOTS * LINE_BYTES
+        fifo.write_words(line, fifo.WORD_WANT_ADDRESS, [address, room])
+        self._atomics.store_release(line, message + 1)
+        ring_bell(self._atomics, self.end)
+
+    @property
+    def announced(self) -> tuple[int, int] | None:
+        """(signature, nbytes) of the next message if it waits for a want."""
+        line = self._line()
+        if self._atomics.load_acquire(line) != -(self.consumed + 1):
+            return None
+        signature, nbytes = fifo.read_words(line, fifo.WORD_SIGNATURE, 2)
+        return signature, nbytes
+
+    def peek(self) -> Message | None:
+        """The next message, if it is there.  ADDRESS is resolved as memory of this process (the sender is a thread of it)."""
+        line = self._line()
+        if self._atomics.load_acquire(line) != self.consumed + 1:
+            return None
+        post = fifo.read_post(line)
+        mode = Mode(post.mode)
+        place = {
+            Mode.SLOT: self.end.slots + self.consumed % NSLOTS * self.end.slot_bytes,
+            Mode.INLINE: line + fifo.WORD_INLINE * fifo.WORD_BYTES,
+            Mode.ADDRESS: post.address,
+            Mode.LANDED: post.address,
+        }.get(mode)
+        payload = None if place is None else memory_at(place, post.nbytes)
+        return Message(number=self.consumed, signature=post.signature, mode=mode, nbytes=post.nbytes, payload=payload)
+
+    def consume(self) -> None:
+        """Give line and slot of the current message back."""
+        self.consumed += 1
+        self._atomics.store_release(self.end.tail, self.consumed)
+        ring_bell(self._atomics, self.end)
+
+    def _line(self) -> int:
+        return self.end.post + self.consumed % NSLOTS * LINE_BYTES
