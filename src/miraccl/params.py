@@ -115,6 +115,9 @@ SOCKET_IFNAME = declare(
 )
 SOCKET_NTHREADS = declare("SOCKET_NTHREADS", 1, parse_count, "Proxy threads per connection.", kind="count", nccl="SOCKET_NTHREADS")
 NSOCKS_PERTHREAD = declare("NSOCKS_PERTHREAD", 2, parse_count, "TCP streams per proxy thread.", kind="count", nccl="NSOCKS_PERTHREAD")
+SOCKET_BUFFER = declare(
+    "SOCKET_BUFFER", 1 << 22, parse_size, "Kernel buffers of each TCP stream, each way; 0 leaves it to the kernel.", kind="size", unit="B"
+)
 ALGO = declare("ALGO", "", str.lower, "Algorithm for every collective that has it, such as ring.", kind="text", nccl="ALGO")
 PROTO = declare("PROTO", "", str.lower, "Protocol: simple, ll or ll128.", kind="text", nccl="PROTO")
 BUFFSIZE = declare("BUFFSIZE", 0, parse_size, "Bytes of all FIFOs of a rank; 0 chooses.", kind="size", unit="B", nccl="BUFFSIZE")
@@ -222,7 +225,7 @@ NET_GDR_LEVEL = declare(
 NET_GDR_READ = declare(
     "NET_GDR_READ", -2, parse_integer, "GPUDirect for sends: 0 off, 1 on; negative chooses.", kind="choice", nccl="NET_GDR_READ"
 )
-NET_GDR_C2C = declare("NET_GDR_C2C", 1, parse_integer, "1: GPUDirect over C2C where a NIC hangs on the CPU.", kind="flag", nccl="NET_GDR_C2C")
+NET_GDR_C2C = declare("NET_GDR_C2C", 1, parse_integer, "1: GPUDirect over C2C to NICs at the CPU.", kind="flag", nccl="NET_GDR_C2C")
 NET_DISABLE_INTRA = declare(
     "NET_DISABLE_INTRA", 0, parse_integer, "1: no network inside a node, even where it is faster.", kind="flag", nccl="NET_DISABLE_INTRA"
 )
