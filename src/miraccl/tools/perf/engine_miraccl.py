@@ -14,6 +14,7 @@ from miraccl.tools.perf.spec import Case
 from miraccl.types import PreMulSum
 
 _REDOPS = {"none": "SUM", "sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX", "avg": "AVG"}
+_ONE_FORM = ("broadcast", "all_to_all", "sendrecv")  # in place only; out of place only; out of place only
 
 
 class MiracclEngine:
@@ -37,8 +38,8 @@ class MiracclEngine:
         return [float(v) for v in array]
 
     def bind(self, case: Case, in_place: bool) -> Bound | None:
-        if case.op == "broadcast" and not in_place:
-            return None  # has no such form
+        if in_place is not (case.op == "broadcast") and case.op in _ONE_FORM:
+            return None
         x, y = place_buffers(case, self.rank, in_place, lambda count: self._allocate(count, numpy_dtype(case.dtype)))
         return Bound(call=self._call(case, x, y), input=x, output=y, chosen=self._chosen)
 

@@ -1,0 +1,187 @@
+"""``miraccl schedule``: look at algorithms as the steps they are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from miraccl.errors import InvalidUsage, ScheduleError
+from miraccl.tools.options import write_json
+from miraccl.types import Collective
+
+_COLLECTIVES = tuple(c.label for c in Collective if c is not Collective.SEND_RECV)
+
+
+@click.group(short_help="Show, prove and draw algorithms.")
+def schedule() -> None:
+    """Show, prove and draw the steps of an algorithm.
+
+    A schedule says, for every channel and rank, which primitive acts on which chunk in which order; it is what runs.
+
+    \b
+    Examples:
+      miraccl schedule list
+      miraccl schedule show ring --collective all_reduce --ranks 3
+      miraccl schedule verify two_shot --collective all_reduce --ranks 1-33
+      miraccl schedule draw ring --collective all_gather --ranks 4 --out ring.svg
+    """
+
+
+def _options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say which schedule is meant."""
+    for decorate in (
+        click.option("--root", type=click.IntRange(0), default=0, show_default=True, help="Root of rooted collectives."),
+        click.option("-c", "--collective", type=click.Choice(_COLLECTIVES), default="all_reduce", show_default=True, help="What it does."),
+        click.option("--load", "plugin", metavar="FILE", help="Python file to run first, which registers algorithms."),
+        click.argument("algo"),
+    ):
+        function = decorate(function)
+    return function
+
+
+_ranks_option = click.option("-r", "--ranks", type=click.IntRange(1, 1024), default=4, show_default=True, help="Number of ranks.")
+
+
+@schedule.command("list")
+@click.option("--json", "json_target", metavar="FILE", help="Write a list of JSON objects; - is standard output.")
+def list_command(json_target: str | None) -> None:
+    """List the algorithms and the collectives that each of them does."""
+    from miraccl.schedule import catalog
+
+    records = []
+    for name in catalog.names():
+        algorithm = catalog.get(name)
+        collectives = sorted(c.label for c in algorithm.collectives)
+        records.append({"name": name, "collectives": collectives, "sentence": algorithm.sentence})
+    if json_target:
+        write_json(json_target, records)
+        return
+    width = max(len(str(r["name"])) for r in records)
+    for record in records:
+        print(f"{record['name']:<{width}}  {record['sentence']}")
+        print(f"{'':<{width}}  {', '.join(record['collectives'])}")
+
+
+@schedule.command()
+@_options
+@_ranks_option
+@click.option("--rank", type=click.IntRange(0), help="Only this rank.")
+def show(algo: str, collective: str, ranks: int, root: int, plugin: str | None, rank: int | None) -> None:
+    """Print the steps of ALGO, rank by rank.
+
+    \b
+    Example:
+      miraccl schedule show ring --collective all_reduce --ranks 3 --rank 0
+    """
+    from miraccl.schedule.verify import describe
+
+    built = _build(algo, collective, ranks, root, plugin)
+    if rank is not None and rank >= ranks:
+        raise InvalidUsage(f"--rank {rank} is not one of the {ranks} ranks")
+    print(f"# {built.name}: {collective} over {ranks} ranks, {built.nchannels} channels, {built.parts} parts, {_counts(built)}")
+    for note in built.notes:
+        print(f"# {note}")
+    for number, channel in enumerate(built.channels):
+        for r, steps in enumerate(channel):
+            if rank is None or r == rank:
+                print(f"channel {number} rank {r}")
+                print("\n".join(f"  {i:>3} {describe(step)}" for i, step in enumerate(steps)))
+
+
+@schedule.command()
+@_options
+@click.option("-r", "--ranks", default="4", show_default=True, metavar="N|FROM-TO", help="Number of ranks, or a range of them.")
+@click.option("--in-place", is_flag=True, help="Input and output overlap as the collective defines.")
+@click.option("--fifo-depth", type=click.IntRange(1), help="Messages that a FIFO holds.  [default: the one that executors have]")
+def verify(algo: str, collective: str, ranks: str, root: int, plugin: str | None, in_place: bool, fifo_depth: int | None) -> None:
+    """Prove that ALGO computes its collective: every contribution exactly once, no deadlock, no overlapping write.
+
+    The exit status is 1 if the schedule is wrong for any number of ranks; the message names channel, rank, step and chunk.
+
+    \b
+    Example:
+      miraccl schedule verify my_algo --load my_algo.py --collective all_gather --ranks 2-16
+    """
+    from miraccl.schedule import catalog
+    from miraccl.schedule import verify as proof
+
+    counts = _parse_ranks(ranks)
+    kind = Collective[collective.upper()]
+    _load(plugin)
+    algorithm = catalog.get(algo)
+    supported = [n for n in counts if algorithm.supports(kind, n)]
+    if not supported:
+        raise InvalidUsage(f"{algo} has no {collective} over {ranks} ranks")
+    wrong = 0
+    for n in supported:
+        try:
+            built = algorithm.build(kind, n, min(root, n - 1))
+            proof.verify(built, in_place=in_place, fifo_depth=fifo_depth or proof.FIFO_DEPTH)
+            print(f"{algo} {collective} over {n} ranks: right, {_counts(built)}")
+        except ScheduleError as error:
+            wrong += 1
+            print(f"{algo} {collective} over {n} ranks: WRONG: {error}")
+    if wrong:
+        sys.exit(1)
+
+
+@schedule.command()
+@_options
+@_ranks_option
+@click.option("--out", default="-", metavar="FILE", help="Where to write the SVG; - is standard output.  [default: -]")
+def draw(algo: str, collective: str, ranks: int, root: int, plugin: str | None, out: str) -> None:
+    """Draw the messages of ALGO over time as SVG: one lane per rank, one box per step, an arrow per message.
+
+    \b
+    Example:
+      miraccl schedule draw ring --ranks 4 --out ring.svg
+    """
+    from miraccl.tools.schedule_draw import draw_svg
+
+    text = draw_svg(_build(algo, collective, ranks, root, plugin))
+    if out == "-":
+        print(text, end="")
+        return
+    try:
+        Path(out).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.FileError(out, error.strerror) from None
+
+
+def _build(algo: str, collective: str, ranks: int, root: int, plugin: str | None) -> Any:
+    from miraccl.schedule import catalog
+
+    _load(plugin)
+    return catalog.get(algo).build(Collective[collective.upper()], ranks, root)
+
+
+def _load(plugin: str | None) -> None:
+    """Run the user's file, which registers algorithms."""
+    if not plugin:
+        return
+    import runpy
+
+    if not Path(plugin).is_file():
+        raise InvalidUsage(f"there is no file {plugin}")
+    runpy.run_path(plugin, run_name="miraccl_plugin")
+
+
+def _parse_ranks(text: str) -> range:
+    first, dash, last = text.partition("-")
+    if not first.isdigit() or (dash and not last.isdigit()):
+        raise InvalidUsage(f"--ranks is a number such as 4 or a range such as 1-33, got {text!r}")
+    low, high = int(first), int(last or first)
+    if not 1 <= low <= high <= 1024:
+        raise InvalidUsage(f"--ranks {text}: allowed are 1 to 1024, in ascending order")
+    return range(low, high + 1)
+
+
+def _counts(built: Any) -> str:
+    """Steps and messages, of the busiest rank and in all."""
+    per_rank = [sum(len(channel[rank]) for channel in built.channels) for rank in range(built.nranks)]
+    messages = sum(step.op.sends for channel in built.channels for steps in channel for step in steps)
+    return f"at most {max(per_rank)} steps per rank, {messages} messages"
