@@ -12,7 +12,7 @@ checker).  The schedule runs once on these symbols, with FIFOs of the given dept
 - the ranks get stuck;
 - two accesses to a chunk, one of them a write, are not ordered: between channels, which keep no order, or between a rank and a
   peer that reads or writes its memory;
-- at the end an output chunk does not hold each required contribution exactly once.
+- at the end an output chunk does not hold each required contribution exactly once, or a rank may leave a barrier too early.
 
 One run is enough.  Each FIFO and signal has one producer and one consumer, and no step looks at what has arrived so far, so that
 the ranks form a Kahn network: which step reads which message, and whether all get stuck, does not depend on the interleaving.
@@ -233,13 +233,24 @@ class _Proof:
         self.schedule, self.depth, self.direct = schedule, depth, direct
         self.reduces = schedule.collective.reduces
         self.memory = _Memory(schedule, in_place)
-        self.with_clocks = direct or schedule.needs_addressable_memory
+        self.is_barrier = schedule.collective is Collective.BARRIER
+        self.with_clocks = direct or schedule.needs_addressable_memory or self.is_barrier
         self.tracks = self.with_clocks or schedule.nchannels > 1
 
     def run(self) -> None:
-        for channel in range(self.schedule.nchannels):
-            _Channel(self, channel).run()
+        heard: list[Clock] = []
+        for number in range(self.schedule.nchannels):
+            channel = _Channel(self, number)
+            channel.run()
+            heard.append(np.array(channel.clock))
         self._check_outputs()
+        if self.is_barrier:
+            self._check_barrier(np.maximum.reduce(heard))
+
+    def _check_barrier(self, heard: Clock) -> None:
+        """Nobody leaves a barrier before it has heard of everybody."""
+        for rank, other in np.argwhere(heard == 0):
+            raise ScheduleError(f"{self.schedule.name}: rank {rank} may leave before rank {other} has come")
 
     def _check_outputs(self) -> None:
         memory = self.memory

@@ -4,34 +4,38 @@ Rank ``p`` gets chunk ``p`` of everybody's input, adds in the order of the ranks
 of the result from rank ``p``.  Two steps and as few bytes as a ring; what fully connected machines (NVLink switches, shared memory)
 want for medium sizes.  All sends come before the receives, one message to each peer per shot.
 
-========== ============= ==================
-collective latency steps blocks on the wire
-========== ============= ==================
-all_reduce 2             2 (n - 1) / n
-========== ============= ==================
+============== ============= ==================
+collective     latency steps blocks on the wire
+============== ============= ==================
+all_reduce     2             2 (n - 1) / n
+reduce_scatter 1             n - 1
+all_gather     1             n - 1
+============== ============= ==================
 
-(All are 0 for n = 1.)  The halves are the reduce_scatter and the all_gather of ``one_shot``.
+(All are 0 for n = 1.)  The two shots alone are the reduce_scatter and the all_gather of ``one_shot``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 
+from miraccl.schedule.algos import one_shot
 from miraccl.schedule.catalog import register
 from miraccl.schedule.ir import Schedule, Step
 from miraccl.schedule.steps import copy, inp, one_channel, others, out, recv, recv_reduce_all, send
 from miraccl.types import Collective
 
-COLLECTIVES = (Collective.ALL_REDUCE,)
+COLLECTIVES = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
 
 
 def latency(collective: Collective, nranks: int) -> int:
-    return 2 * (nranks > 1)
+    return (2 if collective is Collective.ALL_REDUCE else 1) * (nranks > 1)
 
 
 def wire(collective: Collective, nranks: int) -> Fraction:
-    return Fraction(2 * (nranks - 1), nranks)
+    return Fraction(2 * (nranks - 1), nranks) if collective is Collective.ALL_REDUCE else Fraction(nranks - 1)
 
 
 @register(
@@ -42,10 +46,13 @@ def wire(collective: Collective, nranks: int) -> Fraction:
     rounds_once=True,
     direct=COLLECTIVES,
     direct_in_place=COLLECTIVES,
+    uneven=(Collective.REDUCE_SCATTER, Collective.ALL_GATHER),
     latency=latency,
     wire=wire,
 )
 def build(collective: Collective, nranks: int, root: int) -> Schedule:
+    if collective is not Collective.ALL_REDUCE:
+        return replace(one_shot.build(collective, nranks, root), name="two_shot")
     return one_channel("two_shot", collective, (_all_reduce(rank, nranks) for rank in range(nranks)), parts=nranks)
 
 

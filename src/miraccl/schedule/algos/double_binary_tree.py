@@ -1,0 +1,204 @@
+"""Two binary trees, each for half of the data, where a rank that is a node in one is a leaf in the other.
+
+A binary tree has logarithmic latency, but its leaves, half of the ranks, send little; two complementary trees use every link
+(Sanders, Speck, Träff 2009; NCCL ``src/graph/trees.cc``).  All-reduce goes up and down NCCL's pair of trees.  Broadcast and reduce
+use two trees that hang from the root both.  Each tree is a channel; its half of the block is cut into ``PARTS`` chunks, which go up
+and down at the same time.
+
+=================== =================== ==================
+collective          latency steps       blocks on the wire
+=================== =================== ==================
+all_reduce          2 ceil(log2 n)      2 (see ``wire``)
+broadcast           ceil(log2 n)        1 (see ``wire``)
+reduce              ceil(log2 n)        1 (0 for n = 1)
+=================== =================== ==================
+
+(Small trees are lopsided: see ``wire``, which counts the edges.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+from miraccl.schedule.catalog import register
+from miraccl.schedule.ir import Schedule, Step
+from miraccl.schedule.steps import (
+    copy,
+    inp,
+    out,
+    recv,
+    recv_copy_send,
+    recv_reduce_copy,
+    recv_reduce_copy_send,
+    recv_reduce_send,
+    scratch,
+    send,
+)
+from miraccl.types import Collective
+
+#: chunks of each tree's half; no more than twice the depth of the shallowest FIFO, as ups and downs of a rank share its program
+PARTS = 4
+
+COLLECTIVES = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
+
+
+class Place(NamedTuple):
+    """A rank's place in a tree."""
+
+    up: int | None
+    down: tuple[int, ...]
+
+
+def binary_tree(rank: int, nranks: int) -> Place:
+    """NCCL's ``ncclGetBtree``: rank 0 is the root with one child, odd ranks are leaves; the lowest set bit is the height."""
+    bit = 1
+    while bit < nranks and not rank & bit:
+        bit <<= 1
+    if rank == 0:
+        return Place(None, (bit >> 1,) if nranks > 1 else ())
+    up = (rank ^ bit) | (bit << 1)
+    if up >= nranks:
+        up = rank ^ bit
+    low = bit >> 1
+    if low == 0:
+        return Place(up, ())
+    left, right = rank - low, rank + low
+    while right >= nranks and low:
+        low >>= 1
+        right = rank + low
+    return Place(up, (left, right) if low else (left,))
+
+
+def _renamed(rank: int, nranks: int, into: Callable[[int], int], back: Callable[[int], int]) -> Place:
+    place = binary_tree(into(rank), nranks)
+    return Place(None if place.up is None else back(place.up), tuple(back(child) for child in place.down))
+
+
+def double_tree(rank: int, nranks: int) -> tuple[Place, Place]:
+    """NCCL's ``ncclGetDtree``: the second tree is the mirror image for an even number of ranks, else the first one shifted."""
+    if nranks % 2 == 0:
+        second = _renamed(rank, nranks, lambda r: nranks - 1 - r, lambda r: nranks - 1 - r)
+    else:
+        second = _renamed(rank, nranks, lambda r: (r - 1) % nranks, lambda r: (r + 1) % nranks)
+    return binary_tree(rank, nranks), second
+
+
+def rooted_double_tree(rank: int, nranks: int, root: int) -> tuple[Place, Place]:
+    """Two trees that both hang from ``root``. In the second the other ranks are mirrored (odd ``nranks``) or shifted by one."""
+
+    def first(r: int) -> int:
+        return (r - root) % nranks
+
+    def first_back(label: int) -> int:
+        return (label + root) % nranks
+
+    def second(r: int) -> int:
+        label = first(r)
+        if label == 0:
+            return 0
+        return nranks - label if nranks % 2 else label % (nranks - 1) + 1
+
+    def second_back(label: int) -> int:
+        if label == 0:
+            return root
+        return first_back(nranks - label if nranks % 2 else (label - 2) % (nranks - 1) + 1)
+
+    return _renamed(rank, nranks, first, first_back), _renamed(rank, nranks, second, second_back)
+
+
+@lru_cache(maxsize=64)
+def wire(collective: Collective, nranks: int) -> Fraction:
+    """The rank with the most edges to send on, each for half a block."""
+    if collective is Collective.ALL_REDUCE:
+        sent = (sum((p.up is not None) + len(p.down) for p in double_tree(rank, nranks)) for rank in range(nranks))
+    elif collective is Collective.BROADCAST:
+        sent = (sum(len(p.down) for p in rooted_double_tree(rank, nranks, 0)) for rank in range(nranks))
+    else:
+        sent = (sum(p.up is not None for p in rooted_double_tree(rank, nranks, 0)) for rank in range(nranks))
+    return Fraction(max(sent), 2)
+
+
+def latency(collective: Collective, nranks: int) -> int:
+    return (2 if collective is Collective.ALL_REDUCE else 1) * (nranks - 1).bit_length()
+
+
+@register(
+    "double_binary_tree",
+    collectives=COLLECTIVES,
+    sentence="Two complementary binary trees, each for half of the data: logarithmic latency at nearly the bytes of a ring.",
+    direct=COLLECTIVES,
+    direct_in_place=COLLECTIVES,
+    latency=latency,
+    wire=wire,
+)
+def build(collective: Collective, nranks: int, root: int) -> Schedule:
+    phases = {Collective.ALL_REDUCE: _all_reduce, Collective.BROADCAST: _broadcast, Collective.REDUCE: _reduce}[collective]
+    places = [
+        double_tree(rank, nranks) if collective is Collective.ALL_REDUCE else rooted_double_tree(rank, nranks, root)
+        for rank in range(nranks)
+    ]
+    channels = tuple(
+        tuple(tuple(phases(places[rank][tree], range(tree * PARTS, (tree + 1) * PARTS))) for rank in range(nranks)) for tree in range(2)
+    )
+    return Schedule(
+        name="double_binary_tree",
+        collective=collective,
+        nranks=nranks,
+        parts=2 * PARTS,
+        channels=channels,
+        root=root,
+        scratch_chunks=2 * PARTS if collective is Collective.REDUCE else 0,
+    )
+
+
+def _all_reduce(place: Place, parts: range) -> Iterator[Step]:
+    """Up with all parts, then down with all; the root turns each part around. Partial sums wait in the output."""
+    up, down = place
+    if up is None:
+        for part in parts:
+            yield recv_reduce_copy_send(inp(part), out(part), down[0], down[0]) if down else copy(inp(part), out(part))
+        return
+    for part in parts:
+        if not down:
+            yield send(inp(part), up)
+            continue
+        if len(down) == 2:
+            yield recv_reduce_copy(inp(part), out(part), down[0])
+        yield recv_reduce_send(out(part) if len(down) == 2 else inp(part), down[-1], up)
+    for part in parts:
+        yield from _pass_on(up, down, part)
+
+
+def _pass_on(up: int, down: tuple[int, ...], part: int) -> Iterator[Step]:
+    """Take a part from above and hand it to the children."""
+    yield recv_copy_send(out(part), up, down[0]) if down else recv(out(part), up)
+    for child in down[1:]:
+        yield send(out(part), child)
+
+
+def _broadcast(place: Place, parts: range) -> Iterator[Step]:
+    up, down = place
+    for part in parts:
+        if up is not None:
+            yield from _pass_on(up, down, part)
+            continue
+        for child in down:
+            yield send(inp(part), child)
+        yield copy(inp(part), out(part))
+
+
+def _reduce(place: Place, parts: range) -> Iterator[Step]:
+    """A node with two children keeps the sum with the first in scratch: only the root has an output."""
+    up, down = place
+    for part in parts:
+        if up is None:
+            yield recv_reduce_copy(inp(part), out(part), down[0]) if down else copy(inp(part), out(part))
+        elif not down:
+            yield send(inp(part), up)
+        else:
+            if len(down) == 2:
+                yield recv_reduce_copy(inp(part), scratch(part), down[0])
+            yield recv_reduce_send(scratch(part) if len(down) == 2 else inp(part), down[-1], up)

@@ -1,0 +1,112 @@
+"""PAT, parallel aggregated trees: logarithmically many steps for any number of ranks, long distances with little data.
+
+All-gather sends along distances from the largest power of two down to 1.  At distance ``d`` a rank has the blocks of the ranks
+``s`` before it for all multiples ``s < n`` of ``2 d``, and sends those which rank ``r + d`` lacks, aggregated in one message.  Most
+data thus goes the shortest way, the opposite of Bruck.  Reduce-scatter is the same in reverse: distances from 1 up, messages
+are partial sums.  (Jeaugey 2025, arXiv:2506.20252; NCCL 2.23 ``collectives.h:PatAGAlgorithm``.  NCCL aggregates less when its
+buffers are small; here scratch holds all blocks.)
+
+Blocks lie in scratch in the order in which the all-gather gets them; so what arrives is one run, and what is sent is a
+prefix, of which at most one block is left out: one or two messages.
+
+============================= ============= ==================
+collective                    latency steps blocks on the wire
+============================= ============= ==================
+all_gather, reduce_scatter    ceil(log2 n)  n - 1
+============================= ============= ==================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from miraccl.schedule.catalog import register
+from miraccl.schedule.ir import Schedule, Step
+from miraccl.schedule.steps import copy, inp, one_channel, out, recv, recv_reduce, recv_reduce_copy, scratch, send
+from miraccl.types import Collective
+
+COLLECTIVES = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+
+
+def latency(collective: Collective, nranks: int) -> int:
+    return (nranks - 1).bit_length()
+
+
+def wire(collective: Collective, nranks: int) -> Fraction:
+    return Fraction(nranks - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One distance. ``runs``: (first slot, slots) of what the all-gather sends; it arrives from slot ``start`` on."""
+
+    distance: int
+    runs: tuple[tuple[int, int], ...]
+    start: int
+
+
+def plan(nranks: int) -> tuple[list[int], list[Round]]:
+    """How far before the rank the block in each slot comes from, and the rounds of the all-gather; the same on all ranks."""
+    offsets, rounds = [0], []
+    for bit in reversed(range((nranks - 1).bit_length())):
+        distance = 1 << bit
+        runs: list[tuple[int, int]] = []
+        wanted = [slot for slot, offset in enumerate(offsets) if offset + distance < nranks]
+        for slot in wanted:
+            if runs and sum(runs[-1]) == slot:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((slot, 1))
+        rounds.append(Round(distance=distance, runs=tuple(runs), start=len(offsets)))
+        offsets = offsets + [offsets[slot] + distance for slot in wanted]
+    return offsets, rounds
+
+
+@register(
+    "pat",
+    collectives=COLLECTIVES,
+    sentence="Shifted binomial trees, aggregated, far ranks first: log2(n) steps for any number of ranks, most bytes to the nearest.",
+    direct=COLLECTIVES,
+    direct_in_place=COLLECTIVES,
+    latency=latency,
+    wire=wire,
+)
+def build(collective: Collective, nranks: int, root: int) -> Schedule:
+    offsets, rounds = plan(nranks)
+    steps = _all_gather if collective is Collective.ALL_GATHER else _reduce_scatter
+    ranks = (steps(rank, nranks, offsets, rounds) for rank in range(nranks))
+    return one_channel("pat", collective, ranks, scratch_chunks=nranks if nranks > 1 else 0)
+
+
+def _all_gather(rank: int, nranks: int, offsets: list[int], rounds: list[Round]) -> Iterator[Step]:
+    if nranks > 1:
+        yield copy(inp(0), scratch(0))
+    for turn in rounds:
+        for slot, blocks in turn.runs:
+            yield send(scratch(slot, blocks), (rank + turn.distance) % nranks)
+        slot = turn.start
+        for _, blocks in turn.runs:
+            yield recv(scratch(slot, blocks), (rank - turn.distance) % nranks)
+            slot += blocks
+    yield copy(inp(0), out(rank))
+    for slot, offset in enumerate(offsets[1:], start=1):
+        yield copy(scratch(slot), out((rank - offset) % nranks))
+
+
+def _reduce_scatter(rank: int, nranks: int, offsets: list[int], rounds: list[Round]) -> Iterator[Step]:
+    """What an all-gather received in a round is sent here, back to where it came from, and added to what was sent there."""
+    if nranks == 1:
+        yield copy(inp(0), out(0))
+        return
+    for slot, offset in enumerate(offsets):
+        yield copy(inp((rank - offset) % nranks), scratch(slot))
+    for turn in reversed(rounds):
+        slot = turn.start
+        for _, blocks in turn.runs:
+            yield send(scratch(slot, blocks), (rank - turn.distance) % nranks)
+            slot += blocks
+        for first, blocks in turn.runs:
+            peer = (rank + turn.distance) % nranks
+            yield recv_reduce_copy(scratch(0), out(0), peer) if turn is rounds[0] else recv_reduce(scratch(first, blocks), peer)

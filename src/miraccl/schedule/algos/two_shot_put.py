@@ -1,0 +1,77 @@
+"""Two-shot on memory that peers can address: no FIFO, no slots, no copies.
+
+Everybody says that its input is ready; rank ``p`` adds up chunk ``p`` out of everybody's input, in the order of the ranks and
+rounded once, and puts the sum into everybody's output; everybody says that it is done.  Right in place, too: chunk ``p`` of any
+input is read by rank ``p`` alone, before rank ``p`` puts the sum there.  (MSCCL++ ``allreduce.hpp``, vLLM's custom all-reduce.)
+
+The two rounds of signals are needed even where little is done between them: no rank may touch the memory of a peer that has not
+come to this operation yet, nor of one that has left it.
+
+============== ============= ==================
+collective     latency steps blocks on the wire
+============== ============= ==================
+all_reduce     3             2 (n - 1) / n
+reduce_scatter 3             n - 1
+all_gather     2             n - 1
+============== ============= ==================
+
+(All are 0 for n = 1.)  A round of signals is one step, and so is the read of remote memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from miraccl.schedule.catalog import register
+from miraccl.schedule.ir import Schedule, Step
+from miraccl.schedule.steps import copy, inp, one_channel, others, out, put, reduce_from_peers, signal, wait
+from miraccl.types import Collective
+
+COLLECTIVES = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+
+
+def latency(collective: Collective, nranks: int) -> int:
+    return (2 if collective is Collective.ALL_GATHER else 3) * (nranks > 1)
+
+
+def wire(collective: Collective, nranks: int) -> Fraction:
+    return Fraction(2 * (nranks - 1), nranks) if collective is Collective.ALL_REDUCE else Fraction(nranks - 1)
+
+
+@register(
+    "two_shot_put",
+    collectives=COLLECTIVES,
+    sentence="Each rank adds up one chunk out of all ranks' memory and puts it into all ranks' memory: no FIFO and no copies.",
+    rank_ordered=True,
+    rounds_once=True,
+    direct=COLLECTIVES,
+    direct_in_place=COLLECTIVES,
+    needs_addressable_memory=True,
+    uneven=(Collective.REDUCE_SCATTER, Collective.ALL_GATHER),
+    latency=latency,
+    wire=wire,
+)
+def build(collective: Collective, nranks: int, root: int) -> Schedule:
+    parts = nranks if collective is Collective.ALL_REDUCE else 1
+    return one_channel("two_shot_put", collective, (_steps(collective, rank, nranks) for rank in range(nranks)), parts=parts)
+
+
+def _steps(collective: Collective, rank: int, nranks: int) -> Iterator[Step]:
+    if nranks == 1:
+        yield copy(inp(0), out(0))
+        return
+    peers = others(rank, nranks)
+    yield signal(peers)
+    yield wait(peers)
+    match collective:
+        case Collective.ALL_REDUCE:
+            yield reduce_from_peers(inp(rank), out(rank), range(nranks))
+            yield from (put(out(rank), out(rank), peer) for peer in peers)
+        case Collective.REDUCE_SCATTER:
+            yield reduce_from_peers(inp(rank), out(0), range(nranks))
+        case _:
+            yield from (put(inp(0), out(rank), peer) for peer in peers)
+            yield copy(inp(0), out(rank))
+    yield signal(peers)
+    yield wait(peers)
