@@ -237,3 +237,17 @@ NETDEVS_POLICY = declare(
     kind="choice",
     nccl="NETDEVS_POLICY",
 )
+
+# The channel search.
+CROSS_NIC = declare(
+    "CROSS_NIC",
+    2,
+    parse_integer,
+    "Channels may enter and leave a node by different NICs: 0 no, 1 yes, 2 where it helps.",
+    kind="choice",
+    nccl="CROSS_NIC",
+)
+GRAPH_FILE = declare("GRAPH_FILE", "", str, "XML file of channel graphs that replace the search.", kind="path", nccl="GRAPH_FILE")
+GRAPH_DUMP_FILE = declare(
+    "GRAPH_DUMP_FILE", "", str, "Where to write the channel graphs, in NCCL's XML.", kind="path", nccl="GRAPH_DUMP_FILE"
+)

@@ -1,0 +1,84 @@
+"""The channel search: which rings, trees, NVLS and CollNet channels NCCL 2.28.9 would make on a machine, and why.
+
+``search_channels`` is the whole interface; it is a pure function of its arguments. Inside: ``passes`` decides which walks are made, ``kernel``
+makes one walk on the ``board``, ``nets`` says which network devices a GPU uses, ``explain`` puts the records into sentences.
+"""
+
+from __future__ import annotations
+
+from miraccl.graph.channel_graph import ChannelGraph, GraphKind, graphs_from_xml, start_graph
+from miraccl.graph.search.passes import Machine, search_graph
+from miraccl.graph.search.records import End, Origin, Phase, Reason, SearchReport, SearchResult, Stop, Try
+from miraccl.graph.search.run import Walk, walk_compiled
+from miraccl.graph.search.settings import NVLS_AUTO, NVLS_OFF, SearchSettings
+from miraccl.graph.search.table import make_board
+from miraccl.topo.records import PathTable, System
+
+__all__ = [
+    "End",
+    "Origin",
+    "Phase",
+    "Reason",
+    "SearchReport",
+    "SearchResult",
+    "SearchSettings",
+    "Stop",
+    "Try",
+    "search_channels",
+]
+
+_ORDER = (GraphKind.RING, GraphKind.TREE, GraphKind.COLLNET_CHAIN, GraphKind.COLLNET_DIRECT, GraphKind.NVLS)
+"""The order of NCCL's ``initTransportsRank``: each search finds the bandwidths as the one before left them."""
+
+
+def search_channels(
+    system: System, paths: PathTable, settings: SearchSettings | None = None, *, walk: Walk = walk_compiled
+) -> SearchResult:
+    """The five channel graphs of a node and how each came about. ``paths`` are those of ``system`` after all corrections.
+
+    ``walk`` runs the inner search (a test passes the interpreted one). Raises ``TopologyError`` for a system without a GPU or a graph file
+    that cannot be used.
+    """
+    settings = settings or SearchSettings()
+    machine = Machine(
+        system=system,
+        paths=paths,
+        settings=settings,
+        board=make_board(system, paths),
+        walk=walk,
+        from_file=graphs_from_xml(settings.graph_xml, system) if settings.graph_xml else {},
+    )
+    reports: dict[GraphKind, SearchReport] = {}
+    for kind in _ORDER:
+        ring_channels = reports[GraphKind.RING].graph.n_channels if reports else 0
+        if _is_run(kind, machine):
+            reports[kind] = search_graph(machine, kind, ring_channels)
+        else:
+            reports[kind] = _not_run(machine, start_graph(kind, ring_channels))
+    return SearchResult(graphs=tuple(reports[kind].graph for kind in GraphKind), reports=tuple(reports[kind] for kind in GraphKind))
+
+
+def _is_run(kind: GraphKind, machine: Machine) -> bool:
+    if kind is GraphKind.NVLS:
+        return supports_nvls(machine.system, machine.settings)
+    return machine.settings.collnet if kind.uses_collnet else True
+
+
+def supports_nvls(system: System, settings: SearchSettings) -> bool:
+    """NVLS is considered at all: two GPUs or more, and multicast, which GPUs from Hopper on are taken to have (NCCL ncclNvlsInit)."""
+    if settings.nvls == NVLS_OFF or len(system.gpus) < 2:
+        return False
+    return settings.nvls != NVLS_AUTO or min(system.gpus, key=lambda gpu: gpu.rank).sm >= 90
+
+
+def _not_run(machine: Machine, graph: ChannelGraph) -> SearchReport:
+    system = machine.system
+    return SearchReport(
+        kind=graph.kind,
+        origin=Origin.NOT_RUN,
+        inter=machine.inter,
+        max_bw=system.max_bw,
+        total_bw=system.total_bw,
+        sm=machine.sm,
+        graph=graph,
+    )

@@ -1,0 +1,121 @@
+"""The board a search plays on: one machine and one pair of graphs as flat arrays of records.
+
+Owns the array layouts that the kernel reads and writes, and nothing else: plain NumPy, so that the kernel runs on them both compiled and
+as ordinary Python.
+
+- A *vertex* is where a move of the search may start or end: GPUs first, then NETs, then the (first) NVSwitch.
+- ``links`` is indexed by global link number; its bandwidths are what the channels on the board have left over. ``nets.bw`` likewise.
+- ``graphs[NOW]`` is the graph under construction, ``graphs[BEST]`` the best complete one; ``ranks`` and ``ends`` are their channels.
+- A *frame* is a choice point of the search, its alternatives stand in the row of ``choices`` of the same number.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+NOW: Final = 0
+BEST: Final = 1
+
+# What is decided at a choice point.
+PICK_NET: Final = 0  # the net where the next channel starts
+PICK_FIRST: Final = 1  # the GPU where it starts
+PICK_EXIT: Final = 2  # the net by which it leaves the node, from this GPU
+PICK_NEXT: Final = 3  # the GPU after this one
+CLOSE_RING: Final = 4  # back to the first GPU
+FAN_NVLS: Final = 5  # this GPU pulls from all others through the NVSwitch
+FAN_DIRECT: Final = 6  # this GPU exchanges with every other GPU
+FINISH: Final = 7  # all GPUs are in: the channel is complete
+NEXT_CHANNEL: Final = 8  # the channel counts; try for one more
+
+# In which order GPUs are tried.
+FREE: Final = 0  # by score
+PCI_ORDER: Final = 1  # as the system lists them
+REPLAY: Final = 2  # as in the channel before
+
+
+def _record(**fields: Any) -> Any:
+    return np.dtype((np.record, list(fields.items())))
+
+
+_I = np.int64
+_F = np.float32
+
+LINK = _record(bw=_F, pci=_I)
+"""``pci``: 1 on a PCI link."""
+
+HOP = _record(link=_I, back=_I, share=_F)
+"""One step of a path. ``share`` is the part of the bandwidth that the link ``back``, of the other direction, loses as well."""
+
+PATH = _record(first=_I, count=_I, type=_I, bw=_F, wide=_I)
+"""``hops[first : first + count]``. ``wide``: its PCI links carry 6/5 of the data (peer-to-peer through an Intel host bridge)."""
+
+GPU = _record(rank=_I, pci_link=_I, pci_back=_I)
+"""``pci_link``, ``pci_back``: its link to a PCI switch or CPU and the link back, -1 none."""
+
+NET = _record(bw=_F, latency=_F, id=_I, asic=_I, collnet=_I, local_gpu=_I, near_first=_I, near_count=_I)
+"""``asic``: number of the adapter and port, equal for nets that share its bandwidth;
+``lists[near_first : near_first + near_count]``: its nearest GPUs."""
+
+GRAPH = _record(
+    pattern=_I,
+    cross_nic=_I,
+    collnet=_I,
+    min_channels=_I,
+    max_channels=_I,
+    n_channels=_I,
+    bw_intra=_F,
+    bw_inter=_F,
+    latency_inter=_F,
+    type_intra=_I,
+    type_inter=_I,
+    same_channels=_I,
+    n_hops=_I,
+)
+
+FRAME = _record(
+    pick=_I,
+    step=_I,
+    gpu=_I,
+    net=_I,
+    to_net=_I,
+    to_first=_I,
+    order=_I,
+    count=_I,
+    position=_I,
+    open=_I,
+    budget=_I,
+)
+"""``step``: how many GPUs the channel has so far, less one; ``to_net``, ``to_first``: the step at which the channel goes to the network
+and back to its first GPU, -1 never; ``position``: alternatives begun of ``count``; ``open``: one of them is on the board;
+``budget``: of the search around a bounded one."""
+
+STATE = _record(ngpus=_I, nvs=_I, inter=_I, depth=_I, budget=_I, visits=_I, kept=_I, starts_first=_I, starts_count=_I, exits_first=_I)
+"""``nvs``: vertex of the NVSwitch, -1 none; ``budget``: visits left, 0 used up, -1 the best possible graph was found;
+``visits``: made so far; ``kept``: times that a better graph was found;
+``lists[starts_first : starts_first + starts_count]``: nets to start from; ``lists[exits_first + 2 * g]`` and the entry after it:
+position in ``lists`` and number of the nets by which GPU g may leave."""
+
+
+class Board(NamedTuple):
+    """All arrays; one record each of ``state``, two of ``graphs``. ``ranks`` is [graph, channel, step], ``ends`` [graph, channel, 2],
+    ``used`` [channel, GPU], ``choices`` [frame, alternative]."""
+
+    state: Any
+    graphs: Any
+    ranks: Any
+    ends: Any
+    used: Any
+    links: Any
+    hops: Any
+    paths: Any
+    gpus: Any
+    nets: Any
+    lists: Any
+    frames: Any
+    choices: Any
+
+
+RECORDS = (STATE, GRAPH, _I, _I, _I, LINK, HOP, PATH, GPU, NET, _I, FRAME, _I)
+"""Element type of each array, in the order of ``Board``."""

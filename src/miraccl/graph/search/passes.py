@@ -1,0 +1,389 @@
+"""One graph's search: which walks are made, in which order, with which concessions (NCCL 2.28 ``src/graph/search.cc`` ncclTopoCompute).
+
+Pass 1 looks for a graph: at the best bandwidth first; when that fails it allows different channels, a simpler tree, farther GPUs, farther
+nets, other nets on the way out, and at last less bandwidth. Pass 2 starts from what was found and asks for more bandwidth.
+All walks share one board; each leaves its traces there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern, start_graph
+from miraccl.graph.search.board import BEST, NOW, Board
+from miraccl.graph.search.records import Duplication, End, Origin, Phase, Reason, SearchReport, Stop, Try
+from miraccl.graph.search.run import Walk
+from miraccl.graph.search.settings import SearchSettings
+from miraccl.graph.search.speeds import first_at_most, speeds_for
+from miraccl.graph.search.table import set_candidates
+from miraccl.topo.records import CpuArch, CpuVendor, NodeType, PathTable, PathType, System, f32
+
+TOTAL_BUDGET = 1 << 19
+TRY_BUDGET = 1 << 14
+SAME_CHANNELS_BUDGET = 1 << 8
+"""Visits of all tries of pass 1 together, of one try, and of one try with equal channels (NCCL_SEARCH_*TIMEOUT*)."""
+
+MAX_NVLS_HEADS = 32
+MAX_DIRECT_HEADS = 8
+"""NCCL_MAX_NVLS_ARITY and NCCL_MAX_DIRECT_ARITY + 1."""
+
+DUPLICATE_FROM_BW = 25.0
+DUPLICATE_FEW_FROM_BW = 50.0
+FEW_CHANNELS = 4
+"""Channels of at least the first bandwidth (GB/s) are doubled; after Ampere of the second, unless there are few."""
+
+FALLBACK_BW = f32(0.1)
+
+CROSS_NIC_PATTERNS = (Pattern.RING, Pattern.BALANCED_TREE, Pattern.SPLIT_TREE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What all searches on one machine share. ``sm`` is the least compute capability (times ten) among the GPUs."""
+
+    system: System
+    paths: PathTable
+    settings: SearchSettings
+    board: Board
+    walk: Walk
+    from_file: Mapping[GraphKind, ChannelGraph]
+
+    @property
+    def ngpus(self) -> int:
+        return len(self.system.gpus)
+
+    @property
+    def inter(self) -> bool:
+        return bool(self.system.inter)
+
+    @property
+    def sm(self) -> int:
+        return min(gpu.sm for gpu in self.system.gpus)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What one walk asks for: the variable fields of ``Try``."""
+
+    pattern: Pattern
+    bw_intra: float
+    bw_inter: float
+    type_intra: PathType
+    type_inter: PathType
+    same_channels: int
+    cross_nic: int
+    min_channels: int
+    max_channels: int
+
+
+def search_graph(machine: Machine, kind: GraphKind, ring_channels: int) -> SearchReport:
+    """Search one graph. ``ring_channels`` is what the ring of this machine has; trees and CollNet chains have to match it."""
+    start = _start(machine, kind, ring_channels)
+    loaded = machine.from_file.get(kind)
+    if loaded is not None and loaded.n_channels and not (machine.settings.cross_nic == 0 and loaded.cross_nic == 1):
+        graph = replace(loaded, min_channels=start.min_channels, max_channels=start.max_channels)
+        return _report(machine, graph, Origin.FILE)
+    if kind is GraphKind.NVLS and (machine.sm < 90 or not machine.system.count(NodeType.NVS)):
+        return _report(machine, start, Origin.NO_NVSWITCH)
+    return _Search(machine, _limits(machine, start)).run()
+
+
+def _report(machine: Machine, graph: ChannelGraph, origin: Origin) -> SearchReport:
+    system = machine.system
+    return SearchReport(
+        kind=graph.kind,
+        origin=origin,
+        inter=machine.inter,
+        max_bw=system.max_bw,
+        total_bw=system.total_bw,
+        sm=machine.sm,
+        graph=graph,
+    )
+
+
+def _start(machine: Machine, kind: GraphKind, ring_channels: int) -> ChannelGraph:
+    """The empty graph with the strictest path types and, where it is forced, other nets on the way out."""
+    graph = start_graph(kind, ring_channels)
+    cross_nic = _cross_nic(machine, graph.pattern)
+    nearest_gpu, nearest_net = PathType.LOC, PathType.PIX
+    if machine.ngpus > 1:
+        nearest_gpu = path_type_range(machine, NodeType.GPU)[0]
+    if machine.inter:
+        nearest_net = path_type_range(machine, NodeType.NET)[0]
+    return replace(
+        graph,
+        computed=True,
+        cross_nic=1 if cross_nic == 1 else 0,
+        type_intra=nearest_gpu,
+        type_inter=nearest_net,
+        same_channels=int(graph.pattern is not Pattern.NVLS),
+    )
+
+
+def _cross_nic(machine: Machine, pattern: Pattern) -> int:
+    several = len(machine.system.nets) > 1
+    return machine.settings.cross_nic if several and pattern in CROSS_NIC_PATTERNS else 0
+
+
+def path_type_range(machine: Machine, target: NodeType) -> tuple[PathType, PathType]:
+    """Best and worst type among the paths from GPUs to GPUs or nets (NCCL ncclTopoGetGpuMinPath, ncclTopoGetGpuMaxPath)."""
+    types = [
+        path.type
+        for i in range(machine.ngpus)
+        for j, path in enumerate(machine.paths.row(NodeType.GPU, i, target))
+        if target is not NodeType.GPU or i != j
+    ]
+    return min([PathType.SYS, *types]), max([PathType.LOC, *types])
+
+
+def _limits(machine: Machine, graph: ChannelGraph) -> ChannelGraph:
+    """Channel limits and pattern as this machine allows them."""
+    least, most, pattern = graph.min_channels, graph.max_channels, graph.pattern
+    if pattern is Pattern.NVLS:
+        most = min(MAX_NVLS_HEADS, machine.ngpus)
+        if not machine.inter:
+            least = most  # pull evenly from all GPUs
+    if pattern is Pattern.COLLNET_DIRECT:
+        most = min(MAX_DIRECT_HEADS, machine.ngpus)
+    if machine.ngpus == 1 and pattern is not Pattern.RING:
+        pattern = Pattern.TREE
+    if pattern is Pattern.RING and most >= 2 and least == 1 and has_split_nvlink(machine):
+        least = 2  # a tree will do better there, needs two channels, and has to match the ring
+    return replace(graph, min_channels=least, max_channels=most, pattern=pattern)
+
+
+def has_split_nvlink(machine: Machine) -> bool:
+    """Two groups of GPUs joined by NVLink inside, by something slower between them."""
+    domain = list(range(machine.ngpus))
+    for g in range(machine.ngpus):
+        for p in range(g + 1, machine.ngpus):
+            if machine.paths.gpu_gpu(g, p).type == PathType.NVL:
+                domain[p] = domain[g]
+    return sum(domain.count(d) > 1 for d in set(domain)) == 2
+
+
+class _Search:
+    """The state of one graph's search."""
+
+    def __init__(self, machine: Machine, start: ChannelGraph) -> None:
+        self.machine = machine
+        self.start = start
+        self.speeds = speeds_for(machine.sm, machine.inter)
+        self.tries: list[Try] = []
+        self.candidates_for: PathType | None = None
+        self.cross_nic = _cross_nic(machine, start_graph(start.kind, 1).pattern)
+        self.farthest_gpu = path_type_range(machine, NodeType.GPU)[1] if machine.ngpus > 1 else PathType.SYS
+        self.farthest_net = path_type_range(machine, NodeType.NET)[1]
+        for graph in (NOW, BEST):
+            self._write(graph, self._attempt(start))
+            record = machine.board.graphs[graph]
+            record.n_channels = record.n_hops = 0
+            record.latency_inter = 0.0
+            record.collnet = start.kind.uses_collnet
+
+    # the board
+
+    @property
+    def best(self) -> ChannelGraph:
+        """The best graph found so far, as a record."""
+        board, start = self.machine.board, self.start
+        graph = board.graphs[BEST]
+        channels = range(graph.n_channels)
+        steps = 1 if graph.pattern == Pattern.NVLS else self.machine.ngpus
+        return replace(
+            start,
+            pattern=Pattern(int(graph.pattern)),
+            bw_intra=float(graph.bw_intra),
+            bw_inter=float(graph.bw_inter),
+            latency_inter=float(graph.latency_inter),
+            type_intra=PathType(int(graph.type_intra)),
+            type_inter=PathType(int(graph.type_inter)),
+            same_channels=int(graph.same_channels),
+            cross_nic=int(graph.cross_nic),
+            n_hops=int(graph.n_hops),
+            min_channels=int(graph.min_channels),
+            max_channels=int(graph.max_channels),
+            intra=tuple(tuple(int(rank) for rank in board.ranks[BEST, c, :steps]) for c in channels),
+            inter=tuple((int(board.ends[BEST, c, 0]), int(board.ends[BEST, c, 1])) for c in channels) if self.machine.inter else (),
+        )
+
+    @staticmethod
+    def _attempt(graph: ChannelGraph) -> Attempt:
+        return Attempt(
+            pattern=graph.pattern,
+            bw_intra=graph.bw_intra,
+            bw_inter=graph.bw_inter,
+            type_intra=graph.type_intra,
+            type_inter=graph.type_inter,
+            same_channels=graph.same_channels,
+            cross_nic=graph.cross_nic,
+            min_channels=graph.min_channels,
+            max_channels=graph.max_channels,
+        )
+
+    def _write(self, graph: int, attempt: Attempt) -> None:
+        record = self.machine.board.graphs[graph]
+        for name, value in vars(attempt).items():
+            record[name] = value
+
+    def _walk(self, phase: Phase, reason: Reason, attempt: Attempt) -> int:
+        """One walk; returns what is left of its budget, -1 when it ended with the best possible graph."""
+        machine, board = self.machine, self.machine.board
+        if machine.inter and self.candidates_for != attempt.type_inter:
+            set_candidates(board, machine.system, machine.paths, attempt.type_inter, machine.settings.net_per_gpu)
+            self.candidates_for = attempt.type_inter
+        self._write(NOW, attempt)
+        board.graphs[NOW].n_channels = 0
+        state, best = board.state[0], board.graphs[BEST]
+        state.budget = budget = SAME_CHANNELS_BUDGET if attempt.same_channels else TRY_BUDGET
+        state.visits = state.kept = state.depth = 0
+        machine.walk(board)
+        left = int(state.budget)
+        self.tries.append(
+            Try(
+                phase=phase,
+                reason=reason,
+                **vars(attempt),
+                budget=budget,
+                visits=int(state.visits),
+                end=End.PERFECT if left == -1 else End.BUDGET if left == 0 else End.COMPLETE,
+                improved=bool(state.kept),
+                found_channels=int(best.n_channels),
+                found_bw_intra=float(best.bw_intra),
+                found_bw_inter=float(best.bw_inter),
+            )
+        )
+        return left
+
+    @property
+    def _saturated(self) -> bool:
+        best = self.machine.board.graphs[BEST]
+        return f32(int(best.n_channels) * float(best.bw_inter)) >= self.machine.system.total_bw
+
+    # the passes
+
+    def run(self) -> SearchReport:
+        stop = self._find()
+        duplication = self._duplicate()
+        self._improve()
+        origin = Origin.SEARCH
+        graph = self.best
+        if not graph.n_channels and not graph.kind.uses_collnet and graph.pattern is not Pattern.NVLS:
+            origin = Origin.FALLBACK
+            graph = self._fallback(graph)
+        report = _report(self.machine, graph, origin)
+        return replace(report, tries=tuple(self.tries), stop=stop, duplication=duplication)
+
+    def _find(self) -> Stop:
+        """Pass 1."""
+        machine, start, speeds = self.machine, self.start, self.speeds
+        total_bw = machine.system.total_bw
+        if machine.ngpus > 1 and start.pattern is not Pattern.RING:
+            total_bw = f32(total_bw * (machine.ngpus * 1.0 / (machine.ngpus - 1)))
+        self.speed = next(
+            (i for i, bw in enumerate(speeds) if bw <= machine.system.max_bw and f32(bw * start.min_channels) <= total_bw),
+            len(speeds) - 1,
+        )
+        attempt = replace(self._attempt(start), bw_intra=speeds[self.speed], bw_inter=speeds[self.speed])
+        reason: Reason | Stop = Reason.START
+        budget = TOTAL_BUDGET
+        while isinstance(reason, Reason):
+            budget -= SAME_CHANNELS_BUDGET if attempt.same_channels else TRY_BUDGET
+            left = self._walk(Phase.FIND, reason, attempt)
+            if left == -1:
+                return Stop.PERFECT
+            if self._saturated:
+                return Stop.SATURATED
+            if attempt.same_channels and not self._through_amd(attempt):
+                reason, attempt = Reason.DIFFERENT_CHANNELS, replace(attempt, same_channels=0)
+                continue
+            budget += left
+            reason, attempt = self._concede(replace(attempt, same_channels=start.same_channels), budget)
+        return reason
+
+    def _through_amd(self, attempt: Attempt) -> bool:
+        """Different channels are not worth it between the sockets of AMD CPUs."""
+        cpu = self.machine.system.cpus[0]
+        return cpu.arch == CpuArch.X86 and cpu.vendor == CpuVendor.AMD and attempt.type_intra == PathType.SYS
+
+    def _concede(self, attempt: Attempt, budget: int) -> tuple[Reason | Stop, Attempt]:
+        """What to ask for after a walk that did not settle it: the next concession, with all lesser ones withdrawn."""
+        machine, start = self.machine, self.start
+        best = self.machine.board.graphs[BEST]
+        found = best.n_channels > 0
+        if budget < 0 and found:
+            return Stop.BUDGET, attempt
+        if machine.sm >= 90 and attempt.pattern is Pattern.BALANCED_TREE:
+            return Reason.SIMPLER_TREE, replace(attempt, pattern=Pattern.TREE)
+        attempt = replace(attempt, pattern=Pattern(int(best.pattern)))
+
+        farthest = attempt.type_inter if machine.inter else self.farthest_gpu
+        if attempt.type_intra < min(farthest, PathType.NET) and (not found or attempt.type_intra < best.type_intra):
+            return Reason.FARTHER_GPUS, replace(attempt, type_intra=PathType(attempt.type_intra + 1))
+        attempt = replace(attempt, type_intra=start.type_intra)
+
+        worthwhile = not found or attempt.type_inter < best.type_inter or attempt.type_inter < PathType.PXN
+        if machine.inter and attempt.type_inter < min(self.farthest_net, PathType.NET) and worthwhile:
+            return Reason.FARTHER_NETS, replace(attempt, type_inter=PathType(attempt.type_inter + 1))
+        attempt = replace(attempt, type_inter=start.type_inter)
+
+        if self.cross_nic == 2 and attempt.cross_nic == 0 and best.pattern in (Pattern.RING, Pattern.BALANCED_TREE):
+            return Reason.CROSS_NIC, replace(attempt, cross_nic=2)
+        attempt = replace(attempt, cross_nic=start.cross_nic)
+
+        if self.speed < len(self.speeds) - 1 and (not found or f32(self.speeds[self.speed + 1] / float(best.bw_inter)) > 0.49):
+            self.speed += 1
+            bw = self.speeds[self.speed]
+            return Reason.SLOWER, replace(attempt, bw_intra=bw, bw_inter=bw)
+        return Stop.SPEEDS, attempt
+
+    def _duplicate(self) -> Duplication | None:
+        """Channels over fast links are doubled at half the bandwidth: one alone cannot drive them (NCCL ncclTopoDupChannels)."""
+        board = self.machine.board
+        best = board.graphs[BEST]
+        count, bw_intra, bw_inter = int(best.n_channels), float(best.bw_intra), float(best.bw_inter)
+        if not count or best.pattern == Pattern.NVLS or bw_intra < DUPLICATE_FROM_BW:
+            return None
+        if self.machine.sm > 80 and bw_intra < DUPLICATE_FEW_FROM_BW and count > FEW_CHANNELS:
+            return None
+        doubled = min(2 * count, int(best.max_channels))
+        board.ranks[BEST, count:doubled] = board.ranks[BEST, : doubled - count]
+        board.ends[BEST, count:doubled] = board.ends[BEST, : doubled - count]
+        times = -(-doubled // count)
+        best.bw_intra, best.bw_inter, best.n_channels = f32(bw_intra / times), f32(bw_inter / times), doubled
+        return Duplication(before=count, after=doubled, bw_intra=bw_intra, bw_inter=bw_inter)
+
+    def _improve(self) -> None:
+        """Pass 2: the same number of channels, faster ones, for as long as each walk succeeds."""
+        board, speeds = self.machine.board, self.speeds
+        best = board.graphs[BEST]
+        board.graphs[NOW] = best  # its hop count goes on from there
+        at = first_at_most(speeds, float(best.bw_inter))
+        attempt = replace(self._attempt(self.best), bw_intra=speeds[at], bw_inter=speeds[at], min_channels=int(best.n_channels))
+        left = -1
+        while left != 0 and at > 0:
+            faster = speeds[at - 1]
+            if best.pattern == Pattern.RING:
+                reason, attempt = Reason.FASTER, replace(attempt, bw_intra=faster, bw_inter=faster)
+            elif best.pattern == Pattern.NVLS and attempt.bw_inter == best.bw_inter and attempt.bw_inter < 2 * attempt.bw_intra:
+                count = int(best.n_channels)
+                reason, attempt = Reason.FASTER_NETWORK, replace(attempt, min_channels=count, max_channels=count, bw_inter=faster)
+            elif attempt.bw_intra == best.bw_intra and attempt.bw_intra < 2 * attempt.bw_inter:
+                reason, attempt = Reason.FASTER_INSIDE, replace(attempt, bw_intra=faster)
+            else:
+                return
+            at -= 1
+            left = self._walk(Phase.IMPROVE, reason, attempt)
+
+    def _fallback(self, graph: ChannelGraph) -> ChannelGraph:
+        """Nothing was found: one slow channel in the order of the GPUs."""
+        return replace(
+            graph,
+            intra=(tuple(gpu.rank for gpu in self.machine.system.gpus),),
+            inter=((0, 0),) if self.machine.inter else (),
+            bw_intra=FALLBACK_BW,
+            bw_inter=FALLBACK_BW,
+            type_intra=PathType.SYS,
+            type_inter=PathType.SYS,
+        )

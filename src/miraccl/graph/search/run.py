@@ -1,0 +1,37 @@
+"""Running the kernel: compiled (the default) or as it stands."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from miraccl.graph.search import kernel
+from miraccl.graph.search.board import Board
+
+Walk = Callable[[Board], None]
+
+
+def walk_interpreted(board: Board) -> None:
+    """The kernel as ordinary Python: about a thousand times slower, and what the compiled one has to agree with."""
+    kernel.search(board)
+
+
+def walk_compiled(board: Board) -> None:
+    """The kernel as machine code; the first call of a process loads it, the first on a machine compiles it."""
+    table = np.zeros((len(board), 4), np.int64)
+    for i, array in enumerate(board):
+        table[i, 0] = array.ctypes.data
+        table[i, 1 : 1 + array.ndim] = array.shape
+    _entry()(table.ctypes.data, len(board))
+
+
+@functools.cache
+def _entry() -> Any:
+    from miraccl.native import library
+
+    address = library("miraccl.graph.search.compiled").address("miraccl_search")
+    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(address)

@@ -1,0 +1,35 @@
+"""What may be set about the channel search, as plain values; the environment is read in :meth:`SearchSettings.read` only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from miraccl import params
+from miraccl.topo.options import PathOptions
+
+NVLS_OFF, NVLS_ON, NVLS_AUTO = 0, 1, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings:
+    """``cross_nic``: a ring may come in and go out by different NICs: 0 no, 1 yes, 2 where it helps. ``net_per_gpu``: as in
+    ``PathOptions``. ``nvls``: 0 off, 1 on, 2 where the GPUs have it. ``collnet``: a CollNet plugin is present and enabled.
+    ``graph_xml``: text of a file of graphs that replace the search, empty for none."""
+
+    cross_nic: int = 2
+    net_per_gpu: int = 0
+    nvls: int = NVLS_AUTO
+    collnet: bool = False
+    graph_xml: str = ""
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str], *, collnet: bool = False, graph_xml: str = "") -> SearchSettings:
+        """From an environment; the text of ``GRAPH_FILE`` is the caller's to read (:func:`read_graph_file`)."""
+        return cls(
+            cross_nic=params.CROSS_NIC.read(environ),
+            net_per_gpu=PathOptions.read(environ).net_per_gpu,
+            nvls=params.NVLS_ENABLE.read(environ),
+            collnet=collnet,
+            graph_xml=graph_xml,
+        )

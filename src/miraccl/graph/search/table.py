@@ -1,0 +1,153 @@
+"""From ``System`` and ``PathTable`` to the ``Board`` of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from miraccl.errors import TopologyError
+from miraccl.graph.channel_graph import MAX_CHANNELS
+from miraccl.graph.search.board import FRAME, GPU, GRAPH, HOP, LINK, NET, PATH, STATE, Board
+from miraccl.graph.search.nets import candidate_nets, nearest
+from miraccl.topo.records import CpuArch, CpuNode, CpuVendor, GpuNode, LinkType, NodeType, Path, PathTable, PathType, System
+
+PRE_AMPERE = 80
+"""GPUs before this compute capability (times ten) send an eighth of what they receive back as acknowledgements (NCCL ``followPath``)."""
+
+FRAMES_BESIDE_GPUS = 8
+"""Choice points of a channel besides one per GPU: net, first GPU, two exits, close or finish, next channel, and two to spare."""
+
+
+def make_board(system: System, paths: PathTable) -> Board:
+    """A board with all bandwidth on it and two empty graphs. :func:`set_candidates` has to follow where nets are used."""
+    ngpus, nnets = len(system.gpus), len(system.nets)
+    if not ngpus:
+        raise TopologyError("there is no GPU to search channels for")
+    table, hops = _paths(system, paths)
+    near = [nearest(paths.row(NodeType.NET, net, NodeType.GPU)) for net in range(nnets)]
+    state = np.zeros(1, STATE)
+    state[0].ngpus = ngpus
+    state[0].nvs = ngpus + nnets if system.count(NodeType.NVS) else -1
+    state[0].inter = system.inter
+    state[0].exits_first = sum(map(len, near))
+    lists = np.zeros(state[0].exits_first + 2 * ngpus + (ngpus + 1) * nnets, np.int64)
+    lists[: state[0].exits_first] = [gpu for gpus in near for gpu in gpus]
+    frames = (ngpus + FRAMES_BESIDE_GPUS) * (MAX_CHANNELS + 1)
+    return Board(
+        state=state,
+        graphs=np.zeros(2, GRAPH),
+        ranks=np.zeros((2, MAX_CHANNELS, ngpus), np.int64),
+        ends=np.zeros((2, MAX_CHANNELS, 2), np.int64),
+        used=np.zeros((MAX_CHANNELS, ngpus), np.int64),
+        links=_array([(link.bw, link.type == LinkType.PCI) for link in system.links], LINK),
+        hops=_array(hops, HOP),
+        paths=table,
+        gpus=_array([(gpu.rank, *_pci_links(system, i)) for i, gpu in enumerate(system.gpus)], GPU),
+        nets=_nets(system, near),
+        lists=lists,
+        frames=np.zeros(frames, FRAME),
+        choices=np.zeros((frames, max(2 * (ngpus + 2), nnets)), np.int64),
+    )
+
+
+def _array(rows: Sequence[tuple[Any, ...]], dtype: Any) -> Any:
+    """A record array that is never empty, so that it always has an address."""
+    array = np.zeros(max(1, len(rows)), dtype)
+    for i, row in enumerate(rows):
+        array[i] = row
+    return array
+
+
+def set_candidates(board: Board, system: System, paths: PathTable, worst: PathType, net_per_gpu: int) -> None:
+    """Write the nets that channels may start from and leave by, up to the path type ``worst``."""
+    state = board.state[0]
+    ngpus = len(system.gpus)
+    at = int(state.exits_first) + 2 * ngpus
+    starts = candidate_nets(system, paths, range(ngpus), worst, net_per_gpu)
+    state.starts_first, state.starts_count = at, len(starts)
+    board.lists[at : at + len(starts)] = starts
+    at += len(starts)
+    for gpu in range(ngpus):
+        exits = candidate_nets(system, paths, [gpu], worst, net_per_gpu)
+        board.lists[state.exits_first + 2 * gpu : state.exits_first + 2 * gpu + 2] = at, len(exits)
+        board.lists[at : at + len(exits)] = exits
+        at += len(exits)
+
+
+def _paths(system: System, paths: PathTable) -> tuple[Any, list[tuple[int, int, float]]]:
+    """The table of paths between vertices, and their hops."""
+    ngpus, nnets = len(system.gpus), len(system.nets)
+    size = ngpus + nnets + 1
+    table = np.zeros((size, size), PATH)
+    table["type"] = PathType.DIS
+    hops: list[tuple[int, int, float]] = []
+    first = {NodeType.GPU: 0, NodeType.NET: ngpus, NodeType.NVS: ngpus + nnets}
+
+    def enter(source: NodeType, i: int, target: NodeType, j: int, path: Path) -> None:
+        start = system.index(source, i)
+        table[first[source] + i, first[target] + j] = (len(hops), path.count, path.type, path.bw, _is_wide(system, source, path))
+        hops.extend(_hop(system, start, link) for link in path.hops)
+
+    for source, i, target, j, path in paths:
+        if target == NodeType.NVS and j == 0 and source == NodeType.GPU:
+            enter(source, i, target, j, path)
+            enter(target, j, source, i, _reversed(system, path))
+        elif target in (NodeType.GPU, NodeType.NET):
+            enter(source, i, target, j, path)
+    return table, hops
+
+
+def _reversed(system: System, path: Path) -> Path:
+    """The way back over the same links; paths from an NVSwitch are not in the table."""
+    back = tuple(system.reverse_links[link] for link in reversed(path.hops))
+    if -1 in back:
+        return Path(type=PathType.DIS, bw=0.0)
+    return Path(type=path.type, bw=path.bw, hops=back)
+
+
+def _is_wide(system: System, source: NodeType, path: Path) -> bool:
+    """Peer-to-peer traffic through an Intel host bridge is cut into 64 byte packets: a fifth more data on PCI."""
+    if path.type != PathType.PHB or source != NodeType.GPU:
+        return False
+    ends = (system.nodes[system.links[link].target] for link in path.hops)
+    return any(isinstance(n, CpuNode) and n.arch == CpuArch.X86 and n.vendor == CpuVendor.INTEL for n in ends)
+
+
+def _hop(system: System, start: int, number: int) -> tuple[int, int, float]:
+    """Link, link back, and the part of the bandwidth that the way back loses."""
+    link = system.links[number]
+    end = system.nodes[link.target]
+    share = 0.0
+    if isinstance(end, GpuNode) and end.sm < PRE_AMPERE and system.nodes[start].type != NodeType.GPU:
+        share += 1 / 8
+    if isinstance(end, CpuNode) and end.arch == CpuArch.POWER and link.type == LinkType.NVL:
+        share += 1.0
+    back = system.reverse_links[number]
+    if share and back < 0:
+        raise TopologyError(f"{end.name} has no {link.type.name} link back to {system.nodes[system.link_source[number]].name}")
+    return number, back, share
+
+
+def _pci_links(system: System, gpu: int) -> tuple[int, int]:
+    """Global numbers of a GPU's PCI link and of the first link back from there, -1 without one."""
+    here = system.index(NodeType.GPU, gpu)
+    for number, link in enumerate(system.nodes[here].links, system.link_start[here]):
+        if link.type != LinkType.PCI:
+            continue
+        for back, other in enumerate(system.nodes[link.target].links, system.link_start[link.target]):
+            if other.target == here:
+                return number, back
+    return -1, -1
+
+
+def _nets(system: System, near: Sequence[Sequence[int]]) -> Any:
+    asics: dict[tuple[int, int], int] = {}
+    rows = []
+    at = 0
+    for net, gpus in zip(system.nets, near, strict=True):
+        asic = asics.setdefault((net.asic, net.port), len(asics))
+        rows.append((net.bw, net.latency, net.id, asic, net.coll, net.local_gpu, at, len(gpus)))
+        at += len(gpus)
+    return _array(rows, NET)
