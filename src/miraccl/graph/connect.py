@@ -35,7 +35,7 @@ Graphs = Mapping[GraphKind, ChannelGraph]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Domain:
+class PlannedDomain:
     """GPUs of a host that reach each other without the network, and what was searched on them. ``ranks`` are local to the host."""
 
     system: System
@@ -87,7 +87,7 @@ class Connections:
         return tuple(self.search_trees[c][t] for c, t in zip(self.count.source, self.count.tree))
 
 
-def agree_graphs(domains: Sequence[Domain]) -> dict[GraphKind, ChannelGraph]:
+def agree_graphs(domains: Sequence[PlannedDomain]) -> dict[GraphKind, ChannelGraph]:
     """The graphs of the first domain, cut down to what all domains have."""
     agreed = {}
     for kind in GraphKind:
@@ -111,7 +111,7 @@ def agree_graphs(domains: Sequence[Domain]) -> dict[GraphKind, ChannelGraph]:
 
 
 def connect(
-    domains: Sequence[Domain], *, hosts: int, gpus_per_host: int, collnet: bool = False, settings: ConnectSettings | None = None
+    domains: Sequence[PlannedDomain], *, hosts: int, gpus_per_host: int, collnet: bool = False, settings: ConnectSettings | None = None
 ) -> Connections:
     """Connect ``hosts`` copies of a machine whose GPUs fall into ``domains``. ``collnet``: a CollNet plugin is there and enabled."""
     settings = settings or ConnectSettings()
@@ -162,7 +162,7 @@ def connect(
     )
 
 
-def _tree_graphs(domains: Sequence[Domain]) -> list[ChannelGraph]:
+def _tree_graphs(domains: Sequence[PlannedDomain]) -> list[ChannelGraph]:
     return [domain.graphs[GraphKind.TREE] for domain in domains]
 
 
@@ -170,7 +170,7 @@ def _all_nvlink(paths: PathTable, gpus: int) -> bool:
     return all(paths.gpu_gpu(i, j).type < PathType.PIX for i in range(gpus) for j in range(gpus) if i != j)
 
 
-def _connect_collnet(layout: RankLayout, domains: Sequence[Domain], searched: int, nvls: NvlsPlan | None) -> CollnetPlan:
+def _connect_collnet(layout: RankLayout, domains: Sequence[PlannedDomain], searched: int, nvls: NvlsPlan | None) -> CollnetPlan:
     chains = tuple(
         connect_chain(layout, [g.intra[c] if c < g.n_channels else () for g in (d.graphs[GraphKind.COLLNET_CHAIN] for d in domains)])
         for c in range(searched)

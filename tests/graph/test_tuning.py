@@ -1,0 +1,190 @@
+"""The model and the choices: NCCL's own numbers, and what must hold for any facts."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from miraccl.errors import InvalidUsage
+from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern
+from miraccl.graph.connect import connect
+from miraccl.graph.plan_settings import ConnectSettings, TuningSettings
+from miraccl.graph.tuning import TuningFacts, build_model
+from miraccl.graph.tuning_choice import TABLE_SIZES, candidates, choose, predict_time, tuning_to_json
+from miraccl.graph.tuning_constants import TUNED, Algorithm
+from miraccl.graph.tuning_filter import Wish, parse_wishes
+from miraccl.topo.records import PathType
+from miraccl.types import Collective, Protocol
+from tests.graph.golden import differences, recorded_domains, sample
+from tests.topo.golden import GoldenCase
+
+ALL_REDUCE = Collective.ALL_REDUCE
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("case", sample(3))
+def test_model_and_choices_are_those_of_nccl(case: GoldenCase) -> None:
+    want = case.load()
+    domains = recorded_domains(want)
+    plan = connect(
+        domains,
+        hosts=case.options.nodes,
+        gpus_per_host=want["gpus_per_node"],
+        collnet=case.options.collnet,
+        settings=ConnectSettings.read(case.env),
+    )
+    model = build_model(TuningFacts.of(plan, domains[0].system), TuningSettings.read(case.env))
+    assert differences(want["tuning"], tuning_to_json(model), "tuning") == []
+
+
+def graph(kind: GraphKind, pattern: Pattern, **changes: object) -> ChannelGraph:
+    values: dict[str, object] = {
+        "kind": kind,
+        "pattern": pattern,
+        "bw_intra": 20.0,
+        "bw_inter": 20.0,
+        "type_intra": PathType.NVL,
+        "type_inter": PathType.PIX,
+        "intra": tuple((0, 1, 2, 3) for _ in range(8)),
+    }
+    return ChannelGraph(**(values | changes))  # type: ignore[arg-type]
+
+
+def facts(**changes: object) -> TuningFacts:
+    """Two nodes of four A100."""
+    none = {"computed": False, "intra": (), "bw_intra": 0.0, "bw_inter": 0.0}
+    values: dict[str, object] = {
+        "graphs": {
+            GraphKind.RING: graph(GraphKind.RING, Pattern.RING),
+            GraphKind.TREE: graph(GraphKind.TREE, Pattern.TREE),
+            GraphKind.COLLNET_CHAIN: graph(GraphKind.COLLNET_CHAIN, Pattern.TREE, **none),
+            GraphKind.NVLS: graph(GraphKind.NVLS, Pattern.NVLS, **none),
+            GraphKind.COLLNET_DIRECT: graph(GraphKind.COLLNET_DIRECT, Pattern.COLLNET_DIRECT, **none),
+        },
+        "nnodes": 2,
+        "nranks": 8,
+        "max_local_ranks": 4,
+        "channels": 16,
+        "min_sm": 80,
+        "max_sm": 80,
+        "max_tree_pattern": Pattern.TREE,
+        "cpu_arch": 1,
+        "cpu_vendor": 1,
+        "nvswitch": False,
+        "nvls_support": False,
+        "nvls_channels": 0,
+        "collnet_enabled": False,
+        "collnet_heads": 0,
+        "collnet_direct_heads": 1,
+    }
+    return TuningFacts(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_the_choice_is_the_fastest_candidate() -> None:
+    model = build_model(facts())
+    for coll in TUNED:
+        for nbytes in TABLE_SIZES:
+            choice = choose(model, coll, nbytes)
+            assert choice is not None
+            assert choice.time == min(c.time for c in candidates(model, coll, nbytes) if c.time is not None)
+
+
+def test_time_never_falls_with_size_of_a_ring() -> None:
+    model = build_model(facts())
+    times = [predict_time(model, ALL_REDUCE, Algorithm.RING, Protocol.LL, nbytes) for nbytes in TABLE_SIZES]
+    assert all(a is not None and b is not None and a < b for a, b in itertools.pairwise(times))
+
+
+def test_channels_shrink_for_small_sizes() -> None:
+    model = build_model(facts())
+    counts = [choice.channels for nbytes in TABLE_SIZES if (choice := choose(model, Collective.ALL_GATHER, nbytes))]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (1, 16)
+
+
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [
+        (TuningSettings(algo="ring"), {Algorithm.RING}),
+        (TuningSettings(algo="^ring"), {Algorithm.TREE}),
+        (TuningSettings(algo="ring;allreduce:tree"), {Algorithm.TREE}),
+        (TuningSettings(algo="allgather:ring"), {Algorithm.TREE, Algorithm.RING}),
+    ],
+)
+def test_algorithms_can_be_excluded(setting: TuningSettings, allowed: set[Algorithm]) -> None:
+    model = build_model(facts(), setting)
+    usable = {c.algorithm for c in candidates(model, ALL_REDUCE, 1 << 20) if c.time is not None}
+    assert usable == allowed
+
+
+def test_nothing_left_is_no_choice_and_says_why() -> None:
+    model = build_model(facts(), TuningSettings(algo="nvls"))
+    assert choose(model, ALL_REDUCE, 1024) is None
+    assert all(c.off for c in candidates(model, ALL_REDUCE, 1024))
+    assert tuning_to_json(model)["choice"]["AllReduce"][0] is None
+
+
+def test_ll128_is_off_on_far_paths_unless_asked_for() -> None:
+    far = dict(facts().graphs)
+    far[GraphKind.RING] = graph(GraphKind.RING, Pattern.RING, type_inter=PathType.PHB)
+    by_default = build_model(facts(graphs=far)).estimate(ALL_REDUCE, Algorithm.RING, Protocol.LL128)
+    assert by_default.bandwidth == 0
+    assert "PHB" in by_default.off
+    asked = build_model(facts(graphs=far), TuningSettings(proto="ll128")).estimate(ALL_REDUCE, Algorithm.RING, Protocol.LL128)
+    assert asked.bandwidth > 0
+
+
+def test_ll128_needs_equal_gpus() -> None:
+    assert "sm 80 to 90" in build_model(facts(max_sm=90)).estimate(ALL_REDUCE, Algorithm.RING, Protocol.LL128).off
+
+
+@pytest.mark.parametrize(("threads", "got"), [(0, 512), (96, 96), (100, 512), (32, 64), (4096, 512)])
+def test_thread_wishes_are_brought_into_range(threads: int, got: int) -> None:
+    assert build_model(facts(), TuningSettings(threads=threads)).max_threads[Algorithm.RING][Protocol.LL] == got
+
+
+def test_settings_come_from_the_environment() -> None:
+    read = TuningSettings.read({"NCCL_THREAD_THRESHOLDS": "1 -2 3 4 x 9", "NCCL_NET_OVERHEAD": "2500", "NCCL_PAT_ENABLE": "0"})
+    assert read.thread_thresholds == (1, -2, 3, 4)
+    assert read.net_overhead_us == pytest.approx(2.5)
+    assert read.pat == 0
+    table = build_model(facts(), read).thread_thresholds
+    assert table[Algorithm.TREE] == (1, 8, 3)
+    assert table[Algorithm.RING] == (4, 8, 64)
+
+
+def test_pat_needs_one_rank_per_node() -> None:
+    one = facts(nnodes=8, nranks=8, max_local_ranks=1)
+    assert build_model(one).estimate(Collective.ALL_GATHER, Algorithm.PAT, Protocol.SIMPLE).bandwidth > 0
+    assert build_model(facts()).estimate(Collective.ALL_GATHER, Algorithm.PAT, Protocol.SIMPLE).bandwidth == 0
+
+
+def test_amd_hosts_pay_more_for_posting() -> None:
+    intel, amd = (build_model(facts(cpu_vendor=vendor)) for vendor in (1, 2))
+    key = (Collective.ALL_GATHER, Algorithm.RING, Protocol.SIMPLE)
+    assert amd.estimate(*key).latency > intel.estimate(*key).latency
+
+
+def test_a_single_rank_has_no_model() -> None:
+    model = build_model(replace(facts(), nranks=1, nnodes=1))
+    choice = choose(model, ALL_REDUCE, 1 << 30)
+    assert choice is not None
+    assert (choice.algorithm, choice.protocol, choice.time) == (Algorithm.RING, Protocol.SIMPLE, 0)
+
+
+LABELS = {algo: algo.label for algo in Algorithm}
+
+
+def test_a_later_entry_replaces_an_earlier_one_for_its_collective() -> None:
+    wishes = parse_wishes("ring,COLLNETdirect;allreduce:^tree", LABELS, "NCCL_ALGO")
+    assert [a for a, w in wishes[Collective.BROADCAST].items() if w == Wish.YES] == [Algorithm.RING, Algorithm.COLLNET_DIRECT]
+    assert [a for a, w in wishes[ALL_REDUCE].items() if w == Wish.NO] == [Algorithm.TREE]
+    assert set(parse_wishes("", LABELS, "NCCL_ALGO")[ALL_REDUCE].values()) == {Wish.FREE}
+
+
+@pytest.mark.parametrize("text", ["rong", "ring;tree", "allsum:ring", "allreduce:ring;tree"])
+def test_a_wrong_list_is_refused_with_its_variable(text: str) -> None:
+    with pytest.raises(InvalidUsage, match="NCCL_ALGO"):
+        parse_wishes(text, LABELS, "NCCL_ALGO")
