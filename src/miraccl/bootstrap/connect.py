@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Sequence
 
@@ -26,12 +27,15 @@ def connect(
     timeout: float | None = None,
     *,
     session_timeout: float | None = None,
+    dial_timeout: float | None = None,
+    root: Root | None = None,
     thread_ids: Sequence[int] = (),
 ) -> Session:
     """Meet all ranks of the job; returns when everyone is in. ``timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT.
 
-    ``session_timeout`` (default MIRACCL_TIMEOUT) is the deadline of the session's later calls.  Ranks come in any order, also before the
-    root listens.  Raises ``BootstrapError``: missing ranks named, a rank number used twice, different nranks, another version;
+    ``session_timeout`` (default MIRACCL_TIMEOUT) is the deadline of the session's later calls, ``dial_timeout`` (default ``timeout``)
+    that for finding the hub; ``root`` is handed to the session to keep.  Ranks come in any order, also before the root listens.
+    Raises ``BootstrapError``: missing ranks named, a rank number used twice, different nranks, another version;
     ``AuthenticationError``: wrong secret; ``PeerDied``: a rank died while the ranks were meeting.
     """
     _check_rank(rank, nranks)
@@ -42,9 +46,16 @@ def connect(
             hint="run the same version of miraccl on all ranks",
         )
     return join_job(
-        _targets(unique_id), secret=unique_id.secret, rank=rank, nranks=nranks, timeout=timeout, session_timeout=session_timeout,
+        _targets(unique_id),
+        secret=unique_id.secret,
+        rank=rank,
+        nranks=nranks,
+        timeout=timeout,
+        session_timeout=session_timeout,
+        dial_timeout=dial_timeout,
+        root=root,
         thread_ids=thread_ids,
-    )  # fmt: skip
+    )
 
 
 def _check_rank(rank: int, nranks: int) -> None:
@@ -68,34 +79,32 @@ def join_job(
     nranks: int,
     timeout: float | None = None,
     session_timeout: float | None = None,
+    dial_timeout: float | None = None,
     probing: bool = False,
     root: Root | None = None,
+    route_to: str | None = None,
     thread_ids: Sequence[int] = (),
 ) -> Session:
-    """``connect`` for a list of (host, port), see ``Dialer`` for ``probing``. ``root`` is handed to the session to keep."""
+    """``connect`` for a list of (host, port), see ``Dialer`` for ``probing``.
+
+    ``route_to``: the host whose route decides which address this rank announces, default the first of ``targets`` that is not
+    loopback.
+    """
     _check_rank(rank, nranks)
     timeout = params.BOOTSTRAP_TIMEOUT.read() if timeout is None else timeout
     session_timeout = params.TIMEOUT.read() if session_timeout is None else session_timeout
     if nranks == 1 and root is None:
         return solo(session_timeout)
     deadline = time.monotonic() + timeout
-    remote = next((host for host, _ in targets if not is_loopback(host)), None)
+    hosts = [route_to] if route_to else [host for host, _ in targets]
+    remote = next((host for host in hosts if not is_loopback(host)), None)
+    dial_deadline = deadline if dial_timeout is None else min(deadline, time.monotonic() + dial_timeout)
     while True:
-        dialer = Dialer(targets, secret=secret, rank=rank, nranks=nranks, deadline=deadline, probing=probing)
+        dialer = Dialer(targets, secret=secret, rank=rank, nranks=nranks, deadline=dial_deadline, probing=probing)
         sock, machine = dialer.dial()
-        local = str(sock.getsockname()[0]).removeprefix("::ffff:").partition("%")[0]
-        addresses, loopback = choose_addresses(remote if is_loopback(local) else str(sock.getpeername()[0]).removeprefix("::ffff:"))
-        join = Join(
-            host=host_fingerprint(),
-            token=process_token(),
-            pid=os.getpid(),
-            addresses=addresses,
-            loopback=loopback,
-            timeout=max(0.001, deadline - time.monotonic()),
-        )
         link = Link(sock, machine, rank=rank, nranks=nranks)
         try:
-            meeting = link.meet(join, deadline)
+            meeting = link.meet(_join(sock, remote, deadline), deadline)
         except HubVanished:
             continue  # it made place for others before it knew us; the deadline holds
         except BaseException:
@@ -104,3 +113,17 @@ def join_job(
         return Session(
             link=link, meeting=meeting, ranks=tuple(range(nranks)), rank=rank, timeout=session_timeout, root=root, thread_ids=thread_ids
         )
+
+
+def _join(sock: socket.socket, remote: str | None, deadline: float) -> Join:
+    """What this rank tells about itself. The address it announces is the one that leads to the hub, or to the hub's own network."""
+    local, hub = (str(name[0]).removeprefix("::ffff:").partition("%")[0] for name in (sock.getsockname(), sock.getpeername()))
+    addresses, loopback = choose_addresses(remote if is_loopback(local) else hub)
+    return Join(
+        host=host_fingerprint(),
+        token=process_token(),
+        pid=os.getpid(),
+        addresses=addresses,
+        loopback=loopback,
+        timeout=max(0.001, deadline - time.monotonic()),
+    )

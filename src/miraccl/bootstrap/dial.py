@@ -26,6 +26,10 @@ VERDICT_SECONDS = 0.25  # a wrong secret at one address is final unless another 
 RESOLVE_SECONDS = 1.0
 
 
+class HubNotFound(BootstrapError):
+    """Nobody who could be the hub of this job answered before the deadline."""
+
+
 @dataclass(kw_only=True)
 class _Endpoint:
     family: int
@@ -65,13 +69,13 @@ class Dialer:
         self._selector = selectors.DefaultSelector()
 
     def dial(self) -> tuple[socket.socket, MemberMachine]:
-        """The connection and its machine, which waits for ``Join``. Raises ``BootstrapError`` at the deadline with what was tried."""
+        """The connection and its machine, which waits for ``Join``. Raises ``HubNotFound`` at the deadline with what was tried."""
         winner: _Try | None = None
         try:
             while winner is None:
                 now = time.monotonic()
                 if now >= self._deadline:
-                    raise BootstrapError(self._explain(), rank=self._rank, hint="is rank 0 running, and is its address right?")
+                    raise HubNotFound(self._explain(), rank=self._rank, hint="is rank 0 running, and is its address right?")
                 self._check_verdict(now)
                 self._resolve(now)
                 self._start_tries(now)

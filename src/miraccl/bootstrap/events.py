@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-#: Rank in an event about the hub when no rank's process holds it (a launcher does).
+#: Rank in an event that says only that the control plane is gone: no rank of the session holds the hub (a launcher does, or a rank
+#: outside the group), or the rank that holds it had left before.
 HUB = -1
 
 

@@ -33,19 +33,23 @@ ACCEPTS_PER_TURN = 64  # so that a flood of connections does not keep the ranks 
 READ_BYTES = 1 << 18
 #: Unsent bytes for one rank after which it counts as lost: it has not read for a long time.
 MAX_UNSENT_BYTES = 512 << 20
-LINGER_SECONDS = 1.0
+CLOSE_SECONDS = 2.0  # for a rank to read its last message and hang up
+LINGER_SECONDS = 1.0  # at the end of the interpreter, for ranks that end at the same time
 
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
+_kept: list[Root] = []  # those nobody else owns
 
 
 @dataclass(kw_only=True)
 class _Line:
-    """A connection of the hub. ``closing`` is the reason to close it once ``unsent`` is out."""
+    """A connection of the hub. ``closing``: it ends once ``unsent`` is out; ``linger``: when the other side hangs up, too."""
 
     conn: int
     sock: socket.socket
     unsent: bytearray
-    closing: str | None = None
+    closing: bool = False
+    linger: bool = False
+    shut: bool = False
     close_by: float = 0.0
 
 
@@ -104,7 +108,7 @@ class Root:
 
     def _run(self) -> None:
         try:
-            while not self._finished or any(line.unsent for line in self._lines.values()):
+            while not self._finished or self._lines:
                 if self._close_reason is not None and not self._finished:
                     self._feed(CloseHub(now=time.monotonic(), reason=self._close_reason))
                 for key, mask in self._selector.select(self._patience()):
@@ -118,7 +122,7 @@ class Root:
             self._selector.close()
 
     def _patience(self) -> float | None:
-        times = [line.close_by for line in self._lines.values() if line.closing is not None]
+        times = [line.close_by for line in self._lines.values() if line.closing]
         times += [t for t in (self._machine.deadline(), self._listen_again_at) if t is not None]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
@@ -131,7 +135,7 @@ class Root:
         deadline = self._machine.deadline()
         if deadline is not None and deadline <= now:
             self._feed(Tick(now=now))
-        for line in [line for line in self._lines.values() if line.closing is not None and line.close_by <= now]:
+        for line in [line for line in self._lines.values() if line.closing and line.close_by <= now]:
             self._hang_up(line)
 
     def _ready(self, data: Any, mask: int) -> None:
@@ -181,13 +185,12 @@ class Root:
             return
         if not data:
             self._lost(line, "its process ended or closed the connection")
-        elif line.closing is None:
+        elif not line.closing:
             self._feed(Received(now=time.monotonic(), conn=line.conn, data=data))
 
     def _lost(self, line: _Line, reason: str) -> None:
-        closing = line.closing is not None
         self._hang_up(line)
-        if not closing:
+        if not line.closing:
             self._feed(Disconnected(now=time.monotonic(), conn=line.conn, reason=reason))
 
     def _hang_up(self, line: _Line) -> None:
@@ -208,13 +211,15 @@ class Root:
             touched[line.conn] = line
             if isinstance(output, Send):
                 line.unsent += output.data
-            elif isinstance(output, Drop) and line.closing is None:
-                line.closing = output.reason
-                line.close_by = event.now + 2.0
+            elif isinstance(output, Drop) and not line.closing:
+                line.closing, line.linger = True, output.linger
+                line.close_by = event.now + CLOSE_SECONDS
         for line in touched.values():
             self._flush(line)
 
     def _flush(self, line: _Line) -> None:
+        if line.conn not in self._lines:
+            return
         while line.unsent:
             try:
                 sent = line.sock.send(line.unsent)
@@ -225,9 +230,14 @@ class Root:
                 self._lost(line, f"its connection broke ({error.strerror})")
                 return
             del line.unsent[:sent]
-        if line.closing is not None and not line.unsent:
+        if line.closing and not line.unsent and not line.linger:
             self._hang_up(line)
-        elif len(line.unsent) > MAX_UNSENT_BYTES:
+            return
+        if line.closing and not line.unsent and not line.shut:
+            line.shut = True
+            with contextlib.suppress(OSError):
+                line.sock.shutdown(socket.SHUT_WR)
+        if len(line.unsent) > MAX_UNSENT_BYTES:
             self._lost(line, "it does not read what it is sent")
         else:
             mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unsent else 0)
@@ -241,11 +251,18 @@ class Root:
             sock.close()
         self._listeners.clear()
         self._listen_again_at = None
+        for line in self._lines.values():
+            if not line.closing:
+                line.closing, line.close_by = True, time.monotonic() + CLOSE_SECONDS
 
     # --- fork -------------------------------------------------------------------------------------------------------
 
     def _forked(self) -> None:
-        """In a forked child: give up the descriptors, so that the parent's death is still seen."""
+        """In a forked child: give up the descriptors, so that the parent's death is still seen.
+
+        The selector is closed first: it is shared with the parent, and nothing must be unregistered from it here.
+        """
+        self._selector.close()
         for sock in [*self._listeners, *(line.sock for line in self._lines.values()), self._wake_in, self._wake_out]:
             sock.close()
 
@@ -313,6 +330,14 @@ def create_root(
     return unique_id, Root(listeners, machine)
 
 
+def get_unique_id() -> UniqueId:
+    """A new job whose hub runs in this process until all its ranks have left (``ncclGetUniqueId``)."""
+    unique_id, root = create_root()
+    _kept[:] = [other for other in _kept if other.alive]
+    _kept.append(root)
+    return unique_id
+
+
 def close_roots(reason: str, linger: float) -> None:
     """At the end of the interpreter: wait a moment for ranks that are leaving too, then tell the others."""
     deadline = time.monotonic() + linger
@@ -325,6 +350,7 @@ def _after_fork() -> None:
     for root in list(_roots):
         root._forked()
     _roots.clear()
+    _kept.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -373,7 +373,7 @@ class Link:
             self._gone[rank] = Problem(kind="left" if left else "lost", ranks=(rank,), reason=reason)
         self._end_waits(self._hub_problem, lambda waiter: True)
         for view in self._views.values():
-            self._deliver(view.hub_gone, rank, left, reason)
+            self._deliver(view.hub_gone, rank if known is None else -1, left, reason)
 
     def _end_waits(self, problem: Problem, concerns: Callable[[_Waiter], bool]) -> None:
         for waiter in self._waiters.values():

@@ -206,7 +206,7 @@ class Session:
         self._emit(kind(rank=self._of_world[rank], reason=reason))
 
     def hub_gone(self, rank: int, left: bool, reason: str) -> None:
-        """From the link: the hub is gone, and with it the control plane."""
+        """From the link: the hub is gone, and with it the control plane. ``rank`` is -1 when no rank goes with it (any more)."""
         kind = PeerLeft if left else PeerLost
         self._emit(kind(rank=self._of_world.get(rank, HUB), reason=reason))
 

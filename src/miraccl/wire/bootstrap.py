@@ -172,10 +172,14 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True)
 class Drop:
-    """Output: close the connection after what was sent before is out."""
+    """Output: close the connection after what was sent before is out.
+
+    ``linger``: end our direction and wait a moment for the other side to hang up, so that it surely reads the last word.
+    """
 
     conn: int = 0
     reason: str
+    linger: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

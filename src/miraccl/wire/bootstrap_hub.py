@@ -425,7 +425,7 @@ class HubMachine:
         """A rank of the running job is gone, one way or the other."""
         self._gone[peer.rank] = gone
         self._forget(peer)
-        self._out.append(Drop(conn=peer.conn, reason=gone.reason))
+        self._out.append(Drop(conn=peer.conn, reason=gone.reason, linger=True))
         body = encode(gone)
         for other in list(self._ranks.values()):
             self._send_body(other, body)
@@ -437,7 +437,7 @@ class HubMachine:
 
     def _drop(self, peer: _Peer, reason: str, now: float, *, left: bool = False) -> None:
         if peer.conn in self._peers:
-            self._out.append(Drop(conn=peer.conn, reason=reason))
+            self._out.append(Drop(conn=peer.conn, reason=reason, linger=peer.sealer is not None))
             self._remove(peer, reason, now, left=left)
 
     def _remove(self, peer: _Peer, reason: str, now: float, *, left: bool = False) -> None:
@@ -484,7 +484,7 @@ class HubMachine:
         self.state = advance(MEETING_TRANSITIONS, self.state, word)
         for peer in list(self._peers.values()):
             self._forget(peer)
-            self._out.append(Drop(conn=peer.conn, reason="the hub has ended"))
+            self._out.append(Drop(conn=peer.conn, reason="the hub has ended", linger=peer.sealer is not None))
         self._rounds.clear()
         self._out.append(Finished())
 

@@ -1,0 +1,331 @@
+"""Who am I, and where do the ranks meet: read from what the launcher left in the environment.
+
+``detect_launch`` is a pure function of a mapping; ``meet`` acts on its result.  The first launcher whose variables are there wins:
+
+============ ================================================ ==========================================================
+launcher     numbers                                          meeting point without MIRACCL_UNIQUE_ID and MASTER_ADDR
+============ ================================================ ==========================================================
+miraccl      MIRACCL_RANK, _NRANKS, _LOCAL_RANK               none: an error
+torchrun     RANK, WORLD_SIZE, LOCAL_RANK                     none: an error
+openmpi      OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK         a file of this user on this host
+mpich, intel PMI_RANK, PMI_SIZE, MPI_LOCALRANKID              a file, or Slurm's first node under ``srun``
+pmix         PMIX_RANK, and MIRACCL_NRANKS or Slurm's number  a file, or Slurm's first node under ``srun``
+slurm        SLURM_PROCID, SLURM_STEP_NUM_TASKS               the first node of the step, a port made of job and step
+none         one rank alone                                   not needed
+============ ================================================ ==========================================================
+
+The secret of a job that meets at a port is MIRACCL_SECRET, else it is derived from what all ranks share: run or job id, port, user
+id.  A derived secret keeps out other jobs, stray services and scanners.  It does not keep out somebody who can reach the port and
+guess or read these words: on a network with people you do not trust, set MIRACCL_SECRET.  A unique id and the file have a random secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from miraccl import params, trace
+from miraccl.bootstrap.connect import connect, join_job
+from miraccl.bootstrap.hub import Root, create_root
+from miraccl.bootstrap.interfaces import is_loopback
+from miraccl.bootstrap.runtime_file import forget_id, job_of_parent, publish_id, wait_for_id
+from miraccl.bootstrap.session import Session, solo
+from miraccl.bootstrap.unique_id import UniqueId
+from miraccl.errors import InvalidUsage, SystemFailure
+
+_log = trace.logger("bootstrap")
+#: Rank 0 listens at the first free port of MASTER_PORT..MASTER_PORT+32; torchrun's own store usually has the first.
+PORT_SPAN = 32
+DEFAULT_MASTER_PORT = 29500  # torch.distributed.run's
+#: Slurm jobs meet in this range, below the ephemeral ports of Linux (32768 and up).
+SLURM_PORTS = (10000, 30000)
+#: Steps that are no launch of ranks: batch script, external, interactive, pending (slurm.h, SLURM_BATCH_SCRIPT and neighbours).
+SLURM_SPECIAL_STEPS = 0xFFFFFFF0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortPoint:
+    """Rank 0 listens on the host of this name at one of ``ports``; ``derived``: the secret is no secret, see above."""
+
+    host: str
+    ports: range
+    secret: bytes = field(repr=False)
+    derived: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePoint:
+    """Ranks of one user on one host; ``job`` names the job, empty: the parent process does."""
+
+    job: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """``local_rank`` and ``local_nranks`` are those on this host, ``None`` when the launcher does not say."""
+
+    launcher: str
+    rank: int = 0
+    nranks: int = 1
+    local_rank: int | None = None
+    local_nranks: int | None = None
+    point: UniqueId | PortPoint | FilePoint | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.nranks:
+            raise InvalidUsage(f"{self.launcher}: rank {self.rank} of {self.nranks} ranks; ranks are 0..nranks-1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Launcher:
+    """Variables of one launcher; several names for one number are alternatives."""
+
+    name: str
+    rank: str
+    nranks: tuple[str, ...]
+    local_rank: str = ""
+    local_nranks: str = ""
+    job: tuple[str, ...] = ()
+    one_host: bool = False
+
+
+_MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "HYDRA_JOBID", "PMI_PORT")
+_LAUNCHERS = (
+    _Launcher(
+        name="miraccl", rank="MIRACCL_RANK", nranks=("MIRACCL_NRANKS",), local_rank="MIRACCL_LOCAL_RANK",
+        local_nranks="MIRACCL_LOCAL_NRANKS",
+    ),
+    _Launcher(name="torchrun", rank="RANK", nranks=("WORLD_SIZE",), local_rank="LOCAL_RANK", local_nranks="LOCAL_WORLD_SIZE"),
+    _Launcher(
+        name="openmpi", rank="OMPI_COMM_WORLD_RANK", nranks=("OMPI_COMM_WORLD_SIZE",), local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_nranks="OMPI_COMM_WORLD_LOCAL_SIZE", job=_MPI_JOBS, one_host=True,
+    ),
+    _Launcher(
+        name="mpich", rank="PMI_RANK", nranks=("PMI_SIZE",), local_rank="MPI_LOCALRANKID", local_nranks="MPI_LOCALNRANKS", job=_MPI_JOBS,
+        one_host=True,
+    ),
+    _Launcher(
+        name="pmix", rank="PMIX_RANK", nranks=("MIRACCL_NRANKS", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), local_rank="SLURM_LOCALID",
+        job=_MPI_JOBS, one_host=True,
+    ),
+)  # fmt: skip
+
+
+# --- detection ----------------------------------------------------------------------------------------------------------
+
+
+def detect_launch(environ: Mapping[str, str]) -> Launch:
+    """This process's place in its job. Raises ``InvalidUsage`` when the variables contradict each other or do not say where to meet."""
+    for launcher in _LAUNCHERS:
+        if launcher.rank in environ or (launcher.name in ("miraccl", "torchrun") and launcher.nranks[0] in environ):
+            if launcher.name == "miraccl" and launcher.rank not in environ and "PMIX_RANK" in environ:
+                continue  # MIRACCL_NRANKS completes PMIx, which gives no number of ranks
+            return _from_launcher(environ, launcher)
+    if _in_slurm_step(environ):
+        return _from_slurm(environ)
+    return Launch(launcher="none", rank=0, nranks=1, local_rank=0, local_nranks=1)
+
+
+def _from_launcher(environ: Mapping[str, str], launcher: _Launcher) -> Launch:
+    rank = _number(environ, launcher.rank)
+    nranks = next((_number(environ, name) for name in launcher.nranks if name in environ), None)
+    if rank is None or nranks is None:
+        have, lack = (launcher.rank, " or ".join(launcher.nranks)) if nranks is None else (launcher.nranks[0], launcher.rank)
+        raise InvalidUsage(f"{have}={environ[have]} is set but {lack} is not", hint="a launcher sets both")
+    local_rank = _number(environ, launcher.local_rank)
+    local_nranks = _number(environ, launcher.local_nranks)
+    point = None if nranks == 1 else _meeting_point(environ, launcher, rank, nranks, local_nranks)
+    return Launch(launcher=launcher.name, rank=rank, nranks=nranks, local_rank=local_rank, local_nranks=local_nranks, point=point)
+
+
+def _meeting_point(
+    environ: Mapping[str, str], launcher: _Launcher, rank: int, nranks: int, local_nranks: int | None
+) -> UniqueId | PortPoint | FilePoint:
+    given = _given_point(environ)
+    if given is not None:
+        return given
+    if not launcher.one_host:
+        raise InvalidUsage(
+            f"{launcher.rank}={rank} of {nranks} ranks, but nothing says where they meet",
+            hint="set MASTER_ADDR and MASTER_PORT, or MIRACCL_UNIQUE_ID",
+        )
+    if _in_slurm_step(environ) and _number(environ, "SLURM_PROCID") == rank and _slurm_size(environ) == nranks:
+        return _slurm_point(environ)
+    if local_nranks is not None and local_nranks < nranks:
+        raise InvalidUsage(
+            f"{nranks} ranks on several hosts ({local_nranks} here), but nothing says where they meet",
+            hint="set MASTER_ADDR (and MASTER_PORT) or MIRACCL_UNIQUE_ID for all ranks",
+        )
+    job = next((environ[name] for name in launcher.job if environ.get(name)), "")
+    return FilePoint(job=f"{launcher.name} {job}" if job else "")
+
+
+def _given_point(environ: Mapping[str, str]) -> UniqueId | PortPoint | None:
+    """What the user said: it counts under every launcher."""
+    text = environ.get("MIRACCL_UNIQUE_ID", "").strip()
+    if text:
+        return UniqueId.parse(text)
+    host = environ.get("MASTER_ADDR", "").strip().strip("[]")
+    if not host:
+        return None
+    port = _number(environ, "MASTER_PORT")
+    port = DEFAULT_MASTER_PORT if port is None else port
+    if not 0 < port < 65536:
+        raise InvalidUsage(f"MASTER_PORT={port}: a port is 1..65535")
+    # torchrun's agent keeps its own store at MASTER_PORT; asking there would only put a warning into its log.
+    first = port + (1 if environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1") else 0)
+    words = ["port", str(port), environ.get("TORCHELASTIC_RUN_ID", "")]
+    return _port_point(environ, host, first, port + PORT_SPAN, words)
+
+
+def _port_point(environ: Mapping[str, str], host: str, first: int, last: int, words: list[str]) -> PortPoint:
+    given = params.SECRET.read(environ)
+    key = given if given else f"user {os.getuid()}"
+    secret = hashlib.sha256("\0".join(["miraccl job secret", key, *words]).encode()).digest()
+    return PortPoint(host=host, ports=range(first, min(last, 65535) + 1), secret=secret, derived=not given)
+
+
+def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Under ``srun``, and not merely in a batch script or an interactive shell of an allocation."""
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    return "SLURM_PROCID" in environ and step.isdigit() and int(step) < SLURM_SPECIAL_STEPS
+
+
+def _slurm_size(environ: Mapping[str, str]) -> int | None:
+    size = _number(environ, "SLURM_STEP_NUM_TASKS")
+    return _number(environ, "SLURM_NTASKS") if size is None else size
+
+
+def _from_slurm(environ: Mapping[str, str]) -> Launch:
+    rank, nranks = _number(environ, "SLURM_PROCID"), _slurm_size(environ)
+    if rank is None or nranks is None:
+        raise InvalidUsage("SLURM_PROCID is set but SLURM_NTASKS is not", hint="srun sets both")
+    point = None if nranks == 1 else _given_point(environ) or _slurm_point(environ)
+    return Launch(launcher="slurm", rank=rank, nranks=nranks, local_rank=_number(environ, "SLURM_LOCALID"), point=point)
+
+
+def _slurm_point(environ: Mapping[str, str]) -> PortPoint:
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    host = next(expand_nodelist(nodes), "")
+    if not host:
+        raise InvalidUsage("Slurm's variables name no node (SLURM_STEP_NODELIST)", hint="set MASTER_ADDR and MASTER_PORT")
+    job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or ""
+    step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
+    words = ["slurm", job, step]
+    low, high = SLURM_PORTS
+    port = low + int.from_bytes(hashlib.sha256("\0".join(words).encode()).digest()[:4], "big") % (high - low - PORT_SPAN)
+    return _port_point(environ, host, port, port + PORT_SPAN, words)
+
+
+def expand_nodelist(text: str) -> Iterator[str]:
+    """Host names of Slurm's compact form in order: ``n[1-2],gpu[08-10,12]x,a[1-2]b[1-2]``. Widths of numbers are kept.
+
+    Raises ``InvalidUsage`` for unbalanced brackets and ranges that run backwards.
+    """
+    if re.search(r"\[[^\]]*(\[|$)", text) or re.search(r"(^|\])[^\[]*\]", text):
+        raise InvalidUsage(f"a node list with unbalanced brackets: {text!r}")
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        parts = re.split(r"\[([^\]]*)\]", item.strip())
+        choices: list[Callable[[], Iterator[str]] | str] = []
+        for index, part in enumerate(parts):
+            choices.append(part if index % 2 == 0 else (lambda part=part: _expand_ranges(part)))  # type: ignore[misc]
+        yield from _combine(choices)
+
+
+def _combine(choices: list[Callable[[], Iterator[str]] | str]) -> Iterator[str]:
+    pools = [[choice] if isinstance(choice, str) else list(choice()) for choice in choices]
+    return map("".join, itertools.product(*pools))
+
+
+def _expand_ranges(text: str) -> Iterator[str]:
+    for piece in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
+        if match is None or (match[2] and not int(match[1]) <= int(match[2]) < int(match[1]) + 1_000_000):
+            raise InvalidUsage(f"a range of nodes is such as 08-12, got {piece!r}")
+        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
+            yield f"{number:0{len(match[1])}d}"
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "").strip() if name else ""
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise InvalidUsage(f"{name}={text!r}: a number was expected")
+    return int(text)
+
+
+# --- meeting ------------------------------------------------------------------------------------------------------------
+
+
+def meet(launch: Launch, timeout: float | None = None, session_timeout: float | None = None) -> Session:
+    """Meet the other ranks of this launch; errors as in ``connect``. ``timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT."""
+    timeout = params.BOOTSTRAP_TIMEOUT.read() if timeout is None else timeout
+    session_timeout = params.TIMEOUT.read() if session_timeout is None else session_timeout
+    if launch.nranks == 1:
+        return solo(session_timeout)
+    if isinstance(launch.point, UniqueId):
+        return connect(launch.point, launch.rank, launch.nranks, timeout, session_timeout=session_timeout)
+    if isinstance(launch.point, PortPoint):
+        return _meet_at_port(launch, launch.point, timeout, session_timeout)
+    if isinstance(launch.point, FilePoint):
+        return _meet_by_file(launch, launch.point, timeout, session_timeout)
+    raise InvalidUsage("this launch does not say where its ranks meet", rank=launch.rank)
+
+
+def _meet_at_port(launch: Launch, point: PortPoint, timeout: float, session_timeout: float) -> Session:
+    if point.derived and not is_loopback(point.host) and launch.rank == 0:
+        _log.info("the job's secret is derived from its id; set MIRACCL_SECRET where the network is not trusted")
+    root: Root | None = None
+    targets = [(point.host, port) for port in point.ports]
+    if launch.rank == 0:
+        root = _listen_in(point, launch.nranks)
+        targets = [(host if host not in ("::", "0.0.0.0") else "127.0.0.1", port) for host, port in root.addresses]
+    try:
+        return join_job(
+            targets, secret=point.secret, rank=launch.rank, nranks=launch.nranks, timeout=timeout, session_timeout=session_timeout,
+            probing=True, root=root, route_to=point.host,
+        )  # fmt: skip
+    except BaseException as error:
+        if root is not None:
+            root.close(f"rank 0 gave up: {type(error).__name__}")
+        raise
+
+
+def _listen_in(point: PortPoint, nranks: int) -> Root:
+    """A hub at the first port that is free. A loopback name is listened on as such, all else on every address of this host."""
+    hosts = [""]
+    if is_loopback(point.host):
+        hosts = ["127.0.0.1", "::1"] if point.host == "localhost" else [point.host]
+    trouble = ""
+    for port in point.ports:
+        try:
+            return create_root(nranks=nranks, hosts=hosts, port=port, secret=point.secret)[1]
+        except SystemFailure as error:
+            trouble = error.message
+    raise SystemFailure(f"no port of {point.ports.start}..{point.ports.stop - 1} is free for the ranks to meet: {trouble}", rank=0)
+
+
+def _meet_by_file(launch: Launch, point: FilePoint, timeout: float, session_timeout: float) -> Session:
+    job = point.job or job_of_parent()
+    if launch.rank != 0:
+        return wait_for_id(
+            job,
+            timeout,
+            lambda unique_id, left, dial: connect(
+                unique_id, launch.rank, launch.nranks, left, session_timeout=session_timeout, dial_timeout=dial
+            ),
+        )
+    unique_id, root = create_root(nranks=launch.nranks)
+    path = publish_id(job, unique_id)
+    try:
+        return connect(unique_id, 0, launch.nranks, timeout, session_timeout=session_timeout, root=root)
+    except BaseException as error:
+        root.close(f"rank 0 gave up: {type(error).__name__}")
+        raise
+    finally:
+        forget_id(path)

@@ -1,0 +1,109 @@
+"""How ranks of one user on one host hand each other a unique id: a file in a private folder, for launchers that only count ranks.
+
+The folder is 0700 and the file 0600, both owned by the user; anything else there is refused, since whoever can write the file could
+send ranks to a hub of his own.  Rank 0 replaces the file atomically and removes it once all have met; one that a crashed job left is
+found to lead nowhere and read again until the deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+
+from miraccl.bootstrap.dial import HubNotFound
+from miraccl.bootstrap.session import Session
+from miraccl.bootstrap.unique_id import UniqueId
+from miraccl.errors import AuthenticationError, BootstrapError, InvalidUsage, SystemFailure
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
+#: How long (seconds) one reading of the file is trusted while nobody answers at its address.
+TRUST_SECONDS = 0.25
+
+
+def runtime_folder() -> str:
+    """The user's private folder, made when missing. Raises ``SystemFailure`` when somebody else could write there."""
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if not (base and os.path.isdir(base) and os.stat(base).st_uid == os.getuid()):
+        base = tempfile.gettempdir()
+    path = os.path.join(base, f"miraccl-{os.getuid()}")
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        info = os.lstat(path)
+    except OSError as error:
+        raise SystemFailure(f"cannot make the folder {path}: {error.strerror}") from None
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise SystemFailure(f"{path} is not a folder of this user alone (mode 0700)", hint="remove it, or set XDG_RUNTIME_DIR")
+    return path
+
+
+def _path_of(job: str) -> str:
+    return os.path.join(runtime_folder(), hashlib.sha256(job.encode()).hexdigest()[:24] + ".id")
+
+
+def publish_id(job: str, unique_id: UniqueId) -> str:
+    """Write the id for the other ranks of ``job``; returns the path."""
+    path = _path_of(job)
+    handle, draft = tempfile.mkstemp(dir=os.path.dirname(path))  # 0600
+    with os.fdopen(handle, "w", encoding="ascii") as file:
+        file.write(str(unique_id))
+    os.replace(draft, path)
+    return path
+
+
+def forget_id(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _read_id(path: str) -> UniqueId | None:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(handle, "rb") as file:
+        info = os.fstat(handle)
+        if info.st_uid != os.getuid() or info.st_mode & 0o077 or not stat.S_ISREG(info.st_mode):
+            raise SystemFailure(f"{path} is not a file of this user alone (mode 0600)")
+        text = file.read(4 * UniqueId.MAX_BYTES).decode("ascii", "replace")
+    try:
+        return UniqueId.parse(text)
+    except InvalidUsage:
+        return None
+
+
+def wait_for_id(job: str, timeout: float, join: Callable[[UniqueId, float, float], Session]) -> Session:
+    """``join(unique_id, timeout, seconds to find the hub)`` with the id rank 0 writes for ``job``.
+
+    Raises ``BootstrapError`` at the deadline when there is none, or what ``join`` raised last.
+    """
+    path = _path_of(job)
+    deadline = time.monotonic() + timeout
+    pause = FIRST_PAUSE
+    problem: BootstrapError | None = None
+    while (left := deadline - time.monotonic()) > 0:
+        unique_id = _read_id(path)
+        if unique_id is not None:
+            try:
+                return join(unique_id, left, min(left, TRUST_SECONDS))
+            except (HubNotFound, AuthenticationError) as error:
+                problem = error
+        time.sleep(min(pause, left))
+        pause = min(pause * 1.5, LONGEST_PAUSE)
+    raise problem or BootstrapError(
+        f"rank 0 wrote no meeting file within {timeout:.3g} s", hint=f"it would be {path}; ranks on several hosts need MASTER_ADDR"
+    )
+
+
+def job_of_parent() -> str:
+    """The last resort for a job's name: the process that started the ranks, and when it began (its number may be used again)."""
+    parent = os.getppid()
+    started = ""
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{parent}/stat", encoding="ascii", errors="replace") as file:
+        started = file.read().rpartition(")")[2].split()[19]  # field 22, starttime, in proc(5)
+    return f"parent {parent} {started}"
