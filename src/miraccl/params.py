@@ -202,6 +202,7 @@ def parse_netdevs_policy(text: str) -> str:
 
 TOPO_FILE = declare("TOPO_FILE", "", str, "Topology file to read instead of detecting the machine.", kind="path", nccl="TOPO_FILE")
 TOPO_DUMP_FILE = declare("TOPO_DUMP_FILE", "", str, "Where to write the topology that is used.", kind="path", nccl="TOPO_DUMP_FILE")
+ACCELERATORS = declare("ACCELERATORS", "", str, "TOML files that describe accelerators, separated by colons.", kind="path")
 P2P_DISABLE = declare("P2P_DISABLE", 0, parse_integer, "1: GPUs never access each other's memory.", kind="flag", nccl="P2P_DISABLE")
 P2P_LEVEL = declare(
     "P2P_LEVEL",

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from miraccl.errors import TopologyError
+from miraccl.topo.accelerators import LINK_ELEMENT, link_bw
 from miraccl.topo.records import (
     LOC_BW,
     LOCAL_ID_MASK,
@@ -260,11 +261,11 @@ class _Builder:
 
     # Passes 2 to 4: links that do not follow the tree
 
-    def cross_links(self, root: XmlNode, element: str) -> Iterator[tuple[XmlNode, int, int]]:
-        """Elements of a name with the host and the id of the device they belong to."""
+    def cross_links(self, root: XmlNode, *elements: str) -> Iterator[tuple[XmlNode, int, int]]:
+        """Elements of these names with the host and the id of the device they belong to."""
 
         def visit(node: XmlNode, bus: str | None, host: int) -> Iterator[tuple[XmlNode, int, int]]:
-            if node.name == element:
+            if node.name in elements:
                 yield node, host, _id(host, bus_id(bus or ""))
                 return
             if node.name == "cpu":
@@ -276,18 +277,38 @@ class _Builder:
         return visit(root, None, 0)
 
     def nvlinks(self, root: XmlNode) -> None:
-        for xml, host, id in self.cross_links(root, "nvlink"):
+        """NVLinks, and the links of described accelerators (``accelerators.apply_accelerators``), which count as such."""
+        for xml, host, id in self.cross_links(root, "nvlink", LINK_ELEMENT):
             gpu = self.owner(xml, NodeType.GPU, id)
-            if "count" not in xml.attrs or "tclass" not in xml.attrs:
-                _missing(xml, "count" if "count" not in xml.attrs else "tclass")
-            target = self.link_target(xml, gpu, host)
+            assert isinstance(gpu.record, GpuNode)
+            if xml.name == LINK_ELEMENT:
+                target, bw = self.described_target(xml, gpu, host), f32(link_bw(xml))
+            else:
+                for key in ("count", "tclass"):
+                    if key not in xml.attrs:
+                        _missing(xml, key)
+                target, bw = self.link_target(xml, gpu, host), f32(xml.integer("count") * nvlink_bw(gpu.record.sm))
             if target is None:
                 continue
-            assert isinstance(gpu.record, GpuNode)
-            bw = f32(xml.integer("count") * nvlink_bw(gpu.record.sm))
             gpu.connect(target, LinkType.NVL, bw)
             if target.record.type != NodeType.GPU:
                 target.connect(gpu, LinkType.NVL, bw)
+
+    def described_target(self, xml: XmlNode, gpu: _Vertex, host: int) -> _Vertex | None:
+        match xml.attrs["kind"]:
+            case "gpu":
+                return self.find(NodeType.GPU, _id(host, bus_id(xml.attrs["target"])))
+            case "cpu":
+                return _local_cpu(gpu)
+            case _:
+                return self.switch(xml.attrs["switch"])
+
+    def switch(self, label: str) -> _Vertex:
+        """The switch of that name; NCCL's one NVSwitch has none."""
+        for vertex in self.of[NodeType.NVS]:
+            if vertex.record.label == label:
+                return vertex
+        return self.add(TopoNode(type=NodeType.NVS, id=len(self.of[NodeType.NVS]), label=label))
 
     def link_target(self, xml: XmlNode, gpu: _Vertex, host: int) -> _Vertex | None:
         """The far end of an NVLink: a GPU (None where it does not take part), the GPU's CPU, else the one NVSwitch."""
@@ -299,7 +320,7 @@ class _Builder:
             case NodeType.CPU:
                 return _local_cpu(gpu)
             case _:
-                return self.of[NodeType.NVS][0] if self.of[NodeType.NVS] else self.add(TopoNode(type=NodeType.NVS, id=0))
+                return self.switch("")
 
     def c2c(self, root: XmlNode) -> None:
         for xml, _, id in self.cross_links(root, "c2c"):
@@ -465,7 +486,12 @@ def _gpu_record(xml: XmlNode, id: int) -> GpuNode:
     if "sm" not in xml.attrs:
         _missing(xml, "sm (compute capability times ten)")
     return GpuNode(
-        id=id, dev=xml.integer("dev"), rank=xml.integer("rank"), sm=xml.integer("sm"), gdr=xml.integer("gdr")
+        id=id,
+        label=xml.attrs.get("accelerator", ""),
+        dev=xml.integer("dev"),
+        rank=xml.integer("rank"),
+        sm=xml.integer("sm"),
+        gdr=xml.integer("gdr"),
     )
 
 
@@ -483,6 +509,7 @@ def _net_record(xml: XmlNode, host: int) -> NetNode:
     speed = xml.integer("speed")
     return NetNode(
         id=id,
+        label=xml.attrs.get("name", ""),
         dev=dev,
         asic=c_uint64(xml.attrs["guid"], 16) if "guid" in xml.attrs else id,
         port=xml.integer("port"),

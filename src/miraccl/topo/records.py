@@ -106,11 +106,13 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class TopoNode:
-    """A vertex. ``id`` contains the system number in its upper 8 bits. ``links`` are in NCCL's order."""
+    """A vertex. ``id`` contains the system number in its upper 8 bits. ``links`` are in NCCL's order. ``label`` is for people only: a net's
+    name, the kind of an accelerator or switch NCCL does not know."""
 
     type: NodeType
     id: int
     links: tuple[Link, ...] = ()
+    label: str = ""
 
     @property
     def system_id(self) -> int:

@@ -1,0 +1,280 @@
+"""Accelerators NCCL does not know, described by data: how a topology file shows them and what their links carry.
+
+A description (TOML, ``format = 1``) names the PCI class and vendor of a device, the XML element that marks it, the element of its links and
+what one link carries. :func:`apply_accelerators` rewrites a tree in these terms: the device becomes ``<gpu>``, each link an ``<xlink>``
+the attributes ``kind`` (switch, gpu or cpu), ``count``, ``bw`` (GB/s of one link and direction), ``target`` and ``switch`` (a name), which
+``build`` turns into graph links. AMD's dialect of the format (``version="2"``, ``xgmi``) is the description built in.
+
+    format = 1
+    [accelerator.sipu]
+    element = "gpu"            # the device's element below its <pci>; default gpu
+    pci_class = ["0x120000"]   # prefixes; a device matches when class and vendor do
+    pci_vendor = ["0x205d"]
+    sm = 80                    # plan for it as for this compute capability; instead of the file's sm
+    [accelerator.sipu.link]
+    element = "silink"         # its link element
+    bw = 100.0                 # GB/s of one link and direction, or a table: attribute, default, and values by prefix
+    kind = "type"              # attribute saying what is at the far end ...
+    switch = ["switch"]        # ... a switch for these values,
+    gpu = ["peer"]             # another device (named by ``target``),
+    cpu = ["host"]             # the host
+    switch_name = "eth_switch"
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from miraccl.errors import TopologyError
+from miraccl.topo.xmlfile import XmlFile, XmlNode, c_float
+
+LINK_ELEMENT = "xlink"
+_KINDS = ("switch", "gpu", "cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkDescription:
+    """How the links of a device are written. ``bw`` is the default; ``bw_by`` (attribute of the device, values by prefix) goes before.
+
+    Without ``kind`` every link leads to ``only``.
+    """
+
+    element: str
+    bw: float
+    bw_attribute: str = ""
+    bw_by: Mapping[str, float] = field(default_factory=dict)
+    kind: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+    only: str = "switch"
+    switch_name: str = "switch"
+
+    def bandwidth(self, device: XmlNode) -> float:
+        """GB/s of one link of this device."""
+        value = device.attrs.get(self.bw_attribute, "")
+        return next((bw for prefix, bw in self.bw_by.items() if value.startswith(prefix)), self.bw)
+
+    def end(self, link: XmlNode) -> str:
+        """What is at the far end: switch, gpu or cpu."""
+        if not self.kind:
+            return self.only
+        value = link.attrs.get(self.kind, "")
+        if value not in self.values:
+            allowed = ", ".join(self.values)
+            raise TopologyError(f"line {link.line}: <{link.name}> has {self.kind}={value!r}; its description knows {allowed}")
+        return self.values[value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """One description. ``version`` restricts it to files of that version of the format (0: any); ``sm`` None keeps the file's."""
+
+    name: str
+    element: str = "gpu"
+    pci_class: tuple[str, ...] = ()
+    pci_vendor: tuple[str, ...] = ()
+    sm: int | None = None
+    label: str = ""
+    link: LinkDescription | None = None
+    version: int = 0
+
+    def matches(self, pci: XmlNode, device: XmlNode) -> bool:
+        if device.name != self.element:
+            return False
+        by_link = self.link is not None and any(child.name == self.link.element for child in device.children)
+        named = bool(self.pci_class or self.pci_vendor)
+        by_pci = named and all(
+            not prefixes or pci.attrs.get(key, "").lower().startswith(prefixes)
+            for key, prefixes in (("class", self.pci_class), ("vendor", self.pci_vendor))
+        )
+        return by_pci or by_link
+
+
+AMD = Accelerator(
+    name="amd",
+    pci_vendor=("0x1002",),
+    sm=80,
+    label="gcn",
+    version=2,
+    link=LinkDescription(
+        element="xgmi",
+        bw=24.0,
+        bw_attribute="gcn",
+        bw_by={"gfx90a": 36.0, "910": 36.0, "gfx94": 48.0, "94": 48.0, "gfx95": 48.0, "95": 48.0},
+        only="gpu",
+    ),
+)
+"""AMD Instinct: xGMI links between GPUs, GB/s per link by generation (RCCL ``src/graph/topo.h``; 910 is its name of gfx90a).
+
+RCCL writes the number of compute units as ``sm``; planning takes them for Ampere (80), that is rings and trees without switch multicast.
+"""
+
+
+def extra_elements(accelerators: Sequence[Accelerator]) -> dict[str, tuple[str, ...]]:
+    """The elements these descriptions add to the format, for ``xmlfile.read_topology``."""
+    extra: dict[str, tuple[str, ...]] = {}
+    for accelerator in accelerators:
+        if accelerator.element != "gpu":
+            extra["pci"] = (*extra.get("pci", ()), accelerator.element)
+        if accelerator.link is not None:
+            extra[accelerator.element] = (*extra.get(accelerator.element, ()), accelerator.link.element)
+    return extra
+
+
+def apply_accelerators(file: XmlFile, accelerators: Sequence[Accelerator] = ()) -> XmlFile:
+    """A file in which described devices and links are written as ``gpu`` and ``xlink``; AMD's description is always there."""
+    used = [a for a in (*accelerators, AMD) if a.version in (0, file.version)]
+    root = file.root.copy()
+    changed = False
+    for pci in root.walk():
+        if pci.name == "pci":
+            for device in pci.children:
+                found = next((a for a in used if a.matches(pci, device)), None)
+                if found is not None:
+                    _rewrite(device, found)
+                    changed = True
+    return XmlFile(root=root, source=file.source, notes=file.notes) if changed else file
+
+
+def _rewrite(device: XmlNode, accelerator: Accelerator) -> None:
+    device.name = "gpu"
+    if accelerator.sm is not None:
+        device.attrs["sm"] = str(accelerator.sm)
+    model = device.attrs.get(accelerator.label, "") if accelerator.label else ""
+    device.attrs["accelerator"] = f"{accelerator.name} {model}".strip()
+    link = accelerator.link
+    if link is None:
+        return
+    for child in device.children:
+        if child.name == link.element:
+            end = link.end(child)
+            attrs = {"kind": end, "count": child.attrs.get("count", "1"), "bw": repr(link.bandwidth(device))}
+            if end == "switch":
+                attrs["switch"] = link.switch_name
+            elif end == "gpu":
+                if "target" not in child.attrs:
+                    raise TopologyError(f"line {child.line}: <{child.name}> leads to another device and has no target")
+                attrs["target"] = child.attrs["target"]
+            child.name, child.attrs = LINK_ELEMENT, attrs
+
+
+def link_bw(link: XmlNode) -> float:
+    """GB/s of all links an ``xlink`` stands for."""
+    return link.integer("count") * c_float(link.attrs["bw"])
+
+
+# Reading descriptions
+
+
+def read_accelerators(path: str | os.PathLike[str]) -> tuple[Accelerator, ...]:
+    """The descriptions in a TOML file. Raises ``TopologyError`` naming the file and what is wrong."""
+    name = os.fspath(path)
+    try:
+        data = Path(path).read_bytes()
+        return parse_accelerators(tomllib.loads(data.decode()), source=name)
+    except OSError as error:
+        raise TopologyError(f"{name}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TopologyError(f"{name}: {error}") from None
+
+
+def parse_accelerators(data: Mapping[str, Any], *, source: str = "<toml>") -> tuple[Accelerator, ...]:
+    """Descriptions from parsed TOML."""
+    if data.get("format") != 1:
+        raise TopologyError(f"{source}: format is {data.get('format')!r}; the known format of accelerator descriptions is 1")
+    tables = _Table(source, "", data)
+    tables.only("format", "accelerator")
+    return tuple(_accelerator(name, tables.table("accelerator").table(name)) for name in tables.table("accelerator").data)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A TOML table that knows where it stands, so that a wrong value can be named."""
+
+    source: str
+    where: str
+    data: Mapping[str, Any]
+
+    def fail(self, key: str, wanted: str) -> TopologyError:
+        place = f"{self.where}.{key}" if self.where else key
+        return TopologyError(f"{self.source}: {place} is {self.data.get(key)!r}, expected {wanted}")
+
+    def only(self, *keys: str) -> None:
+        unknown = [key for key in self.data if key not in keys]
+        if unknown:
+            raise TopologyError(f"{self.source}: {self.where or 'the file'} has {unknown[0]!r}; known are {', '.join(keys)}")
+
+    def table(self, key: str) -> _Table:
+        value = self.data.get(key)
+        if not isinstance(value, dict):
+            raise self.fail(key, "a table")
+        return _Table(self.source, f"{self.where}.{key}" if self.where else key, value)
+
+    def text(self, key: str, default: str) -> str:
+        value = self.data.get(key, default)
+        if not isinstance(value, str) or not value:
+            raise self.fail(key, "a text")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        value = self.data.get(key, [])
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
+            raise self.fail(key, "a text or a list of texts")
+        return tuple(values)
+
+    def bw(self, key: str) -> float:
+        value = self.data.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e6:
+            raise self.fail(key, "GB/s of one link and direction, a number greater than 0")
+        return float(value)
+
+
+def _accelerator(name: str, table: _Table) -> Accelerator:
+    table.only("element", "pci_class", "pci_vendor", "sm", "label", "version", "link")
+    sm, version = table.data.get("sm"), table.data.get("version", 0)
+    if sm is not None and (not isinstance(sm, int) or isinstance(sm, bool) or not 0 < sm < 1000):
+        raise table.fail("sm", "a compute capability times ten, such as 80")
+    if version not in (0, 1, 2):
+        raise table.fail("version", "1 or 2")
+    return Accelerator(
+        name=name,
+        element=table.text("element", "gpu"),
+        pci_class=tuple(v.lower() for v in table.texts("pci_class")),
+        pci_vendor=tuple(v.lower() for v in table.texts("pci_vendor")),
+        sm=sm,
+        label=table.data.get("label", ""),
+        version=version,
+        link=_link(table.table("link")) if "link" in table.data else None,
+    )
+
+
+def _link(table: _Table) -> LinkDescription:
+    table.only("element", "bw", "kind", *_KINDS, "only", "switch_name")
+    attribute, by = "", {}
+    if isinstance(table.data.get("bw"), dict):
+        inner = table.table("bw")
+        attribute, default = inner.text("attribute", ""), inner.bw("default")
+        by = {key: inner.bw(key) for key in inner.data if key not in ("attribute", "default")}
+    else:
+        default = table.bw("bw")
+    values = {value: kind for kind in _KINDS for value in table.texts(kind)}
+    only = table.text("only", "switch")
+    if only not in _KINDS:
+        raise table.fail("only", "switch, gpu or cpu")
+    if ("kind" in table.data) != bool(values):
+        raise TopologyError(f"{table.source}: {table.where} needs both kind and values for switch, gpu or cpu, or neither")
+    return LinkDescription(
+        element=table.text("element", "link"),
+        bw=default,
+        bw_attribute=attribute,
+        bw_by=by,
+        kind=table.text("kind", "-") if values else "",
+        values=values,
+        only=only,
+        switch_name=table.text("switch_name", "switch"),
+    )

@@ -1,0 +1,41 @@
+"""The topology a process uses: a file that was named, or this machine; with the accelerators described for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from miraccl import params
+from miraccl.topo.accelerators import AMD, Accelerator, apply_accelerators, extra_elements, read_accelerators
+from miraccl.topo.xmlfile import XmlFile, parse_topology, read_topology
+
+
+def load_topology(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    accelerators: Sequence[Accelerator] | None = None,
+) -> XmlFile:
+    """The tree of a topology file, ready for ``analyse_topology``.
+
+    ``path`` None takes the file ``TOPO_FILE`` names, and without one detects this machine. ``accelerators`` None takes the files that
+    ``ACCELERATORS`` names. ``-`` is not special here. Raises ``TopologyError``.
+    """
+    name = os.fspath(path) if path is not None else params.TOPO_FILE.read(environ)
+    if not name:
+        from miraccl.topo.detect import detect_machine  # detection is only needed without a file
+
+        return detect_machine()
+    described = load_accelerators(environ) if accelerators is None else tuple(accelerators)
+    return apply_accelerators(read_topology(name, extra=extra_elements([*described, AMD])), described)
+
+
+def load_topology_text(text: str | bytes, *, source: str = "<text>", accelerators: Sequence[Accelerator] = ()) -> XmlFile:
+    """As :func:`load_topology`, from memory."""
+    return apply_accelerators(parse_topology(text, source=source, extra=extra_elements([*accelerators, AMD])), accelerators)
+
+
+def load_accelerators(environ: Mapping[str, str] | None = None) -> tuple[Accelerator, ...]:
+    """The descriptions in the files that ``ACCELERATORS`` names."""
+    files = [name for name in params.ACCELERATORS.read(environ).split(":") if name]
+    return tuple(accelerator for name in files for accelerator in read_accelerators(name))
