@@ -32,10 +32,14 @@ import numpy as np
 from miraccl.errors import ScheduleError
 from miraccl.schedule.ir import Buffer, Op, Ref, Schedule, Step
 from miraccl.schedule.layout import rank_cells
+from miraccl.schedule.text import format_step
 from miraccl.types import Collective
 
 #: messages under way between two ranks on one channel; an executor's FIFO is at least as deep
 FIFO_DEPTH = 8
+
+#: cells of all ranks together that a proof takes on; a text can ask for any number
+MAX_CELLS = 1 << 24
 
 #: (index of the input chunk, set of the ranks whose contribution is held); None: never written
 Symbol = tuple[int, int]
@@ -64,27 +68,18 @@ def is_direct_safe(schedule: Schedule, in_place: bool) -> bool:
     return True
 
 
+def completing_steps(schedule: Schedule) -> frozenset[tuple[int, int, int]]:
+    """The steps (channel, rank, step) of a right schedule that add the last of all contributions; an average divides there."""
+    proof = _Proof(schedule, in_place=False, depth=FIFO_DEPTH, direct=False)
+    proof.run()
+    return frozenset(proof.completing)
+
+
 def place(schedule: Schedule, channel: int, rank: int, number: int) -> str:
     """How errors name a step."""
     steps = schedule.channels[channel][rank]
-    what = f" ({describe(steps[number])})" if number < len(steps) else " (the end)"
+    what = f" ({format_step(steps[number])})" if number < len(steps) else " (the end)"
     return f"{schedule.name}: channel {channel}, rank {rank}, step {number}{what}"
-
-
-def describe(step: Step) -> str:
-    """One line for a step, as in ``recv_reduce_copy 0: input[3] -> output[3]``."""
-    words = [step.op.name.lower()]
-    if step.recv_peer is not None:
-        words.append(f"from {step.recv_peer}")
-    if step.src is not None:
-        words.append(str(step.src))
-    if step.dst is not None:
-        words.append(f"-> {step.dst}")
-    if step.send_peer is not None:
-        words.append(f"to {step.send_peer}")
-    if step.peers:
-        words.append("peers " + ",".join(map(str, step.peers)))
-    return " ".join(words)
 
 
 # What can be seen without running
@@ -164,6 +159,8 @@ class _Memory:
     def __init__(self, schedule: Schedule, in_place: bool) -> None:
         self.schedule = schedule
         layout = [rank_cells(schedule, rank, in_place) for rank in range(schedule.nranks)]
+        if sum(cells.cells for cells in layout) > MAX_CELLS:
+            raise ScheduleError(f"{schedule.name}: more than {MAX_CELLS} chunks in all are too many to verify")
         self.bases: list[tuple[int, int, int]] = []  # per rank: first cell of input, output, scratch
         self.starts: list[int] = []
         total = 0
@@ -176,7 +173,7 @@ class _Memory:
         self.wanted: list[Symbol | None] = [None] * total  # for cells of outputs
         self.part = [-1] * total  # for cells of scratch
         self.writer: list[tuple[int, int, int, int] | None] = [None] * total  # (channel, rank, clock, step)
-        self.readers: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in range(total)]  # (channel, rank) -> clock, step
+        self.readers: list[dict[tuple[int, int], tuple[int, int]] | None] = [None] * total  # (channel, rank) -> clock, step
         for rank, cells in enumerate(layout):
             ninp, nout, nscratch = cells.sizes
             inp, out, scratch = self.bases[rank]
@@ -232,6 +229,8 @@ class _Proof:
     def __init__(self, schedule: Schedule, in_place: bool, depth: int, direct: bool) -> None:
         self.schedule, self.depth, self.direct = schedule, depth, direct
         self.reduces = schedule.collective.reduces
+        self.everybody = (1 << schedule.nranks) - 1
+        self.completing: set[tuple[int, int, int]] = set()
         self.memory = _Memory(schedule, in_place)
         self.is_barrier = schedule.collective is Collective.BARRIER
         self.with_clocks = direct or schedule.needs_addressable_memory or self.is_barrier
@@ -381,19 +380,19 @@ class _Channel:
             return self._read_remote(rank, peer, cells(peer, src)), []
         if op is Op.REDUCE_FROM_PEERS:
             assert src is not None
-            return self._fold([self._read_remote(rank, other, cells(other, src)) for other in step.peers], step.peers), []
+            return self._fold(rank, [self._read_remote(rank, other, cells(other, src)) for other in step.peers]), []
         if op is Op.RECV_REDUCE_ALL:
             assert src is not None
             own = cells(rank, src)
             parts = [self._read(rank, own) if other == rank else self._take(rank, other, src.chunks) for other in step.peers]
-            return self._fold(parts, step.peers), [other for other in step.peers if other != rank]
+            return self._fold(rank, parts), [other for other in step.peers if other != rank]
         assert peer is not None
         message = self._take(rank, peer, step.chunks)
         if not op.reduces:
             return message, [peer]
         operand = src if src is not None else dst
         assert operand is not None
-        return self._fold([self._read(rank, cells(rank, operand)), message], (rank, peer)), [peer]
+        return self._fold(rank, [self._read(rank, cells(rank, operand)), message]), [peer]
 
     def _signal(self, step: Step, rank: int) -> Sequence[int]:
         clock = self._release(rank)
@@ -489,7 +488,7 @@ class _Channel:
             memory.symbols[cell] = symbol
             memory.writer[cell] = (self.channel, rank, int(self.clock[rank][rank]) if self.clock else 0, self.position[rank])
 
-    def _fold(self, operands: list[list[Symbol]], peers: Sequence[int]) -> list[Symbol]:
+    def _fold(self, rank: int, operands: list[list[Symbol]]) -> list[Symbol]:
         if not self.proof.reduces:
             raise _Stop(f"a {self.schedule.collective.label} does not reduce")
         total = operands[0]
@@ -502,6 +501,8 @@ class _Channel:
                     raise _Stop(f"adds the contribution of rank {_ranks(mask & more)} to input[{index}] a second time")
                 folded.append((index, mask | more))
             total = folded
+        if len(operands) > 1 and any(mask == self.proof.everybody for _, mask in total):
+            self.proof.completing.add((self.channel, rank, self.position[rank]))
         return total
 
     def _stays(self, step: Step, rank: int, stored: range) -> bool:
@@ -518,17 +519,20 @@ class _Channel:
         if writer is not None:
             self._require_before(rank, writer[0], writer[1], writer[2], writer[3], f"reads {self.memory.name(cell)}", "writes")
         time = int(self.clock[rank][rank]) if self.clock else 0
-        self.memory.readers[cell][self.channel, rank] = (time, self.position[rank])
+        readers = self.memory.readers[cell]
+        if readers is None:
+            readers = self.memory.readers[cell] = {}
+        readers[self.channel, rank] = (time, self.position[rank])
 
     def _track_write(self, rank: int, cell: int) -> None:
         writer, readers = self.memory.writer[cell], self.memory.readers[cell]
         name = f"writes {self.memory.name(cell)}"
         if writer is not None:
             self._require_before(rank, writer[0], writer[1], writer[2], writer[3], name, "writes")
-        for (channel, reader), (time, number) in readers.items():
+        for (channel, reader), (time, number) in (readers or {}).items():
             self._require_before(rank, channel, reader, time, number, name, "reads")
-        # reads of this channel are ordered before this write, and every later access after it; others have just been refused
-        readers.clear()
+        # all reads so far are ordered before this write, so that it is enough to order later writes after this one
+        self.memory.readers[cell] = None
 
     def _require_before(self, rank: int, channel: int, other: int, time: int, number: int, doing: str, did: str) -> None:
         if channel != self.channel:

@@ -3,11 +3,11 @@
 Half the steps of ``recursive_halving_doubling`` and more bytes: for small all-reduces on a network.  All ranks get the same bits:
 additions are paired in the same way everywhere, and (+) commutes.  For ``n`` that is not a power of two, see ``Folding``.
 
-========== ======================= ==========================
-collective latency steps           blocks on the wire
-========== ======================= ==========================
-all_reduce log2 p (+ 2 for n != p) log2 p (+ 1 for n != p)
-========== ======================= ==========================
+========== ========================================== ==========================
+collective latency steps                              blocks on the wire
+========== ========================================== ==========================
+all_reduce log2 p (+ 1 for n > p, + 2 for 2 n > 3 p)  log2 p (+ 1 for n > p)
+========== ========================================== ==========================
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ COLLECTIVES = (Collective.ALL_REDUCE,)
 
 
 def latency(collective: Collective, nranks: int) -> int:
-    power = largest_power(nranks)
-    return power.bit_length() - 1 + 2 * (power != nranks)
+    folding = Folding(nranks)
+    power, extra = folding.power, folding.extra
+    # a chain crosses all log2(p) distances, from a player to the opposite one; either may have to fold
+    return power.bit_length() - 1 + (extra > 0) + (2 * extra > power)
 
 
 def wire(collective: Collective, nranks: int) -> Fraction:

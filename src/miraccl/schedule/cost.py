@@ -1,0 +1,110 @@
+"""What a schedule costs, counted from its steps: the numbers that the algorithms' docstrings state as formulas.
+
+Sizes are in blocks of ``count`` elements, as fractions; each number is the largest over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from fractions import Fraction
+
+from miraccl.errors import ScheduleError
+from miraccl.schedule.ir import Op, Schedule, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """The costs of one schedule; see ``compute_cost``.
+
+    ``latency_steps``: the longest chain in which each message (or signal, or read of remote memory) is sent after the one before
+    has come; a barrier counts one.
+    ``wire_blocks``: blocks a rank sends or puts, and reads from others.  ``messages``: how many messages, puts and signals a rank
+    sends.  ``copy_blocks``: blocks copied by COPY.  ``reduce_blocks``: blocks added, one for each (+).
+    """
+
+    latency_steps: int
+    wire_blocks: Fraction
+    messages: int
+    copy_blocks: Fraction
+    reduce_blocks: Fraction
+
+
+def compute_cost(schedule: Schedule) -> Cost:
+    """Count the costs of ``schedule``; raises ``ScheduleError`` if it gets stuck even with boundless FIFOs."""
+    wire, messages, copies, additions = ([0] * schedule.nranks for _ in range(4))
+    for ranks in schedule.channels:
+        for rank, steps in enumerate(ranks):
+            for step in steps:
+                wire[rank] += step.chunks * _crossings(step, rank)
+                messages[rank] += len(step.peers) if step.op is Op.SIGNAL else int(step.send_peer is not None)
+                copies[rank] += step.chunks * (step.op is Op.COPY)
+                additions[rank] += step.chunks * _additions(step)
+    return Cost(
+        latency_steps=max(_latency(schedule, channel) for channel in range(schedule.nchannels)),
+        wire_blocks=Fraction(max(wire), schedule.parts),
+        messages=max(messages),
+        copy_blocks=Fraction(max(copies), schedule.parts),
+        reduce_blocks=Fraction(max(additions), schedule.parts),
+    )
+
+
+def _crossings(step: Step, rank: int) -> int:
+    """How often the chunks of ``step`` cross a wire because of this step: sent, put or read, but not received."""
+    if step.op is Op.REDUCE_FROM_PEERS:
+        return sum(peer != rank for peer in step.peers)
+    return int(step.send_peer is not None or step.op is Op.GET)
+
+
+def _additions(step: Step) -> int:
+    if step.op in (Op.RECV_REDUCE_ALL, Op.REDUCE_FROM_PEERS):
+        return len(step.peers) - 1
+    return int(step.op.reduces)
+
+
+def _latency(schedule: Schedule, channel: int) -> int:
+    """Lamport's clocks, where sending takes one step and everything else none."""
+    programs = schedule.channels[channel]
+    nranks = schedule.nranks
+    clock, position = [0] * nranks, [0] * nranks
+    mail: dict[tuple[int, int, bool], deque[int]] = {}  # (sender, receiver, is a signal)
+    ready = deque(range(nranks))
+    at_barrier: set[int] = set()
+    while ready:
+        rank = ready.popleft()
+        while position[rank] < len(programs[rank]):
+            step = programs[rank][position[rank]]
+            if step.op is Op.BARRIER:
+                at_barrier.add(rank)
+                if len(at_barrier) < nranks:
+                    break
+                clock = [max(clock) + 1] * nranks
+                for other in at_barrier - {rank}:
+                    position[other] += 1
+                ready.extend(at_barrier - {rank})
+                at_barrier.clear()
+            boxes = [mail.setdefault((peer, rank, step.op is Op.WAIT), deque()) for peer in _sources(step, rank)]
+            if not all(boxes):
+                break
+            clock[rank] = max([clock[rank], *(box.popleft() for box in boxes)])
+            clock[rank] += step.op is Op.GET or (step.op is Op.REDUCE_FROM_PEERS and _crossings(step, rank) > 0)
+            for peer in _targets(step):
+                mail.setdefault((rank, peer, step.op is Op.SIGNAL), deque()).append(clock[rank] + 1)
+                ready.append(peer)
+            position[rank] += 1
+    for rank, steps in enumerate(programs):
+        if position[rank] < len(steps):
+            raise ScheduleError(f"{schedule.name}: channel {channel}, rank {rank}, step {position[rank]}: stuck for ever")
+    return max(clock)
+
+
+def _sources(step: Step, rank: int) -> list[int]:
+    if step.op in (Op.WAIT, Op.RECV_REDUCE_ALL):
+        return [peer for peer in step.peers if peer != rank]
+    return [step.recv_peer] if step.op.receives and step.recv_peer is not None else []
+
+
+def _targets(step: Step) -> tuple[int, ...]:
+    if step.op is Op.SIGNAL:
+        return step.peers
+    return (step.send_peer,) if step.op.sends and step.send_peer is not None else ()

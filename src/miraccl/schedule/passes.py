@@ -1,0 +1,171 @@
+"""Schedules from schedules: more channels, more parts, other ranks, fused steps.
+
+A pass keeps what a right schedule computes, but not always what it needs: a schedule with more messages under way may want deeper
+FIFOs, so verify what you make.  Passes that cut blocks differently move chunk ``part`` of a block elsewhere in the block, which
+keeps runs of chunks together within a block, not across blocks; ``split_messages`` first takes such runs apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from miraccl.errors import InvalidUsage
+from miraccl.schedule.ir import Buffer, Op, Ref, Schedule, Step, input_blocks, output_blocks
+from miraccl.types import Collective
+
+Move = Callable[[Ref], Ref]
+
+
+def interleave(schedules: Sequence[Schedule], name: str | None = None) -> Schedule:
+    """Schedules of one collective side by side, each on its own channels and its own parts of every block.
+
+    Raises ``InvalidUsage`` when they differ in collective, nranks or root, or a message spans blocks.
+    """
+    if not schedules:
+        raise InvalidUsage("there is no schedule to interleave")
+    first = schedules[0]
+    key = (first.collective, first.nranks, first.root)
+    if any((s.collective, s.nranks, s.root) != key for s in schedules):
+        raise InvalidUsage("schedules side by side have the same collective, ranks and root")
+    parts = sum(schedule.parts for schedule in schedules)
+    channels: list[tuple[tuple[Step, ...], ...]] = []
+    offset = scratch_blocks = 0
+    for schedule in schedules:
+        move = _mover(schedule, parts, offset)
+        channels += [tuple(tuple(_moved(step, move) for step in steps) for steps in ranks) for ranks in schedule.channels]
+        offset += schedule.parts
+        scratch_blocks = max(scratch_blocks, -(-schedule.scratch_chunks // schedule.parts))
+    return replace(first, name=name or first.name, parts=parts, channels=tuple(channels), scratch_chunks=scratch_blocks * parts)
+
+
+def split_channels(schedule: Schedule, nchannels: int) -> Schedule:
+    """``nchannels`` copies of each channel, each for its share of every chunk. Raises ``InvalidUsage`` if a message spans blocks."""
+    if nchannels < 1:
+        raise InvalidUsage(f"a schedule has at least one channel, not {nchannels}")
+    return schedule if nchannels == 1 else interleave([schedule] * nchannels)
+
+
+def pipeline(schedule: Schedule, depth: int) -> Schedule:
+    """Cut every chunk into ``depth`` and do each step that often, so that ranks pass on the first piece before the last has come.
+
+    Raises ``InvalidUsage`` if a message spans blocks.
+    """
+    if depth < 1:
+        raise InvalidUsage(f"a pipeline has at least one stage, not {depth}")
+    parts = schedule.parts * depth
+    moves = [_mover(schedule, parts, stage * schedule.parts) for stage in range(depth)]
+
+    def stages(step: Step) -> list[Step]:
+        return [_moved(step, move) for move in moves] if step.chunks else [step]
+
+    scratch = -(-schedule.scratch_chunks // schedule.parts) * parts
+    return replace(_each_step(schedule, stages), parts=parts, scratch_chunks=scratch)
+
+
+def split_messages(schedule: Schedule) -> Schedule:
+    """Every step of several chunks as several steps of one chunk; more messages, the same bytes."""
+
+    def single(step: Step) -> list[Step]:
+        count = step.chunks
+        return [step] if count <= 1 else [_moved(step, lambda ref, k=k: Ref(ref.buffer, ref.index + k)) for k in range(count)]  # type: ignore[misc]
+
+    return _each_step(schedule, single)
+
+
+def relabel(schedule: Schedule, order: Sequence[int]) -> Schedule:
+    """The same schedule with rank ``order[i]`` in the role of rank ``i``, as for a ring that follows the machine's links.
+
+    Blocks that belong to ranks go along.  Folds are sorted, so that additions in rank order stay in rank order.  Raises
+    ``InvalidUsage`` if ``order`` is no permutation or a message spans blocks that are no neighbours any more.
+    """
+    nranks, parts = schedule.nranks, schedule.parts
+    if sorted(order) != list(range(nranks)):
+        raise InvalidUsage(f"{list(order)} is no order of {nranks} ranks")
+    per_rank = {
+        Buffer.INPUT: input_blocks(schedule.collective, nranks) == nranks > 1,
+        Buffer.OUTPUT: output_blocks(schedule.collective, nranks) == nranks > 1,
+        Buffer.SCRATCH: False,
+    }
+
+    def move(ref: Ref) -> Ref:
+        if not per_rank[ref.buffer]:
+            return ref
+        chunks = [order[chunk // parts] * parts + chunk % parts for chunk in ref]
+        return _run(ref, chunks)
+
+    def peer(rank: int | None) -> int | None:
+        return None if rank is None else order[rank]
+
+    def renamed(step: Step) -> list[Step]:
+        peers = tuple(sorted(order[rank] for rank in step.peers))
+        return [replace(_moved(step, move), recv_peer=peer(step.recv_peer), send_peer=peer(step.send_peer), peers=peers)]
+
+    role = {rank: i for i, rank in enumerate(order)}
+    moved = _each_step(schedule, renamed)
+    channels = tuple(tuple(ranks[role[rank]] for rank in range(nranks)) for ranks in moved.channels)
+    return replace(moved, channels=channels, root=order[schedule.root] if schedule.collective.rooted else 0)
+
+
+_FUSED = {
+    Op.RECV: Op.RECV_COPY_SEND,
+    Op.RECV_REDUCE: Op.RECV_REDUCE_COPY_SEND,
+    Op.RECV_REDUCE_COPY: Op.RECV_REDUCE_COPY_SEND,
+}
+
+
+def fuse(schedule: Schedule) -> Schedule:
+    """Join a receiving step and the SEND of the same chunks right after it, so that the data is touched once."""
+
+    def joined(steps: Iterable[Step]) -> tuple[Step, ...]:
+        done: list[Step] = []
+        for step in steps:
+            last = done[-1] if done else None
+            if last is not None and step.op is Op.SEND and last.op in _FUSED and last.dst == step.src:
+                source = last.dst if last.op is Op.RECV_REDUCE else last.src
+                done[-1] = replace(last, op=_FUSED[last.op], src=source, send_peer=step.send_peer)
+            else:
+                done.append(step)
+        return tuple(done)
+
+    channels = tuple(tuple(joined(steps) for steps in ranks) for ranks in schedule.channels)
+    return replace(schedule, channels=channels)
+
+
+def _each_step(schedule: Schedule, change: Callable[[Step], list[Step]]) -> Schedule:
+    channels = tuple(tuple(tuple(new for step in steps for new in change(step)) for steps in ranks) for ranks in schedule.channels)
+    return replace(schedule, channels=channels)
+
+
+def _moved(step: Step, move: Move) -> Step:
+    if step.src is None and step.dst is None:
+        return step
+    src = None if step.src is None else move(step.src)
+    return replace(step, src=src, dst=None if step.dst is None else move(step.dst))
+
+
+def _mover(schedule: Schedule, parts: int, offset: int) -> Move:
+    """Where a chunk goes when blocks are cut into ``parts`` and those of ``schedule`` start at ``offset``."""
+    old = schedule.parts
+
+    def move(ref: Ref) -> Ref:
+        return _run(ref, [chunk // old * parts + offset + chunk % old for chunk in ref])
+
+    return move
+
+
+def _run(ref: Ref, chunks: list[int]) -> Ref:
+    """``chunks`` in the place of ``ref``, if they are one run."""
+    if chunks[-1] - chunks[0] != len(chunks) - 1 or any(b - a != 1 for a, b in pairwise(chunks)):
+        raise InvalidUsage(f"{ref} spans blocks, whose chunks do not stay together; take messages apart with split_messages first")
+    return Ref(ref.buffer, chunks[0], len(chunks))
+
+
+def supports_channels(schedule: Schedule) -> bool:
+    """Whether ``split_channels`` and ``pipeline`` take ``schedule`` as it is: no message spans blocks."""
+    if schedule.collective is Collective.BARRIER:
+        return True
+    parts = schedule.parts
+    refs = (ref for ranks in schedule.channels for steps in ranks for step in steps for ref in (step.src, step.dst) if ref is not None)
+    return all(ref.index // parts == (ref.index + ref.chunks - 1) // parts for ref in refs)

@@ -1,0 +1,226 @@
+"""The readable text form of a schedule, and back.
+
+    schedule "ring" all_reduce nranks 2 parts 2 root 0 scratch 0
+    note "anything"
+    channel 0
+      rank 0
+        send input[1] to 1
+        recv_reduce_copy_send input[0] -> output[0] from 1 to 1
+        recv -> output[1] from 1
+      rank 1
+        ...
+
+A step is its primitive, ``src``, ``-> dst``, ``from`` recv_peer, ``to`` send_peer and ``peers``, as far as it has them; ``input[4+2]``
+means chunks 4 and 5.  Indentation is free, ``#`` starts a comment.  ``parse(dump(s)) == s`` for every schedule.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
+
+from miraccl.errors import ScheduleError
+from miraccl.schedule.ir import Buffer, Op, Ref, Schedule, Step
+from miraccl.types import Collective
+
+T = TypeVar("T")
+
+_OPS = {op.name.lower(): op for op in Op}
+_BUFFERS = {buffer.name.lower(): buffer for buffer in Buffer}
+_COLLECTIVES = {collective.label: collective for collective in Collective}
+_REF = re.compile(r"(input|output|scratch)\[(\d{1,9})(?:\+(\d{1,9}))?\]")
+_HEADER = re.compile(r'("(?:[^"\\]|\\.)*")\s+(\w+)((?:\s+\w+\s+\d+)*)')
+
+
+def dump(schedule: Schedule) -> str:
+    """The text of ``schedule``."""
+    lines = [
+        f"schedule {json.dumps(schedule.name)} {schedule.collective.label} nranks {schedule.nranks} parts {schedule.parts} "
+        f"root {schedule.root} scratch {schedule.scratch_chunks}"
+    ]
+    lines += [f"note {json.dumps(note)}" for note in schedule.notes]
+    for channel, ranks in enumerate(schedule.channels):
+        lines.append(f"channel {channel}")
+        for rank, steps in enumerate(ranks):
+            lines.append(f"  rank {rank}")
+            lines += [f"    {format_step(step)}" for step in steps]
+    return "\n".join(lines) + "\n"
+
+
+def format_step(step: Step) -> str:
+    """One line for a step, as in ``recv_reduce_copy input[3] -> output[3] from 0``."""
+    words = [step.op.name.lower()]
+    if step.src is not None:
+        words.append(str(step.src))
+    if step.dst is not None:
+        words.append(f"-> {step.dst}")
+    if step.recv_peer is not None:
+        words.append(f"from {step.recv_peer}")
+    if step.send_peer is not None:
+        words.append(f"to {step.send_peer}")
+    if step.peers:
+        words.append("peers " + " ".join(map(str, step.peers)))
+    return " ".join(words)
+
+
+def parse(text: str) -> Schedule:
+    """The schedule that ``text`` describes; raises ``ScheduleError`` naming the line. What it means is not checked: see ``verify``."""
+    reader = _Reader()
+    for number, line in enumerate(text.splitlines(), start=1):
+        reader.number = number
+        line = _without_comment(line).strip()
+        if line:
+            reader.line(line)
+    return reader.finish()
+
+
+def _without_comment(line: str) -> str:
+    """``line`` up to a ``#`` that is not inside of quotes."""
+    match = re.match(r'(?:[^"#]|"(?:[^"\\]|\\.)*"?)*', line)
+    return match.group() if match else line
+
+
+def parse_step(text: str) -> Step:
+    """A step from its line; raises ``ValueError`` with what is wrong."""
+    words = text.split()
+    if words[0] not in _OPS:
+        raise ValueError(f"{words[0]!r} is no primitive; there are {', '.join(_OPS)}")
+    step, rest = _Operands(), words[1:]
+    while rest:
+        word = rest.pop(0)
+        if word in ("->", "from", "to") and not rest:
+            raise ValueError(f"{word!r} needs something after it")
+        if word == "->":
+            step.dst = _once("dst", step.dst, parse_ref(rest.pop(0)))
+        elif word == "from":
+            step.recv_peer = _once("from", step.recv_peer, _rank(rest.pop(0)))
+        elif word == "to":
+            step.send_peer = _once("to", step.send_peer, _rank(rest.pop(0)))
+        elif word == "peers":
+            step.peers, rest = tuple(_rank(peer) for peer in rest), []
+        else:
+            step.src = _once("src", step.src, parse_ref(word))
+    return Step(op=_OPS[words[0]], src=step.src, dst=step.dst, recv_peer=step.recv_peer, send_peer=step.send_peer, peers=step.peers)
+
+
+@dataclass
+class _Operands:
+    src: Ref | None = None
+    dst: Ref | None = None
+    recv_peer: int | None = None
+    send_peer: int | None = None
+    peers: tuple[int, ...] = ()
+
+
+def parse_ref(text: str) -> Ref:
+    """``output[3]`` or ``output[3+2]``; raises ``ValueError``."""
+    match = _REF.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no reference like output[3] or input[4+2]")
+    return Ref(_BUFFERS[match[1]], int(match[2]), int(match[3] or 1))
+
+
+def _rank(text: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise ValueError(f"{text!r} is no rank")
+    return int(text)
+
+
+def _once(what: str, before: T | None, value: T) -> T:
+    if before is not None:
+        raise ValueError(f"{what} is given twice")
+    return value
+
+
+class _Reader:
+    """Collects the lines of one schedule."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.header: tuple[str, Collective, dict[str, int]] | None = None
+        self.notes: list[str] = []
+        self.channels: list[list[list[Step]]] = []
+
+    def fail(self, problem: str) -> NoReturn:
+        raise ScheduleError(f"line {self.number}: {problem}")
+
+    def line(self, line: str) -> None:
+        keyword, _, rest = line.partition(" ")
+        handlers: dict[str, Callable[[str], None]] = {
+            "schedule": self.start,
+            "note": self.note,
+            "channel": self.channel,
+            "rank": self.rank,
+        }
+        if keyword != "schedule" and self.header is None:
+            self.fail('a schedule starts with a line like: schedule "ring" all_reduce nranks 2 parts 2 root 0 scratch 0')
+        if keyword in handlers:
+            handlers[keyword](rest.strip())
+            return
+        if not self.channels or not self.channels[-1]:
+            self.fail("a step comes after a channel and a rank")
+        try:
+            self.channels[-1][-1].append(parse_step(line))
+        except ValueError as error:
+            self.fail(str(error))
+
+    def start(self, rest: str) -> None:
+        match = _HEADER.fullmatch(rest)
+        if self.header is not None:
+            self.fail("a second schedule; a text holds one")
+        if match is None:
+            self.fail(f'cannot read {rest!r}; wanted is: "name" collective nranks 2 parts 2 root 0 scratch 0')
+        if match[2] not in _COLLECTIVES:
+            self.fail(f"{match[2]!r} is no collective; there are {', '.join(_COLLECTIVES)}")
+        words = match[3].split()
+        fields = {key: int(value) for key, value in zip(words[::2], words[1::2])}
+        if unknown := set(fields) - {"nranks", "parts", "root", "scratch"}:
+            self.fail(f"unknown field {min(unknown)!r}; there are nranks, parts, root, scratch")
+        if "nranks" not in fields:
+            self.fail("nranks is missing")
+        self.header = (self.string(match[1]), _COLLECTIVES[match[2]], fields)
+
+    def string(self, text: str) -> str:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = None
+        if not isinstance(value, str):
+            self.fail(f"{text} is no quoted text")
+        return value
+
+    def note(self, rest: str) -> None:
+        self.notes.append(self.string(rest))
+
+    def channel(self, rest: str) -> None:
+        if rest != str(len(self.channels)):
+            self.fail(f"channels are numbered in order: wanted is channel {len(self.channels)}, not {rest!r}")
+        self.channels.append([])
+
+    def rank(self, rest: str) -> None:
+        if not self.channels:
+            self.fail("a rank comes after a channel")
+        if rest != str(len(self.channels[-1])):
+            self.fail(f"ranks are numbered in order: wanted is rank {len(self.channels[-1])}, not {rest!r}")
+        self.channels[-1].append([])
+
+    def finish(self) -> Schedule:
+        if self.header is None:
+            raise ScheduleError("the text holds no schedule")
+        name, collective, fields = self.header
+        try:
+            return Schedule(
+                name=name,
+                collective=collective,
+                nranks=fields["nranks"],
+                parts=fields.get("parts", 1),
+                root=fields.get("root", 0),
+                scratch_chunks=fields.get("scratch", 0),
+                channels=tuple(tuple(tuple(steps) for steps in ranks) for ranks in self.channels),
+                notes=tuple(self.notes),
+            )
+        except ValueError as error:
+            raise ScheduleError(str(error)) from None
