@@ -1,0 +1,223 @@
+"""This machine as a topology file: the PCI tree, NUMA domains and nets from sysfs, the GPUs from NVML.
+
+The result is what NCCL's own detection (``src/graph/xml.cc``) makes of the machine for one process per GPU, so it can be written, compared
+with a dump of NCCL and read again. Without GPUs the ranks are CPUs: each stands as a device below its NUMA domain, joined to it at the
+speed one core copies memory, so that the same planning serves them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from miraccl.topo.nvml import GpuFacts, read_gpus
+from miraccl.topo.select import fuse_ranks
+from miraccl.topo.sysfs import BUS_ID, Sysfs
+from miraccl.topo.xmlfile import XmlFile, XmlNode
+
+CPU_RANKS_MAX = 8
+"""CPU ranks of a machine without GPUs when no number is given, at most."""
+CPU_RANK_CLASS = "0x0b4000"  # PCI class of a co-processor
+CPU_RANK_SM = 80
+_ARCHS = {"x86_64": "x86_64", "AMD64": "x86_64", "aarch64": "arm64", "arm64": "arm64", "ppc64le": "ppc64", "ppc64": "ppc64"}
+_PEER_MEMORY = (
+    ("sys", "kernel", "mm", "memory_peers", "nv_mem", "version"),
+    ("sys", "kernel", "mm", "memory_peers", "nv_mem_nc", "version"),
+    ("sys", "module", "nvidia_peermem", "version"),
+)
+_SOCKET_MAXCONN, _VERBS_MAXCONN = "65536", "131072"
+_VIRTUAL = re.compile(r"lo\d*|docker.*|veth.*|virbr.*|br-.*|ifb\d+|dummy\d*|cni.*|flannel.*|cali.*|tun\d*|tap\d*|sit\d*|bonding_masters")
+
+
+def detect_machine(
+    root: str | os.PathLike[str] = "/",
+    *,
+    gpus: Sequence[GpuFacts] | None = None,
+    cpu_ranks: int | None = None,
+    arch: str | None = None,
+) -> XmlFile:
+    """Detect the machine whose kernel folders lie below ``root``.
+
+    ``gpus`` None asks NVML. ``cpu_ranks`` is the number of CPU ranks; None is none beside GPUs, else one for each CPU, at most
+    :data:`CPU_RANKS_MAX`. ``arch`` is the machine's architecture as ``platform.machine`` names it. What was assumed is in the notes.
+    """
+    machine = _Machine(Sysfs(Path(root)), _ARCHS.get(arch or platform.machine(), arch or platform.machine()))
+    if gpus is None:
+        gpus, why = read_gpus()
+        if not gpus:
+            machine.note(f"no GPUs from NVML: {why}")
+    for facts in gpus:
+        machine.gpu(facts)
+    if cpu_ranks or (cpu_ranks is None and not gpus):
+        machine.cpu_ranks(cpu_ranks)
+    machine.nets()
+    return XmlFile(root=machine.finish(), source="this machine", notes=tuple(machine.notes))
+
+
+class _Machine:
+    def __init__(self, sys: Sysfs, arch: str) -> None:
+        self.sys = sys
+        self.arch = arch
+        self.root = XmlNode("system", {"version": "1"})
+        self.devices: dict[str, XmlNode] = {}
+        self.ranks: list[XmlNode] = []
+        self.notes: list[tuple[int, str]] = []
+        self.identity = self.cpu_identity()
+        # Either a peer memory module, or dma-buf, which the driver offers when its kernel modules are the open ones.
+        open_driver = "Open Kernel Module" in sys.read("proc", "driver", "nvidia", "version")
+        self.peer_memory = open_driver or any(sys.read(*parts) for parts in _PEER_MEMORY)
+
+    def note(self, text: str) -> None:
+        self.notes.append((0, text))
+
+    # CPUs
+
+    def cpu(self, numa: str) -> XmlNode:
+        for node in self.root.children:
+            if node.attrs["numaid"] == numa:
+                return node
+        node = XmlNode("cpu", {"numaid": numa})
+        affinity = self.sys.read("sys", "devices", "system", "node", f"node{numa}", "cpumap")
+        if affinity:
+            node.attrs["affinity"] = affinity
+        node.attrs.update(self.identity)
+        self.root.children.append(node)
+        return node
+
+    def cpu_identity(self) -> dict[str, str]:
+        """Architecture, and on x86 vendor, family and model as CPUID tells them (family 15 and later carry an extension shifted by 4)."""
+        if self.arch != "x86_64":
+            return {"arch": self.arch}
+        facts: dict[str, str] = {}
+        for line in self.sys.read("proc", "cpuinfo").splitlines():
+            key, _, value = line.partition(":")
+            facts.setdefault(key.strip(), value.strip())
+        family, model = (int(text) if (text := facts.get(key, "")).isdigit() else 0 for key in ("cpu family", "model"))
+        if family > 15:
+            family = 15 + ((family - 15) << 4)
+        return {"arch": self.arch, "vendor": facts.get("vendor_id", ""), "familyid": str(family), "modelid": str(model)}
+
+    # PCI
+
+    def pci(self, bus_id: str, default_class: str) -> XmlNode:
+        """The element of a PCI device, made with all above it if need be."""
+        if bus_id in self.devices:
+            return self.devices[bus_id]
+        node = self.devices[bus_id] = XmlNode("pci", {"busid": bus_id})
+        path = self.sys.pci(bus_id)
+        if path is None:
+            self.note(f"PCI device {bus_id} is not in sysfs: taken to hang on a CPU of unknown NUMA domain")
+            node.attrs.update({"class": default_class, "link_speed": "", "link_width": ""})
+            self.attach(node, self.cpu("-1"))
+            return node
+        for key in ("class", "vendor", "device", "subsystem_vendor", "subsystem_device"):
+            value = self.sys.read(path / key)
+            if value or key == "class":
+                node.attrs[key] = value or default_class
+        node.attrs["link_speed"], node.attrs["link_width"] = self.pci_link(path)
+        parent, upper = path.parent, path.parent.parent
+        if BUS_ID.fullmatch(parent.name) and BUS_ID.fullmatch(upper.name):
+            self.attach(node, self.pci(upper.name, "0x060400"))
+        else:
+            self.attach(node, self.cpu(self.sys.read(path / "numa_node") or "-1"))
+        return node
+
+    def pci_link(self, path: Path) -> tuple[str, str]:
+        """Speed and width of the slower of device and port; empty and 0 where the (virtual) device does not tell."""
+        speeds = [self.sys.read(folder / "max_link_speed") for folder in (path, path.parent)]
+        numbers = [float(match[0]) if (match := re.match(r"\d+(\.\d+)?(?= GT/s)", text)) else float("inf") for text in speeds]
+        widths = [self.sys.read(folder / "max_link_width") for folder in (path, path.parent)]
+        width = min(int(text) if text.isdigit() else 0 for text in widths)
+        return speeds[1] if numbers[1] < numbers[0] else speeds[0], str(width)
+
+    @staticmethod
+    def attach(node: XmlNode, parent: XmlNode) -> None:
+        """Children stay in the order of their bus ids."""
+        at = next((i for i, c in enumerate(parent.children) if "busid" in c.attrs and node.attrs["busid"] < c.attrs["busid"]), None)
+        parent.children.insert(len(parent.children) if at is None else at, node)
+
+    # Ranks
+
+    def gpu(self, facts: GpuFacts) -> None:
+        pci = self.pci(facts.bus_id, "0x03")
+        attrs = {"dev": str(facts.dev), "sm": str(facts.sm), "rank": str(len(self.ranks)), "gdr": "1"}
+        gpu = XmlNode("gpu", attrs)
+        for target, count in facts.nvlinks:
+            path = self.sys.pci(target) if BUS_ID.fullmatch(target) else None
+            tclass = self.sys.read(path / "class") if path else ""
+            gpu.children.append(XmlNode("nvlink", {"target": target, "count": str(count), "tclass": tclass or "0x068000"}))
+        if facts.c2c:
+            gpu.children.append(XmlNode("c2c", {"bw": str(facts.c2c[0]), "count": str(facts.c2c[1])}))
+        pci.children.append(gpu)
+        self.ranks.append(gpu)
+
+    def cpu_ranks(self, count: int | None) -> None:
+        """CPU ranks, spread over the NUMA domains in proportion to their CPUs."""
+        nodes = list(self.sys.numa_nodes())
+        total = sum(cpus for _, cpus in nodes)
+        count = min(total, CPU_RANKS_MAX) if count is None else count
+        first = len(self.ranks)
+        homes = [numa for numa, cpus in nodes for _ in range(cpus)]
+        for i in range(count):
+            bus_id = f"ffff:{i // 32:02x}:{i % 32:02x}.0"
+            attrs = {"busid": bus_id, "class": CPU_RANK_CLASS, "link_speed": "8.0 GT/s PCIe", "link_width": "16"}
+            pci = self.devices[bus_id] = XmlNode("pci", attrs)
+            rank = str(first + i)
+            gpu = XmlNode("gpu", {"dev": rank, "sm": str(CPU_RANK_SM), "rank": rank, "gdr": "0", "accelerator": "cpu"})
+            pci.children.append(gpu)
+            self.ranks.append(gpu)
+            self.attach(pci, self.cpu(homes[i * total // count]))
+        self.note(f"{count} CPU ranks: each joined to its NUMA domain with 12 GB/s, about what one core copies")
+
+    # Nets
+
+    def nets(self) -> None:
+        """Verbs devices with an active port; without any, the network interfaces."""
+        dev = 0
+        for name in self.sys.names("sys", "class", "infiniband"):
+            for port in self.sys.names("sys", "class", "infiniband", name, "ports"):
+                base = ("sys", "class", "infiniband", name, "ports", port)
+                if "ACTIVE" in self.sys.read(*base, "state"):
+                    rate = re.match(r"\d+(\.\d+)?", self.sys.read(*base, "rate"))
+                    speed = int(float(rate[0]) * 1000) if rate else 0
+                    guid = _guid(self.sys.read("sys", "class", "infiniband", name, "sys_image_guid"))
+                    gdr = int(self.peer_memory)
+                    self.net(name, dev, speed, int(port), guid, _VERBS_MAXCONN, gdr, self.sys.pci_of("sys", "class", "infiniband", name))
+                    dev += 1
+        if dev:
+            return
+        for name in self.sys.names("sys", "class", "net"):
+            state = self.sys.read("sys", "class", "net", name, "operstate")
+            if not _VIRTUAL.fullmatch(name) and state in ("up", "unknown"):
+                text = self.sys.read("sys", "class", "net", name, "speed")
+                speed = int(text) if text.isdigit() and int(text) > 0 else 10_000
+                self.net(name, dev, speed, 0, dev, _SOCKET_MAXCONN, 0, self.sys.pci_of("sys", "class", "net", name))
+                dev += 1
+
+    def net(self, name: str, dev: int, speed: int, port: int, guid: int, maxconn: str, gdr: int, bus_id: str) -> None:
+        if bus_id:
+            merged = bus_id[:-1] + "0"  # the ports of a NIC are functions of one device
+            parent = self.pci(merged if self.sys.pci(merged) else bus_id, "0x02")
+        else:
+            parent = self.root.children[0] if self.root.children else self.cpu(next(self.sys.numa_nodes())[0])
+        nic = parent.child("nic")
+        if nic is None:
+            nic = XmlNode("nic")
+            parent.children.append(nic)
+        attrs = {"name": name, "dev": str(dev), "latency": "0", "speed": str(speed), "port": str(port), "guid": f"{guid:#x}"}
+        nic.children.append(XmlNode("net", {**attrs, "maxconn": maxconn, "gdr": str(gdr)}))
+
+    def finish(self) -> XmlNode:
+        """The merged tree, in the order NCCL's ranks would merge theirs."""
+        for node in self.root.walk():
+            node.single = not node.children
+        return fuse_ranks(self.root, self.ranks)
+
+
+def _guid(text: str) -> int:
+    """``1070:fd03:00b5:951e`` as the verbs library hands it out: in network order, read as a little-endian number."""
+    digits = text.replace(":", "")
+    return int.from_bytes(bytes.fromhex(digits), "little") if re.fullmatch(r"[0-9a-fA-F]{16}", digits) else 0
