@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.registry import Registry
 from miraccl.schedule.ir import Schedule
 from miraccl.schedule.verify import FIFO_DEPTH, is_direct_safe, verify
@@ -29,7 +29,7 @@ class Algorithm:
     """One way to do one or more collectives.
 
     ``rank_ordered``: contributions are added in the order of the ranks, whatever the size, so that results are reproducible.
-    ``rounds_once``: sums of 16- and 8-bit floats are rounded once, not at every hop.
+    ``rounds_once``: sums of 16- and 8-bit floats are rounded once, not at every hop.  (Both are true where nothing is added.)
     ``direct``, ``direct_in_place``: collectives whose receivers may read the sender's memory (``verify.is_direct_safe``).
     ``uneven``: collectives that work when blocks have different counts.
     ``latency``, ``wire``: the formulas of ``cost.Cost.latency_steps`` and ``cost.Cost.wire_blocks`` for (collective, nranks).
@@ -60,7 +60,12 @@ class Algorithm:
             raise InvalidUsage(f"algorithm {self.name!r} has no {collective.label} over {nranks} ranks")
         if not 0 <= root < nranks:
             raise InvalidUsage(f"root {root} is not in 0..{nranks - 1}")
-        return self.builder(collective, nranks, root if collective.rooted else 0)
+        root = root if collective.rooted else 0
+        schedule = self.builder(collective, nranks, root)
+        if (schedule.collective, schedule.nranks, schedule.root) != (collective, nranks, root):
+            got = f"{schedule.collective.label} over {schedule.nranks} ranks, root {schedule.root}"
+            raise ScheduleError(f"algorithm {self.name!r} built {got}; asked for: {collective.label} over {nranks}, root {root}")
+        return schedule
 
 
 _ALGORITHMS: Registry[Algorithm] = Registry("algorithm")
@@ -118,6 +123,23 @@ def register(
         return builder
 
     return add
+
+
+def register_schedule(schedule: Schedule, sentence: str = "A single schedule.") -> None:
+    """Make one schedule, from a text perhaps, an algorithm for just its collective, ranks and root, under its name."""
+
+    def build(collective: Collective, nranks: int, root: int) -> Schedule:
+        if root != schedule.root:
+            raise InvalidUsage(f"{schedule.name!r} is for root {schedule.root}, not {root}")
+        return schedule
+
+    register(
+        schedule.name,
+        collectives=[schedule.collective],
+        sentence=sentence,
+        needs_addressable_memory=schedule.needs_addressable_memory,
+        condition=lambda collective, nranks: nranks == schedule.nranks,
+    )(build)
 
 
 def unregister(name: str) -> None:

@@ -3,6 +3,9 @@
 ``run`` is generic in what a chunk is: it moves opaque values between cells and calls ``fold`` where a primitive reduces.
 ``interpret`` runs it on numpy arrays; tests run it on symbols.  Ranks take turns, one step each, until all have ended or nobody
 can move.  A step happens as a whole: it waits until all its messages and signals are there and the FIFO it sends to has room.
+
+With ``direct``, a message that is in memory anyway is not copied into the FIFO: the sender posts where it lies, and the receiver reads
+it there when it takes the message (``verify`` says for which schedules that makes no difference).
 """
 
 from __future__ import annotations
@@ -25,15 +28,26 @@ UNDEFINED: Any = None
 
 Value = Any
 Fold = Callable[[list[Value]], Value]
+Shuffle = Callable[[list[tuple[int, int]]], None]
 Key = tuple[int, int, int]  # (sender, receiver, channel)
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """A message of a direct run: where it lies."""
+
+    rank: int
+    ref: Ref
 
 
 class _State:
     """Memory, FIFOs, signals and program counters of all ranks."""
 
-    def __init__(self, schedule: Schedule, memory: list[list[Value]], cells: list[RankCells], fold: Fold, depth: int | None) -> None:
-        self.schedule, self.memory, self.cells, self.fold, self.depth = schedule, memory, cells, fold, depth
-        self.fifos: defaultdict[Key, deque[list[Value]]] = defaultdict(deque)
+    def __init__(
+        self, schedule: Schedule, memory: list[list[Value]], cells: list[RankCells], fold: Fold, depth: int | None, direct: bool
+    ) -> None:
+        self.schedule, self.memory, self.cells, self.fold, self.depth, self.direct = schedule, memory, cells, fold, depth, direct
+        self.fifos: defaultdict[Key, deque[list[Value] | _Posted]] = defaultdict(deque)
         self.signals: defaultdict[Key, int] = defaultdict(int)
         self.position = [[0] * schedule.nranks for _ in schedule.channels]
         self.arrived = [[0] * schedule.nranks for _ in schedule.channels]  # barriers this rank has come to
@@ -87,11 +101,14 @@ class _State:
 
     def receive(self, peer: int | None, rank: int, channel: int) -> list[Value]:
         assert peer is not None
-        return self.fifos[peer, rank, channel].popleft()
+        message = self.fifos[peer, rank, channel].popleft()
+        return self.load(message.rank, message.ref) if isinstance(message, _Posted) else message
 
-    def send(self, rank: int, peer: int | None, channel: int, values: list[Value]) -> None:
+    def send(self, rank: int, peer: int | None, channel: int, values: list[Value], ref: Ref | None) -> None:
+        """``ref``: where ``values`` lie in the sender's memory, if they do."""
         assert peer is not None
-        self.fifos[rank, peer, channel].append(values)
+        message = _Posted(rank, ref) if self.direct and ref is not None else values
+        self.fifos[rank, peer, channel].append(message)
 
     def reduce(self, *operands: list[Value]) -> list[Value]:
         if len({len(values) for values in operands}) != 1:
@@ -105,7 +122,7 @@ class _State:
         src, dst, op = step.src, step.dst, step.op
         match op:
             case Op.SEND:
-                self.send(rank, step.send_peer, channel, self.load(rank, src))
+                self.send(rank, step.send_peer, channel, [] if self.direct else self.load(rank, src), src)
             case Op.RECV:
                 self.store(rank, dst, self.receive(step.recv_peer, rank, channel))
             case Op.COPY:
@@ -115,13 +132,13 @@ class _State:
             case Op.RECV_COPY_SEND:
                 message = self.receive(step.recv_peer, rank, channel)
                 self.store(rank, dst, message)
-                self.send(rank, step.send_peer, channel, message)
+                self.send(rank, step.send_peer, channel, message, dst)
             case Op.RECV_REDUCE_SEND | Op.RECV_REDUCE_COPY | Op.RECV_REDUCE_COPY_SEND:
                 total = self.reduce(self.load(rank, src), self.receive(step.recv_peer, rank, channel))
                 if op is not Op.RECV_REDUCE_SEND:
                     self.store(rank, dst, total)
                 if op is not Op.RECV_REDUCE_COPY:
-                    self.send(rank, step.send_peer, channel, total)
+                    self.send(rank, step.send_peer, channel, total, dst)
             case Op.RECV_REDUCE_ALL:
                 operands = [self.load(rank, src) if peer == rank else self.receive(peer, rank, channel) for peer in step.peers]
                 self.store(rank, dst, self.reduce(*operands))
@@ -172,20 +189,28 @@ class _State:
 
 
 def run(
-    schedule: Schedule, memory: list[list[Value]], fold: Fold, *, in_place: bool = False, fifo_depth: int | None = None
+    schedule: Schedule,
+    memory: list[list[Value]],
+    fold: Fold,
+    *,
+    in_place: bool = False,
+    fifo_depth: int | None = None,
+    direct: bool = False,
+    shuffle: Shuffle | None = None,
 ) -> list[list[Value]]:
     """Run ``schedule`` on ``memory[rank][cell]`` (see ``layout.rank_cells``), which it changes, and return the chunks of each
     rank's output.
 
     ``fold`` gets the operands of a reduction in order and returns a new value; values are never changed.  ``fifo_depth`` limits
-    the messages under way between two ranks on a channel.  Raises ``ScheduleError`` for a schedule that gets stuck, leaves
-    something over or reads undefined memory.
+    the messages under way between two ranks on a channel.  ``shuffle`` may reorder the turns, a list of (channel, rank), before
+    each round.  Raises ``ScheduleError`` for a schedule that gets stuck, leaves something over or reads undefined memory.
     """
     cells = [rank_cells(schedule, rank, in_place) for rank in range(schedule.nranks)]
-    state = _State(schedule, memory, cells, fold, fifo_depth)
+    state = _State(schedule, memory, cells, fold, fifo_depth, direct)
     turns = [(channel, rank) for channel in range(schedule.nchannels) for rank in range(schedule.nranks)]
     while sum(state.turn(channel, rank) for channel, rank in turns):
-        pass
+        if shuffle is not None:
+            shuffle(turns)
     if problem := state.unfinished():
         raise ScheduleError(f"{schedule.name}: {problem}")
     return [
@@ -228,12 +253,14 @@ def interpret(
     counts: Counts | None = None,
     in_place: bool = False,
     fifo_depth: int | None = None,
+    direct: bool = False,
+    shuffle: Shuffle | None = None,
 ) -> list[Array | None]:
     """Run ``schedule`` on one flat numpy array per rank and return each rank's output.
 
     ``inputs[rank]`` has as many blocks as the collective says (``None`` for ranks that have no input); ``counts`` as in
     ``layout.block_counts``, by default uniform.  ``scalars`` are the factors of ``PREMUL_SUM``.  Inputs are not changed: in
-    place means that chunks overlap, and the result is returned all the same.  Outputs are ``None`` for ranks without one.
+    place means that chunks overlap, and the result is returned all the same.  The other arguments are those of ``run``.  Outputs are ``None`` for ranks without one.
     """
     nranks = schedule.nranks
     if len(inputs) != nranks:
@@ -263,7 +290,7 @@ def interpret(
                 schedule, rank, array, block_counts(schedule, rank, Buffer.INPUT, counts)
             )
         memory.append(row)
-    chunks = run(schedule, memory, combine, in_place=in_place, fifo_depth=fifo_depth)
+    chunks = run(schedule, memory, combine, in_place=in_place, fifo_depth=fifo_depth, direct=direct, shuffle=shuffle)
     return [_join(schedule, rank, chunks[rank], counts) for rank in range(nranks)]
 
 

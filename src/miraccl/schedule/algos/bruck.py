@@ -39,6 +39,8 @@ def wire(collective: Collective, nranks: int) -> Fraction:
     "bruck",
     collectives=COLLECTIVES,
     sentence="Distances 1, 2, 4 ...: log2(n) steps for any number of ranks; for small blocks.",
+    rank_ordered=True,
+    rounds_once=True,
     # all_to_all is not direct: the collected blocks of the next message overwrite those of the last
     direct=(Collective.ALL_GATHER,),
     direct_in_place=(Collective.ALL_GATHER,),
@@ -49,9 +51,9 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 def build(collective: Collective, nranks: int, root: int) -> Schedule:
     if collective is Collective.ALL_GATHER:
         return one_channel("bruck", collective, (_all_gather(rank, nranks) for rank in range(nranks)))
-    distances = _distances(nranks)
-    starts = _receive_areas(nranks)
-    ranks = (_all_to_all(rank, nranks, distances, starts) for rank in range(nranks))
+    moves = {distance: [i for i in range(nranks) if i & distance] for distance in _distances(nranks)}
+    starts = _receive_areas([len(moving) for moving in moves.values()])
+    ranks = (_all_to_all(rank, nranks, moves, starts) for rank in range(nranks))
     return one_channel("bruck", collective, ranks, scratch_chunks=starts[-1])
 
 
@@ -76,25 +78,19 @@ def _wrapped(first: int, blocks: int, nranks: int) -> list[Ref]:
     return [out(first, head)] + ([out(0, blocks - head)] if blocks > head else [])
 
 
-def _moving(nranks: int, distance: int) -> list[int]:
-    """Distances to go of the blocks that move by ``distance``."""
-    return [i for i in range(nranks) if i & distance]
-
-
-def _receive_areas(nranks: int) -> list[int]:
+def _receive_areas(sizes: list[int]) -> list[int]:
     """Scratch: one area to collect what is sent, then one per step for what is received; the last number is the total."""
-    sizes = [len(_moving(nranks, distance)) for distance in _distances(nranks)]
     starts = [max(sizes, default=0)]
     for size in sizes:
         starts.append(starts[-1] + size)
     return starts
 
 
-def _all_to_all(rank: int, nranks: int, distances: list[int], starts: list[int]) -> Iterator[Step]:
-    where = {i: inp((rank + i) % nranks) for i in range(nranks)}  # the block that started with i ranks to go
+def _all_to_all(rank: int, nranks: int, moves: dict[int, list[int]], starts: list[int]) -> Iterator[Step]:
+    """``moves``: for each distance, how far the blocks that move by it had to go at the start."""
+    where = [inp((rank + i) % nranks) for i in range(nranks)]  # the block that started with i ranks to go
     yield copy(where[0], out(rank))
-    for distance, start in zip(distances, starts, strict=False):
-        moving = _moving(nranks, distance)
+    for (distance, moving), start in zip(moves.items(), starts, strict=False):
         for slot, i in enumerate(moving):
             yield copy(where[i], scratch(slot))
         yield send(scratch(0, len(moving)), (rank + distance) % nranks)

@@ -35,6 +35,8 @@ def wire(collective: Collective, nranks: int) -> Fraction:
     "pairwise",
     collectives=COLLECTIVES,
     sentence="Rounds of exchanges with the ranks at distance 1, 2, 3 ...: each block crosses the wire once.",
+    rank_ordered=True,
+    rounds_once=True,
     direct=COLLECTIVES,
     uneven=COLLECTIVES,
     latency=latency,
