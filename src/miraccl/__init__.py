@@ -1,3 +1,88 @@
-"""miraccl: collective communication between processes, hosts and GPUs that explains every decision it makes."""
+"""miraccl: collective communication between processes, hosts and GPUs that explains every decision it makes.
+
+    import numpy as np, miraccl
+    with miraccl.init() as comm:
+        x = np.full(1 << 20, comm.rank, np.float32)
+        comm.all_reduce(x)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from miraccl.errors import (
+    BootstrapError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    CommunicatorAborted,
+    CommunicatorClosed,
+    InvalidUsage,
+    MiracclError,
+    PeerDied,
+    PlanMismatch,
+    ScheduleError,
+    SystemFailure,
+)
+from miraccl.types import Collective, DType, PreMulSum, Protocol, RedOp
+
+if TYPE_CHECKING:
+    from miraccl.bootstrap import UniqueId
+    from miraccl.comm.communicator import Communicator
+    from miraccl.comm.group import group
+    from miraccl.comm.start import get_unique_id, init
+    from miraccl.comm.work import Work
 
 __version__ = "0.1.0"
+
+SUM, PROD, MIN, MAX, AVG = RedOp.SUM, RedOp.PROD, RedOp.MIN, RedOp.MAX, RedOp.AVG
+
+#: what needs NumPy or compiled code is imported when it is first asked for
+_LATE = {
+    "Communicator": "miraccl.comm.communicator",
+    "UniqueId": "miraccl.bootstrap",
+    "Work": "miraccl.comm.work",
+    "get_unique_id": "miraccl.comm.start",
+    "group": "miraccl.comm.group",
+    "init": "miraccl.comm.start",
+}
+
+__all__ = [
+    "AVG",
+    "MAX",
+    "MIN",
+    "PROD",
+    "SUM",
+    "BootstrapError",
+    "Collective",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "Communicator",
+    "CommunicatorAborted",
+    "CommunicatorClosed",
+    "DType",
+    "InvalidUsage",
+    "MiracclError",
+    "PeerDied",
+    "PlanMismatch",
+    "PreMulSum",
+    "Protocol",
+    "RedOp",
+    "ScheduleError",
+    "SystemFailure",
+    "UniqueId",
+    "Work",
+    "__version__",
+    "get_unique_id",
+    "group",
+    "init",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module 'miraccl' has no attribute {name!r}")
+    # ``miraccl.group`` is the function, not a submodule: fetch it from its module and keep it.
+    value = getattr(importlib.import_module(_LATE[name]), name)
+    globals()[name] = value
+    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import time
@@ -110,9 +111,11 @@ def join_job(
         except BaseException:
             link.close("the meeting failed")
             raise
-        return Session(
+        session = Session(
             link=link, meeting=meeting, ranks=tuple(range(nranks)), rank=rank, timeout=session_timeout, root=root, thread_ids=thread_ids
         )
+        session.data_key = hashlib.sha256(b"miraccl data" + secret).digest()
+        return session
 
 
 def _join(sock: socket.socket, remote: str | None, deadline: float) -> Join:

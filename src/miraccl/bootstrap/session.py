@@ -65,6 +65,8 @@ class Session:
         self.name = name
         self.timeout = timeout
         self.status_provider: StatusProvider | None = None
+        #: Key from which data transports derive theirs; set by ``connect``, its own for every session split from this one.
+        self.data_key = b""
         self.thread_ids: tuple[int, ...] = tuple(thread_ids) or (threading.get_ident(),)
         self._link, self._meeting, self._ranks, self._group, self._root = link, meeting, ranks, group, root
         self._of_world = {world: local for local, world in enumerate(ranks)}
@@ -172,6 +174,7 @@ class Session:
             thread_ids=self.thread_ids,
         )
         session.status_provider = self.status_provider
+        session.data_key = hashlib.sha256(self.data_key + group.to_bytes(8, "big")).digest()
         return session
 
     # --- events -----------------------------------------------------------------------------------------------------

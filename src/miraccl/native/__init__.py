@@ -53,11 +53,12 @@ def _load(module: str, only: tuple[str, ...] | None) -> CodeLibrary:
 def _compile(module: str, only: tuple[str, ...] | None, label: str) -> list[bytes]:
     from miraccl.native.compiler import compile_module
 
-    if not only:  # the small ones pass unnoticed
+    long = not only and module != "miraccl.native.words"  # the small ones pass unnoticed
+    if long:
         print(f"miraccl: compiling {label} for this machine (once, some seconds) ...", file=sys.stderr, flush=True)
     start = time.perf_counter()
     objects = compile_module(module, PREFIX, only)
-    if not only:
+    if long:
         print(f"miraccl: compiled {label} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     return objects
 

@@ -114,6 +114,7 @@ class Context:
         self._ctrls = np.zeros(nranks, np.int64)
         self._scratch = np.zeros(256 + 4 * nranks, np.int64)
         self._stage = np.zeros(stage_bytes + 64, np.int8)
+        self.gone = np.zeros(nranks, np.int64)
         self._keep = np.zeros(at.BLOCK, np.int64)
         self._dtypes = arrays.descriptor_addresses()
         self._plans = np.full((PLAN_SLOTS, at.PLAN_SIZE // 8), -1, np.int64)
@@ -135,6 +136,7 @@ class Context:
             (at.CTX_SCRATCH, self._scratch.ctypes.data),
             (at.CTX_STAGE, (self._stage.ctypes.data + 63) // 64 * 64),
             (at.CTX_STAGE_BYTES, stage_bytes),
+            (at.CTX_GONE, self.gone.ctypes.data),
             (at.CTX_KEEP, self._keep.ctypes.data),
             (at.CTX_PLANS, self._plans.ctypes.data),
             (at.CTX_PLANS_MASK, PLAN_SLOTS - 1),
@@ -153,7 +155,7 @@ class Context:
         ):
             self.words[place // 8] = value
         self.address = int(self.words.ctypes.data)
-        self._operate = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(_engine("operate"))
+        self.launch = self.door("launch", Collective.BARRIER)
 
     def _wire(self, peer: int, wire: Wires) -> None:
         self._ctrls[peer] = wire.ctrl
@@ -182,6 +184,12 @@ class Context:
     def set(self, place: int, value: int) -> None:
         self.words[place // 8] = value
 
+    def private_bytes(self) -> int:
+        """Bytes of the context's own arrays and of all runs."""
+        own = (self.words, self._send, self._recv, self._ctrls, self._scratch, self._stage, self._keep, self._plans)
+        runs = sum(r.words.nbytes + r.in_blocks.nbytes + r.out_blocks.nbytes + r.scratch.nbytes for r in self._runs)
+        return sum(a.nbytes for a in own) + runs
+
     # ---- doors and plans
 
     def door(self, kind: str, collective: Collective, *, arg: int = 0, run: Run | None = None) -> Callable[..., int]:
@@ -209,12 +217,10 @@ class Context:
             row[place // 8] = value
         self._runs.append(run)
 
-    def operate(self, run: Run, source: int, target: int) -> int:
-        """Run the next operation with these addresses; without the GIL. OK or an ERR_* of layout."""
-        run.words[at.RUN_IN // 8] = source
-        run.words[at.RUN_OUT // 8] = target
-        self.words[at.CTX_LAST_PLAN // 8] = run.address
-        return int(self._operate(self.address, run.address, int(run.words[at.RUN_TEMPLATE // 8])))
+    def forget(self) -> None:
+        """Drop all remembered runs; the next call of each kind plans anew."""
+        self._plans[:] = -1
+        self._runs.clear()
 
 
 def _plan_key(coll: int, count: int, out_count: int, dtype: int, arg: int, in_place: int) -> int:

@@ -10,20 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from miraccl.executor.cpu.kernels import layout as at
-from miraccl.executor.cpu.kernels.messages import (
-    acquire,
-    can_post_address,
-    connection,
-    consume,
-    drain,
-    post,
-    post_address,
-    post_line,
-    receive,
-    slot,
-    take,
-    want,
-)
+from miraccl.executor.cpu.kernels.messages import connection, drain
+from miraccl.executor.cpu.kernels.p2p import exchange_all, one_message
 from miraccl.executor.cpu.kernels.steps import do_step
 from miraccl.executor.cpu.kernels.waiting import fail, release_gil, restore_gil
 from miraccl.native.intrinsics import (
@@ -42,6 +30,7 @@ from miraccl.types import Collective
 
 DOOR_CTX, DOOR_COLL, DOOR_ARG, DOOR_RUN = 0, 8, 16, 24
 SEQ_MASK = 0xFFFF
+LONG_BYTES = 1 << 18  # an operation on more bytes lets other Python threads run from its start
 ALL_GATHER, REDUCE_SCATTER = int(Collective.ALL_GATHER), int(Collective.REDUCE_SCATTER)
 ALL_REDUCE, BROADCAST, REDUCE = int(Collective.ALL_REDUCE), int(Collective.BROADCAST), int(Collective.REDUCE)
 
@@ -89,14 +78,6 @@ def _operate(ctx: int, run: int, template: int) -> int:
     code = run_program(ctx, run)
     if code == at.OK:
         store_release(ctrl + at.BOARD_STATE, at.STATE_IDLE)
-    return code
-
-
-def operate(ctx: int, run: int, template: int) -> int:
-    """For callers that do not hold the GIL (through ctypes): the worker of asynchronous operations."""
-    store(ctx + at.CTX_TSTATE, -1)
-    code = _run_operate(ctx, run, template)
-    store(ctx + at.CTX_TSTATE, 0)
     return code
 
 
@@ -194,7 +175,30 @@ def parse_and_run(door: int, ctx: int, args: int) -> int:
         return at.NEED_PLAN  # overlapping: in place by addresses, or an error; Python decides
     store(run + at.RUN_IN, source)
     store(run + at.RUN_OUT, target)
-    if load(ctx + at.CTX_THREADED) != 0:
+    return start(ctx, run)
+
+
+@inline
+def enter(ctx: int) -> bool:
+    """Whether the engine may run now; the GIL makes the test and the set one."""
+    if load(ctx + at.CTX_BUSY) != 0 or load(ctx + at.CTX_INSIDE) != 0:
+        return False
+    store(ctx + at.CTX_INSIDE, 1)
+    return True
+
+
+@inline
+def leave(ctx: int, code: int) -> int:
+    restore_gil(ctx)
+    store(ctx + at.CTX_INSIDE, 0)
+    if code == at.ERR_INTERRUPTED:
+        return 0  # NULL: a signal handler has set the exception
+    return PyLong_FromLong(code)
+
+
+@inline
+def start(ctx: int, run: int) -> int:
+    if load(ctx + at.CTX_THREADED) != 0 or load(run + at.RUN_IN_BYTES) + load(run + at.RUN_OUT_BYTES) > LONG_BYTES:
         release_gil(ctx)
     store(ctx + at.CTX_LAST_PLAN, run)
     return _run_operate(ctx, run, load(run + at.RUN_TEMPLATE))
@@ -204,85 +208,33 @@ def collective(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, op_or_root)``."""
     door = PyLong_AsLong(self)
     ctx = load(door + DOOR_CTX)
-    if load(ctx + at.CTX_BUSY) != 0:
+    if not enter(ctx):
         return PyLong_FromLong(at.BUSY)
-    store(ctx + at.CTX_BUSY, 1)
-    code = parse_and_run(door, ctx, args)
-    restore_gil(ctx)
-    store(ctx + at.CTX_BUSY, 0)
-    return PyLong_FromLong(code)
+    return leave(ctx, parse_and_run(door, ctx, args))
 
 
 def prepared(self: int, args: int, nargs: int) -> int:
     """Builtin ``door()`` of a persistent operation: everything is in the run already."""
     door = PyLong_AsLong(self)
     ctx = load(door + DOOR_CTX)
-    if load(ctx + at.CTX_BUSY) != 0:
+    if not enter(ctx):
         return PyLong_FromLong(at.BUSY)
-    store(ctx + at.CTX_BUSY, 1)
-    run = load(door + DOOR_RUN)
-    if load(ctx + at.CTX_THREADED) != 0:
-        release_gil(ctx)
-    code = _run_operate(ctx, run, load(run + at.RUN_TEMPLATE))
-    restore_gil(ctx)
-    store(ctx + at.CTX_BUSY, 0)
-    return PyLong_FromLong(code)
+    return leave(ctx, start(ctx, load(door + DOOR_RUN)))
+
+
+def launch(self: int, args: int, nargs: int) -> int:
+    """Builtin ``door(run, input address, output address)``, whatever Python's reasons to be busy are."""
+    ctx = load(PyLong_AsLong(self) + DOOR_CTX)
+    if load(ctx + at.CTX_INSIDE) != 0:
+        return PyLong_FromLong(at.BUSY)
+    store(ctx + at.CTX_INSIDE, 1)
+    run = PyLong_AsLong(load(args))
+    store(run + at.RUN_IN, PyLong_AsLong(load(args + 8)))
+    store(run + at.RUN_OUT, PyLong_AsLong(load(args + 16)))
+    return leave(ctx, start(ctx, run))
 
 
 # ---- point to point
-
-
-@inline
-def send_bytes(ctx: int, peer: int, address: int, nbytes: int, sig: int) -> int:
-    conn = connection(ctx, at.CTX_SEND, peer)
-    code = acquire(ctx, conn, peer)
-    if code != at.OK:
-        return code
-    if nbytes <= at.INLINE_BYTES:
-        memcpy(post_line(conn) + at.POST_INLINE, address, nbytes)
-        post(ctx, conn, sig, nbytes, at.MODE_INLINE)
-        return at.OK
-    if can_post_address(ctx, conn, address, nbytes, load(ctx + at.CTX_P2P_DIRECT)):
-        post_address(ctx, conn, sig, address, nbytes)
-        return drain(ctx, conn, peer)
-    piece = load(conn + at.CONN_SLOT_BYTES)
-    for start in range(0, nbytes, piece):
-        size = min(piece, nbytes - start)
-        code = acquire(ctx, conn, peer)
-        if code != at.OK:
-            return code
-        memcpy(slot(conn), address + start, size)
-        post(ctx, conn, sig, size, at.MODE_SLOT)
-    return at.OK
-
-
-@inline
-def recv_bytes(ctx: int, peer: int, address: int, nbytes: int, sig: int) -> int:
-    """Take messages until ``nbytes`` have come; the sender chose how to cut them."""
-    conn = connection(ctx, at.CTX_RECV, peer)
-    done = 0
-    while True:
-        if load(conn + at.CONN_KIND) == at.KIND_NET and nbytes - done > at.INLINE_BYTES:
-            want(ctx, conn, address + done, nbytes - done)
-        code = receive(ctx, conn, peer, sig)
-        if code != at.OK:
-            return code
-        size = load(post_line(conn) + at.POST_BYTES)
-        if size > nbytes - done:
-            return fail(ctx, at.ERR_SIZE, peer, nbytes, done + size)
-        code = take(ctx, conn, peer, address + done, size)
-        if code != at.OK:
-            return code
-        consume(ctx, conn)
-        done += size
-        if done >= nbytes:
-            return at.OK
-
-
-@inline
-def p2p_signature(coll: int, dtype: int, count: int) -> int:
-    """As ``signature`` in lower.py makes it, without a sequence number: ranks have different numbers of these."""
-    return coll << 16 | dtype << 21 | (count * 0x9E3779B1 & 0x7FFFFF) << 40
 
 
 @inline
@@ -296,57 +248,37 @@ def point_to_point(door: int, ctx: int, args: int) -> int:
     dtype = dtype_code(ctx, x)
     if dtype < 0 or peer < 0 or peer >= load(ctx + at.CTX_NRANKS) or peer == load(ctx + at.CTX_RANK):
         return at.NEED_PLAN
-    table = at.CTX_RECV if receives else at.CTX_SEND
-    if load(connection(ctx, table, peer) + at.CONN_KIND) == at.KIND_NONE:
-        return at.NEED_PLAN
     ctrl = load(ctx + at.CTX_CTRL)
     if load_acquire(ctrl + at.CTRL_ABORT) != 0:
         return fail(ctx, at.ERR_ABORTED, peer, 0, load(ctrl + at.CTRL_ABORT))
-    count = elements(x)
-    sig = p2p_signature(load(door + DOOR_COLL), dtype, count)
-    store(ctrl + at.BOARD_P2P_SIG, sig)
-    store(ctrl + at.BOARD_P2P_COUNT, count)
-    store(ctx + at.CTX_DEADLINE, 0)
-    store(ctx + at.CTX_STEP, -1)
     if load(ctx + at.CTX_THREADED) != 0:
         release_gil(ctx)
-    nbytes = count * item_size(dtype)
-    if receives:
-        code = recv_bytes(ctx, peer, load(x + at.ARRAY_DATA), nbytes, sig)
-    else:
-        code = send_bytes(ctx, peer, load(x + at.ARRAY_DATA), nbytes, sig)
-    if code == at.OK:
-        store_release(ctrl + at.BOARD_P2P_SIG, 0)
-    return code
-
-
-@inline
-def item_size(dtype: int) -> int:
-    if dtype < 2 or dtype > 9:
-        return 1
-    if dtype == 6 or dtype == 9:
-        return 2
-    if dtype == 4 or dtype == 5 or dtype == 8:
-        return 8
-    return 4
+    return one_message(ctx, receives, peer, load(x + at.ARRAY_DATA), elements(x), dtype)
 
 
 def send_recv(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(array, peer)``."""
     door = PyLong_AsLong(self)
     ctx = load(door + DOOR_CTX)
-    if load(ctx + at.CTX_BUSY) != 0:
+    if not enter(ctx):
         return PyLong_FromLong(at.BUSY)
-    store(ctx + at.CTX_BUSY, 1)
-    code = point_to_point(door, ctx, args)
-    restore_gil(ctx)
-    store(ctx + at.CTX_BUSY, 0)
-    return PyLong_FromLong(code)
+    return leave(ctx, point_to_point(door, ctx, args))
+
+
+def exchange(self: int, args: int, nargs: int) -> int:
+    """Builtin ``door(table, count)``: a group of sends and receives, see ``kernels.p2p``."""
+    ctx = load(PyLong_AsLong(self) + DOOR_CTX)
+    if load(ctx + at.CTX_INSIDE) != 0:
+        return PyLong_FromLong(at.BUSY)
+    store(ctx + at.CTX_INSIDE, 1)
+    release_gil(ctx)
+    return leave(ctx, exchange_all(ctx, PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))))
 
 
 EXPORTS: dict[str, Any] = {
     "collective": collective,
     "prepared": prepared,
+    "launch": launch,
     "send_recv": send_recv,
-    "operate": operate,
+    "exchange": exchange,
 }

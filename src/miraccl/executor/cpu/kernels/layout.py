@@ -38,7 +38,7 @@ CTX_KEEP = 120  # accumulators of a fold (8 * BLOCK bytes)
 CTX_PLANS, CTX_PLANS_MASK = 128, 136  # the table of plans
 CTX_DTYPES = 144  # table of descriptor addresses, one a DType
 CTX_ARRAY_TYPE, CTX_NONE, CTX_INT_TYPE, CTX_REDOP_TYPE = 152, 160, 168, 176
-CTX_BUSY = 184  # not 0: Python must look (pending asynchronous work, closed, a group is open, a thread is inside)
+CTX_BUSY = 184  # not 0: Python must look (pending asynchronous work, closed, a group is open)
 CTX_ERR, CTX_ERR_PEER, CTX_ERR_STEP, CTX_ERR_WANT, CTX_ERR_GOT = 192, 200, 208, 216, 224
 CTX_WINDOW, CTX_WINDOW_END = 232, 240  # this rank's window memory
 CTX_DEADLINE = 248  # of the operation under way; 0: not yet computed
@@ -50,6 +50,8 @@ CTX_LAST_PLAN = 288
 CTX_WAITED = 296
 CTX_P2P_DIRECT = 304  # a send of at least this many bytes is single-copy (p2p)
 CTX_MEMBARRIER = 312
+CTX_INSIDE = 320  # 1 while a thread is in the engine
+CTX_GONE = 328  # table: not 0 for a rank that has left in an orderly way
 CTX_SIZE = 512
 
 # ---- connection, one a direction and peer, private
@@ -60,6 +62,7 @@ CONN_WANTS, CONN_BELL_FD, CONN_ASLEEP, CONN_LAST_DIRECT = 80, 88, 96, 104
 CONN_PEER_IN, CONN_PEER_OUT, CONN_PEER_MODES = 112, 120, 128  # from the peer's last SIGNAL
 CONN_DIRECT = 136  # send: 1 if the peer can read this process's private memory
 CONN_SIZE = 192
+NET_PIECE = 8 << 20  # bytes of a message of send/recv between hosts; longer ones are several messages
 KIND_NONE, KIND_SHM, KIND_NET, KIND_SELF = 0, 1, 2, 3
 
 # ---- plan table entry and run template
@@ -80,9 +83,13 @@ STEP_OP, STEP_SRC_BUF, STEP_SRC, STEP_DST_BUF, STEP_DST, STEP_CHUNKS = 0, 8, 16,
 STEP_RECV, STEP_SEND, STEP_PEERS, STEP_NPEERS, STEP_NUMBER = 48, 56, 64, 72, 80
 STEP_SIZE = 96
 
+# ---- one send or receive of an exchange
+OP_KIND, OP_PEER, OP_ADDR, OP_BYTES, OP_SIG, OP_FIRST_ROUND, OP_ROUNDS, OP_COUNT = 0, 8, 16, 24, 32, 40, 48, 56
+OP_SIZE = 64
+
 # ---- results of a kernel
 OK, NEED_PLAN, BUSY = 0, 1, 2
-ERR_ABORTED, ERR_TIMEOUT, ERR_MISMATCH, ERR_SIZE, ERR_PEER_DIED, ERR_CMA, ERR_INTERRUPTED = 10, 11, 12, 13, 14, 15, 16
+ERR_ABORTED, ERR_TIMEOUT, ERR_MISMATCH, ERR_SIZE, ERR_LEFT, ERR_CMA, ERR_INTERRUPTED = 10, 11, 12, 13, 14, 15, 16
 
 # ---- what compiled code reads of a NumPy array: PyArrayObject_fields of numpy/core/include/numpy/ndarraytypes.h, part of NumPy's
 # ABI since 1.7; ``executor.cpu.arrays`` checks it on a probe before it is used

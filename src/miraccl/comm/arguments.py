@@ -1,0 +1,194 @@
+"""What users pass: arrays of all makes to memory that collectives can use, and the checks before anything is sent.
+
+``Memory`` is an address with a size and what keeps it alive.  NumPy arrays are taken as they are; anything with
+``__array_interface__``, the buffer protocol or DLPack (on the CPU) is viewed, never copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cpu.arrays import NUMPY_DTYPES, dtype_of
+from miraccl.types import DType, PreMulSum, RedOp
+
+Array = np.ndarray  # type: ignore[type-arg]
+
+ALLOWED = ", ".join(code.label for code in DType)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A contiguous buffer: the array that views it, and what the user passed (which is given back to him)."""
+
+    array: Array
+    dtype: DType
+    given: Any
+
+    @property
+    def address(self) -> int:
+        return int(self.array.__array_interface__["data"][0])
+
+    @property
+    def count(self) -> int:
+        return int(self.array.size)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.array.nbytes)
+
+
+def view(thing: Any, name: str, *, writes: bool, where: str) -> Memory:
+    """The memory of ``thing``, or ``InvalidUsage`` that says what is wrong with the argument ``name`` of ``where``."""
+    array = _as_array(thing, name, where)
+    dtype = dtype_of(array)
+    if dtype is None:
+        reason = "has the other byte order" if array.dtype.newbyteorder() in NUMPY_DTYPES.values() else f"has dtype {array.dtype}"
+        raise InvalidUsage(f"{where}: {name} {reason}; allowed are {ALLOWED}")
+    if not array.flags.c_contiguous:
+        hint = "pass numpy.ascontiguousarray(...) and copy the result back if you need it there"
+        raise InvalidUsage(f"{where}: {name} is not contiguous (shape {array.shape}, strides {array.strides})", hint=hint)
+    if not array.flags.aligned:
+        raise InvalidUsage(f"{where}: {name} is not aligned to its element size of {array.itemsize} bytes")
+    if writes and not array.flags.writeable:
+        raise InvalidUsage(f"{where}: {name} is read-only, but the result is written to it")
+    return Memory(array, dtype, thing)
+
+
+def _as_array(thing: Any, name: str, where: str) -> Array:
+    if isinstance(thing, np.ndarray):
+        return thing
+    if hasattr(thing, "__dlpack__"):
+        return _from_dlpack(thing, name, where)
+    if hasattr(thing, "__array_interface__"):
+        return np.asarray(thing)
+    try:
+        return np.asarray(memoryview(thing))
+    except (TypeError, ValueError, BufferError) as error:
+        kind = type(thing).__name__
+        raise InvalidUsage(
+            f"{where}: {name} is a {kind}; allowed are NumPy arrays and what has __array_interface__, the buffer protocol or DLPack"
+        ) from error
+
+
+# ---- DLPack (dlpack.h, version 1): NumPy's importer knows neither bfloat16 nor 8-bit floats
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+_DL_CPU = 1
+_DL_TYPES = {
+    (0, 8): DType.INT8,
+    (0, 32): DType.INT32,
+    (0, 64): DType.INT64,
+    (1, 8): DType.UINT8,
+    (1, 32): DType.UINT32,
+    (1, 64): DType.UINT64,
+    (2, 16): DType.FLOAT16,
+    (2, 32): DType.FLOAT32,
+    (2, 64): DType.FLOAT64,
+    (4, 16): DType.BFLOAT16,
+    (10, 8): DType.FLOAT8_E4M3,
+    (12, 8): DType.FLOAT8_E5M2,
+}
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype = ctypes.c_void_p
+_pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
+
+
+def _from_dlpack(thing: Any, name: str, where: str) -> Array:
+    """A view of a CPU tensor. The capsule is kept, not consumed: it frees the tensor's reference when the view goes."""
+    device = thing.__dlpack_device__() if hasattr(thing, "__dlpack_device__") else (_DL_CPU, 0)
+    if int(device[0]) != _DL_CPU:
+        raise InvalidUsage(f"{where}: {name} lies on a device (DLPack type {int(device[0])}); this communicator works on CPU memory")
+    try:
+        capsule = thing.__dlpack__()
+        pointer = _pointer_of(capsule, b"dltensor")
+    except Exception as error:
+        raise InvalidUsage(f"{where}: {name} gives no DLPack tensor: {error}") from error
+    tensor = _DLTensor.from_address(pointer)
+    code = _DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    if code is None:
+        raise InvalidUsage(f"{where}: {name} has DLPack type ({tensor.code}, {tensor.bits} bits); allowed are {ALLOWED}")
+    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    dtype = NUMPY_DTYPES[code]
+    strides = tuple(tensor.strides[i] * dtype.itemsize for i in range(tensor.ndim)) if tensor.strides else None
+    start = (tensor.data or 0) + tensor.byte_offset
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    base = _Exporter(start, shape, strides, dtype, capsule)
+    return np.asarray(base).view(dtype)
+
+
+class _Exporter:
+    """Hands memory to NumPy through the array interface, which knows bytes of any size but not every type."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: Any, owner: Any) -> None:
+        plain = np.dtype(f"<u{dtype.itemsize}") if dtype.kind == "V" or dtype.num > 23 else dtype
+        self.owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": shape,
+            "strides": strides,
+            "typestr": plain.str,
+            "data": (address, False),
+        }
+
+
+# ---- operators, peers, shapes
+
+
+def operator(op: Any, dtype: DType, where: str) -> tuple[RedOp, float]:
+    """(kind, scalar of a pre-multiplied sum)."""
+    if isinstance(op, PreMulSum):
+        if not dtype.is_float and op.scalar != int(op.scalar):
+            raise InvalidUsage(f"{where}: the scalar {op.scalar} of a pre-multiplied sum is no {dtype.label}")
+        return RedOp.PREMUL_SUM, float(op.scalar)
+    if isinstance(op, RedOp) and op is not RedOp.PREMUL_SUM:
+        return op, 1.0
+    names = ", ".join(o.name for o in RedOp if o is not RedOp.PREMUL_SUM)
+    raise InvalidUsage(f"{where}: op is {op!r}; allowed are miraccl.{names} and miraccl.PreMulSum(scalar)")
+
+
+def peer_rank(value: Any, name: str, nranks: int, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < nranks:
+        raise InvalidUsage(f"{where}: {name} is {value!r}; allowed are the ranks 0 to {nranks - 1}")
+    return int(value)
+
+
+def same_dtype(a: Memory, b: Memory, names: str, where: str) -> None:
+    if a.dtype is not b.dtype:
+        raise InvalidUsage(f"{where}: {names} have different dtypes, {a.dtype.label} and {b.dtype.label}")
+
+
+def expect_count(memory: Memory, count: int, name: str, why: str, where: str) -> None:
+    if memory.count != count:
+        raise InvalidUsage(f"{where}: {name} has {memory.count} elements, but needs {count} ({why})")
+
+
+def counts_of(values: Any, name: str, nranks: int, where: str) -> list[int]:
+    """Counts per rank of an uneven operation."""
+    try:
+        counts = [int(v) for v in values]
+    except (TypeError, ValueError) as error:
+        raise InvalidUsage(f"{where}: {name} is a list of {nranks} element counts, got {values!r}") from error
+    if len(counts) != nranks or min(counts) < 0:
+        raise InvalidUsage(f"{where}: {name} needs {nranks} counts of 0 or more, one a rank, got {counts}")
+    return counts

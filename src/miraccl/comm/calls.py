@@ -1,0 +1,327 @@
+"""From the arguments of a call to something that can be run: checks, buffers, block sizes.
+
+``Call`` is one operation ready to start.  Everything wrong with the arguments is found here, before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from miraccl.comm.arguments import Array, Memory, counts_of, expect_count, operator, peer_rank, same_dtype, view
+from miraccl.comm.planner import Request
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cpu.context import call_kernel, scale_kernel
+from miraccl.types import Collective, RedOp
+
+
+@dataclass(kw_only=True)
+class Call:
+    """An operation with its memory. ``before`` runs just before it, ``keep`` is what must stay alive until it has run."""
+
+    request: Request
+    source: int
+    target: int
+    result: Any
+    before: Callable[[], None] | None = None
+    keep: list[Any] = field(default_factory=list)
+    cacheable: bool = True
+    plan_arg: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who calls: rank, number of ranks, and the name of the call for error messages."""
+
+    rank: int
+    nranks: int
+    where: str
+
+    def root(self, value: Any) -> int:
+        return peer_rank(value, "root", self.nranks, self.where)
+
+
+def _no_overlap(a: Memory, b: Memory, allowed: int | None, place: Place) -> bool:
+    """Whether the two are "in place" (``b`` starts ``allowed`` bytes into ``a``); other overlaps are refused."""
+    first, second = a.address, b.address
+    if a.nbytes == 0 or b.nbytes == 0 or first >= second + b.nbytes or second >= first + a.nbytes:
+        return False
+    if allowed is not None and second - first == allowed:
+        return True
+    raise InvalidUsage(f"{place.where}: input and output overlap, but not as this operation's in-place form does")
+
+
+def _result(out: Any, like: Memory, shape: tuple[int, ...], place: Place) -> Memory:
+    if out is None:
+        array = np.empty(shape, like.array.dtype)
+        return Memory(array, like.dtype, array)
+    memory = view(out, "out", writes=True, where=place.where)
+    same_dtype(like, memory, "input and out", place.where)
+    return memory
+
+
+def _premultiply(call: Call, memory: Memory, op: RedOp, scalar: float, writes_input: bool) -> Call:
+    """For a pre-multiplied sum: scale the input where it lies (in place) or into a buffer of its own, just before the call."""
+    if op is not RedOp.PREMUL_SUM:
+        return call
+    factor = np.array([scalar], np.float64)
+    target = memory.array if writes_input else np.empty_like(memory.array)
+    source, count, kernel = memory.address, memory.count, scale_kernel(memory.dtype, False)
+    destination = int(target.__array_interface__["data"][0])
+    call.before = lambda: call_kernel(kernel, destination, source, int(factor.ctypes.data), count)
+    call.source = destination
+    call.keep += [factor, target]
+    call.cacheable = False
+    return call
+
+
+# ---- one function a collective: (place, arguments) -> Call
+
+
+def all_reduce(place: Place, x: Any, out: Any, op: Any) -> Call:
+    source = view(x, "x", writes=out is None, where=place.where)
+    kind, scalar = operator(op, source.dtype, place.where)
+    target = source if out is None else _result(out, source, source.array.shape, place)
+    expect_count(target, source.count, "out", "as many as x", place.where)
+    in_place = out is None or _no_overlap(source, target, 0, place)
+    call = _call(place, Collective.ALL_REDUCE, source, target, [source.count], [source.count], kind, in_place=in_place)
+    return _premultiply(call, source, kind, scalar, in_place)
+
+
+def reduce(place: Place, x: Any, root: Any, out: Any, op: Any) -> Call:
+    chief = place.root(root)
+    source = view(x, "x", writes=out is None and place.rank == chief, where=place.where)
+    kind, scalar = operator(op, source.dtype, place.where)
+    target = source if out is None or place.rank != chief else _result(out, source, source.array.shape, place)
+    expect_count(target, source.count, "out", "as many as x", place.where)
+    in_place = target is source or _no_overlap(source, target, 0, place)
+    call = _call(place, Collective.REDUCE, source, target, [source.count], [source.count], kind, chief, in_place=in_place)
+    if place.rank != chief:
+        call.result = x
+        scratch = np.empty_like(source.array)  # algorithms may use the output of a rank that gets no result
+        call.target, call.keep = int(scratch.ctypes.data), [*call.keep, scratch]
+        call.cacheable = False
+    return _premultiply(call, source, kind, scalar, in_place and place.rank == chief)
+
+
+def broadcast(place: Place, x: Any, root: Any) -> Call:
+    chief = place.root(root)
+    memory = view(x, "x", writes=place.rank != chief, where=place.where)
+    return _call(
+        place, Collective.BROADCAST, memory, memory, [memory.count], [memory.count], RedOp.SUM, chief, in_place=True, plan_arg=chief
+    )
+
+
+def all_gather(place: Place, x: Any, out: Any) -> Call:
+    source = view(x, "x", writes=False, where=place.where)
+    target = _result(out, source, _stacked(source.array, place.nranks), place)
+    expect_count(target, source.count * place.nranks, "out", f"{place.nranks} times x", place.where)
+    _no_overlap(target, source, place.rank * source.nbytes, place)
+    return _call(place, Collective.ALL_GATHER, source, target, [source.count], [source.count] * place.nranks)
+
+
+def all_gather_v(place: Place, x: Any, counts: Any, out: Any) -> Call:
+    sizes = counts_of(counts, "counts", place.nranks, place.where)
+    source = view(x, "x", writes=False, where=place.where)
+    expect_count(source, sizes[place.rank], "x", f"counts[{place.rank}]", place.where)
+    target = _result(out, source, (sum(sizes),), place)
+    expect_count(target, sum(sizes), "out", "the sum of counts", place.where)
+    _no_overlap(target, source, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
+    return _uneven(place, Collective.ALL_GATHER, source, target, [source.count], sizes, agreed=sizes)
+
+
+def reduce_scatter(place: Place, x: Any, out: Any, op: Any) -> Call:
+    source = view(x, "x", writes=False, where=place.where)
+    kind, scalar = operator(op, source.dtype, place.where)
+    if source.count % place.nranks:
+        raise InvalidUsage(f"{place.where}: x has {source.count} elements, which {place.nranks} ranks cannot share evenly", hint="use reduce_scatter_v")
+    count = source.count // place.nranks
+    target = _result(out, source, _share(source.array, place.nranks), place)
+    expect_count(target, count, "out", f"x shared by {place.nranks} ranks", place.where)
+    in_place = _no_overlap(source, target, place.rank * target.nbytes, place)
+    call = _call(place, Collective.REDUCE_SCATTER, source, target, [count] * place.nranks, [count], kind, in_place=in_place)
+    return _premultiply(call, source, kind, scalar, False)
+
+
+def reduce_scatter_v(place: Place, x: Any, counts: Any, out: Any, op: Any) -> Call:
+    sizes = counts_of(counts, "counts", place.nranks, place.where)
+    source = view(x, "x", writes=False, where=place.where)
+    kind, scalar = operator(op, source.dtype, place.where)
+    expect_count(source, sum(sizes), "x", "the sum of counts", place.where)
+    target = _result(out, source, (sizes[place.rank],), place)
+    expect_count(target, sizes[place.rank], "out", f"counts[{place.rank}]", place.where)
+    in_place = _no_overlap(source, target, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
+    call = _uneven(place, Collective.REDUCE_SCATTER, source, target, sizes, [target.count], kind, agreed=sizes, in_place=in_place)
+    return _premultiply(call, source, kind, scalar, False)
+
+
+def all_to_all(place: Place, x: Any, out: Any) -> Call:
+    source = view(x, "x", writes=False, where=place.where)
+    if source.count % place.nranks:
+        raise InvalidUsage(f"{place.where}: x has {source.count} elements, which {place.nranks} ranks cannot share evenly", hint="use all_to_all_v")
+    target = _result(out, source, source.array.shape, place)
+    expect_count(target, source.count, "out", "as many as x", place.where)
+    _no_overlap(source, target, None, place)
+    count = source.count // place.nranks
+    return _call(place, Collective.ALL_TO_ALL, source, target, [count] * place.nranks, [count] * place.nranks)
+
+
+def all_to_all_v(place: Place, x: Any, send_counts: Any, recv_counts: Any, out: Any) -> Call:
+    sends = counts_of(send_counts, "send_counts", place.nranks, place.where)
+    receives = counts_of(recv_counts, "recv_counts", place.nranks, place.where)
+    if sends[place.rank] != receives[place.rank]:
+        text = f"a rank sends itself what it receives: send_counts[{place.rank}] is {sends[place.rank]}, recv_counts[{place.rank}] is {receives[place.rank]}"
+        raise InvalidUsage(f"{place.where}: {text}")
+    source = view(x, "x", writes=False, where=place.where)
+    expect_count(source, sum(sends), "x", "the sum of send_counts", place.where)
+    target = _result(out, source, (sum(receives),), place)
+    expect_count(target, sum(receives), "out", "the sum of recv_counts", place.where)
+    _no_overlap(source, target, None, place)
+    return _uneven(place, Collective.ALL_TO_ALL, source, target, sends, receives, agreed=[])
+
+
+def gather(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Call:
+    chief = place.root(root)
+    source = view(x, "x", writes=False, where=place.where)
+    sizes = [source.count] * place.nranks if counts is None else counts_of(counts, "counts", place.nranks, place.where)
+    expect_count(source, sizes[place.rank], "x", f"counts[{place.rank}]", place.where)
+    shape = _stacked(source.array, place.nranks) if counts is None else (sum(sizes),)
+    if place.rank == chief:
+        target = _result(out, source, shape, place)
+        expect_count(target, sum(sizes), "out", "all ranks' elements", place.where)
+        _no_overlap(target, source, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
+    else:
+        target = source
+    mine = sizes if place.rank == chief else [0] * place.nranks
+    call = _uneven(place, Collective.GATHER, source, target, [source.count], mine, root=chief, agreed=sizes, uneven=counts is not None)
+    if place.rank != chief:
+        call.result = None
+    return call
+
+
+def scatter(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Call:
+    """``x`` counts on the root only; the others give ``out`` (or, in the even form, any array of the right size as ``x``)."""
+    chief = place.root(root)
+    if place.rank == chief:
+        source = view(x, "x", writes=False, where=place.where)
+        if counts is None and source.count % place.nranks:
+            raise InvalidUsage(
+                f"{place.where}: x has {source.count} elements, which {place.nranks} ranks cannot share evenly", hint="use scatter_v"
+            )
+        sizes = [source.count // place.nranks] * place.nranks if counts is None else counts_of(counts, "counts", place.nranks, place.where)
+        expect_count(source, sum(sizes), "x", "the sum of counts", place.where)
+        shape = _share(source.array, place.nranks) if counts is None else (sizes[place.rank],)
+        target = _result(out, source, shape, place)
+        expect_count(target, sizes[place.rank], "out", "the rank's share of x", place.where)
+        _no_overlap(source, target, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
+    else:
+        if out is None:
+            raise InvalidUsage(f"{place.where}: a rank that is not the root gives out, the array for its share")
+        target = view(out, "out", writes=True, where=place.where)
+        sizes = [target.count] * place.nranks if counts is None else counts_of(counts, "counts", place.nranks, place.where)
+        expect_count(target, sizes[place.rank], "out", f"counts[{place.rank}]", place.where)
+        source = target
+    blocks = sizes if place.rank == chief else [0] * place.nranks
+    return _uneven(
+        place, Collective.SCATTER, source, target, blocks, [target.count], root=chief, agreed=sizes, uneven=counts is not None
+    )
+
+
+def barrier(place: Place) -> Call:
+    nothing = Memory(_NOTHING, _UINT8, None)
+    return _call(place, Collective.BARRIER, nothing, nothing, [], [])
+
+
+# ---- building
+
+
+def _call(
+    place: Place,
+    collective: Collective,
+    source: Memory,
+    target: Memory,
+    in_counts: Sequence[int],
+    out_counts: Sequence[int],
+    op: RedOp = RedOp.SUM,
+    root: int = 0,
+    *,
+    in_place: bool = False,
+    plan_arg: int | None = None,
+) -> Call:
+    largest = max([*in_counts, *out_counts], default=0)
+    request = Request(
+        collective=collective,
+        dtype=source.dtype,
+        op=op,
+        root=root,
+        in_counts=tuple(in_counts),
+        out_counts=tuple(out_counts),
+        block_bytes=largest * source.dtype.itemsize,
+        count=largest,
+        in_place=in_place,
+    )
+    return Call(
+        request=request,
+        source=source.address,
+        target=target.address,
+        result=target.given,
+        keep=[source, target],
+        plan_arg=int(op) if plan_arg is None else plan_arg,
+    )
+
+
+def _uneven(
+    place: Place,
+    collective: Collective,
+    source: Memory,
+    target: Memory,
+    in_counts: Sequence[int],
+    out_counts: Sequence[int],
+    op: RedOp = RedOp.SUM,
+    root: int = 0,
+    *,
+    agreed: Sequence[int],
+    in_place: bool = False,
+    uneven: bool = True,
+) -> Call:
+    """``agreed`` are the counts that all ranks know (empty: each knows only its own)."""
+    largest = max(agreed, default=0) if agreed else 0
+    request = Request(
+        collective=collective,
+        dtype=source.dtype,
+        op=op,
+        root=root,
+        in_counts=tuple(in_counts),
+        out_counts=tuple(out_counts),
+        block_bytes=largest * source.dtype.itemsize if agreed else 1 << 20,
+        count=sum(agreed) if uneven else largest,
+        in_place=in_place,
+        uneven=uneven,
+    )
+    return Call(
+        request=request,
+        source=source.address,
+        target=target.address,
+        result=target.given,
+        keep=[source, target],
+        cacheable=False,
+    )
+
+
+def _stacked(array: Array, nranks: int) -> tuple[int, ...]:
+    """The shape of ``nranks`` arrays put after one another along the first axis."""
+    return (nranks * array.shape[0], *array.shape[1:]) if array.ndim else (nranks,)
+
+
+def _share(array: Array, nranks: int) -> tuple[int, ...]:
+    """The shape of one rank's share along the first axis; flat where that cannot be cut."""
+    if array.ndim and array.shape[0] % nranks == 0:
+        return (array.shape[0] // nranks, *array.shape[1:])
+    return (array.size // nranks,)
+
+
+_NOTHING = np.empty(0, np.uint8)
+_UINT8 = view(_NOTHING, "nothing", writes=False, where="barrier").dtype

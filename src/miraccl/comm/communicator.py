@@ -1,0 +1,310 @@
+"""The communicator: every public operation, each a few lines.
+
+An operation takes one of two ways.  The door (``executor.cpu.kernels.engine``) reads the arrays' headers and runs the plan in compiled
+code; that is every call whose like has been seen.  The long way checks the arguments, makes the plan, and handles groups,
+background work and everything else that is not an everyday call.  This file knows neither transports nor algorithms.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from miraccl.bootstrap import Session, UniqueId
+from miraccl.comm import calls
+from miraccl.comm import group as groups
+from miraccl.comm.arguments import peer_rank, view
+from miraccl.comm.calls import Call, Place
+from miraccl.comm.exchange import Transfer
+from miraccl.comm.member import Member, Options
+from miraccl.comm.persistent import Persistent
+from miraccl.comm.planner import Candidate
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.types import Collective, DType, RedOp
+
+SUM = RedOp.SUM
+
+
+class Communicator:
+    """A group of ranks that communicate; this process (or thread) is one of them.
+
+    ``Communicator(nranks, unique_id, rank)`` is collective: every rank calls it with the id that ``get_unique_id()`` gave to one of them.
+    ``miraccl.init()`` does that for ranks that a launcher started.  Keyword options: ``timeout`` in seconds of every operation
+    (MIRACCL_TIMEOUT), ``algo`` and ``proto`` as MIRACCL_ALGO and MIRACCL_PROTO, ``deterministic`` for results that depend on neither
+    size, algorithm nor layout.
+
+    Arrays are NumPy arrays, or anything with ``__array_interface__``, the buffer protocol or DLPack in CPU memory; contiguous, of a
+    dtype in ``miraccl.DType``.  Operations return the array with the result.  With ``async_op=True`` they return a ``Work``.
+    One thread at a time may be inside a communicator; ``abort`` may be called from any.
+    """
+
+    rank: int
+    nranks: int
+
+    def __init__(self, nranks: int, unique_id: UniqueId | bytes | str, rank: int, **options: Any) -> None:
+        from miraccl.comm.start import meet_by_id
+
+        opts = Options.create(**options)
+        self._start(meet_by_id(nranks, unique_id, rank, opts), opts)
+
+    @classmethod
+    def from_session(cls, session: Session, options: Options, *, parent: Communicator | None = None) -> Communicator:
+        """A communicator over a session that has met already."""
+        self = cls.__new__(cls)
+        self._start(session, options, parent)
+        return self
+
+    def _start(self, session: Session, options: Options, parent: Communicator | None = None) -> None:
+        self.rank, self.nranks = session.rank, session.nranks
+        self._member = member = Member(session, options, constants=parent._member.constants if parent else None)
+        self._lock = threading.RLock()
+        context = member.context
+        self._all_reduce = context.door("collective", Collective.ALL_REDUCE)
+        self._all_gather = context.door("collective", Collective.ALL_GATHER)
+        self._reduce_scatter = context.door("collective", Collective.REDUCE_SCATTER)
+        self._broadcast = context.door("collective", Collective.BROADCAST)
+        self._all_to_all = context.door("collective", Collective.ALL_TO_ALL)
+        self._send = context.door("send_recv", Collective.SEND_RECV, arg=0)
+        self._recv = context.door("send_recv", Collective.SEND_RECV, arg=1)
+        self._barrier: Callable[[], int] = member.barrier_door()
+        self._splits = 0
+        groups.join(self)
+
+    # ---- collectives
+
+    def all_reduce(self, x: Any, out: Any = None, op: Any = SUM, *, async_op: bool = False) -> Any:
+        """Reduce ``x`` over all ranks; every rank gets the result, in ``x`` itself or in ``out`` (same count and dtype)."""
+        if not async_op and not (code := self._all_reduce(x, out, op)):
+            return x if out is None else out
+        return self._long_way(lambda place: calls.all_reduce(place, x, out, op), "all_reduce", async_op, 0 if async_op else code)
+
+    def all_gather(self, x: Any, out: Any = None, *, async_op: bool = False) -> Any:
+        """All ranks' ``x`` (equal counts), one after another along the first axis, on every rank."""
+        if not async_op and out is not None and not (code := self._all_gather(x, out, 0)):
+            return out
+        return self._long_way(lambda p: calls.all_gather(p, x, out), "all_gather", async_op, 0 if async_op or out is None else code)
+
+    def reduce_scatter(self, x: Any, out: Any = None, op: Any = SUM, *, async_op: bool = False) -> Any:
+        """Reduce ``x`` over all ranks; rank r gets the r-th of nranks equal shares (cut along the first axis)."""
+        if not async_op and out is not None and not (code := self._reduce_scatter(x, out, op)):
+            return out
+        code = 0 if async_op or out is None else code
+        return self._long_way(lambda place: calls.reduce_scatter(place, x, out, op), "reduce_scatter", async_op, code)
+
+    def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False) -> Any:
+        """``x`` of rank ``root`` into ``x`` of every rank."""
+        if not async_op and not (code := self._broadcast(x, None, root)):
+            return x
+        return self._long_way(lambda place: calls.broadcast(place, x, root), "broadcast", async_op, 0 if async_op else code)
+
+    def reduce(self, x: Any, root: int = 0, out: Any = None, op: Any = SUM, *, async_op: bool = False) -> Any:
+        """Reduce ``x`` over all ranks into ``x`` (or ``out``) of rank ``root``; the others' ``x`` stays as it is."""
+        return self._long_way(lambda place: calls.reduce(place, x, root, out, op), "reduce", async_op)
+
+    def all_to_all(self, x: Any, out: Any = None, *, async_op: bool = False) -> Any:
+        """Block j of rank i's ``x`` becomes block i of rank j's result; ``x`` has nranks equal blocks."""
+        if not async_op and out is not None and not (code := self._all_to_all(x, out, 0)):
+            return out
+        return self._long_way(lambda p: calls.all_to_all(p, x, out), "all_to_all", async_op, 0 if async_op or out is None else code)
+
+    def gather(self, x: Any, root: int = 0, out: Any = None, *, async_op: bool = False) -> Any:
+        """All ranks' ``x`` on rank ``root``, as ``all_gather`` puts them; the others get None."""
+        return self._long_way(lambda place: calls.gather(place, x, root, out), "gather", async_op)
+
+    def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, async_op: bool = False) -> Any:
+        """Rank r gets the r-th of nranks equal shares of the root's ``x``; ranks other than the root give ``out`` (``x`` is not looked at)."""
+        return self._long_way(lambda place: calls.scatter(place, x, root, out), "scatter", async_op)
+
+    def barrier(self, *, async_op: bool = False) -> Any:
+        """Return once every rank has come."""
+        if not async_op and not (code := self._barrier()):
+            return None
+        return self._long_way(calls.barrier, "barrier", async_op, 0 if async_op else code)
+
+    # ---- uneven collectives: counts in elements, one a rank, the same list on every rank unless said
+
+    def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, *, async_op: bool = False) -> Any:
+        """As ``all_gather``; rank r contributes ``counts[r]`` elements. The result is flat."""
+        return self._long_way(lambda place: calls.all_gather_v(place, x, counts, out), "all_gather_v", async_op)
+
+    def reduce_scatter_v(self, x: Any, counts: Sequence[int], out: Any = None, op: Any = SUM, *, async_op: bool = False) -> Any:
+        """As ``reduce_scatter``; rank r gets ``counts[r]`` elements."""
+        return self._long_way(lambda place: calls.reduce_scatter_v(place, x, counts, out, op), "reduce_scatter_v", async_op)
+
+    def all_to_all_v(
+        self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None, *, async_op: bool = False
+    ) -> Any:
+        """As ``all_to_all``; block j of ``x`` has ``send_counts[j]`` elements, block j of the result ``recv_counts[j]`` (each rank's own)."""
+        return self._long_way(lambda p: calls.all_to_all_v(p, x, send_counts, recv_counts, out), "all_to_all_v", async_op)
+
+    def gather_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, async_op: bool = False) -> Any:
+        """As ``gather``; rank r contributes ``counts[r]`` elements."""
+        return self._long_way(lambda place: calls.gather(place, x, root, out, counts), "gather_v", async_op)
+
+    def scatter_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, async_op: bool = False) -> Any:
+        """As ``scatter``; rank r gets ``counts[r]`` elements."""
+        return self._long_way(lambda place: calls.scatter(place, x, root, out, counts), "scatter_v", async_op)
+
+    # ---- point to point
+
+    def send(self, x: Any, dst: int, *, async_op: bool = False) -> Any:
+        """Send ``x`` to rank ``dst``; returns when ``x`` may be changed. Matches one ``recv`` of the same count and dtype, in order."""
+        if not async_op and not (code := self._send(x, dst)):
+            return None
+        return self._transfer(x, dst, False, "send", async_op, 0 if async_op else code)
+
+    def recv(self, x: Any, src: int, *, async_op: bool = False) -> Any:
+        """Receive from rank ``src`` into ``x``."""
+        if not async_op and not (code := self._recv(x, src)):
+            return x
+        return self._transfer(x, src, True, "recv", async_op, 0 if async_op else code)
+
+    def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, async_op: bool = False) -> Any:
+        """Send ``x`` to ``dst`` and receive ``out`` from ``src`` at the same time."""
+        pair = [self._checked(x, dst, False, "sendrecv"), self._checked(out, src, True, "sendrecv")]
+        group = groups.current()
+        if group is not None:
+            for transfer in pair:
+                group.add(self, transfer)
+            return out
+        return self._member.exchange(pair, out, "sendrecv", async_op)
+
+    # ---- persistent operations: everything is checked and planned once
+
+    def all_reduce_init(self, x: Any, out: Any = None, op: Any = SUM) -> Persistent:
+        """A prepared ``all_reduce``: ``op = comm.all_reduce_init(x); op()``. Buffers are bound; call it on all ranks alike."""
+        return self._prepare(lambda place: calls.all_reduce(place, x, out, op), "all_reduce")
+
+    def all_gather_init(self, x: Any, out: Any = None) -> Persistent:
+        """A prepared ``all_gather``."""
+        return self._prepare(lambda place: calls.all_gather(place, x, out), "all_gather")
+
+    def reduce_scatter_init(self, x: Any, out: Any = None, op: Any = SUM) -> Persistent:
+        """A prepared ``reduce_scatter``."""
+        return self._prepare(lambda place: calls.reduce_scatter(place, x, out, op), "reduce_scatter")
+
+    def broadcast_init(self, x: Any, root: int = 0) -> Persistent:
+        """A prepared ``broadcast``."""
+        return self._prepare(lambda place: calls.broadcast(place, x, root), "broadcast")
+
+    def reduce_init(self, x: Any, root: int = 0, out: Any = None, op: Any = SUM) -> Persistent:
+        """A prepared ``reduce``."""
+        return self._prepare(lambda place: calls.reduce(place, x, root, out, op), "reduce")
+
+    def all_to_all_init(self, x: Any, out: Any = None) -> Persistent:
+        """A prepared ``all_to_all``."""
+        return self._prepare(lambda place: calls.all_to_all(place, x, out), "all_to_all")
+
+    def gather_init(self, x: Any, root: int = 0, out: Any = None) -> Persistent:
+        """A prepared ``gather``."""
+        return self._prepare(lambda place: calls.gather(place, x, root, out), "gather")
+
+    def scatter_init(self, x: Any = None, root: int = 0, out: Any = None) -> Persistent:
+        """A prepared ``scatter``."""
+        return self._prepare(lambda place: calls.scatter(place, x, root, out), "scatter")
+
+    # ---- memory, plans, life
+
+    def empty(self, shape: Any, dtype: Any = "float32") -> Any:
+        """An array in window memory, which all ranks of the host address directly: large operations on it copy nothing in between."""
+        return self._member.empty(shape, dtype)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds for the communicator, by purpose."""
+        return self._member.memory()
+
+    def explain(self, collective: str | Collective, nbytes: int, dtype: Any = DType.FLOAT32, op: RedOp = SUM) -> list[Candidate]:
+        """All ways to run ``collective`` on a buffer of ``nbytes`` (the larger of the whole input and output), the chosen one first."""
+        return self._member.explain(collective, nbytes, dtype, op)
+
+    @property
+    def last_plan(self) -> Candidate | None:
+        """The plan of the last collective operation."""
+        return self._member.planner.choice_of(self._member.context.get(at.CTX_LAST_PLAN))
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number among the ranks of its host."""
+        return self._member.fabric.local.index(self.rank)
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """One communicator per ``color``, ranks ordered by (key, rank). Collective; a rank with color None gets None."""
+        self._splits += 1
+        session, options = self._member.split(color, key, self._splits)
+        return None if session is None else Communicator.from_session(session, options, parent=self)
+
+    def shrink(self) -> Communicator:
+        """A communicator of the ranks that live, after this one broke. Collective over the living."""
+        self._splits += 1
+        return Communicator.from_session(self._member.living(self._splits), self._member.options, parent=self)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """End the communicator now, on all ranks: whoever waits raises ``CommunicatorAborted``. Any thread may call it."""
+        self._member.abort(reason)
+
+    def finalize(self) -> None:
+        """Leave in an orderly way, after what is pending; may be called twice. Not collective."""
+        self._member.finalize()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind: Any, value: BaseException | None, trace: Any) -> None:
+        if value is not None and not self._member.closed:
+            self._member.abort(f"{kind.__name__} left the communicator's with block: {value}")
+        self.finalize()
+
+    def __repr__(self) -> str:
+        return f"<Communicator rank {self.rank} of {self.nranks}{' closed' if self._member.closed else ''}>"
+
+    # ---- the long way
+
+    def _place(self, name: str) -> Place:
+        return Place(self.rank, self.nranks, name)
+
+    def _long_way(self, make: Callable[[Place], Call], name: str, async_op: bool, code: int = 0) -> Any:
+        """``code`` is what the door said, 0 if it was not asked."""
+        self._member.check(code, name)
+        call = make(self._place(name))
+        group = groups.current()
+        if group is not None:
+            if async_op:
+                raise InvalidUsage(f"{name}: async_op has no meaning inside a group; the group is one operation")
+            group.add(self, (name, call))
+            return call.result
+        return self._member.submit(call, name) if async_op else self._member.run(call, name)
+
+    def _prepare(self, make: Callable[[Place], Call], name: str) -> Persistent:
+        self._member.check(0, name)
+        return Persistent(self._member, make(self._place(name)), name)
+
+    def _checked(self, x: Any, peer: Any, receives: bool, name: str) -> Transfer:
+        self._member.check(0, name)
+        other = peer_rank(peer, "src" if receives else "dst", self.nranks, name)
+        return Transfer(receives=receives, peer=other, memory=view(x, "x", writes=receives, where=name))
+
+    def _transfer(self, x: Any, peer: Any, receives: bool, name: str, async_op: bool, code: int) -> Any:
+        self._member.check(code, name)
+        transfer = self._checked(x, peer, receives, name)
+        result = x if receives else None
+        group = groups.current()
+        if group is not None:
+            group.add(self, transfer)
+            return result
+        return self._member.exchange([transfer], result, name, async_op)
+
+    def run_group(self, items: list[Any]) -> None:
+        """From ``group``: all sends and receives together, then the collectives in their order."""
+        transfers = [item for item in items if isinstance(item, Transfer)]
+        if transfers:
+            self._member.exchange(transfers, None, "group", False)
+        for item in items:
+            if not isinstance(item, Transfer):
+                name, call = item
+                self._member.run(call, name)
+
+    def look_before_running(self, reason: int, on: bool) -> None:
+        """From ``group``: shut or open the doors."""
+        self._member.look_before_running(reason, on)

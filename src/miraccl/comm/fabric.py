@@ -1,0 +1,237 @@
+"""What connects the ranks of one communicator: endpoints, transports, FIFOs, and the context of the engine.
+
+Making it takes four rounds of the bootstrap's all-gather: what each rank is and believes (compared: ``PlanMismatch``), how to reach
+its memory, whether its memory could be read, and that everybody has finished.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from miraccl import params
+from miraccl.bootstrap import Session
+from miraccl.comm.window import Window
+from miraccl.errors import MiracclError, PlanMismatch, ProtocolError
+from miraccl.executor.cpu.context import Context, WaitPolicy, Wires, words_at
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.native import atomics
+from miraccl.transport.base import Endpoint, FifoKind, FifoPair, Transport
+from miraccl.transport.shm import Segment, ShmTransport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beliefs:
+    """What all ranks must agree on before they move data; the names are those of ``PlanMismatch``."""
+
+    version: str
+    algo: str
+    proto: str
+    deterministic: bool
+    buffsize: int
+    constants: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+class Fabric:
+    """Connections of one rank in one communicator. Owns the transports and the context; ``close`` may be called twice."""
+
+    def __init__(self, session: Session, beliefs: Beliefs, *, timeout: float, on_lost: Any) -> None:
+        self.session = session
+        self.rank, self.nranks = session.rank, session.nranks
+        self.timeout = timeout
+        self._on_lost = on_lost
+        self._transports: list[Transport] = []
+        self._proxy: Any = None
+        self._segment: Segment | None = None
+        try:
+            self._connect(beliefs)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, beliefs: Beliefs) -> None:
+        me = Endpoint(
+            rank=self.rank,
+            hostid=params.HOSTID.read() or self.session.hosts[self.rank],
+            pid=os.getpid(),
+            addresses=tuple(self.session.all_addresses[self.rank]) or (self.session.addresses[self.rank],),
+        )
+        if self.session.addresses[self.rank] not in me.addresses:
+            me = Endpoint(rank=me.rank, hostid=me.hostid, pid=me.pid, addresses=(self.session.addresses[self.rank], *me.addresses))
+        hello = {
+            "beliefs": beliefs.to_dict(),
+            "hostid": me.hostid,
+            "pid": me.pid,
+            "addresses": me.addresses,
+            "cores": _cores(),
+            "machine": machine(),
+        }
+        records = self._exchange("hello", hello)
+        _compare([record["beliefs"] for record in records])
+        self.constants_text = str(records[0]["beliefs"]["constants"])
+        self.endpoints = {
+            r: Endpoint(rank=r, hostid=rec["hostid"], pid=rec["pid"], addresses=tuple(rec["addresses"])) for r, rec in enumerate(records)
+        }
+        names = list(dict.fromkeys(e.hostid for e in self.endpoints.values()))
+        self.hosts = tuple(names.index(self.endpoints[r].hostid) for r in range(self.nranks))
+        self.local = [r for r in range(self.nranks) if self.hosts[r] == self.hosts[self.rank]]
+        # Ranks that only act as several hosts share the cores of one machine.
+        machines = [record["machine"] for record in records]
+        self.ranks_per_core = max(machines.count(rec["machine"]) / max(1, int(rec["cores"])) for rec in records)
+        self.threaded = len({(self.hosts[r], e.pid) for r, e in self.endpoints.items()}) < self.nranks
+        self._open_transports(me, beliefs)
+
+    def _open_transports(self, me: Endpoint, beliefs: Beliefs) -> None:
+        use_shm = not params.SHM_DISABLE.read()
+        near = {r: self.endpoints[r] for r in self.local if r != self.rank} if use_shm else {}
+        far = {r: e for r, e in self.endpoints.items() if r != self.rank and r not in near}
+        shm = ShmTransport(me, near, budget=beliefs.buffsize)
+        self.shm = shm
+        self._transports.append(shm)
+        network = self._network(me, shm) if far else None
+        blob = {"shm": shm.setup().decode(), "net": network.setup().hex() if network else ""}
+        infos = self._exchange("connect", blob)
+        pairs: dict[int, FifoPair] = shm.connect({r: infos[r]["shm"].encode() for r in near})
+        if network:
+            pairs.update(network.connect({r: bytes.fromhex(infos[r]["net"]) for r in far}))
+        readable = [] if params.CMA_DISABLE.read() else sorted(shm.readable)
+        abilities = self._exchange("abilities", {"readable": readable, "membarrier": atomics.register_membarrier()})
+        self.readable = {r for r in near if self.rank in abilities[r]["readable"]}
+        self.window = Window(shm.window)
+        policy = self._policy(all(a["membarrier"] for a in abilities))
+        wires = {r: self._wires(r, pair, r in self.readable) for r, pair in pairs.items()}
+        self.context = Context(
+            rank=self.rank,
+            nranks=self.nranks,
+            ctrl=shm.control,
+            wires=wires,
+            policy=policy,
+            window=(shm.window.address, shm.window.address + shm.window.nbytes),
+            threaded=self.threaded,
+        )
+        self.slot_bytes = min([w.slot_bytes for w in wires.values()], default=shm.slot_bytes)
+        self._exchange("ready", self.slot_bytes)
+
+    def _network(self, me: Endpoint, shm: ShmTransport) -> Transport:
+        from miraccl.comm.network import open_network
+
+        transport, self._proxy = open_network(self.session, me, shm.slot_bytes, self.wake, self._on_lost)
+        self._transports.append(transport)
+        return transport
+
+    def _policy(self, membarrier: bool) -> WaitPolicy:
+        crowded = self.ranks_per_core > 1
+        return WaitPolicy(
+            spin=100 if crowded else 3000,
+            yields=20 if crowded else 3,
+            timeout_s=self.timeout,
+            membarrier=membarrier and not crowded,
+        )
+
+    def _wires(self, peer: int, pair: FifoPair, readable: bool) -> Wires:
+        near = pair.send.kind is FifoKind.SHM
+        return Wires(
+            kind=at.KIND_SHM if near else at.KIND_NET,
+            slot_bytes=pair.send.slot_bytes,
+            send_posts=pair.send.post,
+            send_tail=pair.send.tail,
+            send_slots=pair.send.slots,
+            recv_posts=pair.recv.post,
+            recv_tail=pair.recv.tail,
+            recv_slots=pair.recv.slots,
+            recv_wants=pair.recv.want,
+            ctrl=self.shm.peers[peer].address if near else 0,
+            pid=self.shm.pids[peer] if near else 0,
+            window=self.shm.windows[peer].address if near else 0,
+            readable=readable if near else True,
+            bell=pair.send.bell,
+            asleep=pair.send.asleep,
+        )
+
+    def _exchange(self, tag: str, value: Any) -> list[Any]:
+        blobs = self.session.all_gather(json.dumps(value).encode(), f"fabric {tag}")
+        try:
+            return [json.loads(blob) for blob in blobs]
+        except ValueError as error:
+            raise ProtocolError(f"a rank's {tag} record is malformed") from error
+
+    def wake(self, rank: int) -> None:
+        """Wake this rank if it sleeps in the engine; any thread may call it."""
+        del rank
+        atomics.ring(self.shm.control + at.CTRL_BELL)
+
+    def set_abort(self, code: int) -> None:
+        """End every wait of this rank, now and later; any thread may call it."""
+        atomics.store_release(self.shm.control + at.CTRL_ABORT, code)
+        self.wake(self.rank)
+
+    def board(self) -> dict[str, int]:
+        """What the engine is doing here, as the other ranks see it."""
+        words = words_at(self.shm.control, at.PAGE // 8)
+        names = {
+            "seq": at.BOARD_SEQ,
+            "sig": at.BOARD_SIG,
+            "count": at.BOARD_COUNT,
+            "step": at.BOARD_STEP,
+            "peer": at.BOARD_PEER,
+            "state": at.BOARD_STATE,
+            "p2p_sig": at.BOARD_P2P_SIG,
+            "p2p_count": at.BOARD_P2P_COUNT,
+        }
+        return {name: int(words[place // 8]) for name, place in names.items()}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds for the communicator: shared FIFOs as touched, window memory in use, private memory."""
+        resident = self.shm.resident_bytes()
+        network = sum(2 * t for t in [self.slot_bytes * at.NSLOTS] * sum(w.kind == at.KIND_NET for w in self.context.wires.values()))
+        return {
+            "fifo": resident["fifo"],
+            "fifo_reserved": self.shm.segment.nbytes,
+            "window": resident["window"],
+            "network": network,
+            "private": self.context.private_bytes(),
+        }
+
+    def close(self, *, abort: str = "") -> None:
+        for transport in reversed(self._transports):
+            try:
+                if abort:
+                    transport.abort(abort)
+                else:
+                    transport.close()
+            except (OSError, MiracclError):  # what is broken already need not close well
+                continue
+        self._transports.clear()
+        if self._proxy is not None:
+            self._proxy.close()
+            self._proxy = None
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def machine() -> str:
+    """The kernel's boot, whatever host this rank claims to be on."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+def _compare(beliefs: list[dict[str, Any]]) -> None:
+    """Raise ``PlanMismatch`` naming the ranks and the field, if ranks start from different settings."""
+    for field in beliefs[0]:
+        if field == "constants":  # rank 0's are used by all
+            continue
+        values = [b.get(field) for b in beliefs]
+        if any(v != values[0] for v in values):
+            groups = {repr(v): [r for r, w in enumerate(values) if w == v] for v in values}
+            text = "; ".join(f"{value} on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}" for value, who in groups.items())
+            raise PlanMismatch(f"ranks disagree on {field}: {text}", hint="give all ranks the same settings")

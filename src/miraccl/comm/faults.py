@@ -1,0 +1,232 @@
+"""From a broken wait to an error that names the culprit, on every rank.
+
+The rank that finds a fault asks all ranks for their status, makes the error, and notifies the others; these, woken by the abort word,
+raise the same error.  The first fault of a communicator stays: later calls raise it again.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from miraccl.bootstrap import Event, Notice, PeerLeft, PeerLost, Session
+from miraccl.comm.fabric import Fabric
+from miraccl.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    CommunicatorAborted,
+    MiracclError,
+    PeerDied,
+    SystemFailure,
+)
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.lower import describe_signature
+
+_KINDS: dict[str, type[MiracclError]] = {
+    "timeout": CollectiveTimeout,
+    "mismatch": CollectiveMismatch,
+    "aborted": CommunicatorAborted,
+    "died": PeerDied,
+    "system": SystemFailure,
+}
+STATUS_WAIT_S = 1.5
+NOTICE_WAIT_S = 2.0
+HINT = "this communicator is broken; shrink() makes one of the living ranks"
+
+
+class Faults:
+    """The fault of one communicator on one rank, if it has one."""
+
+    def __init__(self, session: Session, fabric: Fabric) -> None:
+        self.session, self.fabric = session, fabric
+        self.rank, self.nranks = session.rank, session.nranks
+        self.fault: MiracclError | None = None
+        self.lost: dict[int, str] = {}
+        self.left: dict[int, str] = {}
+        self.closing = False
+        self._told = threading.Event()
+        self._lock = threading.Lock()
+        session.status_provider = self.status
+        session.on_event(self._on_event)
+
+    # ---- what this rank is doing
+
+    def status(self) -> dict[str, Any]:
+        return dict(self.fabric.board())
+
+    # ---- from the watcher's thread
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, PeerLost):
+            self.peer_lost(event.rank, event.reason)
+        elif isinstance(event, PeerLeft) and event.rank >= 0:
+            self.left[event.rank] = event.reason
+            self.fabric.context.gone[event.rank] = 1
+            self.fabric.wake(self.rank)
+        elif isinstance(event, Notice):
+            self._noticed(event.from_rank, event.payload)
+
+    def peer_lost(self, rank: int, reason: str) -> None:
+        """A rank died; ``rank`` -1 is the hub in a launcher."""
+        if self.closing:
+            return
+        self.lost[rank] = reason
+        who = f"rank {rank}" if rank >= 0 else "the launcher"
+        self.settle(PeerDied(f"{who} died: {reason}", rank=self.rank, peer=rank, hint=HINT))
+
+    def connection_lost(self, rank: int, kind: str, reason: str) -> None:
+        """From a transport: a peer that closed in good order has left; everything else is a death."""
+        if kind == "closed":
+            self.left.setdefault(rank, reason)
+            self.fabric.context.gone[rank] = 1
+            self.fabric.wake(self.rank)
+        elif kind != "aborted":  # a notice with the reason is under way
+            self.peer_lost(rank, reason)
+
+    def _noticed(self, source: int, payload: dict[str, Any]) -> None:
+        kind = _KINDS.get(str(payload.get("kind")))
+        if kind is None:
+            return
+        peer = payload.get("peer")
+        where: dict[str, Any] = {"rank": self.rank, "op": payload.get("op"), "peer": peer if isinstance(peer, int) else source, "hint": HINT}
+        if kind is CollectiveTimeout:
+            where["graph"] = tuple(str(line) for line in payload.get("graph", ()))
+        self.settle(kind(str(payload.get("message", "")), **where))
+
+    def settle(self, error: MiracclError) -> MiracclError:
+        """Make ``error`` the communicator's fault unless it has one; ends all waits of this rank."""
+        with self._lock:
+            if self.fault is None:
+                self.fault = error
+        self._told.set()
+        self.fabric.context.set(at.CTX_BUSY, 1)
+        self.fabric.set_abort(at.ERR_ABORTED)
+        return self.fault
+
+    def spread(self, error: MiracclError, kind: str) -> MiracclError:
+        """Settle on a fault found here and tell the others."""
+        settled = self.settle(error)
+        if settled is error:
+            payload: dict[str, Any] = {"kind": kind, "message": error.message, "op": error.op, "peer": error.peer}
+            if isinstance(error, CollectiveTimeout):
+                payload["graph"] = list(error.graph)
+            try:
+                self.session.notify(payload)
+            except MiracclError:  # the control plane is gone as well; the others find out by themselves
+                pass
+        return settled
+
+    # ---- from the thread that was waiting
+
+    def explain(self, code: int) -> MiracclError:
+        """The error for an ERR_* of the engine."""
+        context = self.fabric.context
+        peer, step = context.get(at.CTX_ERR_PEER), context.get(at.CTX_ERR_STEP)
+        want, got = context.get(at.CTX_ERR_WANT), context.get(at.CTX_ERR_GOT)
+        board = self.fabric.board()
+        op = describe_operation(board)
+        if code == at.ERR_ABORTED:
+            self._told.wait(NOTICE_WAIT_S)
+            return self.fault or self.settle(CommunicatorAborted("the operation was aborted", rank=self.rank, op=op, hint=HINT))
+        if self.fault is not None:
+            return self.fault
+        if code == at.ERR_TIMEOUT:
+            graph = self.wait_for_graph()
+            text = f"passed its deadline of {self.fabric.timeout:g} s while waiting for rank {peer} in step {step}"
+            return self.spread(CollectiveTimeout(text, graph=graph, rank=self.rank, peer=peer, op=op, hint=HINT), "timeout")
+        if code == at.ERR_LEFT:
+            text = f"rank {peer} has left the communicator ({self.left.get(peer, 'finalized')}) and will not take part"
+            return self.spread(PeerDied(text, rank=self.rank, peer=peer, op=op, hint=HINT), "died")
+        if code == at.ERR_MISMATCH:
+            return self.spread(CollectiveMismatch(self._mismatch(peer, want, got), rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
+        if code == at.ERR_SIZE:
+            text = f"ranks disagree on the size of a message: rank {self.rank} expects {want} bytes, rank {peer} sent {got}"
+            return self.spread(CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
+        if code == at.ERR_CMA:
+            text = f"the kernel refused to copy {want} bytes from the memory of rank {peer}"
+            hint = "MIRACCL_CMA_DISABLE=1 avoids process_vm_readv"
+            return self.spread(SystemFailure(text, rank=self.rank, peer=peer, op=op, hint=hint), "system")
+        return self.spread(MiracclError(f"the engine returned {code}", rank=self.rank, op=op), "system")
+
+    def _mismatch(self, peer: int, want: int, got: int) -> str:
+        """Which field differs, and which ranks have which value."""
+        statuses = self._statuses()
+        boards = {r: s["status"] for r, s in statuses.items() if isinstance(s.get("status"), dict) and "sig" in s["status"]}
+        mine, theirs = describe_signature(want), describe_signature(got)
+        fields = [f for f in mine if mine[f] != theirs[f]]
+        lines = []
+        for field in fields:
+            values: dict[str, list[int]] = {}
+            for rank in range(self.nranks):
+                sig = want if rank == self.rank else got if rank == peer else boards.get(rank, {}).get("sig", 0)
+                if not sig:
+                    continue
+                value = describe_signature(sig)[field]
+                if field == "count" and rank in boards:
+                    value = str(boards[rank]["count"])
+                values.setdefault(value, []).append(rank)
+            lines.append(f"{field} is " + ", ".join(f"{v} on {_ranks(who)}" for v, who in values.items()))
+        return "ranks called different operations: " + ("; ".join(lines) or "the signatures differ")
+
+    def _statuses(self) -> dict[int, dict[str, Any]]:
+        try:
+            return self.session.request_status(STATUS_WAIT_S)
+        except MiracclError:
+            return {}
+
+    def wait_for_graph(self) -> tuple[str, ...]:
+        """One line per rank: what it is doing, for whom it waits, and where its program is."""
+        statuses = self._statuses()
+        seqs = [s["status"]["seq"] for s in statuses.values() if isinstance(s.get("status"), dict) and "seq" in s["status"]]
+        newest = max(seqs, default=0)
+        lines = []
+        for rank in range(self.nranks):
+            answer = statuses.get(rank, {"answered": False, "reason": "no answer"})
+            board = answer.get("status")
+            if rank in self.left:
+                lines.append(f"rank {rank}: left the communicator ({self.left[rank]})")
+            elif not answer.get("answered") or not isinstance(board, dict) or "seq" not in board:
+                lines.append(f"rank {rank}: did not answer ({answer.get('reason', 'no status')})")
+            else:
+                lines.append(f"rank {rank}: {_activity(board, newest)}{_place(answer)}")
+        return tuple(lines)
+
+
+def describe_operation(board: dict[str, int]) -> str:
+    """``all_reduce #17 (1024 x float32, sum)`` for what is on a board."""
+    if board.get("p2p_sig") and board.get("state") != at.STATE_RUNNING:
+        fields = describe_signature(board["p2p_sig"])
+        return f"send/recv ({board['p2p_count']} x {fields['dtype']})"
+    if not board.get("sig"):
+        return "no operation yet"
+    fields = describe_signature(board["sig"])
+    if fields["collective"] == "barrier":
+        return f"barrier #{board['seq']}"
+    detail = f"{board['count']} x {fields['dtype']}"
+    if fields["collective"] in ("all_reduce", "reduce_scatter", "reduce"):
+        detail += f", {fields['operator']}"
+    if fields["collective"] in ("broadcast", "reduce", "gather", "scatter"):
+        detail += f", root {fields['root']}"
+    return f"{fields['collective']} #{board['seq']} ({detail})"
+
+
+def _activity(board: dict[str, int], newest: int) -> str:
+    what = describe_operation(board)
+    if board["state"] == at.STATE_WAITING:
+        return f"waits for rank {board['peer']} in {what}, step {board['step']}"
+    if board["state"] == at.STATE_RUNNING:
+        return f"works on {what}"
+    if board["seq"] < newest:
+        return f"never arrived at operation #{board['seq'] + 1}; its last was {what}"
+    return f"has finished {what}"
+
+
+def _place(answer: dict[str, Any]) -> str:
+    for thread in answer.get("threads", ()):
+        if isinstance(thread, dict) and thread.get("where"):
+            return f"; its program is at {thread['where']}"
+    return ""
+
+
+def _ranks(who: list[int]) -> str:
+    return f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"

@@ -1,0 +1,323 @@
+"""One rank's membership of a communicator: what holds the parts together and decides who may run when.
+
+``run`` starts a call now, ``submit`` in the background, ``exchange`` a group of sends and receives.  While background work is pending,
+everything queues behind it.  The word ``CTX_BUSY`` of the context shuts the doors; its bits say why.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from miraccl import __version__, params
+from miraccl.bootstrap import Session
+from miraccl.comm.arguments import ALLOWED
+from miraccl.comm.calls import Call, Place, barrier
+from miraccl.comm.exchange import Transfer, build_table, copy_to_self
+from miraccl.comm.fabric import Beliefs, Fabric
+from miraccl.comm.faults import Faults
+from miraccl.comm.model import Constants, Shape, default_block_bytes
+from miraccl.comm.planner import Candidate, Overrides, Planner, Request
+from miraccl.comm.tuning import load_constants
+from miraccl.comm.work import Work, Worker
+from miraccl.errors import CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.lower import Run
+from miraccl.types import Collective, DType, RedOp
+
+REASON_BROKEN, REASON_GROUP, REASON_PENDING, REASON_CLOSED = 1, 2, 4, 8
+MAX_RUNS = 2048
+CLOSE_WAIT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a communicator was asked to be; all ranks give the same."""
+
+    timeout: float
+    algo: str
+    proto: str
+    deterministic: bool
+    buffsize: int
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        timeout: float | None = None,
+        algo: str | None = None,
+        proto: str | None = None,
+        deterministic: bool = False,
+        buffsize: int | None = None,
+    ) -> Options:
+        if timeout is not None and not timeout > 0:
+            raise InvalidUsage(f"timeout is {timeout}; it is a number of seconds greater than 0")
+        return cls(
+            timeout=params.TIMEOUT.read() if timeout is None else float(timeout),
+            algo=params.ALGO.read() if algo is None else algo.lower(),
+            proto=params.PROTO.read() if proto is None else proto.lower(),
+            deterministic=deterministic,
+            buffsize=params.BUFFSIZE.read() if buffsize is None else buffsize,
+        )
+
+
+class Member:
+    """Everything behind a ``Communicator``; made collectively, closed by each rank for itself."""
+
+    def __init__(self, session: Session, options: Options, *, constants: Constants | None = None) -> None:
+        self.session, self.options = session, options
+        self.rank, self.nranks = session.rank, session.nranks
+        self.closed = False
+        self._life = threading.Lock()
+        self._busy_lock = threading.Lock()
+        mine = constants or load_constants()
+        beliefs = Beliefs(
+            version=__version__,
+            algo=options.algo,
+            proto=options.proto,
+            deterministic=options.deterministic,
+            buffsize=options.buffsize,
+            constants=mine.to_json(),
+        )
+        overrides = Overrides(algo=options.algo, proto=options.proto, deterministic=options.deterministic)
+        try:
+            self.fabric = Fabric(session, beliefs, timeout=options.timeout, on_lost=self._lost)
+        except BaseException:
+            session.close("could not connect")
+            raise
+        self.context = self.fabric.context
+        self.constants = Constants.from_json(self.fabric.constants_text)
+        self.faults = Faults(session, self.fabric)
+        hosts = self.fabric.hosts if len(set(self.fabric.hosts)) > 1 else ()
+        self.planner = Planner(
+            rank=self.rank,
+            shape=Shape(nranks=self.nranks, ranks_per_core=max(1.0, self.fabric.ranks_per_core), hosts=hosts),
+            slot_bytes=self.fabric.slot_bytes,
+            constants=self.constants,
+            overrides=overrides,
+            single_copy=self.constants.single_copy_from if len(self.fabric.readable) == self.nranks - 1 else -1,
+        )
+        self._worker = Worker(f"miraccl-work-{session.name}", lambda on: self.look_before_running(REASON_PENDING, on))
+        self._runs: dict[Request, Run] = {}
+        self._deferred: list[tuple[Transfer, Work]] = []
+        self._exchange = self.context.door("exchange", Collective.SEND_RECV)
+
+    def _lost(self, rank: int, loss: Any) -> None:
+        """From a transport: the connection to a rank is gone."""
+        faults: Faults | None = getattr(self, "faults", None)  # connections may break before there is anybody to tell
+        if faults is not None and rank not in faults.left:
+            faults.connection_lost(rank, loss.kind.value, str(loss))
+
+    # ---- who may run
+
+    def look_before_running(self, reason: int, on: bool) -> None:
+        """Set or clear one reason for the doors to be shut."""
+        with self._busy_lock:
+            word = self.context.get(at.CTX_BUSY)
+            self.context.set(at.CTX_BUSY, word | reason if on else word & ~reason)
+
+    def check(self, code: int, name: str) -> None:
+        """Raise if the communicator cannot run ``name``; ``code`` is what a door said."""
+        if code >= at.ERR_ABORTED:
+            raise self.faults.explain(code)
+        if self.faults.fault is not None and not self.closed:
+            raise self.faults.fault
+        if self.closed:
+            raise CommunicatorClosed("the communicator has been finalized", rank=self.rank, op=name)
+
+    def _launch(self, run: Run, source: int, target: int, name: str) -> None:
+        code = self.context.launch(run.address, source, target)
+        self._conclude(code, name)
+
+    def _conclude(self, code: int, name: str) -> None:
+        if code == at.BUSY:
+            raise InvalidUsage(f"{name}: another thread is inside this communicator", hint="give each thread its own with split()")
+        if code != at.OK:
+            raise self.faults.explain(code)
+
+    # ---- collectives
+
+    def plan(self, call: Call) -> Run:
+        """The run for a call, from the cache; entered into the doors' table if doors can use it."""
+        run = self._runs.get(call.request)
+        if run is None:
+            if len(self._runs) >= MAX_RUNS:
+                self._runs.clear()
+                self.context.forget()
+            run = self._runs[call.request] = self.planner.make_run(call.request)
+        if call.cacheable:
+            request = call.request
+            counts = sum(request.in_counts), sum(request.out_counts)
+            self.context.remember(run, request.collective, *counts, request.dtype, call.plan_arg, request.in_place)
+        return run
+
+    def run(self, call: Call, name: str) -> Any:
+        """Run a call now (after what is pending) and give its result."""
+        if self._worker.pending or self._deferred:
+            return self.submit(call, name).wait()
+        return self._run(call, self.plan(call), name)
+
+    def _run(self, call: Call, run: Run, name: str) -> Any:
+        if call.before is not None:
+            call.before()
+        self._launch(run, call.source, call.target, name)
+        return call.result
+
+    def run_prepared(self, run: Run, call: Call, name: str, code: int) -> Any:
+        """A persistent operation whose door was shut."""
+        self.check(code, name)
+        if self._worker.pending or self._deferred:
+            self.flush()
+            return self._worker.submit(name, lambda: self._run(call, run, name)).wait()
+        return self._run(call, run, name)
+
+    def submit(self, call: Call, name: str) -> Work:
+        """Run a call in the background, in order."""
+        self.flush()
+        run = self.plan(call)
+        return self._worker.submit(name, lambda: self._run(call, run, name))
+
+    # ---- sends and receives
+
+    def exchange(self, transfers: Sequence[Transfer], result: Any, name: str, async_op: bool) -> Any:
+        """Run sends and receives together. In the background they start with the next call or the first ``wait``, all that were
+        collected by then as one group: two ranks may both start with their receive."""
+        if async_op:
+            work = _LazyWork(name, self)
+            self._deferred += [(transfer, work) for transfer in transfers]
+            work.result = result
+            self.look_before_running(REASON_PENDING, True)
+            return work
+        if self._worker.pending or self._deferred:
+            self.flush()
+            self._worker.submit(name, lambda: self._exchange_now(transfers, name)).wait()
+        else:
+            self._exchange_now(transfers, name)
+        return result
+
+    def _exchange_now(self, transfers: Sequence[Transfer], name: str) -> None:
+        copies = copy_to_self(transfers, self.rank)
+        others = [t for t in transfers if t.peer != self.rank]
+        for copy in copies:
+            copy()
+        if others:
+            table = build_table(others, self.context.wires)
+            self._conclude(self._exchange(int(table.ctypes.data), len(others)), name)
+
+    def flush(self) -> None:
+        """Hand the sends and receives that were deferred to the worker, as one group."""
+        batch, self._deferred = self._deferred, []
+        if not batch:
+            return
+        transfers = [transfer for transfer, _ in batch]
+        inner = self._worker.submit("send/recv", lambda: self._exchange_now(transfers, "send/recv"))
+        for _, work in batch:
+            work.attach(inner)
+        self.look_before_running(REASON_PENDING, self._worker.pending > 0)
+
+    def barrier_door(self) -> Any:
+        """The builtin that runs a barrier."""
+        call = barrier(Place(self.rank, self.nranks, "barrier"))
+        self._barrier_run = self.planner.make_run(call.request)
+        return self.context.door("prepared", Collective.BARRIER, run=self._barrier_run)
+
+    # ---- memory and plans
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        if self.closed:
+            raise CommunicatorClosed("the communicator has been finalized", rank=self.rank, op="empty")
+        return self.fabric.window.empty(shape, dtype)
+
+    def memory(self) -> dict[str, int]:
+        parts = self.fabric.memory()
+        return {"total": parts["fifo"] + parts["network"] + parts["private"], **parts}
+
+    def explain(self, collective: str | Collective, nbytes: int, dtype: Any, op: RedOp) -> list[Candidate]:
+        name = collective.upper() if isinstance(collective, str) else collective.name
+        if name not in Collective.__members__ or name == "SEND_RECV":
+            raise InvalidUsage(f"no collective is called {collective!r}")
+        kind = Collective[name]
+        label = dtype if isinstance(dtype, str) else dtype.label if isinstance(dtype, DType) else str(dtype)
+        if label.upper() not in DType.__members__:
+            raise InvalidUsage(f"dtype is {dtype!r}; allowed are {ALLOWED}")
+        return self.planner.candidates(kind, default_block_bytes(kind, nbytes, self.nranks), DType[label.upper()], op)
+
+    # ---- other communicators
+
+    def split(self, color: int | None, key: int, number: int) -> tuple[Session | None, Options]:
+        """The session of this rank's color."""
+        self.check(0, "split")
+        if color is not None and (isinstance(color, bool) or not isinstance(color, int)):
+            raise InvalidUsage(f"split: color is {color!r}; it is a whole number, or None to stay out")
+        mine = f"{'' if color is None else int(color)},{int(key)}".encode()
+        everyone = [tuple(blob.decode().split(",")) for blob in self.session.all_gather(mine, f"split {number}")]
+        if color is None:
+            return None, self.options
+        chosen = sorted((int(k), r) for r, (c, k) in enumerate(everyone) if c == str(int(color)))
+        return self.session.sub([r for _, r in chosen], f"{self.session.name}/{number}:{color}"), self.options
+
+    def living(self, number: int) -> Session:
+        """The session of the ranks that have neither died nor left."""
+        gone = {*self.faults.lost, *self.faults.left}
+        ranks = [r for r in range(self.nranks) if r not in gone]
+        return self.session.sub(ranks, f"{self.session.name}/shrink{number}:{','.join(map(str, ranks))}")
+
+    # ---- end
+
+    def abort(self, reason: str) -> None:
+        if self.closed:
+            return
+        error = CommunicatorAborted(f"rank {self.rank} aborted the communicator: {reason}", rank=self.rank, peer=self.rank)
+        self.faults.spread(error, "aborted")
+
+    def finalize(self) -> None:
+        with self._life:
+            if self.closed:
+                return
+            self.faults.closing = True
+            if self.faults.fault is None:
+                try:
+                    self.flush()
+                except MiracclError:  # what was pending has failed and says so in its Work
+                    pass
+            if not self._worker.close(CLOSE_WAIT_S):
+                self.fabric.set_abort(at.ERR_ABORTED)
+                self._worker.close(CLOSE_WAIT_S)
+            self.closed = True
+            self.look_before_running(REASON_CLOSED, True)
+            broken = str(self.faults.fault) if self.faults.fault is not None else ""
+            self.fabric.close(abort=broken)
+            self.session.close(broken or "finalized")
+
+class _LazyWork(Work):
+    """A background send or receive that is started when somebody asks for it."""
+
+    def __init__(self, name: str, member: Member) -> None:
+        super().__init__(name)
+        self._member: Member | None = member
+        self._inner: Work | None = None
+        self.result: Any = None
+
+    def attach(self, inner: Work) -> None:
+        self._inner, self._member = inner, None
+
+    def _started(self) -> Work:
+        if self._inner is None and self._member is not None:
+            self._member.flush()
+        if self._inner is None:
+            raise CommunicatorClosed("the communicator was closed before this was started", op=self.name)
+        return self._inner
+
+    def wait(self, timeout: float | None = None) -> Any:
+        self._started().wait(timeout)
+        return self.result
+
+    def done(self) -> bool:
+        return self._started().done()
+
+    is_completed = done
+
+    def exception(self) -> BaseException | None:
+        return self._started().exception()

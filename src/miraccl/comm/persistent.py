@@ -1,0 +1,33 @@
+"""Prepared operations: arguments checked, plan made and addresses bound once; a call is one builtin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from miraccl.executor.cpu.kernels import layout as at
+
+if TYPE_CHECKING:
+    from miraccl.comm.calls import Call
+    from miraccl.comm.member import Member
+
+
+class Persistent:
+    """``op()`` runs the operation on the buffers it was made with and returns the result's array. It counts as one operation of the
+    communicator, in the order of the calls; ``miraccl.group`` does not collect it."""
+
+    def __init__(self, member: Member, call: Call, name: str) -> None:
+        self._member, self._call, self.name = member, call, name
+        self.result = call.result
+        self._run = member.planner.make_run(call.request)
+        self._run.words[at.RUN_IN // 8] = call.source
+        self._run.words[at.RUN_OUT // 8] = call.target
+        self._door = member.context.door("prepared", call.request.collective, run=self._run)
+        self._plain = call.before is None
+
+    def __call__(self) -> Any:
+        if self._plain and not (code := self._door()):
+            return self.result
+        return self._member.run_prepared(self._run, self._call, self.name, code if self._plain else 0)
+
+    def __repr__(self) -> str:
+        return f"<Persistent {self.name}>"

@@ -1,0 +1,183 @@
+"""Which algorithm, protocol and round size an operation gets, and the runs made from that choice.
+
+All ranks must choose alike, so a choice depends only on what they all know: the collective, the block sizes, the data type, the
+operator, and what was exchanged when the communicator was made (constants of rank 0, slot size, overrides).  It never depends on a
+rank's own buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from miraccl.comm.model import Constants, Shape, predict_us
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cpu.context import fold_kernel, scale_kernel
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.lower import Program, Run, lower, signature
+from miraccl.schedule import catalog, cost
+from miraccl.schedule.catalog import Algorithm
+from miraccl.types import Collective, DType, Protocol, RedOp
+
+WINDOW_ONLY = 1 << 62  # a "direct" threshold that private memory never reaches
+WINDOW_FROM = 32 << 10  # bytes of a piece from which window memory is posted by address instead of copied into a slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overrides:
+    """What the user has fixed. Empty strings leave the choice to the model."""
+
+    algo: str = ""
+    proto: str = ""
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to run an operation, with its predicted time and why it was (not) chosen."""
+
+    algo: str
+    proto: str
+    channels: int
+    predicted_us: float
+    chosen: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a run is made for. ``in_counts`` and ``out_counts`` are elements per block on this rank; ``block_bytes`` is the largest block
+    of any rank, or the common one."""
+
+    collective: Collective
+    dtype: DType
+    op: RedOp
+    root: int
+    in_counts: tuple[int, ...]
+    out_counts: tuple[int, ...]
+    in_displs: tuple[int, ...] | None = None
+    out_displs: tuple[int, ...] | None = None
+    block_bytes: int
+    count: int
+    in_place: bool = False
+    uneven: bool = False
+
+
+class Planner:
+    """Chooses and keeps plans for one communicator and rank."""
+
+    def __init__(self, *, rank: int, shape: Shape, slot_bytes: int, constants: Constants, overrides: Overrides, single_copy: int = -1) -> None:
+        self.rank, self.shape, self.slot_bytes = rank, shape, slot_bytes
+        self.constants, self.overrides, self.single_copy = constants, overrides, single_copy
+        self._programs: dict[tuple[str, Collective, int], Program] = {}
+        self._plans: dict[int, Candidate] = {}
+        if overrides.algo:
+            catalog.get(overrides.algo)  # an unknown name is refused now
+        if overrides.proto and overrides.proto not in ("simple", "ll"):
+            raise InvalidUsage(f"protocol {overrides.proto!r} does not exist on CPU ranks; allowed are simple and ll")
+
+    def candidates(
+        self, collective: Collective, block_bytes: int, dtype: DType, op: RedOp = RedOp.SUM, root: int = 0, uneven: bool = False
+    ) -> list[Candidate]:
+        """All ways, the chosen one first, then by predicted time."""
+        rows: list[tuple[float, str, str]] = []  # time, name, why not
+        for algorithm in catalog.algorithms_for(collective, self.shape.nranks):
+            barred = self._barred(algorithm, collective, dtype, uneven)
+            rows.append((self._predict(algorithm, collective, block_bytes, dtype, root), algorithm.name, barred))
+        allowed = [row for row in rows if not row[2]]
+        if not allowed:
+            raise InvalidUsage(f"no algorithm is left for {collective.label} over {self.shape.nranks} ranks: {_reasons(rows)}")
+        best = min(allowed)
+        result = []
+        for time, name, barred in sorted(rows, key=lambda row: (row[1] != best[1], bool(row[2]), row[0])):
+            if name == best[1]:
+                reason = "asked for" if name == self.overrides.algo else "lowest predicted time" if len(allowed) > 1 else "the only one"
+            else:
+                reason = barred or f"{time / best[0]:.2f} times the predicted time of {best[1]}"
+            proto = "ll" if block_bytes <= at.INLINE_BYTES else "simple"
+            result.append(
+                Candidate(algo=name, proto=proto, channels=1, predicted_us=time, chosen=name == best[1], reason=reason)
+            )
+        return result
+
+    def _barred(self, algorithm: Algorithm, collective: Collective, dtype: DType, uneven: bool) -> str:
+        """Why an algorithm may not be used, or nothing."""
+        asked = self.overrides.algo
+        if uneven and collective not in algorithm.uneven:
+            return "does not take uneven blocks"
+        if algorithm.needs_addressable_memory and collective is not Collective.BARRIER and algorithm.name != asked:
+            return "needs memory that peers can address; choose it by name"
+        if self.overrides.deterministic and collective.reduces and not algorithm.rank_ordered:
+            return "does not add in the order of the ranks (deterministic)"
+        if asked and catalog.get(asked).supports(collective, self.shape.nranks) and algorithm.name != asked:
+            return f"{asked} was asked for"
+        if collective.reduces and dtype.accumulates_in_float32 and not algorithm.rounds_once and algorithm.name != asked:
+            return f"rounds {dtype.label} at every hop"
+        return ""
+
+    def _predict(self, algorithm: Algorithm, collective: Collective, block_bytes: int, dtype: DType, root: int) -> float:
+        schedule = catalog.build(algorithm.name, collective, self.shape.nranks, root)
+        steps = algorithm.latency(collective, self.shape.nranks) if algorithm.latency else cost.cost(schedule).latency_steps
+        return predict_us(schedule, steps, block_bytes, dtype, self.round_bytes(schedule_widest(schedule)), self.shape, self.constants)
+
+    def round_bytes(self, widest: int) -> int:
+        return max(64, self.slot_bytes // widest // 64 * 64)
+
+    # ---- runs
+
+    def program(self, algo: str, collective: Collective, root: int, in_place: bool) -> Program:
+        key = (algo, collective, root)
+        if key not in self._programs:
+            self._programs[key] = lower(catalog.build(algo, collective, self.shape.nranks, root, in_place=in_place), self.rank)
+        return self._programs[key]
+
+    def make_run(self, request: Request) -> Run:
+        """The run for a request; its addresses are set by whoever starts it."""
+        choice = self.candidates(
+            request.collective, request.block_bytes, request.dtype, request.op, request.root, uneven=request.uneven
+        )[0]
+        algorithm = catalog.get(choice.algo)
+        program = self.program(choice.algo, request.collective, request.root, request.in_place)
+        reduces = request.collective.reduces
+        post, folded = 0, RedOp.SUM if request.op is RedOp.PREMUL_SUM else request.op
+        if request.op is RedOp.AVG and not algorithm.rank_ordered:
+            folded = RedOp.SUM
+            gets_result = request.collective is not Collective.REDUCE or self.rank == request.root
+            post = scale_kernel(request.dtype, True) if gets_result and self.shape.nranks > 1 else 0
+        run = Run(
+            program,
+            dtype=request.dtype,
+            in_counts=request.in_counts,
+            out_counts=request.out_counts,
+            in_displs=request.in_displs,
+            out_displs=request.out_displs,
+            slot_bytes=self.slot_bytes,
+            round_bytes=self.round_bytes(program.widest),
+            direct=self._direct(choice.algo, request),
+            template=signature(request.collective, request.dtype, request.op if reduces else RedOp.SUM, request.root, request.count),
+            fold=fold_kernel(request.dtype, folded) if reduces else 0,
+            post=post,
+            post_arg=self.shape.nranks if post else 0,
+        )
+        self._plans[run.address] = choice
+        return run
+
+    def _direct(self, algo: str, request: Request) -> int:
+        """From how many bytes on a piece is posted by address: never (-1), window memory only, or private memory too."""
+        if not catalog.direct_safe(algo, request.collective, self.shape.nranks, request.root, in_place=request.in_place):
+            return -1
+        if request.block_bytes < WINDOW_FROM:
+            return -1
+        return self.single_copy if 0 <= self.single_copy <= request.block_bytes else WINDOW_ONLY
+
+    def choice_of(self, run_address: int) -> Candidate | None:
+        """The plan a run was made from."""
+        return self._plans.get(run_address)
+
+
+def schedule_widest(schedule: catalog.Schedule) -> int:
+    return max((step.chunks for channel in schedule.channels for steps in channel for step in steps), default=1) or 1
+
+
+def _reasons(rows: Sequence[tuple[float, str, str]]) -> str:
+    return "; ".join(f"{name} {why}" for _, name, why in rows) or "none is registered"

@@ -1,0 +1,68 @@
+"""Window memory: arrays that all ranks of the host have mapped, handed out by ``Communicator.empty``.
+
+One sparse segment per rank, cut first-fit into pieces of whole pages; a piece goes back, and its pages to the system, when the last
+array that views it is gone.  Allocation is local: no other rank takes part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+
+from miraccl.errors import SystemFailure
+from miraccl.transport.shm import Segment
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Window:
+    """First-fit allocator over a segment."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self._free: list[tuple[int, int]] = [(0, segment.nbytes // PAGE * PAGE)]  # (offset, bytes), sorted, never adjacent
+        self._lock = threading.Lock()
+        self.allocated = 0
+
+    def empty(self, shape: Any, dtype: Any) -> np.ndarray:  # type: ignore[type-arg]
+        """An uninitialised array (zero where its pages are new) in window memory, aligned to a page."""
+        kind = np.dtype(dtype)
+        dims = (int(shape),) if isinstance(shape, int | np.integer) else tuple(int(n) for n in shape)
+        nbytes = int(np.prod(dims, dtype=np.int64)) * kind.itemsize
+        size = max(PAGE, -(-nbytes // PAGE) * PAGE)
+        offset = self._take(size)
+        raw = (ctypes.c_char * max(nbytes, 1)).from_buffer(self.segment.map, offset)  # keeps the mapping alive
+        weakref.finalize(raw, self._give, offset, size)
+        return np.frombuffer(raw, np.uint8, nbytes).view(kind).reshape(dims)
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        return self.segment.address <= address and address + nbytes <= self.segment.address + self.segment.nbytes
+
+    def _take(self, size: int) -> int:
+        with self._lock:
+            for i, (offset, room) in enumerate(self._free):
+                if room >= size:
+                    self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
+                    self.allocated += size
+                    return offset
+        raise SystemFailure(f"window memory has no room for {size} bytes; {self.allocated} of {self.segment.nbytes} are in use")
+
+    def _give(self, offset: int, size: int) -> None:
+        with self._lock:
+            self.allocated -= size
+            merged: list[tuple[int, int]] = []
+            for start, room in sorted([*self._free, (offset, size)]):
+                if merged and merged[-1][0] + merged[-1][1] == start:
+                    merged[-1] = (merged[-1][0], merged[-1][1] + room)
+                else:
+                    merged.append((start, room))
+            self._free = merged
+        with contextlib.suppress(OSError, ValueError):  # the memory goes with the segment, at the latest
+            self.segment.map.madvise(mmap.MADV_REMOVE, offset, size)

@@ -1,0 +1,108 @@
+"""Handles of operations that go on in the background, and the thread that runs them in order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from miraccl.errors import CollectiveTimeout, InvalidUsage
+
+
+class Work:
+    """An operation that was started with ``async_op=True``. Its buffers belong to the library until ``wait`` has returned."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._done = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result, once it is there; raises the operation's error, or ``CollectiveTimeout`` after ``timeout`` seconds."""
+        if not self._done.wait(timeout):
+            raise CollectiveTimeout(f"not finished within {timeout:g} s; it goes on in the background", op=self.name)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._done.is_set()
+
+    is_completed = done
+
+    def exception(self) -> BaseException | None:
+        """The error of a finished operation, or None."""
+        return self._error
+
+    def _finish(self, result: Any, error: BaseException | None) -> None:
+        self._result, self._error = result, error
+        self._done.set()
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "done" if self.done() else "running"
+        return f"<Work {self.name} {state}>"
+
+
+class Worker:
+    """Runs operations of one communicator one after another on a thread of its own, started when it is first needed.
+
+    ``busy`` is called with True before the first pending operation and with False after the last: while there are any, every call
+    of the communicator queues up behind them.
+    """
+
+    def __init__(self, name: str, busy: Callable[[bool], None]) -> None:
+        self._name, self._busy = name, busy
+        self._queue: queue.SimpleQueue[tuple[Work, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._pending = 0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def pending(self) -> int:
+        return self._pending
+
+    def submit(self, name: str, action: Callable[[], Any]) -> Work:
+        work = Work(name)
+        with self._lock:
+            if self._closed:
+                raise InvalidUsage("the communicator is closed", op=name)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                self._thread.start()
+            self._pending += 1
+            if self._pending == 1:
+                self._busy(True)
+        self._queue.put((work, action))
+        return work
+
+    def _loop(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, action = item
+            result, error = None, None
+            try:
+                result = action()
+            except BaseException as caught:  # it belongs to whoever waits
+                error = caught
+            with self._lock:
+                self._pending -= 1
+                if self._pending == 0:
+                    self._busy(False)
+            work._finish(result, error)
+            del item, work, action, result
+
+    def close(self, timeout: float) -> bool:
+        """End the thread after what is pending; False if that takes longer than ``timeout`` seconds."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        self._queue.put(None)
+        deadline = time.monotonic() + timeout
+        thread.join(max(0.0, deadline - time.monotonic()))
+        return not thread.is_alive()
