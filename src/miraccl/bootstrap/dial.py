@@ -186,10 +186,11 @@ class Dialer:
         return self._act(attempt, attempt.machine.handle(Received(now=time.monotonic(), data=data)))
 
     def _act(self, attempt: _Try, outputs: Sequence[object]) -> bool:
+        proved = False
         for output in outputs:
             if isinstance(output, HubProved):
-                return True
-            if isinstance(output, Send):
+                proved = True
+            elif isinstance(output, Send):
                 try:
                     attempt.sock.send(output.data)  # below a hundred bytes into an empty buffer: never partial
                 except OSError as error:
@@ -200,7 +201,7 @@ class Dialer:
                     self._verdict, self._verdict_at = output, time.monotonic() + VERDICT_SECONDS
                 self._end(attempt, f"not the hub of this job: {output.reason}")
                 return False
-        return False
+        return proved
 
     def _end(self, attempt: _Try, trouble: str) -> None:
         if attempt in self._tries:

@@ -109,10 +109,10 @@ class Root:
     def _run(self) -> None:
         try:
             while not self._finished or self._lines:
-                if self._close_reason is not None and not self._finished:
-                    self._feed(CloseHub(now=time.monotonic(), reason=self._close_reason))
                 for key, mask in self._selector.select(self._patience()):
                     self._ready(key.data, mask)
+                if self._close_reason is not None and not self._finished:
+                    self._feed(CloseHub(now=time.monotonic(), reason=self._close_reason))
                 self._clock()
         except Exception:  # a hub that fails must not fail silently: its connections close and every rank sees it
             _log.exception("the hub of the job failed")

@@ -20,7 +20,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _is_library(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
+    return frame.f_code.co_filename.startswith((*_LIBRARIES, "<frozen "))
 
 
 def _describe(frame: FrameType) -> str:

@@ -59,12 +59,11 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True)
 class Challenge:
-    magic: bytes = MAGIC
     nonce: bytes
     proof: bytes
 
     KIND: ClassVar[int] = 2
-    LAYOUT: ClassVar[tuple[tuple[str, str], ...]] = (("magic", "b4"), ("nonce", "b32"), ("proof", "b32"))
+    LAYOUT: ClassVar[tuple[tuple[str, str], ...]] = (("nonce", "b32"), ("proof", "b32"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +78,10 @@ class Proof:
 class Unsupported:
     """Plain answer to a Hello of another version; it gives away the version and nothing else."""
 
-    magic: bytes = MAGIC
     version: int = VERSION
 
     KIND: ClassVar[int] = 4
-    LAYOUT: ClassVar[tuple[tuple[str, str], ...]] = (("magic", "b4"), ("version", "u16"))
+    LAYOUT: ClassVar[tuple[tuple[str, str], ...]] = (("version", "u16"),)
 
 
 @dataclass(frozen=True, kw_only=True)

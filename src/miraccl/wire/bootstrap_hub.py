@@ -225,7 +225,7 @@ class HubMachine:
             if isinstance(message, Join):
                 self._join(peer, message, now)
             elif isinstance(message, Goodbye):
-                self._goodbye(peer, message, now)
+                self._drop(peer, message.reason, now, left=True)
             else:
                 peer.state = state
                 self._message(peer, message, now)
@@ -415,17 +415,10 @@ class HubMachine:
         if number != WORLD and all(rank in group.left or rank in self._gone for rank in group.ranks):
             del self._groups[number]
 
-    def _goodbye(self, peer: _Peer, message: Goodbye, now: float) -> None:
-        if peer.state is PeerState.UP:
-            self._depart(peer, Gone(rank=peer.rank, left=True, reason=message.reason), now)
-        else:
-            self._drop(peer, message.reason, now, left=True)
-
-    def _depart(self, peer: _Peer, gone: Gone, now: float) -> None:
+    def _depart(self, peer: _Peer, gone: Gone) -> None:
         """A rank of the running job is gone, one way or the other."""
         self._gone[peer.rank] = gone
         self._forget(peer)
-        self._out.append(Drop(conn=peer.conn, reason=gone.reason, linger=True))
         body = encode(gone)
         for other in list(self._ranks.values()):
             self._send_body(other, body)
@@ -444,7 +437,7 @@ class HubMachine:
         """The connection is over. What follows depends on whose it was."""
         state = peer.state
         if state is PeerState.UP:
-            self._depart(peer, Gone(rank=peer.rank, left=left, reason=reason), now)
+            self._depart(peer, Gone(rank=peer.rank, left=left, reason=reason))
             return
         self._forget(peer)
         if state is PeerState.MEETING and self.state is MeetingState.GATHERING:
