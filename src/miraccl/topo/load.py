@@ -19,15 +19,26 @@ def load_topology(
     """The tree of a topology file, ready for ``analyse_topology``.
 
     ``path`` None takes the file ``TOPO_FILE`` names, and without one detects this machine. ``accelerators`` None takes the files that
-    ``ACCELERATORS`` names. ``-`` is not special here. Raises ``TopologyError``.
+    ``ACCELERATORS`` names. Raises ``TopologyError``.
     """
+    described = load_accelerators(environ) if accelerators is None else tuple(accelerators)
+    return apply_accelerators(read_original(path, described, environ=environ), described)
+
+
+def read_original(
+    path: str | os.PathLike[str] | None = None,
+    accelerators: Sequence[Accelerator] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> XmlFile:
+    """As :func:`load_topology`, with described devices still written in their own elements."""
     name = os.fspath(path) if path is not None else params.TOPO_FILE.read(environ)
     if not name:
-        from miraccl.topo.detect import detect_machine  # detection is only needed without a file
+        from miraccl.topo.detect import detect_machine  # only needed without a file
 
         return detect_machine()
     described = load_accelerators(environ) if accelerators is None else tuple(accelerators)
-    return apply_accelerators(read_topology(name, extra=extra_elements([*described, AMD])), described)
+    return read_topology(name, extra=extra_elements([*described, AMD]))
 
 
 def load_topology_text(text: str | bytes, *, source: str = "<text>", accelerators: Sequence[Accelerator] = ()) -> XmlFile:

@@ -1,0 +1,245 @@
+"""What is wrong or assumed in a topology file, and how to mend it.
+
+Findings never change what is planned: the reader's defaults are NCCL's (an unknown PCI speed is 8 GT/s, a width of 0 is 16 lanes, a net
+without a speed has 10 Gbit/s ...). This module says where they were used and what to write instead.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from miraccl.errors import TopologyError
+from miraccl.topo.accelerators import LINK_ELEMENT, Accelerator, link_bw
+from miraccl.topo.analyse import Topology, analyse_topology
+from miraccl.topo.build import NET_SPEED_DEFAULT, PCI_SPEEDS, PCI_WIDTH_DEFAULT, pci_bw, pci_class
+from miraccl.topo.load import load_topology
+from miraccl.topo.records import NodeType, PathType
+from miraccl.topo.sysfs import BUS_ID
+from miraccl.topo.xmlfile import XmlFile, XmlNode, bus_id
+
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One finding: ``error`` keeps the file from being used, ``warning`` is probably not meant, ``note`` is an assumption.
+
+    ``line`` is 0 where it concerns the whole file. ``count`` equal ones were put together at the first line.
+    """
+
+    severity: Severity
+    line: int
+    text: str
+    mend: str = ""
+    count: int = 1
+
+
+def check_file(path: str | os.PathLike[str] | None = None, *, accelerators: Sequence[Accelerator] | None = None) -> list[Finding]:
+    """Read a file (None as ``load_topology``) and check it; what keeps it from being read is the only finding then."""
+    try:
+        file = load_topology(path, accelerators=accelerators)
+    except TopologyError as error:
+        return [_refused(error)]
+    return check_topology(file)
+
+
+def check_topology(file: XmlFile) -> list[Finding]:
+    """Findings in the order of the file, equal ones put together."""
+    found = [Finding(severity="note", line=line, text=text) for line, text in file.notes]
+    if file.version == 2:
+        text = "version 2 is AMD's dialect: xgmi elements are read as links between GPUs; NCCL refuses the file"
+        found.append(Finding(severity="note", line=file.root.line, text=text, mend='for NCCL write version="1" and nvlink elements'))
+    for look in (_cpus, _pcis, _gpus, _links, _nets):
+        found += look(file.root)
+    try:
+        found += _planned(analyse_topology(file.root))
+    except TopologyError as error:
+        found.append(_refused(error))
+    return _merged(sorted(found, key=lambda finding: finding.line))
+
+
+def _refused(error: TopologyError) -> Finding:
+    match = re.search(r"line (\d+)", error.message)
+    text = error.message
+    mend = ""
+    if "not closed" in text or "no element found" in text or "mismatched tag" in text:
+        mend = "close every element, <pci ...>...</pci> or <pci .../>"
+    elif "duplicate attribute" in text:
+        mend = "remove one of the two"
+    elif "no sm" in text:
+        mend = 'add sm="80" (the compute capability times ten)'
+    elif "no GPU takes part" in text:
+        mend = "this is the PCI tree only: add a <gpu> element to the <pci> element of each GPU, or let NCCL or detection complete it"
+    elif "two GPUs have rank" in text:
+        mend = "give each gpu element its own rank"
+    return Finding(severity="error", line=int(match[1]) if match else 0, text=text, mend=mend)
+
+
+def _merged(found: list[Finding]) -> list[Finding]:
+    counts: dict[tuple[Severity, str, str], list[int]] = {}
+    for finding in found:
+        counts.setdefault((finding.severity, finding.text, finding.mend), []).append(finding.line)
+    return [Finding(severity=kind, line=at[0], text=text, mend=mend, count=len(at)) for (kind, text, mend), at in counts.items()]
+
+
+def _of(root: XmlNode, name: str) -> Iterator[XmlNode]:
+    return (node for node in root.walk() if node.name == name)
+
+
+def _repeated(nodes: Iterator[XmlNode], key: Callable[[XmlNode], object]) -> Iterator[tuple[XmlNode, XmlNode]]:
+    """Pairs of a node and an earlier one with the same key; a key of None is never the same."""
+    first: dict[object, XmlNode] = {}
+    for node in nodes:
+        value = key(node)
+        if value is not None and value in first:
+            yield node, first[value]
+        else:
+            first[value] = node
+
+
+def _cpus(root: XmlNode) -> Iterator[Finding]:
+    for cpu in _of(root, "cpu"):
+        if cpu.attrs.get("numaid") == "-1":
+            text = "numaid is -1: the NUMA domain is not known (a virtual machine often hides it); everything below counts as one domain"
+            yield Finding(severity="note", line=cpu.line, text=text, mend="write one cpu element per NUMA domain, numaid 0, 1, ...")
+        if "arch" not in cpu.attrs:
+            text = "cpu without arch: traffic between NUMA domains is taken to be unlimited"
+            yield Finding(severity="warning", line=cpu.line, text=text, mend='add arch="x86_64", vendor, familyid and modelid')
+        elif cpu.attrs["arch"] == "x86_64" and "vendor" not in cpu.attrs:
+            text = "x86 cpu without vendor: traffic between NUMA domains is taken to be unlimited"
+            yield Finding(severity="warning", line=cpu.line, text=text, mend='add vendor="GenuineIntel", familyid, modelid')
+    hosts = {cpu.attrs.get("host_hash") for cpu in _of(root, "cpu")}
+    if len(hosts) > 1:
+        text = f"cpu elements of {len(hosts)} hosts (host_hash): the file holds several machines"
+        yield Finding(severity="note", line=root.line, text=text)
+    for cpu, first in _repeated(_of(root, "cpu"), lambda c: (c.attrs.get("host_hash"), c.attrs.get("numaid"))):
+        text = f"numaid {cpu.attrs.get('numaid')} again, first in line {first.line}"
+        yield Finding(severity="warning", line=cpu.line, text=text, mend="put what is below it into the first")
+
+
+def _pcis(root: XmlNode) -> Iterator[Finding]:
+    for pci in _of(root, "pci"):
+        if "busid" in pci.attrs and not BUS_ID.fullmatch(pci.attrs["busid"]):
+            text = f"busid {pci.attrs['busid']!r} is not like 0000:1b:00.0"
+            yield Finding(severity="warning", line=pci.line, text=text, mend="write domain:bus:device.function in hex")
+        device = any(child.name in ("gpu", "nic") for child in pci.children)
+        if "class" not in pci.attrs and not device:
+            text = "pci without class: taken for a PCI switch"
+            yield Finding(severity="note", line=pci.line, text=text, mend='add class="0x060400"')
+        if not device and pci_class(pci.attrs.get("class", "")) != NodeType.PCI:
+            text = f"a device of class {pci.attrs['class']} without gpu or nic element: it is left out with all below it"
+            yield Finding(severity="note", line=pci.line, text=text)
+        elif not any(node.name in ("gpu", "nic") for node in pci.walk()):
+            yield Finding(severity="note", line=pci.line, text="a PCI switch without GPU and NIC: it is left out")
+        else:
+            yield from _pci_link(pci)
+    for pci, first in _repeated(_of(root, "pci"), lambda p: p.attrs.get("busid")):
+        text = f"busid {pci.attrs['busid']} again, first in line {first.line}"
+        yield Finding(severity="warning", line=pci.line, text=text, mend="each PCI device has one element")
+
+
+def _pci_link(pci: XmlNode) -> Iterator[Finding]:
+    speed, width = pci.attrs.get("link_speed", ""), pci.integer("link_width")
+    known = any(speed.startswith(prefix) for prefix, _ in PCI_SPEEDS)
+    bw = pci_bw(speed, width)
+    what = ", ".join(child.name for child in pci.children if child.name in ("gpu", "nic")) or "switch"
+    lanes = f"{width or PCI_WIDTH_DEFAULT} lanes"
+    if not known:
+        text = f"link_speed of a {what} is {repr(speed) if speed else 'missing'}: 8 GT/s assumed, with {lanes} {bw:g} GB/s"
+        yield Finding(severity="warning", line=pci.line, text=text, mend='write the real one, such as link_speed="32.0 GT/s PCIe"')
+    if width == 0:
+        text = f"link_width of a {what} is {pci.attrs.get('link_width') or 'missing'}: {lanes} assumed, {bw:g} GB/s"
+        yield Finding(severity="note", line=pci.line, text=text, mend='write the real one, such as link_width="16"')
+    elif width < 0:
+        yield Finding(severity="warning", line=pci.line, text=f"link_width is {width}: the link carries nothing", mend='link_width="16"')
+    net_bw = sum(max(0, net.integer("speed")) for net in _of(pci, "net")) / 8000
+    if net_bw > bw and what == "nic":
+        text = f"its nets offer {net_bw:g} GB/s, its PCI link {bw:g} GB/s: the PCI link limits them"
+        yield Finding(severity="note" if known and width else "warning", line=pci.line, text=text)
+
+
+def _gpus(root: XmlNode) -> Iterator[Finding]:
+    gpus = list(_of(root, "gpu"))
+    for key in ("dev", "rank"):
+        lacking = [gpu for gpu in gpus if key not in gpu.attrs]
+        if lacking:
+            rule = "numbered by bus id" if key == "dev" else "numbered by dev"
+            yield Finding(severity="note", line=lacking[0].line, text=f"gpu without {key}: {rule}", mend=f"add {key} to every gpu")
+    for gpu in gpus:
+        if "accelerator" in gpu.attrs and "sm" in gpu.attrs:
+            text = f"{gpu.attrs['accelerator'].split()[0]} is planned as if it were a GPU of sm {gpu.attrs['sm']}"
+            yield Finding(severity="note", line=gpu.line, text=text)
+        if "gdr" not in gpu.attrs:
+            yield Finding(severity="note", line=gpu.line, text="gpu without gdr: GPUDirect RDMA assumed", mend='add gdr="1" or gdr="0"')
+    for gpu, first in _repeated(iter(gpus), lambda g: g.attrs.get("dev")):
+        text = f"dev {gpu.attrs['dev']} again, first in line {first.line}"
+        yield Finding(severity="warning", line=gpu.line, text=text, mend="give each gpu element its own dev")
+    if len({gpu.attrs.get("sm") for gpu in gpus}) > 1:
+        kinds = ", ".join(sorted({gpu.attrs.get("sm", "none") for gpu in gpus}))
+        yield Finding(severity="note", line=gpus[0].line, text=f"GPUs of different sm ({kinds}) in one machine")
+
+
+def _links(root: XmlNode) -> Iterator[Finding]:
+    counts: dict[tuple[int, int], int] = {}
+    owners: dict[int, XmlNode] = {}
+    for pci in _of(root, "pci"):
+        gpu = pci.child("gpu")
+        if gpu is not None:
+            owners[bus_id(pci.attrs.get("busid", ""))] = gpu
+    for own, gpu in owners.items():
+        for link in gpu.children:
+            if link.name == LINK_ELEMENT:
+                text = f"{link.attrs['count']} links of a {gpu.attrs['accelerator']} to {link.attrs.get('switch') or link.attrs['kind']}: "
+                yield Finding(severity="note", line=link.line, text=f"{text}{link_bw(link):g} GB/s by its description")
+            peer = link.name == "nvlink" and pci_class(link.attrs.get("tclass", "")) == NodeType.GPU
+            if not peer and link.attrs.get("kind") != "gpu":
+                continue
+            target = bus_id(link.attrs.get("target", ""))
+            counts[own, target] = counts.get((own, target), 0) + link.integer("count")
+            if target == own:
+                text = f"a GPU linked to itself ({link.attrs.get('target')}): the link is of no use"
+                mend = 'write the bus id of the other GPU; for a link to an NVSwitch tclass="0x068000"'
+                yield Finding(severity="warning", line=link.line, text=text, mend=mend)
+            elif target not in owners:
+                text = f"a link to {link.attrs.get('target')}, where no GPU is: it is left out"
+                yield Finding(severity="warning", line=link.line, text=text, mend="mend the target, or add that GPU")
+    for (one, other), count in counts.items():
+        back = counts.get((other, one), 0)
+        if other in owners and other != one and back != count:
+            text = f"{count} links to {other:x}, but {back} back"
+            yield Finding(severity="warning", line=owners[one].line, text=text, mend="links between GPUs are written on both sides")
+
+
+def _nets(root: XmlNode) -> Iterator[Finding]:
+    nets = list(_of(root, "net"))
+    for net in nets:
+        if "dev" not in net.attrs:
+            yield Finding(severity="warning", line=net.line, text="net without dev: it is left out", mend="number the nets from 0")
+        if net.integer("speed") <= 0:
+            text = f"net speed is {net.attrs.get('speed', 'missing')}: {NET_SPEED_DEFAULT // 1000} Gbit/s assumed"
+            yield Finding(severity="warning", line=net.line, text=text, mend='write Mbit/s, such as speed="400000"')
+        if "gdr" not in net.attrs:
+            text = "net without gdr: no GPUDirect RDMA assumed"
+            yield Finding(severity="note", line=net.line, text=text, mend='add gdr="1" where the NIC can access GPU memory')
+    for net, first in _repeated(iter(nets), lambda n: n.attrs.get("dev")):
+        text = f"a net with dev {net.attrs['dev']} ({net.attrs.get('name', 'no name')}) is listed again, first in line {first.line}"
+        mend = "list each net once, below the NIC it belongs to: paths lead to the first one only"
+        yield Finding(severity="warning", line=net.line, text=text, mend=mend)
+
+
+def _planned(topology: Topology) -> Iterator[Finding]:
+    system, paths = topology.system, topology.paths
+    if len(topology.domains) > 1:
+        groups = "; ".join(",".join(map(str, ranks)) for ranks in topology.local_ranks)
+        yield Finding(severity="note", line=0, text=f"ranks {groups}: between these groups the network is faster, each counts as a node")
+    first: dict[int, int] = {}
+    for j, net in enumerate(system.nets):
+        if first.setdefault(net.id, j) == j and all(paths.gpu_net(i, j).type == PathType.DIS for i in range(len(system.gpus))):
+            yield Finding(severity="warning", line=0, text=f"no GPU reaches {net.name} ({net.label or 'no name'})")
+    if not system.nets:
+        mend = "add a net element below each NIC for jobs of several nodes"
+        yield Finding(severity="note", line=0, text="no nets: the machine works alone only", mend=mend)

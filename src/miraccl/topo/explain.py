@@ -1,0 +1,218 @@
+"""Why a path has its type and its bandwidth, as data.
+
+``PathNotes`` is the recorder ``compute_paths`` reports to: every rule that changed a path, with what it was before.
+:func:`explain_paths` adds what can be read off the finished path: the hop that decided the type and the one that limits the
+bandwidth. Without a recorder nothing of this is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from miraccl.topo.build import nvlink_bw
+from miraccl.topo.jsonform import number
+from miraccl.topo.paths import Key
+from miraccl.topo.records import (
+    CpuArch,
+    CpuNode,
+    CpuVendor,
+    GpuNode,
+    Link,
+    LinkType,
+    NodeType,
+    Path,
+    PathTable,
+    PathType,
+    System,
+    TopoNode,
+)
+
+RULES = {
+    "p2p_level": "GPUs access each other's memory up to {level} here: diverted through {through}",
+    "net_faster": "both GPUs have a NIC within PXB that beats this path: they use the network",
+    "no_shm": "neither peer access nor shared memory is allowed: only the network is left",
+    "c2c": "the GPU is joined to {cpu} by C2C and the NIC hangs on it",
+    "pxn": "{through} is next to the NIC and one NVLink away: it forwards (PXN)",
+    "no_gdr": "no GPUDirect RDMA between them (GPU {gpu_gdr}, NIC {net_gdr}, or too far): diverted through {through}",
+}
+"""Rules that change paths, with the sentence each one leaves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One application of a rule: the path before and after it."""
+
+    rule: str
+    before: Path
+    after: Path
+    facts: dict[str, object]
+
+    @property
+    def sentence(self) -> str:
+        return RULES[self.rule].format(**self.facts)
+
+
+class PathNotes:
+    """Collects the changes of paths, by source and target. A rule that changes nothing is not kept."""
+
+    def __init__(self) -> None:
+        self.changes: dict[Key, list[Change]] = {}
+
+    def changed(self, key: Key, rule: str, before: Path, after: Path, facts: dict[str, object]) -> None:
+        if before != after:
+            self.changes.setdefault(key, []).append(Change(rule=rule, before=before, after=after, facts=facts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """One link of a path. ``why`` says where its bandwidth (GB/s) comes from."""
+
+    link: LinkType
+    source: str
+    target: str
+    bw: float
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathReason:
+    """A path explained. ``limit`` is the index of the hop that limits the bandwidth, -1 without hops."""
+
+    source: str
+    target: str
+    type: PathType
+    bw: float
+    hops: tuple[Hop, ...]
+    limit: int
+    type_reason: str
+    changes: tuple[Change, ...] = field(default=())
+
+    @property
+    def bw_reason(self) -> str:
+        if self.limit < 0:
+            return "no link is crossed" if self.type == PathType.LOC else "nothing leads there"
+        hop = self.hops[self.limit]
+        return f"{hop.link.name} link from {hop.source} to {hop.target}: {hop.why}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for ``--json``; bandwidths in GB/s."""
+        return {
+            "from": self.source,
+            "to": self.target,
+            "type": self.type.name,
+            "bw": number(self.bw),
+            "type_reason": self.type_reason,
+            "bw_reason": self.bw_reason,
+            "limit": self.limit,
+            "hops": [{"link": h.link.name, "from": h.source, "to": h.target, "bw": number(h.bw), "why": h.why} for h in self.hops],
+            "rules": [
+                {
+                    "rule": c.rule,
+                    "sentence": c.sentence,
+                    "before": [c.before.type.name, number(c.before.bw)],
+                    "after": [c.after.type.name, number(c.after.bw)],
+                }
+                for c in self.changes
+            ],
+        }
+
+
+def explain_paths(system: System, paths: PathTable, notes: PathNotes) -> Iterator[PathReason]:
+    """The reasons of all paths, in the order of the table."""
+    for source, i, target, j, _ in paths:
+        yield explain_path(system, paths, notes, (source, i, target, j))
+
+
+def explain_path(system: System, paths: PathTable, notes: PathNotes, key: Key) -> PathReason:
+    """The reasons of one path."""
+    path = paths.path(*key)
+    source, i, target, j = key
+    hops = tuple(_hop(system, hop) for hop in path.hops)
+    limit = min(range(len(hops)), key=lambda k: hops[k].bw) if hops else -1
+    return PathReason(
+        source=system.nodes[system.index(source, i)].name,
+        target=system.nodes[system.index(target, j)].name,
+        type=path.type,
+        bw=path.bw,
+        hops=hops,
+        limit=limit,
+        type_reason=_type_reason(system, path),
+        changes=tuple(notes.changes.get(key, ())),
+    )
+
+
+def _hop(system: System, number: int) -> Hop:
+    link, source = system.links[number], system.nodes[system.link_source[number]]
+    target = system.nodes[link.target]
+    return Hop(link=link.type, source=source.name, target=target.name, bw=link.bw, why=_link_reason(source, target, link))
+
+
+def _link_reason(source: TopoNode, target: TopoNode, link: Link) -> str:
+    """Where the bandwidth of a link comes from."""
+    match link.type:
+        case LinkType.NVL:
+            gpu = source if isinstance(source, GpuNode) else target
+            if isinstance(gpu, GpuNode) and not gpu.label:
+                per_link = nvlink_bw(gpu.sm)
+                return f"{round(link.bw / per_link)} NVLinks of {per_link:g} GB/s (sm {gpu.sm})"
+            return f"{link.bw:g} GB/s by the description of {getattr(gpu, 'label', '')}"
+        case LinkType.NET:
+            return f"{link.bw * 8:g} Gbit/s network"
+        case LinkType.SYS:
+            return f"{link.bw:g} GB/s between NUMA domains ({cpu_name(source)})"
+        case LinkType.C2C:
+            return f"{link.bw:g} GB/s chip to chip"
+        case LinkType.PCI:
+            if NodeType.NIC in (source.type, target.type) and link.bw >= 5000:
+                return "a virtual NIC, no PCI link"
+            return f"{link.bw:g} GB/s PCI"
+        case _:
+            return f"{link.bw:g} GB/s"
+
+
+def cpu_name(node: TopoNode) -> str:
+    """Vendor and model of a CPU in words."""
+    if not isinstance(node, CpuNode):
+        return node.name
+    if node.arch in (CpuArch.POWER, CpuArch.ARM):
+        return CpuArch(node.arch).name
+    if node.vendor == CpuVendor.INTEL:
+        models = {1: "Broadwell or older", 2: "Skylake", 3: "Sapphire Rapids", 4: "Emerald Rapids"}
+        return f"Intel {models.get(node.model, '')}".strip()
+    names = {CpuVendor.AMD: "AMD", CpuVendor.ZHAOXIN: "Zhaoxin Yongfeng" if node.model == 1 else "Zhaoxin"}
+    return next((name for vendor, name in names.items() if vendor == node.vendor), "unknown CPU")
+
+
+def _type_reason(system: System, path: Path) -> str:
+    """What on the way makes the path of its type."""
+    between = [(system.nodes[system.link_source[hop]], system.nodes[system.links[hop].target]) for hop in path.hops]
+    match path.type:
+        case PathType.LOC:
+            return "the node itself"
+        case PathType.NVL:
+            switch = next((b for _, b in between if b.type == NodeType.NVS), None)
+            return f"NVLink through {switch.label or 'NVSwitch'}" if switch else "NVLink only"
+        case PathType.NVB | PathType.PXN:
+            relay = next((b.name for _, b in between if b.type == NodeType.GPU), "")
+            return f"NVLink to {relay}, which passes on"
+        case PathType.C2C:
+            return "chip to chip link"
+        case PathType.PIX:
+            return "one PCI switch at most"
+        case PathType.PXB:
+            pair = next(((a.name, b.name) for a, b in between if a.type == b.type == NodeType.PCI), ("", ""))
+            return f"several PCI switches, {pair[0]} and {pair[1]}"
+        case PathType.P2C:
+            return "C2C between GPU and CPU, PCI between CPU and NIC"
+        case PathType.PHB:
+            cpu = next((b.name for _, b in between if b.type == NodeType.CPU), "")
+            return f"through the host bridge of {cpu or 'its CPU'}"
+        case PathType.SYS:
+            pair = next(((a.name, b.name) for a, b in between if a.type == b.type == NodeType.CPU), ("", ""))
+            return f"between NUMA domains, {pair[0]} and {pair[1]}"
+        case PathType.NET:
+            return "only over the network"
+        case _:
+            return "no way leads there"
