@@ -24,9 +24,8 @@ def _run_target(context: Context, module: str, function: str, args: tuple[Any, .
 
 
 def _serve(request: dict[str, Any]) -> list[Outcome]:
-    environ = launch.local_environ(request["nranks"], request["env"])
-    arguments = (request["module"], request["function"], request["args"])
-    with Ranks(_run_target, request["nranks"], arguments, environ=environ, capture=True) as ranks:
+    nranks, arguments = request["nranks"], (request["module"], request["function"], request["args"])
+    with launch.local_job(nranks, request["env"]) as environ, Ranks(_run_target, nranks, arguments, environ=environ, capture=True) as ranks:
         ranks.wait(time.monotonic() + request["timeout"], grace=request["timeout"])
         return ranks.outcomes
 

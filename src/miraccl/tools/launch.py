@@ -1,28 +1,57 @@
-"""What ranks are given so that ``miraccl.init()`` finds its communicator, and whether a launcher has done so already."""
+"""What ranks are given so that ``miraccl.init()`` finds its communicator, and whether a launcher has done so already.
+
+The hub of a job (where its ranks meet) lives in a forked process of its own: a tool that forks ranks or ends them must not have
+a thread.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, SystemFailure
+from miraccl.tools.spawn import Context, Ranks
 
-
-def local_environ(nranks: int, extra: Mapping[str, str] | None = None) -> Callable[[int], dict[str, str]]:
-    """The environment of each rank of a new job on this host, as a function of the rank."""
-    from miraccl.bootstrap import get_unique_id
-
-    unique_id = str(get_unique_id())
-
-    def environ(rank: int) -> dict[str, str]:
-        return {**_numbers(rank, nranks, rank, nranks), "MIRACCL_UNIQUE_ID": unique_id, **(extra or {})}
-
-    return environ
+Environ = Callable[[int], dict[str, str]]
+_START_SECONDS = 30.0
 
 
-def static_environ(
-    nproc: int, nnodes: int, node_rank: int, master: str, environ: Mapping[str, str]
-) -> Callable[[int], dict[str, str]]:
-    """The environment of each local rank of a job on several hosts that meet at ``master`` (host:port) with a shared secret."""
+@contextmanager
+def local_job(nranks: int, extra: Mapping[str, str] | None = None) -> Iterator[Environ]:
+    """Hold the hub of a new job on this host; gives the environment of each of its ranks, as a function of the rank."""
+    from miraccl import bootstrap  # noqa: F401 - so that the fork has it
+
+    with Ranks(_hold_hub, 1, (nranks,)) as hub:
+        unique_id = _first_message(hub)
+
+        def environ(rank: int) -> dict[str, str]:
+            return {**_numbers(rank, nranks, rank, nranks), "MIRACCL_UNIQUE_ID": unique_id, **(extra or {})}
+
+        yield environ
+
+
+def _hold_hub(context: Context, nranks: int) -> None:
+    from miraccl.bootstrap import create_root
+
+    unique_id, root = create_root(nranks=nranks)
+    context.emit(str(unique_id))
+    root.join()
+
+
+def _first_message(hub: Ranks) -> str:
+    deadline = time.monotonic() + _START_SECONDS
+    while hub.running and time.monotonic() < deadline:
+        for _, message in hub.poll(max(0.0, deadline - time.monotonic())):
+            return str(message)
+    failure = hub.first_failure()
+    raise SystemFailure("the ranks of the job have no place to meet", hint=failure.summary if failure else "the hub does not answer")
+
+
+@contextmanager
+def static_job(nproc: int, nnodes: int, node_rank: int, master: str, environ: Mapping[str, str]) -> Iterator[Environ]:
+    """The environment of each local rank of a job on several hosts, which meet at ``master`` (host:port) with a shared secret."""
     host, _, port = master.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise InvalidUsage(f"--master is HOST:PORT with a port of 1..65535, got {master!r}")
@@ -30,10 +59,10 @@ def static_environ(
         raise InvalidUsage("several hosts need the same MIRACCL_SECRET in the environment: any text that others cannot guess")
 
     def of_rank(local_rank: int) -> dict[str, str]:
-        rank = node_rank * nproc + local_rank
-        return {**_numbers(rank, nnodes * nproc, local_rank, nproc), "MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
+        numbers = _numbers(node_rank * nproc + local_rank, nnodes * nproc, local_rank, nproc)
+        return {**numbers, "MIRACCL_UNIQUE_ID": "", "MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
 
-    return of_rank
+    yield of_rank
 
 
 def _numbers(rank: int, nranks: int, local_rank: int, local_nranks: int) -> dict[str, str]:
@@ -45,8 +74,18 @@ def _numbers(rank: int, nranks: int, local_rank: int, local_nranks: int) -> dict
     }
 
 
-def warm_up() -> None:
-    """Import what every rank needs, so that forked ranks have it already."""
-    import numpy  # noqa: F401
+def detect_ranks() -> int | None:
+    """The number of ranks of the job that this process was launched into; None if no launcher started it."""
+    from miraccl.bootstrap.launch import detect_launch
 
-    import miraccl  # noqa: F401
+    launch = detect_launch(os.environ)
+    return None if launch.launcher == "none" else launch.nranks
+
+
+def warm_up() -> None:
+    """Import and load what every rank needs, so that forked ranks have it already."""
+    import miraccl.comm.start
+    import miraccl.executor.cpu.context  # noqa: F401
+    from miraccl.schedule import catalog
+
+    catalog.names()

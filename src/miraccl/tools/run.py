@@ -21,7 +21,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -66,9 +65,11 @@ def run(program: str, args: tuple[str, ...], **options: Any) -> None:
       MIRACCL_SECRET=... miraccl run -n 8 --nnodes 2 --node-rank 0 --master 10.0.0.1:29500 train.py
     """
     command = build_command(program, args, as_module=options["as_module"])
-    environ = build_environ(options["nproc"], options["nnodes"], options["node_rank"], options["master"])
-    job = Job(command, options["nproc"], environ, tag=options["tag"], grace=options["grace"], first=options["node_rank"] * options["nproc"])
-    sys.exit(job.run())
+    nproc = options["nproc"]
+    with open_job(nproc, options["nnodes"], options["node_rank"], options["master"]) as environ:
+        job = Job(command, nproc, environ, tag=options["tag"], grace=options["grace"], first=options["node_rank"] * nproc)
+        status = job.run()
+    sys.exit(status)
 
 
 def build_command(program: str, args: tuple[str, ...], *, as_module: bool) -> list[str]:
@@ -86,15 +87,15 @@ def build_command(program: str, args: tuple[str, ...], *, as_module: bool) -> li
     raise InvalidUsage(f"{program!r} is neither a Python file nor a program on PATH")
 
 
-def build_environ(nproc: int, nnodes: int, node_rank: int, master: str | None) -> Callable[[int], dict[str, str]]:
-    """The environment of each local rank, as a function of the local rank."""
+def open_job(nproc: int, nnodes: int, node_rank: int, master: str | None) -> contextlib.AbstractContextManager[launch.Environ]:
+    """Gives the environment of each local rank, as a function of the local rank."""
     if node_rank >= nnodes:
         raise InvalidUsage(f"--node-rank {node_rank} is not one of the {nnodes} hosts 0..{nnodes - 1}")
     if nnodes == 1 and not master:
-        return launch.local_environ(nproc)
+        return launch.local_job(nproc)
     if not master:
         raise InvalidUsage("--nnodes above 1 needs --master HOST:PORT")
-    return launch.static_environ(nproc, nnodes, node_rank, master, os.environ)
+    return launch.static_job(nproc, nnodes, node_rank, master, os.environ)
 
 
 @dataclass(kw_only=True)
@@ -109,7 +110,7 @@ class Job:
     """The ranks of this host. ``run()`` may be called once and returns the exit status of the whole."""
 
     def __init__(
-        self, command: list[str], nproc: int, environ: Callable[[int], Mapping[str, str]], *, tag: bool, grace: float, first: int = 0
+        self, command: list[str], nproc: int, environ: launch.Environ, *, tag: bool, grace: float, first: int = 0
     ) -> None:
         self._command = command
         self._nproc = nproc

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ _COLLECTIVES = tuple(c.label for c in Collective if c is not Collective.SEND_REC
 def schedule() -> None:
     """Show, prove and draw the steps of an algorithm.
 
-    A schedule says, for every channel and rank, which primitive acts on which chunk in which order; it is what runs.
+    A schedule says, for every channel and rank, which primitive acts on which chunk in which order; it is what runs. ALGO is the
+    name of an algorithm, or a file with a schedule in the text form that `show` prints.
 
     \b
     Examples:
@@ -71,25 +72,25 @@ def list_command(json_target: str | None) -> None:
 @_ranks_option
 @click.option("--rank", type=click.IntRange(0), help="Only this rank.")
 def show(algo: str, collective: str, ranks: int, root: int, plugin: str | None, rank: int | None) -> None:
-    """Print the steps of ALGO, rank by rank.
+    """Print the steps of ALGO, rank by rank; without --rank in the text form that the commands here read again.
 
     \b
-    Example:
+    Examples:
       miraccl schedule show ring --collective all_reduce --ranks 3 --rank 0
+      miraccl schedule show ring --ranks 3 > mine.txt; miraccl schedule verify mine.txt
     """
-    from miraccl.schedule.verify import describe
+    from miraccl.schedule.text import dump, format_step
 
     built = _build(algo, collective, ranks, root, plugin)
-    if rank is not None and rank >= ranks:
-        raise InvalidUsage(f"--rank {rank} is not one of the {ranks} ranks")
-    print(f"# {built.name}: {collective} over {ranks} ranks, {built.nchannels} channels, {built.parts} parts, {_counts(built)}")
-    for note in built.notes:
-        print(f"# {note}")
+    print(f"# {_counts(built)}")
+    if rank is None:
+        print(dump(built), end="")
+        return
+    if rank >= built.nranks:
+        raise InvalidUsage(f"--rank {rank} is not one of the {built.nranks} ranks")
     for number, channel in enumerate(built.channels):
-        for r, steps in enumerate(channel):
-            if rank is None or r == rank:
-                print(f"channel {number} rank {r}")
-                print("\n".join(f"  {i:>3} {describe(step)}" for i, step in enumerate(steps)))
+        print(f"channel {number} rank {rank}")
+        print("\n".join(f"  {i:>3} {format_step(step)}" for i, step in enumerate(channel[rank])))
 
 
 @schedule.command()
@@ -98,35 +99,43 @@ def show(algo: str, collective: str, ranks: int, root: int, plugin: str | None, 
 @click.option("--in-place", is_flag=True, help="Input and output overlap as the collective defines.")
 @click.option("--fifo-depth", type=click.IntRange(1), help="Messages that a FIFO holds.  [default: the one that executors have]")
 def verify(algo: str, collective: str, ranks: str, root: int, plugin: str | None, in_place: bool, fifo_depth: int | None) -> None:
-    """Prove that ALGO computes its collective: every contribution exactly once, no deadlock, no overlapping write.
+    """Prove that ALGO, or the schedule in a file, computes its collective: every contribution exactly once, no deadlock, no overlapping write.
 
     The exit status is 1 if the schedule is wrong for any number of ranks; the message names channel, rank, step and chunk.
 
     \b
     Example:
       miraccl schedule verify my_algo --load my_algo.py --collective all_gather --ranks 2-16
+      miraccl schedule verify mine.txt
     """
     from miraccl.schedule import catalog
     from miraccl.schedule import verify as proof
 
-    counts = _parse_ranks(ranks)
-    kind = Collective[collective.upper()]
-    _load(plugin)
-    algorithm = catalog.get(algo)
-    supported = [n for n in counts if algorithm.supports(kind, n)]
-    if not supported:
-        raise InvalidUsage(f"{algo} has no {collective} over {ranks} ranks")
-    wrong = 0
-    for n in supported:
+    def builds() -> Iterator[Any]:
+        if _is_file(algo):
+            yield _build(algo, collective, 0, 0, plugin)
+            return
+        kind = Collective[collective.upper()]
+        _load(plugin)
+        algorithm = catalog.get(algo)
+        for n in _parse_ranks(ranks):
+            if algorithm.supports(kind, n):
+                yield algorithm.build(kind, n, min(root, n - 1))
+
+    wrong = proved = 0
+    for built in builds():
+        name = f"{built.name} {built.collective.label} over {built.nranks} ranks"
         try:
-            built = algorithm.build(kind, n, min(root, n - 1))
             proof.verify(built, in_place=in_place, fifo_depth=fifo_depth or proof.FIFO_DEPTH)
-            print(f"{algo} {collective} over {n} ranks: right, {_counts(built)}")
+            proved += 1
+            print(f"{name}: right, {_counts(built)}")
         except ScheduleError as error:
             wrong += 1
-            print(f"{algo} {collective} over {n} ranks: WRONG: {error}")
+            print(f"{name}: WRONG: {error}")
     if wrong:
         sys.exit(1)
+    if not proved:
+        raise InvalidUsage(f"{algo} has no {collective} over {ranks} ranks")
 
 
 @schedule.command()
@@ -152,8 +161,22 @@ def draw(algo: str, collective: str, ranks: int, root: int, plugin: str | None, 
         raise click.FileError(out, error.strerror) from None
 
 
+def _is_file(algo: str) -> bool:
+    """Whether ``ALGO`` means a file in the text form and not a registered name, which has neither a dot nor a slash."""
+    return "." in algo or "/" in algo
+
+
 def _build(algo: str, collective: str, ranks: int, root: int, plugin: str | None) -> Any:
+    """The schedule that the options mean; that in a file has its own collective and ranks."""
     from miraccl.schedule import catalog
+
+    if _is_file(algo):
+        from miraccl.schedule.text import parse
+
+        try:
+            return parse(Path(algo).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise click.FileError(algo, error.strerror) from None
 
     _load(plugin)
     return catalog.get(algo).build(Collective[collective.upper()], ranks, root)

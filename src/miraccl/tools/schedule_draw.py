@@ -12,7 +12,7 @@ from html import escape
 
 from miraccl.errors import ScheduleError
 from miraccl.schedule.ir import Op, Schedule, Step
-from miraccl.schedule.verify import describe
+from miraccl.schedule.text import format_step
 
 _UNIT, _LANE, _BOX, _LEFT, _TOP = 64, 34, 20, 70, 46
 _COLORS = {"send": "#4477aa", "receive": "#66ccee", "copy": "#bbbbbb", "reduce": "#ee6677", "sync": "#ccbb44"}  # Tol, "bright"
@@ -181,7 +181,7 @@ def _box(event: Event, middle: float) -> str:
     x, y = _LEFT + event.start * _UNIT + 4, middle - _BOX / 2
     ref = event.step.dst or event.step.src
     label = f"{ref.buffer.name[0].lower()}{ref.index}" + (f"+{ref.chunks}" if ref.chunks > 1 else "") if ref else ""
-    tip = f"rank {event.rank}, channel {event.channel}, step {event.number}: {describe(event.step)}"
+    tip = f"rank {event.rank}, channel {event.channel}, step {event.number}: {format_step(event.step)}"
     return (
         f'<g><title>{escape(tip)}</title><rect x="{x}" y="{y:g}" width="{_UNIT - 12}" height="{_BOX}" rx="3" '
         f'fill="{_COLORS[_kind(event.step.op)]}"/><text x="{x + 4}" y="{middle + 4:g}">{escape(label)}</text></g>'

@@ -9,6 +9,7 @@ started is ended before the functions here return.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -124,7 +125,9 @@ class OwnGroup:
     name = "miraccl"
 
     def __init__(self, job: Job, nranks: int, on_line: Callable[[Line], None]) -> None:
-        self._ranks = Ranks(rank_main, nranks, (job,), environ=launch.local_environ(nranks))
+        self._stack = contextlib.ExitStack()
+        environ = self._stack.enter_context(launch.local_job(nranks))
+        self._ranks = self._stack.enter_context(Ranks(rank_main, nranks, (job,), environ=environ))
         self._ready: set[int] = set()
         self._nranks = nranks
         self._on_line = on_line
@@ -155,7 +158,7 @@ class OwnGroup:
             raise RunFailed(_tell(failure), details="" if failure.fault == "usage" else failure.error)
 
     def stop(self) -> None:
-        self._ranks.stop(grace=0)
+        self._stack.close()
 
 
 def _tell(failure: Outcome) -> str:

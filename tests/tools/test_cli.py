@@ -1,0 +1,155 @@
+"""The command line: errors that help, lazy imports, small commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import miraccl
+from miraccl.errors import MiracclError
+from miraccl.tools import cli, doctor, env
+
+
+def invoke(*args: str, env: dict[str, str] | None = None) -> Result:
+    """Run the command in this process; an error of ours becomes exit status and text as ``main`` makes them."""
+    result = CliRunner().invoke(cli.cli, list(args), env=env)
+    if isinstance(result.exception, MiracclError):
+        result.exit_code = 2 if result.exception.fault == "usage" else 1
+    return result
+
+
+def message(result: Result) -> str:
+    return f"{result.output} {result.exception or ''}"
+
+
+def test_version_and_help() -> None:
+    assert invoke("--version").output == f"miraccl {miraccl.__version__}\n"
+    overview = invoke("--help").output
+    assert all(name in overview for name in cli.COMMANDS)
+
+
+def test_the_overview_imports_nothing_slow() -> None:
+    code = "import sys; from miraccl.tools import cli; cli.cli(['--help'], standalone_mode=False); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    assert not {"numpy", "numba", "rich", "matplotlib", "miraccl.comm"} & set(loaded)
+
+
+@pytest.mark.parametrize("name", ["perf", "run", "schedule", "env", "doctor"])
+def test_help_of_each_command_has_examples(name: str) -> None:
+    result = invoke(name, "--help")
+    assert result.exit_code == 0
+    assert "Example" in result.output
+
+
+def test_a_misspelt_command_is_recognised() -> None:
+    assert "did you mean 'perf'" in message(invoke("pref"))
+    assert "known are" in message(invoke("xyzzy"))
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["frobnicate"], "all_reduce"),
+        (["all_reduce", "--sizes", "12Q"], "256K"),
+        (["all_reduce", "--sizes", "0"], "at least 1 byte"),
+        (["all_reduce", "--dtype", "float31"], "float32"),
+        (["all_reduce", "--redop", "xor"], "premul_sum"),
+        (["all_gather", "--redop", "sum"], "reduces nothing"),
+        (["broadcast", "--root", "5", "--ranks", "3"], "0..2"),
+        (["all_reduce", "--sizes", "8", "--min-bytes", "8"], "either"),
+        (["all_reduce", "--min-bytes", "1M", "--max-bytes", "1K"], "no size"),
+        (["all_reduce", "--factor", "1"], "--factor"),
+        (["all_reduce", "--devices", "cuda"], "CPUs only"),
+        (["all_reduce", "--peer-python", "python3"], "--compare"),
+        (["all_reduce", "--compare", "mpi", "--peer-python", "/nonexistent/python"], "pip install mpi4py"),
+        (["sendrecv", "--persistent"], "no persistent form"),
+    ],
+)
+def test_errors_of_perf_say_what_is_allowed(args: list[str], expected: str) -> None:
+    result = invoke("perf", *args)
+    assert result.exit_code == 2
+    assert expected in message(result)
+
+
+def test_schedule_commands(tmp_path: Path) -> None:
+    assert "ring" in invoke("schedule", "list").output
+    shown = invoke("schedule", "show", "ring", "--ranks", "3", "--rank", "1").output
+    assert "channel 0 rank 1" in shown
+    assert "rank 2\n" not in shown
+    text = tmp_path / "ring.txt"
+    text.write_text(invoke("schedule", "show", "ring", "--ranks", "3").output)
+    assert "over 3 ranks: right" in invoke("schedule", "verify", str(text)).output
+    proved = invoke("schedule", "verify", "ring", "--collective", "all_gather", "--ranks", "2-5")
+    assert proved.exit_code == 0
+    assert proved.output.count(": right") == 4
+    target = tmp_path / "ring.svg"
+    assert invoke("schedule", "draw", "ring", "--ranks", "4", "--out", str(target)).exit_code == 0
+    assert ET.parse(target).getroot().tag.endswith("svg")  # noqa: S314 - our own file
+
+
+_WRONG_PLUGIN = """
+from miraccl.schedule.catalog import register
+from miraccl.schedule.ir import Buffer, Op, Ref, Schedule, Step
+from miraccl.types import Collective
+
+@register("broken_for_a_test", collectives=[Collective.ALL_REDUCE], sentence="Adds nothing.")
+def build(collective, nranks, root):
+    copy = Step(op=Op.COPY, src=Ref(Buffer.INPUT, 0), dst=Ref(Buffer.OUTPUT, 0))
+    return Schedule(name="broken_for_a_test", collective=collective, nranks=nranks, parts=1, channels=(((copy,),) * nranks,))
+"""
+
+
+def test_a_wrong_schedule_is_refused(tmp_path: Path) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(_WRONG_PLUGIN)
+    command = ["-m", "miraccl", "schedule", "verify", "broken_for_a_test", "--load", str(plugin), "--ranks", "2"]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "WRONG" in done.stdout
+
+
+@pytest.mark.parametrize("args", [["show", "nope"], ["verify", "ring", "--ranks", "x"], ["verify", "ring", "--ranks", "5-2"]])
+def test_schedule_errors(args: list[str]) -> None:
+    assert invoke("schedule", *args).exit_code == 2
+
+
+def test_env_tells_where_a_value_is_from() -> None:
+    records = {r["name"]: r for r in env.collect({"MIRACCL_TIMEOUT": "7", "NCCL_ALGO": "RING", "MIRACCL_BUFFSIZE": "lots"})}
+    assert (records["TIMEOUT"]["value"], records["TIMEOUT"]["source"]) == (7.0, "MIRACCL_TIMEOUT")
+    assert (records["ALGO"]["value"], records["ALGO"]["source"]) == ("ring", "NCCL_ALGO")
+    assert "a size is" in records["BUFFSIZE"]["error"]
+    assert records["PROTO"]["source"] == "default"
+
+
+def test_env_prints_and_writes_json() -> None:
+    assert "MIRACCL_ALGO" in invoke("env").output
+    assert {r["name"] for r in json.loads(invoke("env", "--json", "-").output)} >= {"ALGO", "TIMEOUT"}
+    only = invoke("env", "--set", env={"MIRACCL_PROTO": "ll"}).output
+    assert "MIRACCL_PROTO" in only
+    assert "MIRACCL_TIMEOUT" not in only
+
+
+def test_env_points_out_variables_that_mean_nothing() -> None:
+    assert env.unknown_variables({"MIRACCL_TIMEOUTS": "3", "MIRACCL_RANK": "0", "OTHER": ""}) == [("MIRACCL_TIMEOUTS", "MIRACCL_TIMEOUT")]
+
+
+def test_doctor_finds_what_is_needed() -> None:
+    findings = {f["name"]: f for f in json.loads(invoke("doctor", "--json", "-").output)}
+    assert findings["numpy"]["status"] == "ok"
+    assert set(findings) == set(doctor.CHECKS)
+    assert all(f["advice"] for f in findings.values() if f["status"] == "missing")
+
+
+def test_doctor_survives_a_check_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> doctor.Finding:
+        raise RuntimeError("boom")
+
+    monkeypatch.setitem(doctor.CHECKS, "futex", fails)
+    (finding,) = (f for f in doctor.examine() if f.name == "futex")
+    assert "boom" in finding.found

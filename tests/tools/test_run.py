@@ -1,0 +1,185 @@
+"""``miraccl run``: commands, failures, signals, output. The programs need no communicator."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from miraccl.errors import InvalidUsage
+from miraccl.tools.run import build_command, open_job
+
+Script = Callable[[str], str]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    """Write a program and give its path."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "a program.py"
+        path.write_text("import os, signal, sys\nrank = int(os.environ['MIRACCL_RANK'])\n" + textwrap.dedent(text))
+        return str(path)
+
+    return write
+
+
+def run(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "miraccl", "run", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL)
+
+
+def test_every_rank_knows_who_it_is(script: Script) -> None:
+    path = script("""
+        line = ' '.join([str(rank), os.environ['MIRACCL_NRANKS'], os.environ['MIRACCL_LOCAL_RANK'], *sys.argv[1:]])
+        os.write(1, line.encode() + b'\\n')
+    """)
+    done = run("-n", "3", path, "--epochs", "3", "-n")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{r} 3 {r} --epochs 3 -n" for r in range(3)]
+
+
+def test_all_ranks_share_one_unique_id(script: Script) -> None:
+    done = run("-n", "2", script("os.write(1, os.environ['MIRACCL_UNIQUE_ID'].encode() + b'\\n')"))
+    first, second = done.stdout.splitlines()
+    assert first == second != ""
+
+
+def test_lines_are_tagged(script: Script) -> None:
+    done = run("-n", "2", "--tag", script("print('out'); print('no newline', end='', file=sys.stderr)"))
+    assert sorted(done.stdout.splitlines()) == ["[0] out", "[1] out"]
+    assert sorted(done.stderr.splitlines()) == ["[0] no newline", "[1] no newline"]
+
+
+def test_modules_and_other_programs() -> None:
+    assert run("-n", "2", "-m", "platform").returncode == 0
+    assert run("-n", "2", "--", "sh", "-c", "echo $MIRACCL_RANK").stdout.split() in (["0", "1"], ["1", "0"])
+
+
+def test_the_first_failure_ends_all_and_gives_the_status(script: Script) -> None:
+    done = run("-n", "3", "--grace", "0.1", script("sys.exit(7) if rank == 1 else signal.pause()"))
+    assert done.returncode == 7
+    assert "rank 1 ended with status 7" in done.stderr
+    assert done.stderr.count("miraccl run:") == 1
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(script: Script) -> None:
+    text = """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        while True:
+            signal.pause()
+    """
+    done = run("-n", "2", "--grace", "0.1", script(text))
+    assert done.returncode == 128 + signal.SIGSEGV
+    assert "SIGSEGV" in done.stderr
+
+
+class Launched:
+    """A ``miraccl run`` in the background: lines with a deadline, and nothing left of it at the end of the block."""
+
+    def __init__(self, *args: str) -> None:
+        command = [sys.executable, "-m", "miraccl", "run", *args]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True)
+        assert self.process.stdout is not None
+        self._fd = self.process.stdout.fileno()
+        self._text = b""
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=30)
+
+    def line(self) -> str:
+        while b"\n" not in self._text:
+            assert select.select([self._fd], [], [], 30)[0], f"no line after 30 s, only {self._text!r}"
+            data = os.read(self._fd, 4096)
+            assert data, f"the program ended after {self._text!r}"
+            self._text += data
+        first, self._text = self._text.split(b"\n", 1)
+        return first.decode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_the_ranks(script: Script, number: signal.Signals) -> None:
+    text = """
+        def leave(number, frame):
+            os.write(1, b"got %d\\n" % number)
+            os._exit(0)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, leave)
+        os.write(1, b"ready\\n")
+        while True:
+            signal.pause()
+    """
+    with Launched("-n", "2", "--grace", "20", script(text)) as launched:
+        assert [launched.line(), launched.line()] == ["ready", "ready"]
+        launched.process.send_signal(number)
+        assert [launched.line(), launched.line()] == [f"got {int(number)}"] * 2
+        assert launched.process.wait(30) == 128 + number
+
+
+def test_what_a_rank_started_ends_with_it(script: Script) -> None:
+    text = """
+        import subprocess
+        child = subprocess.Popen(["sleep", "1000"])
+        print(child.pid, flush=True)
+        sys.exit(3)
+    """
+    done = run("-n", "1", script(text))
+    assert done.returncode == 3
+    pid = int(done.stdout)
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        state = "gone"
+    assert state in ("gone", "Z", "X")
+
+
+def test_ranks_end_with_the_launcher(script: Script) -> None:
+    with Launched("-n", "1", script("print(os.getpid(), flush=True); signal.pause()")) as launched:
+        pidfd = os.pidfd_open(int(launched.line()))
+        launched.process.kill()
+        launched.process.wait(30)
+    assert select.select([pidfd], [], [], 30)[0], "the rank outlived its launcher"
+    os.close(pidfd)
+
+
+def test_usage_errors(tmp_path: Path) -> None:
+    for command in (["nonexistent.py"], ["no-such-program-anywhere"]):
+        done = run("-n", "1", *command)
+        assert done.returncode == 2
+        assert command[0] in done.stderr
+
+
+def test_commands() -> None:
+    assert build_command("package.module", ("a",), as_module=True) == [sys.executable, "-m", "package.module", "a"]
+    assert build_command("sh", ("-c", "true"), as_module=False)[0].endswith("/sh")
+
+
+def test_static_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidUsage, match="MIRACCL_SECRET"):
+        open_job(2, 2, 1, "10.0.0.1:29500").__enter__()
+    monkeypatch.setenv("MIRACCL_SECRET", "for this test only")
+    with pytest.raises(InvalidUsage, match="HOST:PORT"):
+        open_job(2, 2, 1, "10.0.0.1").__enter__()
+    with pytest.raises(InvalidUsage, match="--master"):
+        open_job(2, 2, 1, None)
+    with pytest.raises(InvalidUsage, match="--node-rank 2"):
+        open_job(2, 2, 2, "10.0.0.1:29500")
+    with open_job(2, 2, 1, "[fe80::1]:29500") as environ_of:
+        environ = environ_of(1)
+    assert environ["MIRACCL_RANK"] == "3"
+    assert environ["MIRACCL_NRANKS"] == "4"
+    assert environ["MIRACCL_LOCAL_RANK"] == "1"
+    assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("fe80::1", "29500")

@@ -1,0 +1,106 @@
+"""Forked ranks: results, failures and deadlines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from miraccl.tools.spawn import Context, Outcome, Ranks
+
+
+def run(target: Any, nranks: int, *args: Any, timeout: float = 30.0, grace: float = 30.0) -> list[Outcome]:
+    with Ranks(target, nranks, args, environ=lambda rank: {"SPAWN_TEST": str(rank)}, capture=True) as ranks:
+        ranks.wait(time.monotonic() + timeout, grace=grace)
+    return ranks.outcomes
+
+
+def _answer(context: Context, factor: int) -> tuple[int, str]:
+    print("hello")
+    return context.rank * factor, os.environ["SPAWN_TEST"]
+
+
+def _fail_on_one(context: Context) -> None:
+    if context.rank == 1:
+        raise ValueError("a reason")
+    signal.pause()
+
+
+def _killed(context: Context) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave(context: Context, code: Any) -> None:
+    sys.exit(code)
+
+
+def _never_end(context: Context) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        signal.pause()
+
+
+def _echo(context: Context) -> None:
+    while (message := context.receive()) != "stop":
+        context.emit((context.rank, message))
+
+
+def _big(context: Context) -> bytes:
+    print("x" * 300_000)
+    return b"y" * 5_000_000
+
+
+def test_results_environment_and_output() -> None:
+    outcomes = run(_answer, 3, 10)
+    assert [o.value for o in outcomes] == [(0, "0"), (10, "1"), (20, "2")]
+    assert all(o.ok and o.output == "hello\n" for o in outcomes)
+
+
+def test_large_results_and_output_do_not_block() -> None:
+    (outcome,) = run(_big, 1)
+    assert len(outcome.value) == 5_000_000
+    assert len(outcome.output) == 300_001
+
+
+def test_the_first_failure_is_told_and_the_others_are_ended() -> None:
+    with Ranks(_fail_on_one, 3, capture=True) as ranks:
+        assert not ranks.wait(time.monotonic() + 30, grace=0.0)
+        failure = ranks.first_failure()
+    assert failure is not None
+    assert failure.describe() == "rank 1: ValueError: a reason"
+    assert "_fail_on_one" in failure.error
+    assert [o.status is not None and o.status < 0 for o in ranks.outcomes] == [True, False, True]
+
+
+def test_a_killed_rank_and_exit_statuses() -> None:
+    (killed,) = run(_killed, 1)
+    assert killed.describe() == "rank 0 was ended by SIGKILL"
+    assert run(_leave, 1, 7)[0].describe() == "rank 0 ended with status 7"
+    assert run(_leave, 1, None)[0].ok
+
+
+def test_a_rank_that_ignores_everything_is_killed_at_the_deadline() -> None:
+    (outcome,) = run(_never_end, 1, timeout=0.2)
+    assert outcome.status == -signal.SIGKILL
+
+
+def test_nothing_is_left_behind() -> None:
+    with Ranks(_never_end, 2) as ranks:
+        pids = ranks.pids
+    for pid in pids:
+        assert not os.path.exists(f"/proc/{pid}"), "a rank outlived the block that started it"
+
+
+def test_messages_both_ways() -> None:
+    got = []
+    with Ranks(_echo, 2) as ranks:
+        ranks.send(1, {"a": 1})
+        while not got:
+            got += ranks.poll(30)
+        for rank in (0, 1):
+            ranks.send(rank, "stop")
+        assert ranks.wait(time.monotonic() + 30)
+    assert got == [(1, (1, {"a": 1}))]
+    assert all(o.ok for o in ranks.outcomes)
