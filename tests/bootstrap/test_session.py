@@ -27,6 +27,7 @@ from miraccl.errors import (
     PeerDied,
     SystemFailure,
 )
+from miraccl.wire.bootstrap import Received
 from tests.bootstrap.kit import PATIENCE, Inbox, free_port, in_threads, job
 
 
@@ -153,7 +154,7 @@ def test_a_wrong_secret_is_known_at_once():
 
 def test_another_version_is_named():
     unique_id = UniqueId(addresses=(("127.0.0.1", 1),), secret=b"s" * 32, version=9)
-    with pytest.raises(BootstrapError, match="version 9 .* this is version 1"):
+    with pytest.raises(BootstrapError, match=r"version 9 .* this is version 1"):
         connect(unique_id, 0, 2, PATIENCE)
 
 
@@ -162,24 +163,24 @@ def test_a_port_that_cannot_be_listened_on():
         create_root(hosts=["192.0.2.77"])
 
 
-def test_a_root_that_closes_in_the_meeting_is_no_hang():
-    unique_id, root = create_root(hosts=["127.0.0.1"])
-    joined = threading.Thread(target=lambda: results.append(in_threads([lambda: connect(unique_id, 0, 2, PATIENCE)])[0]))
-    results: list[object] = []
-    joined.start()
-    root._machine._ranks  # noqa: B018  (the rank may or may not be in already: both must end)
-    root.close("not today")
-    with pytest.raises(BootstrapError):
-        connect(unique_id, 1, 2, 0.05)
-    joined.join(0)
-    if joined.is_alive():  # it had not reached the hub: it keeps looking for one
-        second = create_root(hosts=["127.0.0.1"], port=unique_id.addresses[0][1], secret=unique_id.secret)[1]
-        in_threads([lambda: connect(unique_id, 1, 2, 5.0)])[0].close()
-        second.close()
-    joined.join(PATIENCE)
-    assert not joined.is_alive()
-    if isinstance(results[0], Session):
-        results[0].close()
+def test_a_root_that_closes_in_the_meeting_ends_it():
+    joined = threading.Event()
+
+    class Log(list[object]):
+        def append(self, event: object) -> None:
+            super().append(event)
+            if len([e for e in self if isinstance(e, Received)]) == 2:  # Hello; Proof and Join
+                joined.set()
+
+    unique_id, root = create_root(hosts=["127.0.0.1"], log=Log())
+
+    def close():
+        assert joined.wait(PATIENCE)
+        root.close("not today")
+
+    error, _ = in_threads([lambda: connect(unique_id, 0, 2, PATIENCE), close])
+    assert isinstance(error, BootstrapError)
+    assert "the hub closed while the ranks were meeting: not today" in str(error)
 
 
 # --- the job ------------------------------------------------------------------------------------------------------------
@@ -355,12 +356,13 @@ def test_a_sub_session_is_renumbered_and_separate():
         assert results[2:] == [[b"\0odds", b"\1odds"]] * 2
         inboxes = [Inbox(s) for s in (*sessions, *odds)]
         evens[0].notify({"to": "evens"})
-        assert Inbox(evens[1]).next() == Notice(from_rank=0, payload={"to": "evens"})
-        assert all(inbox.empty() for inbox in inboxes)
+        inbox = Inbox(evens[1])
+        assert inbox.next() == Notice(from_rank=0, payload={"to": "evens"})
+        assert all(other.empty() for other in inboxes)
         assert sorted(evens[1].request_status(PATIENCE)) == [0, 1]
         in_threads([lambda s=s: s.barrier("all") for s in sessions])
         evens[0].close("evens end")
-        assert Inbox(evens[1]).next() == PeerLeft(rank=0, reason="evens end")
+        assert inbox.next_of(PeerLeft) == PeerLeft(rank=0, reason="evens end")
         in_threads([lambda s=s: s.barrier("still there") for s in sessions])
         for session in (*evens, *odds):
             session.close()
