@@ -260,7 +260,8 @@ def interpret(
 
     ``inputs[rank]`` has as many blocks as the collective says (``None`` for ranks that have no input); ``counts`` as in
     ``layout.block_counts``, by default uniform.  ``scalars`` are the factors of ``PREMUL_SUM``.  Inputs are not changed: in
-    place means that chunks overlap, and the result is returned all the same.  The other arguments are those of ``run``.  Outputs are ``None`` for ranks without one.
+    place means that chunks overlap, and the result is returned all the same.  The other arguments are those of ``run``.
+    Outputs are ``None`` for ranks without one.
     """
     nranks = schedule.nranks
     if len(inputs) != nranks:

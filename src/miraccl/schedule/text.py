@@ -66,6 +66,11 @@ def format_step(step: Step) -> str:
     return " ".join(words)
 
 
+def place(schedule: Schedule, channel: int, rank: int, number: int) -> str:
+    """How errors name a step: ``ring: channel 0, rank 1, step 2 (send input[0] to 2)``."""
+    return f"{schedule.name}: channel {channel}, rank {rank}, step {number} ({format_step(schedule.channels[channel][rank][number])})"
+
+
 def parse(text: str) -> Schedule:
     """The schedule that ``text`` describes; raises ``ScheduleError`` naming the line. What it means is not checked: see ``verify``."""
     reader = _Reader()

@@ -22,28 +22,19 @@ and barriers.  Waiting for room in a FIFO is not counted as an order, because th
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from miraccl.errors import ScheduleError
 from miraccl.schedule.ir import Buffer, Op, Ref, Schedule, Step
-from miraccl.schedule.layout import rank_cells
-from miraccl.schedule.text import format_step
+from miraccl.schedule.provenance import Access, Clock, Memory, Problem, Symbol, rank_list
+from miraccl.schedule.text import place
 from miraccl.types import Collective
 
 #: messages under way between two ranks on one channel; an executor's FIFO is at least as deep
 FIFO_DEPTH = 8
-
-#: cells of all ranks together that a proof takes on; a text can ask for any number
-MAX_CELLS = 1 << 24
-
-#: (index of the input chunk, set of the ranks whose contribution is held); None: never written
-Symbol = tuple[int, int]
-Clock = np.ndarray[Any, np.dtype[np.int32]]
 
 
 def verify(schedule: Schedule, *, in_place: bool = False, fifo_depth: int = FIFO_DEPTH, direct: bool = False) -> None:
@@ -73,13 +64,6 @@ def completing_steps(schedule: Schedule) -> frozenset[tuple[int, int, int]]:
     proof = _Proof(schedule, in_place=False, depth=FIFO_DEPTH, direct=False)
     proof.run()
     return frozenset(proof.completing)
-
-
-def place(schedule: Schedule, channel: int, rank: int, number: int) -> str:
-    """How errors name a step."""
-    steps = schedule.channels[channel][rank]
-    what = f" ({format_step(steps[number])})" if number < len(steps) else " (the end)"
-    return f"{schedule.name}: channel {channel}, rank {rank}, step {number}{what}"
 
 
 # What can be seen without running
@@ -140,10 +124,6 @@ def _outside(ref: Ref, owner: int, sizes: Sequence[Sequence[int]]) -> str:
 # Running on symbols
 
 
-class _Stop(Exception):
-    """A problem at the step in progress; the loop adds the place."""
-
-
 class _Message:
     """What is in a FIFO: symbols (a copy) or, with ``cells``, the place where they are to be read."""
 
@@ -153,74 +133,12 @@ class _Message:
         self.sender, self.number, self.clock, self.symbols, self.cells = sender, number, clock, symbols, cells
 
 
-class _Memory:
-    """All cells of all ranks under global numbers, with what belongs there and who has touched them."""
-
-    def __init__(self, schedule: Schedule, in_place: bool) -> None:
-        self.schedule = schedule
-        layout = [rank_cells(schedule, rank, in_place) for rank in range(schedule.nranks)]
-        if sum(cells.cells for cells in layout) > MAX_CELLS:
-            raise ScheduleError(f"{schedule.name}: more than {MAX_CELLS} chunks in all are too many to verify")
-        self.bases: list[tuple[int, int, int]] = []  # per rank: first cell of input, output, scratch
-        self.starts: list[int] = []
-        total = 0
-        for cells in layout:
-            inp, out, scratch = cells.bases
-            self.bases.append((total + inp, total + out, total + scratch))
-            self.starts.append(total)
-            total += cells.cells
-        self.symbols: list[Symbol | None] = [None] * total
-        self.wanted: list[Symbol | None] = [None] * total  # for cells of outputs
-        self.part = [-1] * total  # for cells of scratch
-        self.writer: list[tuple[int, int, int, int] | None] = [None] * total  # (channel, rank, clock, step)
-        self.readers: list[dict[tuple[int, int], tuple[int, int]] | None] = [None] * total  # (channel, rank) -> clock, step
-        for rank, cells in enumerate(layout):
-            ninp, nout, nscratch = cells.sizes
-            inp, out, scratch = self.bases[rank]
-            self.symbols[inp : inp + ninp] = [(chunk, 1 << rank) for chunk in range(ninp)]
-            self.wanted[out : out + nout] = [_wanted(schedule, rank, chunk) for chunk in range(nout)]
-            self.part[scratch : scratch + nscratch] = [chunk % schedule.parts for chunk in range(nscratch)]
-
-    def cells(self, rank: int, ref: Ref) -> range:
-        start = self.bases[rank][ref.buffer] + ref.index
-        return range(start, start + ref.chunks)
-
-    def owner(self, cell: int) -> int:
-        return bisect_right(self.starts, cell) - 1
-
-    def name(self, cell: int) -> str:
-        """``output[3] of rank 1``; a cell that is both is called output."""
-        rank = self.owner(cell)
-        for buffer in (Buffer.OUTPUT, Buffer.INPUT, Buffer.SCRATCH):
-            index = cell - self.bases[rank][buffer]
-            if 0 <= index < self.schedule.chunks_at(buffer, rank):
-                return f"{buffer.name.lower()}[{index}] of rank {rank}"
-        return f"cell {cell}"
-
-
-def _wanted(schedule: Schedule, rank: int, chunk: int) -> Symbol:
-    """What output chunk ``chunk`` of ``rank`` holds when the collective is done."""
-    parts, everybody = schedule.parts, (1 << schedule.nranks) - 1
-    block, part = divmod(chunk, parts)
-    match schedule.collective:
-        case Collective.ALL_REDUCE | Collective.REDUCE:
-            return chunk, everybody
-        case Collective.REDUCE_SCATTER:
-            return rank * parts + part, everybody
-        case Collective.ALL_GATHER | Collective.GATHER:
-            return part, 1 << block
-        case Collective.BROADCAST:
-            return chunk, 1 << schedule.root
-        case Collective.SCATTER:
-            return rank * parts + part, 1 << schedule.root
-        case Collective.ALL_TO_ALL:
-            return rank * parts + part, 1 << block
-        case _:
-            raise ScheduleError(f"{schedule.name}: {schedule.collective.label} has no schedule")
-
-
-def _ranks(mask: int) -> str:
-    return ",".join(str(rank) for rank in range(mask.bit_length()) if mask >> rank & 1)
+def _add(first: Symbol, second: Symbol) -> Symbol:
+    if first.chunk != second.chunk:
+        raise Problem(f"reduces input[{first.chunk}] with input[{second.chunk}]")
+    if twice := first.ranks & second.ranks:
+        raise Problem(f"adds the contribution of rank {rank_list(twice)} to input[{first.chunk}] a second time")
+    return Symbol(first.chunk, first.ranks | second.ranks)
 
 
 class _Proof:
@@ -231,7 +149,7 @@ class _Proof:
         self.reduces = schedule.collective.reduces
         self.everybody = (1 << schedule.nranks) - 1
         self.completing: set[tuple[int, int, int]] = set()
-        self.memory = _Memory(schedule, in_place)
+        self.memory = Memory(schedule, in_place)
         self.is_barrier = schedule.collective is Collective.BARRIER
         self.with_clocks = direct or schedule.needs_addressable_memory or self.is_barrier
         self.tracks = self.with_clocks or schedule.nchannels > 1
@@ -257,13 +175,10 @@ class _Proof:
             if wanted is None or memory.symbols[cell] == wanted:
                 continue
             held, writer = memory.symbols[cell], memory.writer[cell]
-            who = place(self.schedule, writer[0], writer[1], writer[3]) if writer else f"{self.schedule.name}: no channel"
-            if held is None or (writer is None and held[0] != wanted[0]):
+            who = place(self.schedule, writer.channel, writer.rank, writer.number) if writer else f"{self.schedule.name}: no channel"
+            if held is None or (writer is None and held.chunk != wanted.chunk):
                 raise ScheduleError(f"{self.schedule.name}: rank {memory.owner(cell)}: {memory.name(cell)} is never written")
-            raise ScheduleError(
-                f"{who}: at the end {memory.name(cell)} holds input[{held[0]}] of ranks {_ranks(held[1])}, "
-                f"wanted is input[{wanted[0]}] of ranks {_ranks(wanted[1])}"
-            )
+            raise ScheduleError(f"{who}: at the end {memory.name(cell)} holds {held}, wanted is {wanted}")
 
 
 class _Channel:
@@ -278,6 +193,7 @@ class _Channel:
         self.fifos: dict[tuple[int, int], deque[_Message]] = {}
         self.signals: dict[tuple[int, int], deque[Clock | None]] = {}
         self.at_barrier: set[int] = set()
+        self.taken: list[_Message] = []  # by the step in progress
         self.clock: list[Clock] = []
         if proof.with_clocks:
             self.clock = [np.zeros(nranks, dtype=np.int32) for _ in range(nranks)]
@@ -302,8 +218,8 @@ class _Channel:
                     break
                 try:
                     woken = self._execute(step, rank)
-                except _Stop as problem:
-                    raise ScheduleError(f"{place(self.schedule, self.channel, rank, number)}: {problem}") from None
+                except Problem as problem:
+                    raise ScheduleError(f"{place(self.schedule, self.channel, rank, number)}: {problem}{self._origin()}") from None
                 number += 1
                 self.position[rank] = number
                 for other in woken:
@@ -335,6 +251,7 @@ class _Channel:
     def _execute(self, step: Step, rank: int) -> Sequence[int]:
         """Do ``step``; returns the ranks that may be able to go on because of it."""
         op, src, dst = step.op, step.src, step.dst
+        self.taken.clear()
         if op is Op.SIGNAL:
             return self._signal(step, rank)
         if op is Op.WAIT:
@@ -413,6 +330,13 @@ class _Channel:
         self.at_barrier.clear()
         return ranks
 
+    def _origin(self) -> str:
+        """Which messages the step in progress took, for its error."""
+        if not self.taken:
+            return ""
+        senders = ", ".join(f"rank {message.sender} in its step {message.number}" for message in self.taken)
+        return f"; the message was sent by {senders}"
+
     # clocks
 
     def _release(self, rank: int) -> Clock | None:
@@ -435,10 +359,11 @@ class _Channel:
 
     def _take(self, rank: int, peer: int, chunks: int) -> list[Symbol]:
         message = self.fifos[peer, rank].popleft()
+        self.taken.append(message)
         self._merge(rank, message.clock)
         size = len(message.symbols if message.symbols is not None else message.cells or ())
         if size != chunks:
-            raise _Stop(f"expects {chunks} chunks, the message of {place(self.schedule, self.channel, peer, message.number)} has {size}")
+            raise Problem(f"expects {chunks} chunks, the message has {size}")
         if message.symbols is not None:
             return message.symbols
         assert message.cells is not None
@@ -446,14 +371,20 @@ class _Channel:
 
     # memory
 
+    def _access(self, rank: int) -> tuple[Access, Clock | None]:
+        clock = self.clock[rank] if self.clock else None
+        return Access(self.channel, rank, 0 if clock is None else int(clock[rank]), self.position[rank]), clock
+
     def _read(self, rank: int, cells: range) -> list[Symbol]:
-        symbols = []
+        memory, symbols = self.memory, []
+        if self.proof.tracks:
+            access, clock = self._access(rank)
+            for cell in cells:
+                memory.track_read(cell, access, clock)
         for cell in cells:
-            if self.proof.tracks:
-                self._track_read(rank, cell)
-            symbol = self.memory.symbols[cell]
+            symbol = memory.symbols[cell]
             if symbol is None:
-                raise _Stop(f"reads {self.memory.name(cell)}, which nothing has written before")
+                raise Problem(f"reads {memory.name(cell)}, which nothing has written before")
             symbols.append(symbol)
         return symbols
 
@@ -465,43 +396,39 @@ class _Channel:
     def _enter(self, rank: int, owner: int, cells: range) -> None:
         """``rank`` touches memory of ``owner``, who must have come, and must not leave before."""
         if self.clock[rank][owner] == 0:
-            raise _Stop(f"touches {self.memory.name(cells[0])} before a signal says that rank {owner} has come")
+            raise Problem(f"touches {self.memory.name(cells[0])} before a signal says that rank {owner} has come")
         time = int(self.clock[rank][rank])
         self.remote.extend((cell, rank, time, self.position[rank]) for cell in cells)
 
     def _write(self, rank: int, cells: range, symbols: list[Symbol], owner: int) -> None:
         if owner != rank:
             self._enter(rank, owner, cells)
-        memory, exact = self.memory, not self.proof.reduces
+        memory = self.memory
+        access, clock = self._access(rank)
         for cell, symbol in zip(cells, symbols, strict=True):
             if self.proof.tracks:
-                self._track_write(rank, cell)
-            wanted = memory.wanted[cell]
-            if wanted is None:
-                if symbol[0] % self.schedule.parts != memory.part[cell]:
-                    raise _Stop(f"{memory.name(cell)} is a part {memory.part[cell]}, input[{symbol[0]}] is not")
-            elif symbol != wanted if exact else symbol[0] != wanted[0]:
-                raise _Stop(
-                    f"puts input[{symbol[0]}] of ranks {_ranks(symbol[1])} into {memory.name(cell)}, "
-                    f"where input[{wanted[0]}] of ranks {_ranks(wanted[1])} belongs (keep other chunks in scratch)"
-                )
+                memory.track_write(cell, access, clock)
+            self._check_belongs(cell, symbol)
             memory.symbols[cell] = symbol
-            memory.writer[cell] = (self.channel, rank, int(self.clock[rank][rank]) if self.clock else 0, self.position[rank])
+            memory.writer[cell] = access
+
+    def _check_belongs(self, cell: int, symbol: Symbol) -> None:
+        """An output cell takes what is wanted there, or a part of the sum; a scratch cell takes chunks of its part."""
+        memory = self.memory
+        wanted = memory.wanted[cell]
+        if wanted is None:
+            if symbol.chunk % self.schedule.parts != memory.part[cell]:
+                raise Problem(f"{memory.name(cell)} is a part {memory.part[cell]}, input[{symbol.chunk}] is not")
+        elif symbol.chunk != wanted.chunk or not (self.proof.reduces or symbol.ranks == wanted.ranks):
+            raise Problem(f"puts {symbol} into {memory.name(cell)}, where {wanted} belongs (keep other chunks in scratch)")
 
     def _fold(self, rank: int, operands: list[list[Symbol]]) -> list[Symbol]:
         if not self.proof.reduces:
-            raise _Stop(f"a {self.schedule.collective.label} does not reduce")
+            raise Problem(f"a {self.schedule.collective.label} does not reduce")
         total = operands[0]
         for operand in operands[1:]:
-            folded = []
-            for (index, mask), (other, more) in zip(total, operand, strict=True):
-                if index != other:
-                    raise _Stop(f"reduces input[{index}] with input[{other}]")
-                if mask & more:
-                    raise _Stop(f"adds the contribution of rank {_ranks(mask & more)} to input[{index}] a second time")
-                folded.append((index, mask | more))
-            total = folded
-        if len(operands) > 1 and any(mask == self.proof.everybody for _, mask in total):
+            total = [_add(first, second) for first, second in zip(total, operand, strict=True)]
+        if len(operands) > 1 and any(symbol.ranks == self.proof.everybody for symbol in total):
             self.proof.completing.add((self.channel, rank, self.position[rank]))
         return total
 
@@ -511,35 +438,8 @@ class _Channel:
             return False
         source = self.memory.cells(rank, step.src)
         if source != stored and source.start < stored.stop and stored.start < source.stop:
-            raise _Stop(f"{step.src} and {step.dst} overlap in part")
+            raise Problem(f"{step.src} and {step.dst} overlap in part")
         return source == stored and step.op is Op.COPY
-
-    def _track_read(self, rank: int, cell: int) -> None:
-        writer = self.memory.writer[cell]
-        if writer is not None:
-            self._require_before(rank, writer[0], writer[1], writer[2], writer[3], f"reads {self.memory.name(cell)}", "writes")
-        time = int(self.clock[rank][rank]) if self.clock else 0
-        readers = self.memory.readers[cell]
-        if readers is None:
-            readers = self.memory.readers[cell] = {}
-        readers[self.channel, rank] = (time, self.position[rank])
-
-    def _track_write(self, rank: int, cell: int) -> None:
-        writer, readers = self.memory.writer[cell], self.memory.readers[cell]
-        name = f"writes {self.memory.name(cell)}"
-        if writer is not None:
-            self._require_before(rank, writer[0], writer[1], writer[2], writer[3], name, "writes")
-        for (channel, reader), (time, number) in (readers or {}).items():
-            self._require_before(rank, channel, reader, time, number, name, "reads")
-        # all reads so far are ordered before this write, so that it is enough to order later writes after this one
-        self.memory.readers[cell] = None
-
-    def _require_before(self, rank: int, channel: int, other: int, time: int, number: int, doing: str, did: str) -> None:
-        if channel != self.channel:
-            other_place = place(self.schedule, channel, other, number)
-            raise _Stop(f"{doing}, which {other_place} {did} too; channels keep no order")
-        if other != rank and (not self.clock or self.clock[rank][other] < time):
-            raise _Stop(f"{doing}, which {place(self.schedule, channel, other, number)} {did}, and nothing orders the two")
 
     # the end
 

@@ -1,0 +1,146 @@
+"""Where the contents of memory come from, and who has touched it: what the verifier knows of each chunk.
+
+A chunk's content is a symbol: the input chunk it stems from, and the set of ranks whose contribution it holds.  For each cell the
+last write and the reads since are kept as (channel, rank, time of that rank), which is all that is needed to find two accesses that
+nothing orders (the epochs of FastTrack; Flanagan and Freund 2009).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from miraccl.errors import ScheduleError
+from miraccl.schedule.ir import Buffer, Ref, Schedule
+from miraccl.schedule.layout import rank_cells
+from miraccl.schedule.text import place
+from miraccl.types import Collective
+
+#: cells of all ranks together that a proof takes on; a text can ask for any number
+MAX_CELLS = 1 << 24
+
+#: vector clock: how far the owner has heard of each rank
+Clock = np.ndarray[Any, np.dtype[np.int32]]
+
+
+class Symbol(NamedTuple):
+    """Content of a chunk: input chunk ``chunk`` of the ranks in the bit set ``ranks``, added up if they are several."""
+
+    chunk: int
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"input[{self.chunk}] of ranks {rank_list(self.ranks)}"
+
+
+class Access(NamedTuple):
+    """Who touched a cell: step ``number`` of ``rank`` on ``channel``, at that rank's ``time``."""
+
+    channel: int
+    rank: int
+    time: int
+    number: int
+
+
+class Problem(Exception):
+    """What is wrong with the step in progress; the verifier adds the place."""
+
+
+def rank_list(ranks: int) -> str:
+    """``0,2,3`` for a bit set."""
+    return ",".join(str(rank) for rank in range(ranks.bit_length()) if ranks >> rank & 1)
+
+
+def wanted_symbol(schedule: Schedule, rank: int, chunk: int) -> Symbol:
+    """What output chunk ``chunk`` of ``rank`` holds when the collective is done."""
+    parts, everybody = schedule.parts, (1 << schedule.nranks) - 1
+    block, part = divmod(chunk, parts)
+    match schedule.collective:
+        case Collective.ALL_REDUCE | Collective.REDUCE:
+            return Symbol(chunk, everybody)
+        case Collective.REDUCE_SCATTER:
+            return Symbol(rank * parts + part, everybody)
+        case Collective.ALL_GATHER | Collective.GATHER:
+            return Symbol(part, 1 << block)
+        case Collective.BROADCAST:
+            return Symbol(chunk, 1 << schedule.root)
+        case Collective.SCATTER:
+            return Symbol(rank * parts + part, 1 << schedule.root)
+        case Collective.ALL_TO_ALL:
+            return Symbol(rank * parts + part, 1 << block)
+        case _:
+            raise ScheduleError(f"{schedule.name}: {schedule.collective.label} has no schedule")
+
+
+class Memory:
+    """All cells of all ranks under global numbers, with what belongs there and who has touched them."""
+
+    def __init__(self, schedule: Schedule, in_place: bool) -> None:
+        self.schedule = schedule
+        layout = [rank_cells(schedule, rank, in_place) for rank in range(schedule.nranks)]
+        if sum(cells.cells for cells in layout) > MAX_CELLS:
+            raise ScheduleError(f"{schedule.name}: more than {MAX_CELLS} chunks in all are too many to verify")
+        self.bases: list[tuple[int, int, int]] = []  # per rank: first cell of input, output, scratch
+        self.starts: list[int] = []
+        total = 0
+        for cells in layout:
+            inp, out, scratch = cells.bases
+            self.bases.append((total + inp, total + out, total + scratch))
+            self.starts.append(total)
+            total += cells.cells
+        self.symbols: list[Symbol | None] = [None] * total
+        self.wanted: list[Symbol | None] = [None] * total  # for cells of outputs
+        self.part = [-1] * total  # for cells of scratch
+        self.writer: list[Access | None] = [None] * total
+        self.readers: list[dict[tuple[int, int], Access] | None] = [None] * total  # since the last write, by (channel, rank)
+        for rank, cells in enumerate(layout):
+            ninp, nout, nscratch = cells.sizes
+            inp, out, scratch = self.bases[rank]
+            self.symbols[inp : inp + ninp] = [Symbol(chunk, 1 << rank) for chunk in range(ninp)]
+            self.wanted[out : out + nout] = [wanted_symbol(schedule, rank, chunk) for chunk in range(nout)]
+            self.part[scratch : scratch + nscratch] = [chunk % schedule.parts for chunk in range(nscratch)]
+
+    def cells(self, rank: int, ref: Ref) -> range:
+        start = self.bases[rank][ref.buffer] + ref.index
+        return range(start, start + ref.chunks)
+
+    def owner(self, cell: int) -> int:
+        return bisect_right(self.starts, cell) - 1
+
+    def name(self, cell: int) -> str:
+        """``output[3] of rank 1``; a cell that is both is called output."""
+        rank = self.owner(cell)
+        for buffer in (Buffer.OUTPUT, Buffer.INPUT, Buffer.SCRATCH):
+            index = cell - self.bases[rank][buffer]
+            if 0 <= index < self.schedule.chunks_at(buffer, rank):
+                return f"{buffer.name.lower()}[{index}] of rank {rank}"
+        return f"cell {cell}"
+
+    def track_read(self, cell: int, reader: Access, clock: Clock | None) -> None:
+        """Note a read; raises ``Problem`` if the last write is not known to the reader, whose ``clock`` is given if there are any."""
+        writer = self.writer[cell]
+        if writer is not None:
+            self._require_before(writer, reader, clock, cell, "reads", "writes")
+        readers = self.readers[cell]
+        if readers is None:
+            readers = self.readers[cell] = {}
+        readers[reader.channel, reader.rank] = reader
+
+    def track_write(self, cell: int, writer: Access, clock: Clock | None) -> None:
+        """Note a write; raises ``Problem`` if an access before it is not known to the writer."""
+        before = self.writer[cell]
+        if before is not None:
+            self._require_before(before, writer, clock, cell, "writes", "writes")
+        for reader in (self.readers[cell] or {}).values():
+            self._require_before(reader, writer, clock, cell, "writes", "reads")
+        # all reads so far are ordered before this write, so that it is enough to order later writes after this one
+        self.readers[cell] = None
+
+    def _require_before(self, first: Access, then: Access, clock: Clock | None, cell: int, does: str, did: str) -> None:
+        if first.channel == then.channel and (first.rank == then.rank or (clock is not None and clock[first.rank] >= first.time)):
+            return
+        other = place(self.schedule, first.channel, first.rank, first.number)
+        why = "channels keep no order" if first.channel != then.channel else "nothing orders the two"
+        raise Problem(f"{does} {self.name(cell)}, which {other} {did}, and {why}")

@@ -1,0 +1,73 @@
+"""What the tests of schedules share: inputs, all built-in cases, and small hand-made schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from miraccl.schedule import catalog
+from miraccl.schedule.ir import Buffer, Schedule, Step
+from miraccl.schedule.layout import Counts, block_counts
+from miraccl.types import Collective
+
+ALL_TO_ALL = Collective.ALL_TO_ALL
+COLLECTIVES = [collective for collective in Collective if collective is not Collective.SEND_RECV]
+
+#: (algorithm, collective) of everything built in
+BUILTIN = [(name, collective) for name in catalog.names() for collective in sorted(catalog.get(name).collectives)]
+
+
+def schedules(name: str, collective: Collective, sizes: Sequence[int], roots: str = "some") -> Iterator[Schedule]:
+    """The schedules of a built-in algorithm for those ``sizes`` it supports; for rooted collectives with first and last root."""
+    algorithm = catalog.get(name)
+    for nranks in sizes:
+        if not algorithm.supports(collective, nranks):
+            continue
+        choice = {0} if not collective.rooted else set(range(nranks)) if roots == "all" else {0, nranks // 2, nranks - 1}
+        for root in sorted(choice):
+            yield algorithm.build(collective, nranks, root)
+
+
+def places(collective: Collective) -> tuple[bool, ...]:
+    """Out of place, and in place where that has a meaning."""
+    return (False,) if collective is ALL_TO_ALL else (False, True)
+
+
+def make_inputs(schedule: Schedule, counts: Counts, seed: int = 0, dtype: Any = np.int64) -> list[Any]:
+    """Random inputs for each rank of ``schedule``; ``None`` for ranks without one."""
+    rng = np.random.default_rng(seed)
+    inputs: list[Any] = []
+    for rank in range(schedule.nranks):
+        if not schedule.chunks_at(Buffer.INPUT, rank):
+            inputs.append(None)
+            continue
+        size = sum(block_counts(schedule, rank, Buffer.INPUT, counts))
+        inputs.append(rng.integers(-40, 40, size=size).astype(dtype))
+    return inputs
+
+
+def hand_made(collective: Collective, *ranks: Iterable[Step], parts: int = 1, root: int = 0, scratch: int = 0) -> Schedule:
+    """A schedule with one channel from the steps of each rank."""
+    return Schedule(
+        name="hand",
+        collective=collective,
+        nranks=len(ranks),
+        parts=parts,
+        root=root,
+        scratch_chunks=scratch,
+        channels=(tuple(tuple(steps) for steps in ranks),),
+    )
+
+
+def edited(schedule: Schedule, rank: int, number: int, *steps: Step, channel: int = 0, drop: int = 1) -> Schedule:
+    """``schedule`` with ``drop`` steps of a rank from ``number`` on replaced by ``steps``."""
+    program = list(schedule.channels[channel][rank])
+    program[number : number + drop] = steps
+    ranks = list(schedule.channels[channel])
+    ranks[rank] = tuple(program)
+    channels = list(schedule.channels)
+    channels[channel] = tuple(ranks)
+    return replace(schedule, channels=tuple(channels))
