@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from miraccl.errors import MiracclError
+from miraccl.errors import Fault, MiracclError
 from miraccl.tools import launch
 from miraccl.tools.perf.measure import Options, measure
 from miraccl.tools.perf.spec import Case, Row
@@ -26,13 +26,12 @@ _GRACE = 3.0  # seconds that the other ranks get to end by themselves after a fa
 
 
 class RunFailed(MiracclError):
-    """The measurement could not be finished; ``details`` is the traceback of the rank that failed first."""
+    """The measurement could not be finished; ``details`` is the traceback of the rank that failed first, ``fault`` what it said."""
 
-    fault = "system"
-
-    def __init__(self, message: str, *, details: str = "", **where: Any) -> None:
+    def __init__(self, message: str, *, details: str = "", fault: Fault = "system", **where: Any) -> None:
         super().__init__(message, **where)
         self.details = details
+        self.fault = fault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +154,9 @@ class OwnGroup:
             self._ranks.wait(time.monotonic() + _GRACE)
             failure = self._ranks.first_failure()
             assert failure is not None
-            raise RunFailed(_tell(failure), details="" if failure.fault == "usage" else failure.error)
+            if failure.fault == "usage":
+                raise RunFailed(_tell(failure), fault="usage")
+            raise RunFailed(_tell(failure), details=failure.error)
 
     def stop(self) -> None:
         self._stack.close()
