@@ -16,7 +16,8 @@ from miraccl.proxy.stream import Stream
 from miraccl.transport import fifo
 from miraccl.transport.base import Fifo, NetConnection
 from miraccl.transport.fifo import INLINE_BYTES, LINE_BYTES, NSLOTS, Atomics, Mode
-from miraccl.wire import proxy as wire
+from miraccl.wire import proxy_records as wire
+from miraccl.wire.proxy import Link
 from miraccl.wire.stream import FrameType
 
 _MODE = {
@@ -36,7 +37,7 @@ class Driver:
         pair = connection.pair
         self.peer = connection.peer
         self.streams = [Stream(sock, index) for index, sock in enumerate(connection.streams)]
-        self.link = wire.Link(
+        self.link = Link(
             wire.LinkConfig(
                 nstreams=len(self.streams),
                 send_slot_bytes=connection.peer_slot_bytes,
@@ -69,17 +70,15 @@ class Driver:
     # --- the thread's calls
 
     def advance(self) -> bool:
-        """Do what can be done without waiting, one call per stream and direction; False when there was nothing."""
-        busy = self.scan()
+        """Do what can be done without waiting, one call per stream and direction; True when some stream is ready for another."""
+        self.scan()
         for stream in self.streams:
             if stream.readable:
-                busy = True
                 self._read(stream)
         for stream in self.streams:
             if stream.writable and stream.pending:
-                busy = True
                 self._write(stream)
-        return busy
+        return self.link.alive and any(s.readable or (s.writable and s.pending) for s in self.streams)
 
     def scan(self) -> bool:
         """Look for news from the executor; False when there are none."""

@@ -18,7 +18,19 @@ STAGING_BYTES = 1 << 14
 """Copying this much costs about a microsecond, less than a system call."""
 CALL_BYTES = 1 << 20
 """Most bytes per receive call: long enough to be efficient, short enough (200 us) to serve the other direction."""
+SEND_BYTES = 1 << 19
 MAX_VECTOR = 64
+
+
+def _upto(out: deque[memoryview | bytes], nbytes: int) -> list[memoryview | bytes]:
+    """The first buffers of a queue, cut to about ``nbytes`` in all."""
+    vector: list[memoryview | bytes] = []
+    for part in islice(out, MAX_VECTOR):
+        vector.append(part[:nbytes])
+        nbytes -= len(part)
+        if nbytes <= 0:
+            break
+    return vector
 
 
 class Stream:
@@ -59,7 +71,7 @@ class Stream:
     def send(self) -> int:
         """Give the kernel what it takes in one call; returns the number of frames that are with the kernel completely now."""
         out = self._out
-        vector = list(islice(out, MAX_VECTOR))
+        vector = _upto(out, SEND_BYTES)
         try:
             sent = self._sock.sendmsg(vector)
         except BlockingIOError:
@@ -67,11 +79,13 @@ class Stream:
             return 0
         left = sent
         for part in vector:
+            whole = len(out[0])
             if left < len(part):
-                out[0] = memoryview(part)[left:]
                 self.writable = False
+            if left < whole:
+                out[0] = memoryview(out[0])[left:]
                 break
-            left -= len(part)
+            left -= whole
             out.popleft()
         return self._count_frames(sent)
 

@@ -23,7 +23,7 @@ from miraccl.errors import CommunicatorClosed, MiracclError
 from miraccl.proxy.driver import Driver
 from miraccl.transport.base import NetConnection, OnLost, Wake
 from miraccl.transport.fifo import PAGE_BYTES, Atomics, Memory, native_atomics
-from miraccl.wire import proxy as wire
+from miraccl.wire import proxy_records as wire
 
 log = trace.logger("proxy")
 
@@ -121,7 +121,9 @@ class Proxy:
     def _main(self) -> None:
         try:
             while not self._stopping:
-                if not self._round():
+                if self._round():
+                    self._poll(0)
+                else:
                     self._sleep()
         except Exception as error:  # a bug of ours: nobody must wait for a proxy that is gone
             log.exception("the proxy failed")
@@ -130,25 +132,23 @@ class Proxy:
             self._wake(self.rank)
 
     def _round(self) -> bool:
-        """Everything that can be done now; False when there was nothing to do."""
-        busy = self._run_commands()
+        """One call per stream and direction; True when some stream is ready for another."""
+        self._run_commands()
+        busy = False
         for driver in self._drivers.values():
             if driver.link.alive:
                 busy |= driver.advance()
             if driver.dirty:
                 driver.dirty = False
-                busy = True
                 self._wake(self.rank)
         for closer in [c for c in self._closers if not any(driver.link.alive for driver in c[0])]:
             self._closers.remove(closer)
             closer[1].set()
-        if busy:
-            self._poll(0)
         return busy
 
     def _sleep(self) -> None:
         self._atomics.exchange(self.asleep, 1)
-        news = not self._commands.empty() or any(driver.scan() for driver in self._drivers.values())
+        news = not self._commands.empty() or any(driver.scan() or driver.dirty for driver in self._drivers.values())
         if not news:
             self._poll(None)
         self._atomics.exchange(self.asleep, 0)
@@ -164,15 +164,10 @@ class Proxy:
                 stream.readable |= bool(events & ~select.EPOLLOUT)
                 stream.writable |= bool(events & ~select.EPOLLIN)
 
-    def _run_commands(self) -> bool:
-        ran = False
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return ran
-            ran = True
-            command.run()
+    def _run_commands(self) -> None:
+        with suppress(queue.Empty):
+            while not self._commands.empty():
+                self._commands.get_nowait().run()
 
     def _attach(self, connections: Sequence[NetConnection]) -> None:
         for connection in connections:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from miraccl.registry import Registry
 from miraccl.transport import fifo
-from miraccl.wire.proxy import Loss
+from miraccl.wire.proxy_records import Loss
 
 OnLost = Callable[[int, Loss], None]
 """``on_lost(peer, loss)``: called once per peer, at once, possibly from the proxy's thread; it must be quick and not raise."""

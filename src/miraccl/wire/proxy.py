@@ -19,274 +19,39 @@ The record of every event can be kept and played again (``replay``); the idea is
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
-
-from miraccl.errors import CommunicatorAborted, MiracclError, PeerDied, ProtocolError
-from miraccl.wire.stream import MAX_MESSAGE_BYTES, MAX_STREAMS, MAX_TEXT_BYTES, MIN_PIECE_BYTES, Frame, FrameType
-
-# --- records -----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkConfig:
-    """Numbers of a link.  ``send_slot_bytes`` are the peer's slots, ``recv_slot_bytes`` ours; sizes in bytes.
-
-    ``piece_bytes`` is the largest piece.  A stream takes frames until ``queue_bytes`` or ``queue_frames`` of them are not yet taken by the
-    kernel; 256 KiB keep a stream busy while its next frame is decided.
-    """
-
-    nstreams: int
-    send_slot_bytes: int
-    recv_slot_bytes: int
-    nslots: int = 8
-    inline_bytes: int = 32
-    piece_bytes: int = 1 << 20
-    queue_bytes: int = 1 << 18
-    queue_frames: int = 32
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.nstreams <= MAX_STREAMS:
-            raise ValueError(f"a link has 1 to {MAX_STREAMS} streams, got {self.nstreams}")
-        if self.piece_bytes < MIN_PIECE_BYTES:
-            raise ValueError(f"a piece has {MIN_PIECE_BYTES} bytes or more, got {self.piece_bytes}")
-
-
-class LossKind(enum.Enum):
-    """Why a peer cannot be reached any more."""
-
-    CLOSED = "closed"
-    RESET = "reset"
-    PROTOCOL = "protocol"
-    ABORTED = "aborted"
-    INTERNAL = "internal"
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The end of a connection that this side did not ask for; ``detail`` is a clause such as "closed its connection"."""
-
-    kind: LossKind
-    detail: str
-
-    def __str__(self) -> str:
-        return self.detail
-
-    def error(self, *, rank: int, peer: int) -> MiracclError:
-        """The exception that an operation which needs ``peer`` ends with."""
-        text = f"rank {peer}: {self.detail}"
-        if self.kind is LossKind.PROTOCOL:
-            return ProtocolError(text, rank=rank, peer=peer)
-        if self.kind is LossKind.ABORTED:
-            return CommunicatorAborted(text, rank=rank, peer=peer)
-        if self.kind is LossKind.INTERNAL:
-            return MiracclError(text, rank=rank, peer=peer)
-        return PeerDied(text, rank=rank, peer=peer)
-
-
-class Placement(enum.Enum):
-    """Where a message lands."""
-
-    INLINE = "inline"
-    SLOT = "slot"
-    WANTED = "wanted"
-    OVERSIZE = "oversize"
-    """Nowhere: the room is too small for it."""
-
-
-# Events and instructions are tuples: several are made per message, and a frozen dataclass costs five times as much.
-
-
-class Posted(NamedTuple):
-    """The executor posted its next message."""
-
-    message: int
-    signature: int
-    nbytes: int
-
-
-class Wanted(NamedTuple):
-    """The executor says that a message may land in ``room`` bytes of its own."""
-
-    message: int
-    room: int
-
-
-class Consumed(NamedTuple):
-    """The executor has consumed ``tail`` messages in all."""
-
-    tail: int
-
-
-class FrameIn(NamedTuple):
-    """A valid header came on ``stream``; for ABORT its ``text``.  Payload of DATA is still in the stream."""
-
-    stream: int
-    frame: Frame
-    text: str = ""
-
-
-class Placed(NamedTuple):
-    """The payload of the DATA frame on ``stream`` is where the last ``Receive`` of the stream said."""
-
-    stream: int
-
-
-class Taken(NamedTuple):
-    """The kernel has all bytes of the ``frames`` oldest frames of ``stream``."""
-
-    stream: int
-    frames: int
-
-
-class StreamEnded(NamedTuple):
-    """The peer's end of ``stream`` is closed or broken."""
-
-    stream: int
-    detail: str
-
-
-class Garbage(NamedTuple):
-    """Bytes came on ``stream`` that are no frame."""
-
-    stream: int
-    detail: str
-
-
-class CloseAsked(NamedTuple):
-    """Send what is posted, then close."""
-
-
-class AbortAsked(NamedTuple):
-    """Close now and tell the peer why."""
-
-    text: str
-
-
-class InternalError(NamedTuple):
-    """This side cannot go on: the executor posted something impossible, or the proxy failed."""
-
-    detail: str
-
-
-Event: TypeAlias = Posted | Wanted | Consumed | FrameIn | Placed | Taken | StreamEnded | Garbage | CloseAsked | AbortAsked | InternalError
-
-
-class Send(NamedTuple):
-    """Put ``frame`` at the end of its stream's queue, for DATA followed by bytes [offset, offset + length) of its message."""
-
-    frame: Frame
-
-
-class Receive(NamedTuple):
-    """Put the payload of the frame that just came on ``stream`` at byte ``offset`` of the place of ``message``."""
-
-    stream: int
-    message: int
-    placement: Placement
-    offset: int
-    length: int
-
-
-class Announce(NamedTuple):
-    """Let the executor see that a message waits for its want."""
-
-    message: int
-    signature: int
-    nbytes: int
-
-
-class Deliver(NamedTuple):
-    """Post the line of a message: it is in place."""
-
-    message: int
-    signature: int
-    nbytes: int
-    placement: Placement
-
-
-class Release(NamedTuple):
-    """Publish the tail of the send FIFO."""
-
-    tail: int
-
-
-class Lost(NamedTuple):
-    """Report the loss of the peer; no memory is to be touched for this link any more."""
-
-    loss: Loss
-
-
-class Cut(NamedTuple):
-    """Tell ``text`` in an ABORT frame on streams that are between frames, if that works at once, and close all streams."""
-
-    text: str
-
-
-class Finished(NamedTuple):
-    """All is sent and the peer has its end of the streams closed: close them."""
-
-
-Instruction: TypeAlias = Send | Receive | Announce | Deliver | Release | Lost | Cut | Finished
-
-# --- states ------------------------------------------------------------------------------------------------------------------
-
-
-class SendState(enum.Enum):
-    """Of one outgoing message."""
-
-    WAIT_CREDIT = "wait credit"
-    WAIT_WANT = "wait want"
-    SENDING = "sending"
-    HANDED = "handed"
-    TAKEN = "taken"
-
-
-class RecvState(enum.Enum):
-    """Of one incoming message."""
-
-    ANNOUNCED = "announced"
-    LANDING = "landing"
-    COMPLETE = "complete"
-    DELIVERED = "delivered"
-
-
-class LinkState(enum.Enum):
-    OPEN = "open"
-    DRAINING = "draining"
-    CLOSING = "closing"
-    FINISHED = "finished"
-    LOST = "lost"
-
-
-SEND_TABLE: dict[tuple[SendState, str], SendState] = {
-    (SendState.WAIT_CREDIT, "credit"): SendState.SENDING,
-    (SendState.WAIT_CREDIT, "credit, no want"): SendState.WAIT_WANT,
-    (SendState.WAIT_WANT, "want"): SendState.SENDING,
-    (SendState.WAIT_WANT, "consumed unseen"): SendState.TAKEN,
-    (SendState.SENDING, "last piece queued"): SendState.HANDED,
-    (SendState.HANDED, "all frames taken"): SendState.TAKEN,
-}
-RECV_TABLE: dict[tuple[RecvState | None, str], RecvState] = {
-    (None, "announce"): RecvState.ANNOUNCED,
-    (None, "announce, want too small"): RecvState.COMPLETE,
-    (None, "piece"): RecvState.LANDING,
-    (RecvState.ANNOUNCED, "piece"): RecvState.LANDING,
-    (RecvState.ANNOUNCED, "want too small"): RecvState.COMPLETE,
-    (RecvState.LANDING, "piece"): RecvState.LANDING,
-    (RecvState.LANDING, "all placed"): RecvState.COMPLETE,
-    (RecvState.COMPLETE, "all before delivered"): RecvState.DELIVERED,
-}
-LINK_TABLE: dict[tuple[LinkState, str], LinkState] = {
-    (LinkState.OPEN, "close asked"): LinkState.DRAINING,
-    (LinkState.DRAINING, "all taken"): LinkState.CLOSING,
-    (LinkState.DRAINING, "peer closed"): LinkState.FINISHED,
-    (LinkState.CLOSING, "close taken, peer closed"): LinkState.FINISHED,
-    **{(state, "lost"): LinkState.LOST for state in (LinkState.OPEN, LinkState.DRAINING, LinkState.CLOSING)},
-}
+from typing import Any
+
+from miraccl.wire.proxy_records import (
+    AbortAsked,
+    Announce,
+    CloseAsked,
+    Consumed,
+    Cut,
+    Deliver,
+    Event,
+    Finished,
+    FrameIn,
+    Garbage,
+    Instruction,
+    InternalError,
+    LinkConfig,
+    Loss,
+    LossKind,
+    Lost,
+    Placed,
+    Placement,
+    Posted,
+    Receive,
+    Release,
+    Send,
+    StreamEnded,
+    Taken,
+    Wanted,
+)
+from miraccl.wire.proxy_states import LINK_TABLE, RECV_TABLE, SEND_TABLE, LinkState, RecvState, SendState
+from miraccl.wire.stream import MAX_MESSAGE_BYTES, MAX_TEXT_BYTES, MIN_PIECE_BYTES, Frame, FrameType
 
 
 class _Outgoing:
@@ -746,31 +511,3 @@ def replay(config: LinkConfig, events: Iterable[Event]) -> tuple[Link, list[Inst
     """A link that lived through ``events``, and all that it asked for."""
     link = Link(config)
     return link, [instruction for event in events for instruction in link.handle(event)]
-
-
-def validate_state(link: Link) -> None:
-    """Everything that must always hold; for tests, which call it after each event."""
-    config = link.config
-    assert link.released <= link._sendable <= link.next_post
-    assert link.next_post - link.released <= config.nslots
-    assert sorted(link._out) == list(range(link.released, link.next_post))
-    assert link._told <= link.tail <= link.delivered
-    assert list(link._to_send) == sorted(m for m, r in link._out.items() if r.state is SendState.SENDING)
-    assert len(link._grants) <= config.nslots
-    for message, out in link._out.items():
-        assert (out.state is SendState.WAIT_CREDIT) == (message >= link._sendable)
-        assert 0 <= out.queued <= out.nbytes
-        assert out.untaken == sum(m == message for queue in link._queued for m, _ in queue)
-        if out.queued:
-            assert message < link.credit + config.nslots
-    for stream, queue in enumerate(link._queued):
-        assert link._queued_bytes[stream] == sum(n for _, n in queue)
-    for message, record in link._in.items():
-        assert link.tail <= message < link.tail + config.nslots
-        assert (record.state is RecvState.DELIVERED) == (message < link.delivered)
-        assert record.placement is not Placement.SLOT or record.nbytes <= config.recv_slot_bytes
-        assert record.placement is not Placement.WANTED or record.nbytes <= link._wants[message]
-        claimed = sum(high - low for low, high in record.pieces)
-        arriving = sum(a[1] for a in link._arriving if a and a[0] == message)
-        assert record.placement is Placement.OVERSIZE or claimed - arriving == record.nbytes - record.missing
-        assert all(a[1] < b[0] for a, b in zip(record.pieces, record.pieces[1:]))

@@ -1,0 +1,212 @@
+"""Records of a link: its numbers, what happens to it (events), what it asks for (instructions), and how it can end.
+
+Events and instructions are tuples and not dataclasses: several are made per message, and a frozen dataclass costs five times as much.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from miraccl.errors import CommunicatorAborted, MiracclError, PeerDied, ProtocolError
+from miraccl.wire.stream import MAX_STREAMS, MIN_PIECE_BYTES, Frame
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkConfig:
+    """Numbers of a link.  ``send_slot_bytes`` are the peer's slots, ``recv_slot_bytes`` ours; sizes in bytes.
+
+    ``piece_bytes`` is the largest piece.  A stream takes frames until ``queue_bytes`` or ``queue_frames`` of them are not yet taken by the
+    kernel; 256 KiB keep a stream busy while its next frame is decided.
+    """
+
+    nstreams: int
+    send_slot_bytes: int
+    recv_slot_bytes: int
+    nslots: int = 8
+    inline_bytes: int = 32
+    piece_bytes: int = 1 << 20
+    queue_bytes: int = 1 << 18
+    queue_frames: int = 32
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nstreams <= MAX_STREAMS:
+            raise ValueError(f"a link has 1 to {MAX_STREAMS} streams, got {self.nstreams}")
+        if self.piece_bytes < MIN_PIECE_BYTES:
+            raise ValueError(f"a piece has {MIN_PIECE_BYTES} bytes or more, got {self.piece_bytes}")
+
+
+class LossKind(enum.Enum):
+    """Why a peer cannot be reached any more."""
+
+    CLOSED = "closed"
+    RESET = "reset"
+    PROTOCOL = "protocol"
+    ABORTED = "aborted"
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The end of a connection that this side did not ask for; ``detail`` is a clause such as "closed its connection"."""
+
+    kind: LossKind
+    detail: str
+
+    def __str__(self) -> str:
+        return self.detail
+
+    def error(self, *, rank: int, peer: int) -> MiracclError:
+        """The exception that an operation which needs ``peer`` ends with."""
+        text = f"rank {peer}: {self.detail}"
+        if self.kind is LossKind.PROTOCOL:
+            return ProtocolError(text, rank=rank, peer=peer)
+        if self.kind is LossKind.ABORTED:
+            return CommunicatorAborted(text, rank=rank, peer=peer)
+        if self.kind is LossKind.INTERNAL:
+            return MiracclError(text, rank=rank, peer=peer)
+        return PeerDied(text, rank=rank, peer=peer)
+
+
+class Placement(enum.Enum):
+    """Where a message lands."""
+
+    INLINE = "inline"
+    SLOT = "slot"
+    WANTED = "wanted"
+    OVERSIZE = "oversize"
+    """Nowhere: the room is too small for it."""
+
+
+class Posted(NamedTuple):
+    """The executor posted its next message."""
+
+    message: int
+    signature: int
+    nbytes: int
+
+
+class Wanted(NamedTuple):
+    """The executor says that a message may land in ``room`` bytes of its own."""
+
+    message: int
+    room: int
+
+
+class Consumed(NamedTuple):
+    """The executor has consumed ``tail`` messages in all."""
+
+    tail: int
+
+
+class FrameIn(NamedTuple):
+    """A valid header came on ``stream``; for ABORT its ``text``.  Payload of DATA is still in the stream."""
+
+    stream: int
+    frame: Frame
+    text: str = ""
+
+
+class Placed(NamedTuple):
+    """The payload of the DATA frame on ``stream`` is where the last ``Receive`` of the stream said."""
+
+    stream: int
+
+
+class Taken(NamedTuple):
+    """The kernel has all bytes of the ``frames`` oldest frames of ``stream``."""
+
+    stream: int
+    frames: int
+
+
+class StreamEnded(NamedTuple):
+    """The peer's end of ``stream`` is closed or broken."""
+
+    stream: int
+    detail: str
+
+
+class Garbage(NamedTuple):
+    """Bytes came on ``stream`` that are no frame."""
+
+    stream: int
+    detail: str
+
+
+class CloseAsked(NamedTuple):
+    """Send what is posted, then close."""
+
+
+class AbortAsked(NamedTuple):
+    """Close now and tell the peer why."""
+
+    text: str
+
+
+class InternalError(NamedTuple):
+    """This side cannot go on: the executor posted something impossible, or the proxy failed."""
+
+    detail: str
+
+
+Event: TypeAlias = Posted | Wanted | Consumed | FrameIn | Placed | Taken | StreamEnded | Garbage | CloseAsked | AbortAsked | InternalError
+
+
+class Send(NamedTuple):
+    """Put ``frame`` at the end of its stream's queue, for DATA followed by bytes [offset, offset + length) of its message."""
+
+    frame: Frame
+
+
+class Receive(NamedTuple):
+    """Put the payload of the frame that just came on ``stream`` at byte ``offset`` of the place of ``message``."""
+
+    stream: int
+    message: int
+    placement: Placement
+    offset: int
+    length: int
+
+
+class Announce(NamedTuple):
+    """Let the executor see that a message waits for its want."""
+
+    message: int
+    signature: int
+    nbytes: int
+
+
+class Deliver(NamedTuple):
+    """Post the line of a message: it is in place."""
+
+    message: int
+    signature: int
+    nbytes: int
+    placement: Placement
+
+
+class Release(NamedTuple):
+    """Publish the tail of the send FIFO."""
+
+    tail: int
+
+
+class Lost(NamedTuple):
+    """Report the loss of the peer; no memory is to be touched for this link any more."""
+
+    loss: Loss
+
+
+class Cut(NamedTuple):
+    """Tell ``text`` in an ABORT frame on streams that are between frames, if that works at once, and close all streams."""
+
+    text: str
+
+
+class Finished(NamedTuple):
+    """All is sent and the peer has its end of the streams closed: close them."""
+
+
+Instruction: TypeAlias = Send | Receive | Announce | Deliver | Release | Lost | Cut | Finished
