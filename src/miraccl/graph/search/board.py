@@ -118,4 +118,8 @@ class Board(NamedTuple):
 
 
 RECORDS = (STATE, GRAPH, _I, _I, _I, LINK, HOP, PATH, GPU, NET, _I, FRAME, _I)
-"""Element type of each array, in the order of ``Board``."""
+DIMENSIONS = (1, 1, 3, 3, 2, 1, 1, 2, 1, 1, 1, 1, 2)
+"""Element type and number of dimensions of each array, in the order of ``Board``."""
+
+ROW: Final = 4
+"""Words for an array in the table that describes a board to compiled code: its address and up to three lengths."""

@@ -1,7 +1,7 @@
 """The inner search: a depth-first walk over channels, one move of bandwidth at a time.
 
 Owns the meaning of a move. The functions here are ordinary Python over the arrays of ``board`` and are compiled as they stand (see
-``compiled``); a test runs both and compares.
+``channel_search``); a test runs both and compares.
 
 How it goes on (NCCL 2.28 ``src/graph/search.cc``, whose decisions this reproduces to the last digit)
 - A channel is laid GPU by GPU. Each move takes its bandwidth from every link of the path and is taken back when all that follows it was

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from miraccl.graph.search import kernel
-from miraccl.graph.search.board import Board
+from miraccl.graph.search.board import ROW, Board
 
 Walk = Callable[[Board], None]
 
@@ -22,16 +22,16 @@ def walk_interpreted(board: Board) -> None:
 
 def walk_compiled(board: Board) -> None:
     """The kernel as machine code; the first call of a process loads it, the first on a machine compiles it."""
-    table = np.zeros((len(board), 4), np.int64)
+    table = np.zeros((len(board), ROW), np.int64)
     for i, array in enumerate(board):
         table[i, 0] = array.ctypes.data
         table[i, 1 : 1 + array.ndim] = array.shape
-    _entry()(table.ctypes.data, len(board))
+    _entry()(table.ctypes.data, 0)
 
 
 @functools.cache
 def _entry() -> Any:
     from miraccl.native import library
 
-    address = library("miraccl.graph.search.compiled").address("miraccl_search")
+    address = library("miraccl.graph.search.channel_search").address("miraccl_search")
     return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(address)
