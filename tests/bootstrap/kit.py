@@ -19,7 +19,7 @@ from miraccl.bootstrap import Event, PeerLeft, PeerLost, Session, StatusRequest,
 PATIENCE = 20.0  # seconds until a test gives up; nothing here takes a tenth of it
 
 
-def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+def in_threads(calls: Sequence[Callable[..., Any]]) -> list[Any]:
     """Run the calls at the same time; their results in order, an exception as a result."""
     results: list[Any] = [None] * len(calls)
 

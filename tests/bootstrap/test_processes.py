@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from miraccl.errors import BootstrapError, PeerDied
 from miraccl.wire.bootstrap import Arrived, Received, Send, SendMessage
 from tests.bootstrap.kit import PATIENCE, Child, Inbox, child_rank, free_port, in_threads
 
+Spawn = Callable[[Callable[[Connection], None]], Child]
 pytestmark = pytest.mark.multiprocess
 
 
@@ -28,14 +31,14 @@ def _session(unique_id: UniqueId, rank: int, nranks: int) -> Session:
     return session
 
 
-def _from_children(unique_id: UniqueId, nranks: int, ranks: list[int], spawn) -> dict[int, Child]:
+def _from_children(unique_id: UniqueId, nranks: int, ranks: list[int], spawn: Spawn) -> dict[int, Child]:
     return {rank: spawn(child_rank(unique_id, rank, nranks)) for rank in ranks}
 
 
-def _hub_in_child(port: int, secret: bytes, nranks: int):
+def _hub_in_child(port: int, secret: bytes, nranks: int) -> Callable[[Connection], None]:
     """Rank 0 and the hub in one process, as ``get_unique_id`` and rank 0 usually are."""
 
-    def main(pipe):
+    def main(pipe: Connection) -> None:
         unique_id, _root = create_root(hosts=["127.0.0.1"], port=port, secret=secret)
         child_rank(unique_id, 0, nranks)(pipe)
 
@@ -93,7 +96,7 @@ def test_a_rank_killed_in_the_meeting_is_named_before_the_deadline(spawn):
 
     def joins_and_tells(pipe):
         sock, machine = Dialer(unique_id.addresses, secret=unique_id.secret, rank=1, nranks=3, deadline=time.monotonic() + PATIENCE).dial()
-        accepted = _talk(sock, machine, SendMessage(now=0.0, message=_join(sock, None, time.monotonic() + PATIENCE)))
+        accepted = _talk(sock, machine, SendMessage(now=0.0, message=_join(sock, None, PATIENCE, time.monotonic() + PATIENCE)))
         pipe.send(type(accepted).__name__)
         pipe.poll(PATIENCE)
 
@@ -258,7 +261,7 @@ def test_rank_0_that_exits_first_has_left_and_takes_the_control_plane_with_it():
         assert isinstance(gone, PeerLeft)
         assert gone.rank == -1
         with pytest.raises(BootstrapError, match="rank 0 of 2 left") as caught:
-            session.notify({}) or session.barrier("x")
+            session.barrier("x")
         assert not isinstance(caught.value, PeerDied)
         session.close()
         assert process.wait(PATIENCE) == 0

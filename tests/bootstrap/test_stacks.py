@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from miraccl.bootstrap import stacks as stacks_module
@@ -10,7 +11,7 @@ from miraccl.bootstrap.stacks import locate
 from tests.bootstrap.kit import PATIENCE
 
 
-def _place_of(call) -> dict[str, object]:
+def _place_of(call: Callable[[Any], None]) -> dict[str, object]:
     """Where a thread is while ``call(event)`` waits for the event."""
     started, go = threading.Event(), threading.Event()
 

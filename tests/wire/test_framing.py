@@ -111,12 +111,12 @@ def test_a_time_is_a_plain_number_of_seconds(seconds):
 
 
 def test_text_is_utf8_and_a_flag_is_a_bit():
-    body = framing.encode(Join(host="ab", token=b"", pid=1, addresses=(), loopback=True, timeout=1))
+    body = framing.encode(Join(host="ab", token=b"", pid=1, addresses=(), loopback=True, patience=1, timeout=1))
     assert body.count(b"ab") == 1
     with pytest.raises(ProtocolError, match="UTF-8"):
         framing.decode(body.replace(b"ab", b"\xff\xfe"), TO_HUB)
     with pytest.raises(ProtocolError, match="flag"):
-        framing.decode(body[:-9] + b"\x02" + body[-8:], TO_HUB)
+        framing.decode(body[:-17] + b"\x02" + body[-16:], TO_HUB)
 
 
 def test_a_number_that_does_not_fit_its_field_is_the_senders_fault():

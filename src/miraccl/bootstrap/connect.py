@@ -9,16 +9,19 @@ import time
 from collections.abc import Sequence
 
 from miraccl import params
-from miraccl.bootstrap.dial import Dialer
+from miraccl.bootstrap.dial import Dialer, HubNotFound
 from miraccl.bootstrap.host import host_fingerprint, process_token
 from miraccl.bootstrap.hub import Root
 from miraccl.bootstrap.interfaces import choose_addresses, is_loopback
-from miraccl.bootstrap.link import HubVanished, Link
+from miraccl.bootstrap.link import HubVanished, JobOver, Link
 from miraccl.bootstrap.session import Session, solo
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.errors import BootstrapError
 from miraccl.wire.auth import VERSION
 from miraccl.wire.bootstrap_messages import Join
+
+#: Seconds before the hub of a job that has met already is asked again, when ports are probed.
+OVER_PAUSE = 0.1
 
 
 def connect(
@@ -100,14 +103,28 @@ def join_job(
     hosts = [route_to] if route_to else [host for host, _ in targets]
     remote = next((host for host in hosts if not is_loopback(host)), None)
     dial_deadline = deadline if dial_timeout is None else min(deadline, time.monotonic() + dial_timeout)
+    over: JobOver | None = None
+    not_before: dict[tuple[object, ...], float] = {}
     while True:
-        dialer = Dialer(targets, secret=secret, rank=rank, nranks=nranks, deadline=dial_deadline, probing=probing)
-        sock, machine = dialer.dial()
+        dialer = Dialer(targets, secret=secret, rank=rank, nranks=nranks, deadline=dial_deadline, probing=probing, not_before=not_before)
+        try:
+            sock, machine = dialer.dial()
+        except HubNotFound:
+            if over is not None:
+                raise over from None
+            raise
+        hub = tuple(sock.getpeername())
         link = Link(sock, machine, rank=rank, nranks=nranks)
         try:
-            meeting = link.meet(_join(sock, remote, deadline), deadline)
+            meeting = link.meet(_join(sock, remote, timeout, deadline), deadline)
         except HubVanished:
             continue  # it made place for others before it knew us; the deadline holds
+        except JobOver as error:
+            if not probing:
+                raise
+            # An earlier job of the same port and secret is still there; ours may come at another port, or later at this one.
+            over, not_before[hub] = error, time.monotonic() + OVER_PAUSE
+            continue
         except BaseException:
             link.close("the meeting failed")
             raise
@@ -118,7 +135,7 @@ def join_job(
         return session
 
 
-def _join(sock: socket.socket, remote: str | None, deadline: float) -> Join:
+def _join(sock: socket.socket, remote: str | None, patience: float, deadline: float) -> Join:
     """What this rank tells about itself. The address it announces is the one that leads to the hub, or to the hub's own network."""
     local, hub = (str(name[0]).removeprefix("::ffff:").partition("%")[0] for name in (sock.getsockname(), sock.getpeername()))
     addresses, loopback = choose_addresses(remote if is_loopback(local) else hub)
@@ -128,5 +145,6 @@ def _join(sock: socket.socket, remote: str | None, deadline: float) -> Join:
         pid=os.getpid(),
         addresses=addresses,
         loopback=loopback,
+        patience=patience,
         timeout=max(0.001, deadline - time.monotonic()),
     )

@@ -11,7 +11,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from miraccl.bootstrap.hub import tune
@@ -52,14 +52,23 @@ class _Try:
 class Dialer:
     """One search for a hub. ``targets``: (host, port) in order of preference; hosts may be names.
 
-    ``probing``: a wrong secret or version at one address is no error, somebody else may sit there.
+    ``deadline`` is a time of the monotonic clock.  ``probing``: a wrong secret or version at one address is no error, somebody else
+    may sit there.  ``not_before``: socket addresses that are not to be tried before a time.
     """
 
     def __init__(
-        self, targets: Sequence[tuple[str, int]], *, secret: bytes, rank: int, nranks: int, deadline: float, probing: bool = False
+        self,
+        targets: Sequence[tuple[str, int]],
+        *,
+        secret: bytes,
+        rank: int,
+        nranks: int,
+        deadline: float,
+        probing: bool = False,
+        not_before: Mapping[tuple[object, ...], float] | None = None,
     ) -> None:
         self._targets, self._secret, self._rank, self._nranks = targets, secret, rank, nranks
-        self._deadline, self._probing = deadline, probing
+        self._deadline, self._probing, self._not_before = deadline, probing, not_before or {}
         self._endpoints: dict[tuple[object, ...], _Endpoint] = {}
         self._unresolved: dict[tuple[str, int], str] = dict.fromkeys(targets, "not tried")
         self._resolve_at = 0.0
@@ -117,7 +126,9 @@ class Dialer:
             del self._unresolved[host, port]
             for family, _, _, _, address in infos:
                 name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-                self._endpoints.setdefault(tuple(address), _Endpoint(family=family, address=tuple(address), name=name))
+                key = tuple(address)
+                endpoint = _Endpoint(family=family, address=key, name=name, next_try=self._not_before.get(key, 0.0))
+                self._endpoints.setdefault(key, endpoint)
 
     def _start_tries(self, now: float) -> None:
         busy = {id(attempt.endpoint) for attempt in self._tries}

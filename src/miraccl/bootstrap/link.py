@@ -90,6 +90,10 @@ class Meeting:
     hub_rank: int
 
 
+class JobOver(BootstrapError):
+    """The hub serves a job that has met already, with another process as this rank."""
+
+
 class HubVanished(Exception):
     """The hub closed the connection before it took the rank in; another try may succeed."""
 
@@ -129,7 +133,8 @@ class Link:
     def meet(self, join: Join, deadline: float) -> Meeting:
         """Join and wait for all ranks. ``deadline`` is a time of the monotonic clock.
 
-        Raises ``PeerDied`` (a rank or the hub died), ``BootstrapError`` (a rank is missing or was refused) or ``HubVanished``.
+        Raises ``PeerDied`` (a rank or the hub died), ``BootstrapError`` (a rank is missing or was refused), ``JobOver`` or
+        ``HubVanished``.
         """
         with self._cond:
             self._command(join)
@@ -465,6 +470,8 @@ def _refusal(refused: Refused, rank: int) -> BootstrapError | PeerDied:
     peer = refused.ranks[0] if len(refused.ranks) == 1 else None
     if refused.code == Refusal.DIED:
         return PeerDied(refused.text, rank=rank, peer=peer)
+    if refused.code == Refusal.OVER:
+        return JobOver(refused.text, rank=rank, peer=peer, hint="each process needs its own rank, and each job its own id or port")
     hint = {Refusal.DUPLICATE: "each process needs its own rank", Refusal.NRANKS: "all ranks need the same nranks"}
     return BootstrapError(
         refused.text, rank=rank, peer=peer, hint=hint.get(Refusal(refused.code)) if refused.code in set(Refusal) else None

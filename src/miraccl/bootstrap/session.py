@@ -293,5 +293,13 @@ def _addresses(members: list[Join]) -> list[str]:
 
 def solo(timeout: float = 60.0) -> Session:
     """The session of a job of one rank: no socket, no thread."""
-    member = Join(host=host_fingerprint(), token=process_token(), pid=os.getpid(), addresses=("127.0.0.1",), loopback=True, timeout=timeout)
+    member = Join(
+        host=host_fingerprint(),
+        token=process_token(),
+        pid=os.getpid(),
+        addresses=("127.0.0.1",),
+        loopback=True,
+        patience=timeout,
+        timeout=timeout,
+    )
     return Session(link=None, meeting=Meeting(members=(member,), hub_rank=0), ranks=(0,), rank=0, timeout=timeout)

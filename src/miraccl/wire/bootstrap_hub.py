@@ -291,7 +291,8 @@ class HubMachine:
         who = f"process {first.join.pid} from {first.address}" if first is not None and first.join else "a process that is gone"
         text = f"rank {peer.rank} is taken: {who} came first, then process {peer.join.pid} from {peer.address}"
         self._note(text)
-        self._refuse(peer, Refused(code=Refusal.DUPLICATE, text=text, ranks=(peer.rank,)), now)
+        code = Refusal.OVER if self.state is MeetingState.MET else Refusal.DUPLICATE
+        self._refuse(peer, Refused(code=code, text=text, ranks=(peer.rank,)), now)
 
     def _complete(self) -> None:
         assert self.nranks is not None
@@ -317,7 +318,7 @@ class HubMachine:
 
     def _refuse(self, peer: _Peer, refused: Refused, now: float) -> None:
         self._send(peer, refused)
-        if refused.code != Refusal.DUPLICATE:
+        if refused.code not in (Refusal.DUPLICATE, Refusal.OVER):
             self._told.add(peer.rank)
         self._drop(peer, refused.text, now)
 
@@ -325,7 +326,7 @@ class HubMachine:
         assert self.nranks is not None
         assert late.join is not None
         missing = [rank for rank in range(self.nranks) if rank not in self._ranks]
-        text = f"{name_ranks(missing)} of {self.nranks} never arrived within {late.join.timeout:.3g} s of rank {late.rank}"
+        text = f"{name_ranks(missing)} of {self.nranks} never arrived within the {late.join.patience:.3g} s that rank {late.rank} waits"
         return Refused(code=Refusal.MISSING, text="; ".join([text, *self._notes]), ranks=tuple(missing))
 
     def _note(self, text: str) -> None:

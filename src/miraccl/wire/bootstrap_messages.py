@@ -22,17 +22,22 @@ class Refusal(enum.IntEnum):
     DIED = 4
     LEFT = 5
     CLOSED = 6
+    OVER = 7  # the job at this hub has met without this process
 
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """What a rank tells about itself. ``host`` and ``token`` name its host and its process; ``timeout`` is what is left to it (s)."""
+    """What a rank tells about itself.
+
+    ``host`` and ``token`` name its host and its process; of ``patience`` seconds in all it has ``timeout`` left to wait for the others.
+    """
 
     host: str
     token: bytes
     pid: int
     addresses: tuple[str, ...]
     loopback: bool
+    patience: float
     timeout: float
 
     KIND: ClassVar[int] = 16
@@ -42,6 +47,7 @@ class Join:
         ("pid", "u32"),
         ("addresses", "texts"),
         ("loopback", "flag"),
+        ("patience", "time"),
         ("timeout", "time"),
     )
 

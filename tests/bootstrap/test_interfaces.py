@@ -1,0 +1,114 @@
+"""The choice of the network interface, on made-up hosts and on this one."""
+
+from __future__ import annotations
+
+import pytest
+
+from miraccl.bootstrap.interfaces import (
+    Interface,
+    NameFilter,
+    choose_addresses,
+    is_loopback,
+    list_interfaces,
+    rank_interfaces,
+    source_address,
+)
+from miraccl.errors import BootstrapError, InvalidUsage
+
+LO = Interface(name="lo", addresses=("127.0.0.1", "::1"), loopback=True)
+DOCKER = Interface(name="docker0", addresses=("172.17.0.1",))
+VIRBR = Interface(name="virbr0", addresses=("192.168.122.1",))
+VETH = Interface(name="veth12ab", addresses=("169.254.1.1",))
+ETH0 = Interface(name="eth0", addresses=("10.0.0.5", "fd00::5"))
+ETH1 = Interface(name="eth1", addresses=("10.1.0.5",))
+ETH10 = Interface(name="eth10", addresses=("10.10.0.5",))
+IB0 = Interface(name="ib0", addresses=("192.168.7.5",))
+DOWN = Interface(name="eno1", addresses=("10.9.0.5",), up=False)
+BARE = Interface(name="eno2", addresses=())
+ALL = [LO, DOCKER, VIRBR, VETH, DOWN, BARE, ETH0, ETH1, ETH10, IB0]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("", ["eth0", "eth1", "eth10", "ib0", "docker0", "virbr0", "veth12ab", "lo"]),
+        ("eth", ["eth0", "eth1", "eth10"]),
+        ("eth1", ["eth1", "eth10"]),
+        ("=eth1", ["eth1"]),
+        ("ib,eth", ["ib0", "eth0", "eth1", "eth10"]),
+        ("=ib0,eth0", ["ib0", "eth0"]),
+        ("^eth", ["ib0", "docker0", "virbr0", "veth12ab", "lo"]),
+        ("^docker,virbr,veth,lo", ["eth0", "eth1", "eth10", "ib0"]),
+        ("^=eth1", ["eth0", "eth10", "ib0", "docker0", "virbr0", "veth12ab", "lo"]),
+        ("docker", ["docker0"]),
+        ("lo", ["lo"]),
+        ("=eth", []),
+        (" eth0 , ib0 ", ["eth0", "ib0"]),
+        ("eth0:1", ["eth0"]),
+    ],
+)
+def test_the_language_of_socket_ifname(text, names):
+    assert [i.name for i in rank_interfaces(ALL, text)] == names
+
+
+def test_an_empty_filter_matches_all():
+    assert NameFilter.parse("").match("anything")
+
+
+@pytest.mark.parametrize(("route", "first"), [("10.1.0.5", "eth1"), ("172.17.0.1", "docker0"), ("127.0.0.1", "lo"), ("8.8.8.8", "eth0")])
+def test_the_route_to_the_meeting_point_decides(route, first):
+    assert rank_interfaces(ALL, "", route)[0].name == first
+
+
+def test_a_name_the_user_gave_beats_the_route():
+    assert rank_interfaces(ALL, "ib0", "10.1.0.5")[0].name == "ib0"
+    assert rank_interfaces(ALL, "^ib", "10.1.0.5")[0].name == "eth1"
+
+
+@pytest.mark.parametrize("variable", ["MIRACCL_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+def test_the_environment_chooses(monkeypatch, variable):
+    monkeypatch.setenv(variable, "=ib0")
+    assert choose_addresses(interfaces=ALL) == (("192.168.7.5",), False)
+    monkeypatch.setenv(variable, "wlan")
+    with pytest.raises(InvalidUsage, match=r"SOCKET_IFNAME='wlan' matches no interface .* lo, docker0, virbr0"):
+        choose_addresses(interfaces=ALL)
+
+
+def test_without_a_wish_loopback_may_stand_in(monkeypatch):
+    assert choose_addresses(interfaces=ALL) == (("10.0.0.5", "fd00::5"), True)
+    assert choose_addresses(interfaces=[LO]) == (("127.0.0.1", "::1"), True)
+    with pytest.raises(BootstrapError, match="not even loopback"):
+        choose_addresses(interfaces=[DOWN, BARE])
+
+
+def test_the_address_family_follows_the_route(monkeypatch):
+    monkeypatch.setattr("miraccl.bootstrap.interfaces.source_address", lambda host: {"six": "fd00::5", "four": "10.0.0.5"}[host])
+    assert choose_addresses("six", ALL)[0] == ("fd00::5", "10.0.0.5")
+    assert choose_addresses("four", ALL)[0] == ("10.0.0.5", "fd00::5")
+
+
+def test_this_host_has_a_loopback():
+    loopbacks = [i for i in list_interfaces() if i.loopback]
+    assert any("127.0.0.1" in i.addresses for i in loopbacks)
+    assert all(not a.startswith("fe80") for i in list_interfaces() for a in i.addresses)
+
+
+def test_the_route_to_loopback_is_loopback():
+    assert source_address("127.0.0.1") == "127.0.0.1"
+    assert source_address("no-such-host.invalid") is None
+
+
+@pytest.mark.parametrize(
+    ("address", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("::1", True),
+        ("localhost", True),
+        ("10.0.0.1", False),
+        ("fe80::1%eth0", False),
+        ("h", False),
+    ],
+)
+def test_loopback_addresses(address, loopback):
+    assert is_loopback(address) is loopback

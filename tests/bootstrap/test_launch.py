@@ -1,0 +1,370 @@
+"""Launch detection for every launcher, and meetings at a port, at an occupied port and by a file."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miraccl.bootstrap import FilePoint, Launch, PortPoint, Session, UniqueId, create_root, detect_launch, meet, runtime_file
+from miraccl.bootstrap.launch import expand_nodelist
+from miraccl.bootstrap.runtime_file import forget_id, job_of_parent, publish_id, runtime_folder
+from miraccl.errors import BootstrapError, InvalidUsage, SystemFailure
+from tests.bootstrap.kit import PATIENCE, free_port, in_threads
+
+UNIQUE_ID = UniqueId(addresses=(("10.0.0.1", 1234),), secret=b"s" * 32)
+MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+OMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+_TORCH = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "16",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[08-10,12]",
+}
+
+TABLE: dict[str, tuple[dict[str, str], tuple[Any, ...], type]] = {
+    "alone": ({}, ("none", 0, 1, 0), type(None)),
+    "miraccl": (
+        {"MIRACCL_RANK": "2", "MIRACCL_NRANKS": "4", "MIRACCL_LOCAL_RANK": "2", "MIRACCL_UNIQUE_ID": str(UNIQUE_ID)},
+        ("miraccl", 2, 4, 2),
+        UniqueId,
+    ),
+    "miraccl on hosts": (
+        {"MIRACCL_RANK": "5", "MIRACCL_NRANKS": "8", "MIRACCL_LOCAL_RANK": "1", **MASTER},
+        ("miraccl", 5, 8, 1),
+        PortPoint,
+    ),
+    "torchrun": (
+        {**_TORCH, **MASTER, "TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+        ("torchrun", 5, 8, 1),
+        PortPoint,
+    ),
+    "plain": ({"RANK": "1", "WORLD_SIZE": "2", **MASTER}, ("torchrun", 1, 2, None), PortPoint),
+    "ours before torchrun": (
+        {"RANK": "5", "WORLD_SIZE": "8", **MASTER, "MIRACCL_RANK": "0", "MIRACCL_NRANKS": "2"},
+        ("miraccl", 0, 2, None),
+        PortPoint,
+    ),
+    "world of one": ({"RANK": "0", "WORLD_SIZE": "1"}, ("torchrun", 0, 1, None), type(None)),
+    "openmpi": ({**OMPI, "PMIX_NAMESPACE": "prterun-1"}, ("openmpi", 3, 8, 3), FilePoint),
+    "openmpi with master": ({**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", **MASTER}, ("openmpi", 3, 8, 3), PortPoint),
+    "openmpi with id": ({**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MIRACCL_UNIQUE_ID": str(UNIQUE_ID)}, ("openmpi", 3, 8, 3), UniqueId),
+    "hydra": ({**HYDRA, "PMI_JOBID": "j"}, ("mpich", 1, 4, 1), FilePoint),
+    "hydra in an allocation": ({**HYDRA, **SLURM}, ("mpich", 1, 4, 1), FilePoint),
+    "srun with pmi2": ({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8"}, ("mpich", 5, 8, None), PortPoint),
+    "pmix with our number": ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "n", "MIRACCL_NRANKS": "2"}, ("pmix", 1, 2, None), FilePoint),
+    "srun with pmix": ({**SLURM, "PMIX_RANK": "5", "PMIX_NAMESPACE": "slurm.pmix"}, ("pmix", 5, 8, 1), PortPoint),
+    "srun": (SLURM, ("slurm", 5, 8, 1), PortPoint),
+    "srun with master": ({**SLURM, **MASTER}, ("slurm", 5, 8, 1), PortPoint),
+    "batch script": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "1"}, ("none", 0, 1, 0), type(None)),
+    "interactive step": ({**SLURM, "SLURM_STEP_ID": "4294967290"}, ("none", 0, 1, 0), type(None)),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_detection(case):
+    environ, numbers, point = TABLE[case]
+    launch = detect_launch(environ)
+    assert (launch.launcher, launch.rank, launch.nranks, launch.local_rank) == numbers
+    assert isinstance(launch.point, point)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "1"}, "RANK=1 is set but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set but RANK is not"),
+        ({"MIRACCL_NRANKS": "2"}, "MIRACCL_NRANKS=2 is set but MIRACCL_RANK is not"),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK=0 is set but MIRACCL_NRANKS or SLURM"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not"),
+        ({"RANK": "2", "WORLD_SIZE": "2", **MASTER}, "rank 2 of 2"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x': a number"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "a number"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "nothing says where they meet .*MASTER_ADDR"),
+        ({"MIRACCL_RANK": "0", "MIRACCL_NRANKS": "2"}, "nothing says where they meet .*MIRACCL_UNIQUE_ID"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
+        ({"MIRACCL_RANK": "0", "MIRACCL_NRANKS": "2", "MIRACCL_UNIQUE_ID": "nonsense"}, "a unique id starts with"),
+        ({**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, r"several hosts \(4 here\).*MASTER_ADDR .*MIRACCL_UNIQUE_ID"),
+        ({**SLURM, "SLURM_STEP_NODELIST": ""}, "name no node"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "gpu[1-"}, "unbalanced"),
+    ],
+)
+def test_what_cannot_be_right_is_said(environ, message):
+    with pytest.raises(InvalidUsage, match=message):
+        detect_launch(environ)
+
+
+def _point(environ: dict[str, str]) -> PortPoint:
+    point = detect_launch(environ).point
+    assert isinstance(point, PortPoint)
+    return point
+
+
+def test_ports_of_a_master():
+    plain = {"RANK": "1", "WORLD_SIZE": "2", **MASTER}
+    assert _point(plain).ports == range(29500, 29533)
+    assert _point(plain).host == "10.0.0.1"
+    assert _point({**plain, "TORCHELASTIC_USE_AGENT_STORE": "True"}).ports == range(29501, 29533)
+    assert _point({**plain, "MASTER_ADDR": "[fd00::1]"}).host == "fd00::1"
+    assert _point({**plain, "MASTER_PORT": "65530"}).ports == range(65530, 65536)
+    assert _point({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}).ports[0] == 29500
+
+
+def test_secrets_belong_to_jobs():
+    plain = {"RANK": "1", "WORLD_SIZE": "2", **MASTER}
+    secrets = [
+        _point(environ).secret
+        for environ in (
+            plain,
+            {**plain, "MASTER_PORT": "29600"},
+            {**plain, "TORCHELASTIC_RUN_ID": "a"},
+            {**plain, "MIRACCL_SECRET": "a"},
+            {**plain, "MIRACCL_SECRET": "b"},
+            SLURM,
+            {**SLURM, "SLURM_JOB_ID": "4712"},
+            {**SLURM, "SLURM_STEP_ID": "1"},
+        )
+    ]
+    assert len(set(secrets)) == len(secrets)
+    assert all(len(secret) == 32 for secret in secrets)
+    assert _point({**plain, "RANK": "0"}).secret == _point(plain).secret
+    assert _point(plain).derived
+    assert not _point({**plain, "MIRACCL_SECRET": "a"}).derived
+    assert "secret" not in repr(_point(plain))
+
+
+def test_slurm_meets_on_the_first_node_at_a_port_of_the_step():
+    point = _point(SLURM)
+    assert point.host == "gpu08"
+    assert 10000 <= point.ports[0] < 30000
+    assert point == _point({**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
+    assert point.ports != _point({**SLURM, "SLURM_STEP_ID": "1"}).ports
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("", []),
+        ("n1", ["n1"]),
+        ("n1,n2", ["n1", "n2"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-10,12]", ["n08", "n09", "n10", "n12"]),
+        ("n[099-101]", ["n099", "n100", "n101"]),
+        ("a-b[1]-c,d", ["a-b1-c", "d"]),
+        ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
+        ("login,gpu[1,3]x,z", ["login", "gpu1x", "gpu3x", "z"]),
+        ("n[7].example.org", ["n7.example.org"]),
+    ],
+)
+def test_node_lists(text, hosts):
+    assert list(expand_nodelist(text)) == hosts
+
+
+@pytest.mark.parametrize("text", ["n[1", "n1]", "n[[1]]", "n[a-b]", "n[3-1]", "n[1-2-3]", "n[]", "n[1-99999999999]"])
+def test_node_lists_that_are_none(text):
+    with pytest.raises(InvalidUsage):
+        list(expand_nodelist(text))
+
+
+@given(st.text("n[]-,0123", max_size=12))
+def test_any_text_is_a_node_list_or_a_usage_error(text):
+    try:
+        for _, host in zip(range(100), expand_nodelist(text)):
+            assert not set("[],") & set(host)
+    except InvalidUsage:
+        pass
+
+
+def test_an_illegal_launch_cannot_be_made():
+    with pytest.raises(InvalidUsage):
+        Launch(launcher="x", rank=2, nranks=2)
+    with pytest.raises(InvalidUsage, match="does not say where"):
+        meet(Launch(launcher="x", rank=0, nranks=2), 1.0)
+
+
+# --- meetings -----------------------------------------------------------------------------------------------------------
+
+
+def _meet_all(environs: list[dict[str, str]], timeout: float = PATIENCE) -> list[Session]:
+    sessions = in_threads([lambda e=e: meet(detect_launch(e), timeout) for e in environs])
+    for session in sessions:
+        assert isinstance(session, Session), session
+    return sessions
+
+
+def _close(sessions: list[Session]) -> None:
+    root = sessions[0].root
+    for session in sessions:
+        session.close()
+    assert root is None or root.join(PATIENCE)
+
+
+def _ranks(nranks: int, **common: str) -> list[dict[str, str]]:
+    return [{"RANK": str(rank), "WORLD_SIZE": str(nranks), "LOCAL_RANK": str(rank), **common} for rank in range(nranks)]
+
+
+def test_one_rank_alone():
+    session = meet(detect_launch({}))
+    assert (session.rank, session.nranks, session.root) == (0, 1, None)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_ranks_meet_at_a_free_master_port(host):
+    port = free_port()
+    sessions = _meet_all(_ranks(3, MASTER_ADDR=host, MASTER_PORT=str(port)))
+    assert sessions[0].root is not None
+    assert {p for _, p in sessions[0].root.addresses} == {port}
+    assert in_threads([lambda s=s: s.all_gather(bytes([s.rank]), "x") for s in sessions]) == [[b"\0", b"\1", b"\2"]] * 3
+    _close(sessions)
+
+
+@pytest.mark.parametrize("answer", [None, b"", b"\0" * 100], ids=["silent", "hangs up", "garbage"])
+def test_ranks_meet_next_to_an_occupied_master_port(answer):
+    """As under torchrun, whose own store listens at MASTER_PORT."""
+    from tests.bootstrap.test_strangers import odd_service
+
+    with odd_service(answer) as port:
+        sessions = _meet_all(_ranks(3, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)))
+        assert sessions[0].root is not None
+        ((_, chosen),) = sessions[0].root.addresses
+        assert port < chosen <= port + 32
+        _close(sessions)
+
+
+def test_two_jobs_of_one_master_port_do_not_mix():
+    port = str(free_port())
+    jobs = [_ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_RUN_ID=name) for name in "ab"]
+    sessions = _meet_all([*jobs[0], *jobs[1]])
+    gathered = in_threads([lambda s=s, n=n: s.all_gather(n, "job") for s, n in zip(sessions, [b"a", b"a", b"b", b"b"])])
+    assert gathered == [[b"a"] * 2] * 2 + [[b"b"] * 2] * 2
+    _close(sessions[:2])
+    _close(sessions[2:])
+
+
+def test_an_earlier_job_of_the_same_port_and_secret_is_passed_by():
+    """The same command again while the first job still runs: the second meets at the next port, whoever comes first."""
+    environs = _ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    first = _meet_all(environs)
+    second = _meet_all(environs[::-1])[::-1]
+    assert first[0].root is not None
+    assert second[0].root is not None
+    assert first[0].root.addresses[0][1] < second[0].root.addresses[0][1]
+    assert in_threads([lambda s=s: s.all_gather(b"2", "x") for s in second]) == [[b"2"] * 2] * 2
+    assert isinstance(in_threads([lambda: meet(detect_launch(environs[1]), 0.2)])[0], BootstrapError)
+    _close(second)
+    _close(first)
+
+
+def test_a_wrong_secret_is_no_member():
+    port = str(free_port())
+    environs = _ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    environs[1]["MIRACCL_SECRET"] = "another"
+    first, second = in_threads([lambda e=e: meet(detect_launch(e), 0.5) for e in environs])
+    assert isinstance(first, BootstrapError)
+    assert isinstance(second, BootstrapError)
+    assert "rank 1 of 2 never arrived" in str(first)
+    assert "did not know the secret (it said rank 1 of 2)" in str(first)
+    assert "not the hub of this job" in str(second)
+
+
+def test_all_ports_taken():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        point = PortPoint(host="127.0.0.1", ports=range(port, port + 1), secret=bytes(32), derived=False)
+        with pytest.raises(SystemFailure, match=rf"no port of {port}\.\.{port} is free"):
+            meet(Launch(launcher="x", rank=0, nranks=2, point=point), 1.0)
+
+
+def test_ranks_meet_with_a_given_id():
+    unique_id, root = create_root(hosts=["127.0.0.1"])
+    environs = [{"MIRACCL_RANK": str(r), "MIRACCL_NRANKS": "2", "MIRACCL_UNIQUE_ID": str(unique_id)} for r in range(2)]
+    _close(_meet_all(environs))
+    assert root.join(PATIENCE)
+
+
+@pytest.fixture
+def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return str(tmp_path / f"miraccl-{os.getuid()}")
+
+
+def _mpi(nranks: int, **common: str) -> list[dict[str, str]]:
+    return [{"OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_SIZE": str(nranks), **common} for r in range(nranks)]
+
+
+@pytest.mark.parametrize("job", [{"PMIX_NAMESPACE": "job-1"}, {}], ids=["named", "by parent"])
+def test_mpi_ranks_meet_by_a_private_file_that_is_gone_afterwards(private, job):
+    sessions = _meet_all(_mpi(3, **job))
+    assert stat.S_IMODE(os.stat(private).st_mode) == 0o700
+    assert os.listdir(private) == []
+    _close(sessions)
+
+
+def test_a_file_of_a_job_that_crashed_does_not_stop_the_next(private):
+    stale = UniqueId(addresses=(("127.0.0.1", free_port()),), secret=b"old!" * 8)
+    publish_id("openmpi j", stale)
+    waiting = threading.Event()
+    read = runtime_file._read_id
+
+    def watched(path):
+        waiting.set()
+        return read(path)
+
+    runtime_file._read_id = watched
+    try:
+        environs = _mpi(2, PMIX_NAMESPACE="j")
+
+        def rank0():
+            assert waiting.wait(PATIENCE)
+            return meet(detect_launch(environs[0]), PATIENCE)
+
+        sessions = in_threads([rank0, lambda: meet(detect_launch(environs[1]), PATIENCE)])
+    finally:
+        runtime_file._read_id = read
+    _close(sessions)
+
+
+def test_a_file_that_never_comes(private):
+    with pytest.raises(BootstrapError, match=r"rank 0 wrote no meeting file within 0\.05 s .*several hosts need MASTER_ADDR"):
+        meet(detect_launch(_mpi(2, PMIX_NAMESPACE="j")[1]), 0.05)
+
+
+def test_files_are_private(private):
+    path = publish_id("j", UNIQUE_ID)
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    os.chmod(path, 0o644)
+    with pytest.raises(SystemFailure, match="mode 0600"):
+        meet(Launch(launcher="x", rank=1, nranks=2, point=FilePoint(job="j")), 1.0)
+    forget_id(path)
+    forget_id(path)
+    os.symlink("/etc/passwd", path)
+    with pytest.raises(BootstrapError, match="no meeting file"):
+        meet(Launch(launcher="x", rank=1, nranks=2, point=FilePoint(job="j")), 0.02)
+
+
+def test_a_folder_that_others_can_write_is_refused(private):
+    runtime_folder()
+    os.chmod(private, 0o777)
+    with pytest.raises(SystemFailure, match="mode 0700"):
+        runtime_folder()
+    os.rmdir(private)
+    os.symlink("/tmp", private)
+    with pytest.raises(SystemFailure):
+        runtime_folder()
+
+
+def test_the_parent_names_the_job():
+    assert job_of_parent() == job_of_parent()
+    assert str(os.getppid()) in job_of_parent()
