@@ -182,10 +182,6 @@ class Link:
             self._fail(LossKind.PROTOCOL, f"sent what makes no sense: {problem}", cut=True)
         return do
 
-    def wants_of(self, message: int) -> bool:
-        """Whether the want of a message is known already."""
-        return message in self._wants
-
     # --- local events
 
     def _posted(self, event: Posted) -> None:
@@ -325,11 +321,14 @@ class Link:
 
     def _announced(self, frame: Frame) -> None:
         message = frame.message
-        self._check_window(message)
         if frame.nbytes <= self.config.recv_slot_bytes:
             raise _Contradiction(f"announces {frame.nbytes} bytes, which fit into a slot")
-        if message in self._in:
+        known = self._in.get(message)
+        if known and (known.state is RecvState.ANNOUNCED or known.nbytes != frame.nbytes):
             raise _Contradiction(f"announces message {message} again")
+        if known or message < self.tail:
+            return  # it crossed with a want, and the data on another stream have overtaken it
+        self._check_window(message)
         record = self._in[message] = _Incoming(frame)
         room = self._wants.get(message)
         if room is not None and room < frame.nbytes:

@@ -1,0 +1,463 @@
+"""The proxy's machine without sockets: every order of events, credit, wants, ends, and frames that no peer of ours would send."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miraccl.errors import CommunicatorAborted, MiracclError, PeerDied, ProtocolError
+from miraccl.wire import proxy_records as rec
+from miraccl.wire.proxy import Link, replay
+from miraccl.wire.proxy_check import validate_state
+from miraccl.wire.proxy_states import LINK_TABLE, RECV_TABLE, SEND_TABLE, LinkState, RecvState, SendState
+from miraccl.wire.stream import MIN_PIECE_BYTES, Frame, FrameType
+from tests.wire.link_world import World
+
+SLOT = 8192
+BIG = 5 * MIN_PIECE_BYTES + 7
+CONFIG = rec.LinkConfig(nstreams=2, send_slot_bytes=SLOT, recv_slot_bytes=SLOT, piece_bytes=2 * MIN_PIECE_BYTES)
+ONE_STREAM = rec.LinkConfig(nstreams=1, send_slot_bytes=SLOT, recv_slot_bytes=SLOT)
+
+
+def sends(instructions, kind=None):
+    return [do.frame for do in instructions if isinstance(do, rec.Send) and (kind is None or do.frame.type is kind)]
+
+
+def lost(instructions) -> rec.Loss:
+    losses = [do.loss for do in instructions if isinstance(do, rec.Lost)]
+    assert len(losses) == 1
+    return losses[0]
+
+
+def data(message=0, nbytes=10, *, stream=0, offset=0, length=None, signature=5, ack=0) -> Frame:
+    return Frame(FrameType.DATA, stream, message, signature, nbytes, offset, nbytes - offset if length is None else length, ack)
+
+
+# --- messages arrive ---
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 31, 32, 33, SLOT - 1, SLOT])
+def test_message_up_to_a_slot_needs_no_want(nbytes):
+    world = World(ONE_STREAM, ([nbytes], []))
+    world.run()
+    world.check_complete()
+    expected = rec.Placement.INLINE if nbytes <= 32 else rec.Placement.SLOT
+    assert world.sides[1].delivered[0].placement is expected
+    assert len(sends(world.sides[0].did)) == 1
+
+
+@pytest.mark.parametrize("nbytes", [33, SLOT, SLOT + 1, BIG])
+def test_wanted_message_lands_where_it_is_wanted(nbytes):
+    world = World(CONFIG, ([nbytes], []), ({}, {0: BIG}))
+    world.want(1, 0)
+    world.run()
+    world.check_complete()
+    assert world.sides[1].delivered[0].placement is rec.Placement.WANTED
+
+
+def test_want_that_comes_first_saves_the_announcement():
+    world = World(CONFIG, ([BIG], []), ({}, {0: BIG}))
+    world.want(1, 0)
+    world.take(1, 0)
+    world.arrive(0, 0)
+    world.run()
+    world.check_complete()
+    assert not world.frames(0, FrameType.ANNOUNCE)
+
+
+def test_large_message_waits_for_its_want_and_others_pass_it():
+    world = World(CONFIG, ([BIG, 5], []), ({}, {}))
+    world.run()
+    side = world.sides[1]
+    assert side.announced == {0: BIG}
+    assert side.delivered == []  # message 1 is there, but delivery is in order
+    assert side.placed == {1: [(0, 5)]}
+    assert world.sides[0].tail == 0
+    side.rooms[0] = BIG
+    world.run()
+    world.check_complete()
+
+
+def test_announcement_and_want_may_cross():
+    world = World(CONFIG, ([BIG], []), ({}, {0: BIG}))
+    world.post(0)
+    world.want(1, 0)
+    world.run()
+    world.check_complete()
+    assert world.frames(0, FrameType.ANNOUNCE)
+    assert world.frames(1, FrameType.WANT)
+    assert world.sides[1].announced == {}
+
+
+def test_data_may_overtake_the_announcement_on_another_stream():
+    link = Link(CONFIG)
+    link.handle(rec.Wanted(0, BIG))
+    link.handle(rec.FrameIn(1, data(0, BIG, stream=1, length=MIN_PIECE_BYTES)))
+    assert link.handle(rec.FrameIn(0, Frame(FrameType.ANNOUNCE, 0, 0, 5, BIG))) == []
+    assert link.alive
+
+
+@pytest.mark.parametrize("want_first", [True, False])
+def test_room_that_is_too_small_is_delivered_as_oversize_and_no_byte_is_sent(want_first):
+    world = World(CONFIG, ([BIG], []), ({}, {0: SLOT + 1}))
+    if want_first:
+        world.want(1, 0)
+        world.take(1, 0)
+        world.arrive(0, 0)
+    else:
+        world.post(0)
+        world.take(0, 0)
+        world.arrive(1, 0)
+    world.run()
+    assert [d.placement for d in world.sides[1].delivered] == [rec.Placement.OVERSIZE]
+    assert world.sides[1].delivered[0].nbytes == BIG
+    assert not world.frames(0, FrameType.DATA)
+
+
+def test_sender_gets_its_memory_back_when_an_oversize_message_is_consumed():
+    world = World(CONFIG, ([BIG, 1, 1, 1, 1], []), ({}, {0: 1}))
+    world.want(1, 0)
+    world.run()
+    assert world.sides[0].tail == 5
+    assert not [f for f in world.frames(0, FrameType.DATA) if f.message == 0]
+
+
+def test_small_room_does_not_stop_a_message_that_fits_into_its_slot():
+    world = World(CONFIG, ([100], []), ({}, {0: 50}))
+    world.want(1, 0)
+    world.run()
+    world.check_complete()
+    assert world.sides[1].delivered[0].placement is rec.Placement.SLOT
+
+
+# --- what is sent ---
+
+
+def test_large_message_is_striped_over_all_streams_and_small_ones_use_the_first():
+    world = World(CONFIG, ([BIG, 100], []), ({}, {0: BIG}))
+    world.want(1, 0)
+    world.run()
+    pieces = [f for f in world.frames(0, FrameType.DATA) if f.message == 0]
+    assert {f.stream for f in pieces} == {0, 1}
+    assert all(f.length >= MIN_PIECE_BYTES for f in pieces[:-1])
+    assert all(f.length <= CONFIG.piece_bytes for f in pieces)
+    assert {f.stream for f in world.frames(0, FrameType.DATA) if f.message == 1} == {0}
+
+
+def test_stream_that_is_stuck_does_not_hold_the_message_back():
+    """Pieces go to whichever stream has room: with stream 1 stuck from its first piece on, stream 0 carries the rest."""
+    world = World(CONFIG, ([BIG], []), ({}, {0: BIG}))
+    world.want(1, 0)
+    world.take(1, 0)
+    world.arrive(0, 0)
+    world.post(0)
+    while world.sides[0].taken[0]:
+        world.take(0, 0)
+    pieces = world.frames(0, FrameType.DATA)
+    assert sum(f.length for f in pieces) == BIG
+    assert sum(f.length for f in pieces if f.stream == 1) <= CONFIG.queue_bytes + CONFIG.piece_bytes
+
+
+def test_sender_stops_at_the_receivers_slots():
+    world = World(ONE_STREAM, ([100] * 30, []))
+    for _ in range(1000):
+        moves = [i for i, side in enumerate(world.sides) if side.taken[0]]
+        if world.sides[0].to_post and world.sides[0].posted - world.sides[0].tail < 8:
+            world.post(0)
+        elif moves:
+            world.take(moves[0], 0)
+        elif 0 in world.sides[1].placing:
+            world.place(1, 0)
+        elif world.sides[0].wire[0]:
+            world.arrive(1, 0)
+        else:
+            break
+    assert len(world.sides[1].delivered) == 8
+    assert world.sides[0].tail == 8
+    assert world.sides[0].posted == 16
+    world.run()
+    world.check_complete()
+
+
+def test_credit_is_told_every_half_ring_and_rides_on_data():
+    one_way = World(ONE_STREAM, ([1] * 64, []))
+    one_way.run()
+    assert 8 <= len(one_way.frames(1, FrameType.CREDIT)) <= 17
+    link = Link(ONE_STREAM)
+    for message in range(3):
+        link.handle(rec.FrameIn(0, data(message, 1)))
+        link.handle(rec.Placed(0))
+    assert link.handle(rec.Consumed(3)) == []
+    (frame,) = sends(link.handle(rec.Posted(0, 1, 1)))
+    assert frame.ack == 3
+
+
+def test_memory_is_released_only_when_the_kernel_has_taken_it_in_order():
+    link = Link(CONFIG)
+    first = sends(link.handle(rec.Posted(0, 1, 3 * MIN_PIECE_BYTES)))
+    assert [f.type for f in first] == [FrameType.ANNOUNCE]
+    pieces = sends(link.handle(rec.FrameIn(0, Frame(FrameType.WANT, 0, 0, 0, BIG))))
+    assert len(pieces) == 2
+    assert sends(link.handle(rec.Posted(1, 1, 20)))[0].message == 1
+    on_stream_0 = sum(1 for f in [*first, *pieces] if f.stream == 0) + 1
+    assert link.handle(rec.Taken(0, on_stream_0)) == []  # message 1 is taken, message 0 is not
+    assert link.handle(rec.Taken(1, sum(1 for f in [*first, *pieces] if f.stream == 1))) == [rec.Release(2)]
+
+
+# --- every order ---
+
+SIZES = st.lists(st.sampled_from([0, 1, 32, 33, SLOT, SLOT + 1, MIN_PIECE_BYTES, MIN_PIECE_BYTES + 1, BIG]), max_size=14)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.tuples(SIZES, SIZES), nstreams=st.integers(1, 3), extra=st.sets(st.integers(0, 13)), rng=st.randoms(use_true_random=False))
+def test_all_messages_arrive_in_any_order_of_events(sizes, nstreams, extra, rng):
+    config = rec.LinkConfig(nstreams=nstreams, send_slot_bytes=SLOT, recv_slot_bytes=SLOT, piece_bytes=MIN_PIECE_BYTES)
+    rooms = tuple({m: BIG for m, n in enumerate(sizes[1 - i]) if n > SLOT or m in extra} for i in (0, 1))
+    world = World(config, sizes, rooms)
+    world.run(lambda n: rng.randrange(n))
+    world.check_complete()
+    for i, side in enumerate(world.sides):
+        again, instructions = replay(config, side.link.log)
+        assert instructions == side.did, i
+        assert again.state is side.link.state
+    for i in (0, 1):
+        world.handle(i, rec.CloseAsked())
+    world.run(lambda n: rng.randrange(n))
+    assert [side.link.state for side in world.sides] == [LinkState.FINISHED] * 2
+
+
+# --- ends ---
+
+
+def test_close_sends_what_is_posted_and_the_peer_learns_that_it_was_orderly():
+    world = World(CONFIG, ([100, BIG], []), ({}, {1: BIG}))
+    world.post(0)
+    world.post(0)
+    world.handle(0, rec.CloseAsked())
+    world.run()
+    assert len(world.sides[1].delivered) == 2
+    assert world.sides[1].loss == rec.Loss(rec.LossKind.CLOSED, "closed its communicator")
+    assert world.sides[0].link.state is LinkState.CLOSING  # until the peer's sockets are closed
+    for stream in (0, 1):
+        world.handle(0, rec.StreamEnded(stream, "end"))
+    assert world.sides[0].finished
+    assert world.sides[0].loss is None
+
+
+def test_close_of_an_idle_link_does_not_wait_for_the_executor():
+    world = World(CONFIG, ([], []))
+    world.handle(0, rec.CloseAsked())
+    world.handle(1, rec.CloseAsked())
+    world.run()
+    assert all(side.finished and side.loss is None for side in world.sides)
+
+
+def test_peer_that_closes_first_ends_a_link_that_still_has_to_send():
+    world = World(CONFIG, ([BIG], []))
+    world.post(0)
+    world.handle(0, rec.CloseAsked())
+    world.handle(1, rec.CloseAsked())
+    world.run()
+    assert world.sides[0].link.state is LinkState.FINISHED
+    assert world.sides[0].loss is None
+
+
+@pytest.mark.parametrize("stream", [0, 1])
+def test_stream_that_ends_without_close_is_a_loss(stream):
+    link = Link(CONFIG)
+    loss = lost(link.handle(rec.StreamEnded(stream, "gone")))
+    assert loss == rec.Loss(rec.LossKind.RESET, "gone")
+    assert link.state is LinkState.LOST
+    assert link.handle(rec.Posted(0, 1, 1)) == []
+
+
+def test_one_stream_closed_and_the_other_broken_is_a_loss():
+    link = Link(CONFIG)
+    assert link.handle(rec.FrameIn(0, Frame(FrameType.CLOSE, 0))) == []
+    assert link.handle(rec.StreamEnded(0, "end")) == []
+    assert lost(link.handle(rec.StreamEnded(1, "gone"))).kind is rec.LossKind.RESET
+
+
+def test_abort_reaches_the_peer_with_its_text():
+    world = World(CONFIG, ([], []))
+    world.handle(0, rec.AbortAsked("rank 0 is tired"))
+    assert world.sides[0].cut == "rank 0 is tired"
+    assert world.sides[0].loss is None
+    world.handle(1, rec.FrameIn(0, Frame(FrameType.ABORT, 0, length=15), "rank 0 is tired"))
+    assert world.sides[1].loss == rec.Loss(rec.LossKind.ABORTED, "gave up: rank 0 is tired")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        (rec.LossKind.CLOSED, PeerDied),
+        (rec.LossKind.RESET, PeerDied),
+        (rec.LossKind.PROTOCOL, ProtocolError),
+        (rec.LossKind.ABORTED, CommunicatorAborted),
+        (rec.LossKind.INTERNAL, MiracclError),
+    ],
+)
+def test_loss_becomes_an_error_that_names_the_peer(kind, error):
+    raised = rec.Loss(kind, "did something").error(rank=3, peer=7)
+    assert type(raised) is error
+    assert (raised.rank, raised.peer) == (3, 7)
+    assert "rank 7: did something" in str(raised)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [rec.Posted(1, 0, 0), rec.Posted(0, 0, -1), rec.Posted(0, 0, 1 << 50), rec.Consumed(1), rec.Consumed(-1), rec.InternalError("bug")],
+)
+def test_impossible_event_of_this_side_ends_the_link_as_internal(event):
+    link = Link(CONFIG)
+    instructions = link.handle(event)
+    assert lost(instructions).kind is rec.LossKind.INTERNAL
+    assert isinstance(instructions[0], rec.Cut)
+
+
+# --- frames that cannot be true ---
+
+
+def started() -> Link:
+    """Message 0 of 100 bytes delivered, message 1 of BIG wanted, message 2 announced without a want; two messages of ours sent."""
+    link = Link(CONFIG)
+    for event in (
+        rec.FrameIn(0, data(0, 100)),
+        rec.Placed(0),
+        rec.Wanted(1, BIG),
+        rec.FrameIn(0, Frame(FrameType.ANNOUNCE, 0, 2, 5, BIG)),
+        rec.Posted(0, 7, 10),
+        rec.Posted(1, 7, BIG),
+    ):
+        link.handle(event)
+    assert link.alive
+    return link
+
+
+BAD_FRAMES = {
+    "other stream": (0, data(1, 10, stream=1)),
+    "again": (0, data(0, 100)),
+    "beyond the ring": (0, data(8, 10)),
+    "too far": (0, data(1 << 40, 10)),
+    "larger than a slot, unasked": (0, data(3, SLOT + 1)),
+    "larger than the room": (0, data(1, BIG + MIN_PIECE_BYTES)),
+    "announced, not wanted": (0, data(2, BIG, length=MIN_PIECE_BYTES)),
+    "announced again": (0, Frame(FrameType.ANNOUNCE, 0, 2, 5, BIG)),
+    "announces a small one": (0, Frame(FrameType.ANNOUNCE, 0, 3, 5, SLOT)),
+    "announces another size": (0, Frame(FrameType.ANNOUNCE, 0, 0, 5, BIG)),
+    "announces too far": (0, Frame(FrameType.ANNOUNCE, 0, 8, 5, BIG)),
+    "credit for unsent": (0, Frame(FrameType.CREDIT, 0, ack=3)),
+    "wants too far": (0, Frame(FrameType.WANT, 0, 8, 0, BIG)),
+    "wants less than a slot": (0, Frame(FrameType.WANT, 0, 1, 0, SLOT)),
+    "closes with missing messages": (0, Frame(FrameType.CLOSE, 0, 5)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FRAMES)
+def test_frame_that_cannot_be_true_ends_the_link(name):
+    link = started()
+    stream, frame = BAD_FRAMES[name]
+    instructions = link.handle(rec.FrameIn(stream, frame))
+    if frame.type is FrameType.CLOSE:
+        assert instructions == []
+        instructions = link.handle(rec.FrameIn(1, frame._replace(stream=1)))
+    loss = lost(instructions)
+    assert loss.kind is rec.LossKind.PROTOCOL
+    assert "makes no sense" in loss.detail
+    assert not [do for do in instructions if isinstance(do, rec.Receive)]
+    assert [do for do in instructions if isinstance(do, rec.Cut)]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        data(1, BIG, length=MIN_PIECE_BYTES, stream=1),
+        data(1, BIG, offset=MIN_PIECE_BYTES - 1, length=MIN_PIECE_BYTES, stream=1),
+        data(1, BIG - 1, offset=MIN_PIECE_BYTES, length=MIN_PIECE_BYTES, stream=1),
+        data(1, BIG, offset=MIN_PIECE_BYTES, length=MIN_PIECE_BYTES, stream=1, signature=6),
+    ],
+)
+def test_piece_that_contradicts_another_piece_ends_the_link(second):
+    link = started()
+    assert link.handle(rec.FrameIn(0, data(1, BIG, length=MIN_PIECE_BYTES)))
+    assert lost(link.handle(rec.FrameIn(1, second))).kind is rec.LossKind.PROTOCOL
+
+
+def test_nothing_comes_after_close():
+    link = Link(CONFIG)
+    link.handle(rec.FrameIn(0, Frame(FrameType.CLOSE, 0)))
+    assert lost(link.handle(rec.FrameIn(0, Frame(FrameType.CREDIT, 0)))).kind is rec.LossKind.PROTOCOL
+
+
+def test_garbage_names_itself():
+    assert "xyz" in lost(Link(CONFIG).handle(rec.Garbage(1, "xyz"))).detail
+
+
+NUMBERS = st.one_of(st.integers(0, 10), st.sampled_from([SLOT, SLOT + 1, BIG, MIN_PIECE_BYTES, 1 << 45, 1 << 62]))
+FRAMES = st.builds(
+    Frame,
+    type=st.sampled_from([t for t in FrameType if t is not FrameType.ABORT]),
+    stream=st.integers(0, 1),
+    message=NUMBERS,
+    signature=st.integers(5, 6),
+    nbytes=NUMBERS,
+    offset=st.sampled_from([0, 0, 0, MIN_PIECE_BYTES, 2 * MIN_PIECE_BYTES, 3]),
+    length=NUMBERS,
+    ack=st.integers(0, 3),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(FRAMES, st.booleans()), max_size=20))
+def test_no_frame_can_place_a_byte_outside_what_was_granted(frames):
+    """Whatever comes: no exception, invariants hold, placements stay inside slot, line or wanted room, and a loss is final."""
+    world = World(CONFIG, ([], []), ({1: BIG, 3: SLOT + 5}, {}))
+    side = world.sides[0]
+    for message in (1, 3):
+        world.want(0, message)
+    for message in (0, 1):
+        side.posted += 1
+        world.handle(0, rec.Posted(message, 7, (10, BIG)[message]))
+    for frame, place in frames:
+        valid = frame.type is not FrameType.DATA or frame.offset + frame.length <= frame.nbytes
+        if frame.stream in side.placing:
+            world.place(0, frame.stream)
+        if valid:
+            world.handle(0, rec.FrameIn(frame.stream, frame))
+        else:
+            world.handle(0, rec.Garbage(frame.stream, "the codec refuses this"))
+        if not side.link.alive:
+            assert side.loss is not None
+            assert side.loss.kind in (rec.LossKind.PROTOCOL, rec.LossKind.CLOSED)
+            assert side.link.handle(rec.FrameIn(0, frame)) == []
+            return
+        if place and frame.stream in side.placing:
+            world.place(0, frame.stream)
+
+
+# --- the tables and the checker themselves ---
+
+
+def test_every_state_can_be_reached_and_final_states_have_no_exit():
+    assert {state for state, _ in SEND_TABLE} | set(SEND_TABLE.values()) == set(SendState)
+    assert set(RECV_TABLE.values()) == set(RecvState)
+    assert {state for state, _ in LINK_TABLE} | set(LINK_TABLE.values()) == set(LinkState)
+    assert SendState.TAKEN not in {state for state, _ in SEND_TABLE}
+    assert RecvState.DELIVERED not in {state for state, _ in RECV_TABLE}
+    assert not {LinkState.FINISHED, LinkState.LOST} & {state for state, _ in LINK_TABLE}
+
+
+def test_validate_state_notices_a_broken_link():
+    link = started()
+    validate_state(link)
+    link.tail += 2
+    with pytest.raises(AssertionError):
+        validate_state(link)
+
+
+@pytest.mark.parametrize("numbers", [{"nstreams": 0}, {"nstreams": 65}, {"nstreams": 1, "piece_bytes": 4096}])
+def test_config_refuses_what_cannot_work(numbers):
+    with pytest.raises(ValueError, match=r"streams|piece"):
+        rec.LinkConfig(send_slot_bytes=SLOT, recv_slot_bytes=SLOT, **numbers)
