@@ -83,9 +83,12 @@ def detect_ranks() -> int | None:
 
 
 def warm_up() -> None:
-    """Import and load what every rank needs, so that forked ranks have it already."""
-    import miraccl.comm.start
-    import miraccl.executor.cpu.context  # noqa: F401
+    """Import and load what every rank needs, so that forked ranks have it already; compiles it on a machine's first use."""
+    import miraccl.comm.start  # noqa: F401
+    from miraccl import native
+    from miraccl.executor.cpu import context
     from miraccl.schedule import catalog
 
+    native.library(context.ENGINE)
+    native.library("miraccl.native.words")
     catalog.names()
