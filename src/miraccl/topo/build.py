@@ -79,6 +79,9 @@ CPU_VENDORS = (
     ("  Shanghai  ", CpuVendor.ZHAOXIN),
 )
 
+MAX_NODES = 576
+"""Nodes of one type a system may have (``NCCL_TOPO_MAX_NODES``); it also bounds the work a file can cause."""
+
 NET_MAX_CHANNELS = 64
 """Default of a net's ``maxconn`` (NCCL ``MAXCHANNELS``)."""
 NET_SPEED_DEFAULT = 10_000
@@ -194,6 +197,8 @@ class _Builder:
         return None
 
     def add(self, record: TopoNode) -> _Vertex:
+        if len(self.of[record.type]) == MAX_NODES:
+            raise TopologyError(f"more than {MAX_NODES} {record.type.name} nodes")
         vertex = _Vertex(record)
         self.of[record.type].append(vertex)
         return vertex

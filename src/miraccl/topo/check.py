@@ -49,7 +49,12 @@ def check_file(path: str | os.PathLike[str] | None = None, *, accelerators: Sequ
 
 def check_topology(file: XmlFile) -> list[Finding]:
     """Findings in the order of the file, equal ones put together."""
-    found = [Finding(severity="note", line=line, text=text) for line, text in file.notes]
+    describe = "links and devices NCCL does not know can be described in a TOML file (--accelerators)"
+    mends = {"inside <gpu>": describe, "inside <pci>": describe, "attributes": "", "refuses": "NCCL itself would refuse the file"}
+    found = []
+    for line, text in file.notes:
+        mend = next((mend for words, mend in mends.items() if words in text), "")
+        found.append(Finding(severity="note", line=line, text=text, mend=mend))
     if file.version == 2:
         text = "version 2 is AMD's dialect: xgmi elements are read as links between GPUs; NCCL refuses the file"
         found.append(Finding(severity="note", line=file.root.line, text=text, mend='for NCCL write version="1" and nvlink elements'))

@@ -211,13 +211,15 @@ def _hops(system: System, start: int, texts: Sequence[str], end: int) -> tuple[i
     at = start
     for k, text in enumerate(texts):
         kind, _, name = text.partition(":")
-        last = k == len(texts) - 1
-        for number_, link in enumerate(system.nodes[at].links, system.link_start[at]):
-            if link.type.name == kind and system.nodes[link.target].name == name and (not last or link.target == end):
-                hops.append(number_)
-                at = link.target
-                break
-        else:
+        fits = [
+            (number_, link.target)
+            for number_, link in enumerate(system.nodes[at].links, system.link_start[at])
+            if link.type.name == kind and system.nodes[link.target].name == name
+        ]
+        if not fits:
             source = system.nodes[start].name
             raise TopologyError(f"a path from {source} takes {text} at {system.nodes[at].name}, where no such link starts")
+        # Among nodes of one name the last hop takes the one the path is for, where there is such a link.
+        hop, at = next((fit for fit in fits if k == len(texts) - 1 and fit[1] == end), fits[0])
+        hops.append(hop)
     return tuple(hops)
