@@ -20,7 +20,7 @@ import numpy as np
 from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.schedule.ir import Buffer, Op, Ref, Schedule, Step
 from miraccl.schedule.layout import Counts, RankCells, block_counts, part_bounds, rank_cells
-from miraccl.schedule.reduction import Array, fold, premultiply, reference
+from miraccl.schedule.reduction import Array, dtype_of, fold, premultiply, reference
 from miraccl.types import Collective, RedOp
 
 #: a chunk that nobody has written yet
@@ -101,6 +101,8 @@ class _State:
 
     def receive(self, peer: int | None, rank: int, channel: int) -> list[Value]:
         assert peer is not None
+        if not self.fifos[peer, rank, channel]:  # ``can_run`` has seen one; the step wants a second
+            raise ScheduleError(f"takes several messages from rank {peer} at a time")
         message = self.fifos[peer, rank, channel].popleft()
         return self.load(message.rank, message.ref) if isinstance(message, _Posted) else message
 
@@ -284,6 +286,7 @@ def interpret(
         if cells.sizes[Buffer.INPUT]:
             if array is None:
                 raise InvalidUsage(f"rank {rank} needs an input")
+            dtype_of(array)  # or InvalidUsage
             if scalars is not None:
                 array = premultiply(array, scalars[rank])
             base = cells.bases[Buffer.INPUT]

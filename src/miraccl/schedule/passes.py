@@ -99,7 +99,8 @@ def relabel(schedule: Schedule, order: Sequence[int]) -> Schedule:
         return None if rank is None else order[rank]
 
     def renamed(step: Step) -> list[Step]:
-        peers = tuple(sorted(order[rank] for rank in step.peers))
+        peers = tuple(order[rank] for rank in step.peers)
+        peers = tuple(sorted(peers)) if step.op.reduces else peers
         return [replace(_moved(step, move), recv_peer=peer(step.recv_peer), send_peer=peer(step.send_peer), peers=peers)]
 
     role = {rank: i for i, rank in enumerate(order)}

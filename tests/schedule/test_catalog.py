@@ -1,0 +1,117 @@
+"""The catalog knows what there is, builds each schedule once, and proves what users register."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from miraccl.errors import InvalidUsage, ScheduleError
+from miraccl.schedule import catalog
+from miraccl.schedule.steps import copy, inp, one_channel, out, recv, recv_reduce_copy, send
+from miraccl.schedule.text import dump, parse
+from miraccl.types import Collective
+from tests.schedule.helpers import COLLECTIVES
+
+C = Collective
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_collective_has_an_algorithm_without_addressable_memory(collective):
+    for nranks in (*range(1, 34), 1000):
+        assert [a for a in catalog.algorithms_for(collective, nranks) if not a.needs_addressable_memory]
+
+
+def test_deterministic_choice_exists_for_every_reduction():
+    for collective in (c for c in COLLECTIVES if c.reduces):
+        assert [a for a in catalog.algorithms_for(collective, 7) if a.rank_ordered and a.rounds_once and not a.needs_addressable_memory]
+
+
+def test_names_are_those_of_the_files():
+    for name in catalog.names():
+        algorithm = catalog.get(name)
+        assert algorithm.builtin
+        assert algorithm.builder.__module__.endswith(f".{name}")
+        assert algorithm.sentence.endswith(".")
+        assert algorithm.build(min(algorithm.collectives), 2).name == name
+    assert {"ring", "double_binary_tree", "pat", "one_shot", "two_shot", "two_shot_put", "bruck", "chain"} <= set(catalog.names())
+
+
+def test_unsupported():
+    with pytest.raises(InvalidUsage, match=r"no algorithm is called 'rnig'; known are: .*ring"):
+        catalog.get("rnig")
+    with pytest.raises(InvalidUsage, match="'ring' has no broadcast over 3 ranks"):
+        catalog.build("ring", C.BROADCAST, 3)
+    with pytest.raises(InvalidUsage, match="has no all_gather over 6 ranks"):
+        catalog.build("recursive_halving_doubling", C.ALL_GATHER, 6)
+    with pytest.raises(InvalidUsage, match=r"root 3 is not in 0\.\.2"):
+        catalog.build("chain", C.BROADCAST, 3, 3)
+    assert "recursive_halving_doubling" not in [a.name for a in catalog.algorithms_for(C.ALL_GATHER, 6)]
+
+
+def test_built_once_and_root_matters_where_there_is_one():
+    assert catalog.build("ring", C.ALL_REDUCE, 6) is catalog.build("ring", C.ALL_REDUCE, 6, 3)
+    assert catalog.build("chain", C.REDUCE, 6, 3).root == 3
+
+
+@pytest.fixture
+def mine() -> Iterator[list[int]]:
+    """An all-reduce of two ranks that is right out of place only; the list counts how often it was built."""
+    built: list[int] = []
+
+    @catalog.register("mine", collectives=[C.ALL_REDUCE], sentence="For tests.", condition=lambda collective, nranks: nranks == 2)
+    def build(collective, nranks, root):
+        built.append(nranks)
+        late = [recv_reduce_copy(inp(0), out(0), 1), send(inp(0), 1)]
+        return one_channel("mine", collective, [late, [send(inp(0), 0), recv_reduce_copy(inp(0), out(0), 0)]])
+
+    yield built
+    catalog.unregister("mine")
+
+
+def test_registered_schedules_are_proved_before_they_are_handed_out(mine):
+    assert not catalog.get("mine").builtin
+    assert "mine" in [a.name for a in catalog.algorithms_for(C.ALL_REDUCE, 2)]
+    assert "mine" not in [a.name for a in catalog.algorithms_for(C.ALL_REDUCE, 3)]
+    for _ in range(2):
+        assert catalog.build("mine", C.ALL_REDUCE, 2).name == "mine"
+        with pytest.raises(ScheduleError, match="a second time"):
+            catalog.build("mine", C.ALL_REDUCE, 2, in_place=True)
+    assert len(mine) == 1
+    assert catalog.direct_safe("mine", C.ALL_REDUCE, 2)
+    assert not catalog.direct_safe("mine", C.ALL_REDUCE, 2, in_place=True)
+
+
+def test_a_name_is_taken_once(mine):
+    with pytest.raises(InvalidUsage, match="registered already"):
+        catalog.register("mine", collectives=[C.BROADCAST], sentence="Again.")(lambda collective, nranks, root: None)  # type: ignore[arg-type,return-value]
+
+
+def test_an_algorithm_builds_what_it_is_asked_for():
+    @catalog.register("off", collectives=[C.BROADCAST], sentence="For tests.")
+    def build(collective, nranks, root):
+        return one_channel("off", collective, [[copy(inp(0), out(0)), send(inp(0), 1)], [recv(out(0), 0)]])
+
+    try:
+        assert catalog.build("off", C.BROADCAST, 2).nranks == 2
+        with pytest.raises(ScheduleError, match="built broadcast over 2 ranks, root 0; asked for: broadcast over 3, root 1"):
+            catalog.build("off", C.BROADCAST, 3, 1)
+    finally:
+        catalog.unregister("off")
+
+
+def test_a_schedule_from_a_text_is_an_algorithm():
+    text = dump(catalog.build("ring", C.ALL_REDUCE, 4)).replace('"ring"', '"from_text"')
+    catalog.register_schedule(parse(text))
+    try:
+        assert catalog.build("from_text", C.ALL_REDUCE, 4, in_place=True).nranks == 4
+        assert not catalog.get("from_text").supports(C.ALL_REDUCE, 5)
+    finally:
+        catalog.unregister("from_text")
+    wrong = text.replace("send input[3] to 1", "send input[2] to 1")
+    catalog.register_schedule(parse(wrong))
+    try:
+        with pytest.raises(ScheduleError, match="channel 0, rank 1, step 1"):
+            catalog.build("from_text", C.ALL_REDUCE, 4)
+    finally:
+        catalog.unregister("from_text")
