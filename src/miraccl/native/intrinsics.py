@@ -140,6 +140,9 @@ def _external(symbol: str, result: Any, *arguments: Any) -> Any:
 # libc
 memcpy = _external("memcpy", I64, I64, I64, I64)
 sched_yield = _external("sched_yield", I32)
+sched_getcpu = _external("sched_getcpu", I32)
+sched_getaffinity = _external("sched_getaffinity", I32, I32, I64, I64)
+sched_setaffinity = _external("sched_setaffinity", I32, I32, I64, I64)
 clock_gettime = _external("clock_gettime", I32, I32, I64)
 process_vm_readv = _external("process_vm_readv", I64, I64, I64, I64, I64, I64, I64)
 process_vm_writev = _external("process_vm_writev", I64, I64, I64, I64, I64, I64, I64)

@@ -55,7 +55,8 @@ class Wires:
 class WaitPolicy:
     """How to wait: ``spin`` polls with a pause, then ``yields`` of the processor, then naps of at most ``nap_s`` until the deadline.
 
-    ``membarrier``: a sleeper makes the barrier that a waker would need (see ``kernels.waiting``).
+    ``membarrier``: a sleeper makes the barrier that a waker would need; ``step_aside``: it leaves a core that it shares with the rank it
+    waits for (see ``kernels.waiting``).
     """
 
     spin: int = 2000
@@ -63,6 +64,7 @@ class WaitPolicy:
     nap_s: float = 0.05
     timeout_s: float = 300.0
     membarrier: bool = True
+    step_aside: bool = True
 
 
 @functools.cache
@@ -114,6 +116,7 @@ class Context:
         self._ctrls = np.zeros(nranks, np.int64)
         self._scratch = np.zeros(256 + 4 * nranks, np.int64)
         self._stage = np.zeros(stage_bytes + 64, np.int8)
+        self._masks = np.zeros(2 * at.CPU_SET_BYTES // 8, np.int64)
         self.gone = np.zeros(nranks, np.int64)
         self._keep = np.zeros(at.BLOCK, np.int64)
         self._dtypes = arrays.descriptor_addresses()
@@ -136,6 +139,9 @@ class Context:
             (at.CTX_SCRATCH, self._scratch.ctypes.data),
             (at.CTX_STAGE, (self._stage.ctypes.data + 63) // 64 * 64),
             (at.CTX_STAGE_BYTES, stage_bytes),
+            (at.CTX_MASKS, self._masks.ctypes.data),
+            (at.CTX_OPERATE, _engine("operate")),
+            (at.CTX_STEP_ASIDE, int(policy.step_aside)),
             (at.CTX_GONE, self.gone.ctypes.data),
             (at.CTX_KEEP, self._keep.ctypes.data),
             (at.CTX_PLANS, self._plans.ctypes.data),

@@ -32,7 +32,7 @@ class Program:
     steps: Words
     peers: Words
     sends: Words
-    widest: int  # chunks in the largest step
+    widest: int  # chunks in the largest step of any rank
 
     @property
     def nsteps(self) -> int:
@@ -56,8 +56,13 @@ def lower(schedule: Schedule, rank: int) -> Program:
         steps=table[: len(steps)],
         peers=peers,
         sends=np.array(sends or [0], np.int64)[: len(sends)],
-        widest=max([step.chunks for step in steps], default=1) or 1,
+        widest=widest(schedule),
     )
+
+
+def widest(schedule: Schedule) -> int:
+    """Chunks in the largest step of any rank: all ranks cut rounds alike, so one rank's own steps do not decide."""
+    return max((step.chunks for channel in schedule.channels for steps in channel for step in steps), default=1) or 1
 
 
 def _encode(step: Step, number: int, peers: int, npeers: int) -> Words:
@@ -154,7 +159,7 @@ class Run:
         if piece <= 0:
             raise InvalidUsage(f"a step of {schedule.name} moves {program.widest} chunks, too many for slots of {slot_bytes} bytes")
         biggest = max(1, int(max(self.in_blocks[:, 1].max(), self.out_blocks[:, 1].max())))
-        self.nrounds = -(-min(largest, biggest) // piece)
+        self.nrounds = max(1, -(-min(largest, biggest) // piece))
         self.scratch = np.zeros(schedule.scratch_chunks * largest + 1, np.int8) if schedule.scratch_chunks else np.zeros(1, np.int8)
         self.in_bytes = int((self.in_blocks[:, 0] + self.in_blocks[:, 1]).max())
         self.out_bytes = int((self.out_blocks[:, 0] + self.out_blocks[:, 1]).max())

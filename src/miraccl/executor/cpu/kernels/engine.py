@@ -62,8 +62,11 @@ def run_program(ctx: int, run: int) -> int:
     return at.OK
 
 
-def _operate(ctx: int, run: int, template: int) -> int:
-    """Run the next operation of the communicator: number it, sign it, put it on the board."""
+def operate(ctx: int, run: int, template: int, unused: int) -> int:
+    """Run the next operation of the communicator: number it, sign it, put it on the board.
+
+    The one copy of the executor: doors call it through the context, which keeps compilation to a few seconds.
+    """
     ctrl = load(ctx + at.CTX_CTRL)
     seq = load(ctx + at.CTX_SEQ) + 1
     store(ctx + at.CTX_SEQ, seq)
@@ -79,9 +82,6 @@ def _operate(ctx: int, run: int, template: int) -> int:
     if code == at.OK:
         store_release(ctrl + at.BOARD_STATE, at.STATE_IDLE)
     return code
-
-
-_run_operate = inline(_operate)
 
 
 # ---- arrays
@@ -201,7 +201,7 @@ def start(ctx: int, run: int) -> int:
     if load(ctx + at.CTX_THREADED) != 0 or load(run + at.RUN_IN_BYTES) + load(run + at.RUN_OUT_BYTES) > LONG_BYTES:
         release_gil(ctx)
     store(ctx + at.CTX_LAST_PLAN, run)
-    return _run_operate(ctx, run, load(run + at.RUN_TEMPLATE))
+    return call4(load(ctx + at.CTX_OPERATE), ctx, run, load(run + at.RUN_TEMPLATE), 0)
 
 
 def collective(self: int, args: int, nargs: int) -> int:
@@ -276,6 +276,7 @@ def exchange(self: int, args: int, nargs: int) -> int:
 
 
 EXPORTS: dict[str, Any] = {
+    "operate": operate,
     "collective": collective,
     "prepared": prepared,
     "launch": launch,

@@ -24,7 +24,7 @@ CTRL_BELL = 8  # futex word (32 bits)
 CTRL_ABORT = 64  # not 0: every wait ends; the value is an ERR_*
 CTRL_BOARD = 128  # the board: what the rank is doing, for those who wait for it
 BOARD_SEQ, BOARD_SIG, BOARD_COUNT, BOARD_STEP, BOARD_PEER, BOARD_STATE = 128, 136, 144, 152, 160, 168
-BOARD_P2P_SIG, BOARD_P2P_COUNT, BOARD_CALLS = 176, 184, 192
+BOARD_P2P_SIG, BOARD_P2P_COUNT, BOARD_CPU = 176, 184, 192  # CPU: 1 + where the rank last waited, 0 unknown
 STATE_IDLE, STATE_RUNNING, STATE_WAITING = 0, 1, 2
 
 # ---- context, one a communicator and rank, private
@@ -52,7 +52,11 @@ CTX_P2P_DIRECT = 304  # a send of at least this many bytes is single-copy (p2p)
 CTX_MEMBARRIER = 312
 CTX_INSIDE = 320  # 1 while a thread is in the engine
 CTX_GONE = 328  # table: not 0 for a rank that has left in an orderly way
+CTX_MASKS = 336  # two sets of CPUs, CPU_SET_BYTES each
+CTX_STEP_ASIDE = 344  # 1: a rank that finds itself on a peer's core moves to a free one
+CTX_OPERATE = 352  # address of ``engine.operate``, which all doors call
 CTX_SIZE = 512
+CPU_SET_BYTES = 128  # glibc's cpu_set_t: 1024 CPUs
 
 # ---- connection, one a direction and peer, private
 CONN_KIND, CONN_POSTS, CONN_SLOTS, CONN_SLOT_BYTES, CONN_COUNT = 0, 8, 16, 24, 32  # COUNT: messages posted / consumed so far

@@ -34,11 +34,17 @@ from miraccl.native.intrinsics import (
     load32,
     load_acquire,
     pause,
+    sched_getaffinity,
+    sched_getcpu,
+    sched_setaffinity,
     sched_yield,
     store,
     store_release,
     syscall,
 )
+
+SPIN_BETWEEN_YIELDS = 16
+
 
 @inline
 def now_ns(ctx: int) -> int:
@@ -141,6 +147,45 @@ def expired(ctx: int, now: int) -> bool:
     return now > deadline
 
 
+@inline
+def taken(ctx: int, cpu: int) -> bool:
+    """Whether another rank of this host was last seen on a core."""
+    mine = load(ctx + at.CTX_CTRL)
+    for rank in range(load(ctx + at.CTX_NRANKS)):
+        ctrl = load(load(ctx + at.CTX_CTRLS) + 8 * rank)
+        if ctrl != 0 and ctrl != mine and load(ctrl + at.BOARD_CPU) == cpu + 1:
+            return True
+    return False
+
+
+@inline
+def step_aside(ctx: int, peer: int) -> None:
+    """If this rank waits on the very core that its peer runs on, move to a free one.
+
+    The kernel wakes a sleeper where its waker runs, so two ranks that wait for each other can end up on one core while another is idle,
+    and stay there because neither runs long enough to be moved.  The thread's affinity is narrowed for the move and restored at once.
+    """
+    cpu = types.int64(sched_getcpu())
+    store(load(ctx + at.CTX_CTRL) + at.BOARD_CPU, cpu + 1)
+    ctrl = load(load(ctx + at.CTX_CTRLS) + 8 * peer) if peer >= 0 else 0
+    if load(ctx + at.CTX_STEP_ASIDE) == 0 or ctrl == 0 or load(ctx + at.CTX_RANK) < peer or load(ctrl + at.BOARD_CPU) != cpu + 1:
+        return
+    allowed, chosen = load(ctx + at.CTX_MASKS), load(ctx + at.CTX_MASKS) + at.CPU_SET_BYTES
+    size = sched_getaffinity(types.int32(0), at.CPU_SET_BYTES, allowed)
+    if size < 0:
+        return
+    for free in range(8 * at.CPU_SET_BYTES):
+        if (load(allowed + (free >> 6) * 8) >> (free & 63)) & 1 == 0 or free == cpu or taken(ctx, free):
+            continue
+        for word in range(at.CPU_SET_BYTES // 8):
+            store(chosen + 8 * word, 0)
+        store(chosen + (free >> 6) * 8, 1 << (free & 63))
+        if sched_setaffinity(types.int32(0), at.CPU_SET_BYTES, chosen) == 0:
+            sched_setaffinity(types.int32(0), at.CPU_SET_BYTES, allowed)
+            store(load(ctx + at.CTX_CTRL) + at.BOARD_CPU, free + 1)
+        return
+
+
 def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
     ctrl = load(ctx + at.CTX_CTRL)
     store(ctrl + at.BOARD_PEER, peer)
@@ -196,8 +241,11 @@ def wait(ctx: int, address: int, target: int, peer: int) -> int:
             return at.OK
         pause()
     release_gil(ctx)
+    step_aside(ctx, peer)
     for _ in range(load(ctx + at.CTX_YIELDS)):
         sched_yield()
-        if load_acquire(address) >= target:
-            return at.OK
+        for _ in range(SPIN_BETWEEN_YIELDS):
+            if load_acquire(address) >= target:
+                return at.OK
+            pause()
     return sleep(ctx, address, target, peer)
