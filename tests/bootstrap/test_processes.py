@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from miraccl.bootstrap import PeerLeft, PeerLost, Session, UniqueId, connect, create_root
-from miraccl.bootstrap.connect import _join
 from miraccl.bootstrap.dial import Dialer
+from miraccl.bootstrap.join import _join
 from miraccl.errors import BootstrapError, PeerDied
 from miraccl.wire.bootstrap import Arrived, Received, Send, SendMessage
 from tests.bootstrap.kit import PATIENCE, Child, Inbox, child_rank, free_port, in_threads
@@ -153,7 +153,7 @@ def test_the_death_of_the_hub_in_the_meeting(spawn):
             names.append(hub.recv())
         hub.kill()
 
-    error, _ = in_threads([lambda: connect(unique_id, 1, 2, 3.0), kill])
+    error, _ = in_threads([lambda: connect(unique_id, 1, 2, 1.0), kill])
     assert isinstance(error, BootstrapError | PeerDied)
     assert error.fault == "peer"
 

@@ -18,6 +18,7 @@ from miraccl.bootstrap import (
     get_unique_id,
     solo,
 )
+from miraccl.bootstrap.host import host_fingerprint, network_fingerprint
 from miraccl.errors import (
     AuthenticationError,
     BootstrapError,
@@ -437,3 +438,22 @@ def test_the_meeting_of_eight_is_over_in_a_moment():
     started = time.monotonic()
     with job(8):
         assert time.monotonic() - started < 5.0
+
+
+def test_ranks_with_other_host_names_are_other_hosts_that_share_a_loopback(monkeypatch):
+    """One laptop can play several hosts."""
+    names = iter(["a", "b"])
+    monkeypatch.setattr("miraccl.bootstrap.join.host_fingerprint", lambda: next(names))
+    with job(2) as sessions:
+        assert sorted(sessions[0].hosts) == ["a", "b"]
+        assert sessions[0].addresses == ["127.0.0.1"] * 2
+
+
+def test_the_name_of_the_host_can_be_set(monkeypatch):
+    plain = host_fingerprint()
+    assert plain == network_fingerprint()
+    monkeypatch.setenv("NCCL_HOSTID", "x")
+    named = host_fingerprint()
+    monkeypatch.setenv("MIRACCL_HOSTID", "y")
+    assert len({plain, named, host_fingerprint()}) == 3
+    assert network_fingerprint() == plain

@@ -111,7 +111,7 @@ def test_a_time_is_a_plain_number_of_seconds(seconds):
 
 
 def test_text_is_utf8_and_a_flag_is_a_bit():
-    body = framing.encode(Join(host="ab", token=b"", pid=1, addresses=(), loopback=True, patience=1, timeout=1))
+    body = framing.encode(Join(host="ab", network="n", token=b"", pid=1, addresses=(), loopback=True, patience=1, timeout=1))
     assert body.count(b"ab") == 1
     with pytest.raises(ProtocolError, match="UTF-8"):
         framing.decode(body.replace(b"ab", b"\xff\xfe"), TO_HUB)

@@ -11,16 +11,13 @@ from miraccl import params
 
 
 @functools.cache
-def _fingerprint(hostid: str) -> str:
-    words = [hostid or socket.gethostname()]
-    if not hostid:
-        for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
-            try:
-                with open(path, encoding="ascii", errors="replace") as file:
-                    words.append(file.read().strip())
-            except OSError:
-                continue
-    # Two network namespaces of one machine do not share their loopback.
+def network_fingerprint() -> str:
+    """16 hex digits, equal exactly for processes that share a loopback interface.
+
+    The kernel's boot id names the machine, the namespace's inode the network on it.  Where there is no boot id (some sandboxes) the
+    host's name and machine id stand in.
+    """
+    words = [_read("/proc/sys/kernel/random/boot_id") or f"{socket.gethostname()} {_read('/etc/machine-id')}"]
     try:
         words.append(str(os.stat("/proc/self/ns/net").st_ino))
     except OSError:
@@ -29,8 +26,17 @@ def _fingerprint(hostid: str) -> str:
 
 
 def host_fingerprint() -> str:
-    """16 hex digits, equal exactly for processes that share a loopback interface (and MIRACCL_HOSTID, when it is set)."""
-    return _fingerprint(params.HOSTID.read())
+    """Like ``network_fingerprint``, but by the name in MIRACCL_HOSTID when that is set: ranks with different names are different hosts."""
+    name = params.HOSTID.read()
+    return hashlib.sha256(name.encode()).hexdigest()[:16] if name else network_fingerprint()
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
 
 
 _tokens: dict[int, bytes] = {}

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miraccl import trace
-from miraccl.bootstrap.host import host_fingerprint, process_token
+from miraccl.bootstrap.host import network_fingerprint, process_token
 from miraccl.bootstrap.interfaces import choose_addresses
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.errors import InvalidUsage, SystemFailure
@@ -325,7 +325,7 @@ def create_root(
     secret = os.urandom(SECRET_BYTES) if secret is None else secret
     listeners = _listen_on(hosts, port)
     addresses = tuple((str(s.getsockname()[0]), int(s.getsockname()[1])) for s in listeners)
-    unique_id = UniqueId(addresses=addresses, secret=secret, host=host_fingerprint())
+    unique_id = UniqueId(addresses=addresses, secret=secret, host=network_fingerprint())
     machine = HubMachine(secret=secret, token=process_token(), nranks=nranks, log=log)
     return unique_id, Root(listeners, machine)
 

@@ -29,9 +29,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from miraccl import params, trace
-from miraccl.bootstrap.connect import connect, join_job
 from miraccl.bootstrap.hub import Root, create_root
 from miraccl.bootstrap.interfaces import is_loopback
+from miraccl.bootstrap.join import connect, join_job
 from miraccl.bootstrap.runtime_file import forget_id, job_of_parent, publish_id, wait_for_id
 from miraccl.bootstrap.session import Session, solo
 from miraccl.bootstrap.unique_id import UniqueId

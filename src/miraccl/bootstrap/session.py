@@ -15,7 +15,7 @@ from typing import Any
 
 from miraccl import trace
 from miraccl.bootstrap.events import HUB, Event, Notice, PeerLeft, PeerLost, StatusRequest
-from miraccl.bootstrap.host import host_fingerprint, process_token
+from miraccl.bootstrap.host import host_fingerprint, network_fingerprint, process_token
 from miraccl.bootstrap.hub import Root
 from miraccl.bootstrap.link import Link, Meeting, Problem
 from miraccl.bootstrap.stacks import locate
@@ -284,8 +284,8 @@ def _verb(problem: Problem) -> str:
 
 
 def _addresses(members: list[Join]) -> list[str]:
-    """One address per rank that the others reach: loopback when all are on one host and may use it."""
-    if all(member.loopback and member.host == members[0].host for member in members):
+    """One address per rank that the others reach: loopback when all share one and may use it."""
+    if all(member.loopback and member.network == members[0].network for member in members):
         six = all(":" in member.addresses[0] for member in members if member.addresses)
         return ["::1" if six and any(member.addresses for member in members) else "127.0.0.1"] * len(members)
     return [member.addresses[0] if member.addresses else "127.0.0.1" for member in members]
@@ -295,6 +295,7 @@ def solo(timeout: float = 60.0) -> Session:
     """The session of a job of one rank: no socket, no thread."""
     member = Join(
         host=host_fingerprint(),
+        network=network_fingerprint(),
         token=process_token(),
         pid=os.getpid(),
         addresses=("127.0.0.1",),

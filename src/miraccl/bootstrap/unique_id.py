@@ -20,7 +20,7 @@ PREFIX = "miraccl:"
 
 @dataclass(frozen=True, kw_only=True)
 class UniqueId:
-    """``addresses``: (host, port) in the order to try them; ``secret``: 32 bytes; ``host``: the fingerprint of the root's host.
+    """``addresses``: (host, port) in the order to try them; ``secret``: 32 bytes; ``host``: the network fingerprint of the root's host.
 
     Loopback addresses are tried only on the root's own host.
     """

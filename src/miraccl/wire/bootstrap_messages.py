@@ -29,10 +29,11 @@ class Refusal(enum.IntEnum):
 class Join:
     """What a rank tells about itself.
 
-    ``host`` and ``token`` name its host and its process; of ``patience`` seconds in all it has ``timeout`` left to wait for the others.
+    ``host``, ``network`` and ``token`` name its host, its loopback and its process (``loopback``: others may use it); of ``patience`` seconds in all it has ``timeout`` left to wait for the others.
     """
 
     host: str
+    network: str
     token: bytes
     pid: int
     addresses: tuple[str, ...]
@@ -43,6 +44,7 @@ class Join:
     KIND: ClassVar[int] = 16
     LAYOUT: ClassVar[Layout] = (
         ("host", "text"),
+        ("network", "text"),
         ("token", "bytes"),
         ("pid", "u32"),
         ("addresses", "texts"),

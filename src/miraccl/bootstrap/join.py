@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from miraccl import params
 from miraccl.bootstrap.dial import Dialer, HubNotFound
-from miraccl.bootstrap.host import host_fingerprint, process_token
+from miraccl.bootstrap.host import host_fingerprint, network_fingerprint, process_token
 from miraccl.bootstrap.hub import Root
 from miraccl.bootstrap.interfaces import choose_addresses, is_loopback
 from miraccl.bootstrap.link import HubVanished, JobOver, Link
@@ -69,10 +69,16 @@ def _check_rank(rank: int, nranks: int) -> None:
 
 def _targets(unique_id: UniqueId) -> list[tuple[str, int]]:
     """Loopback first on the root's own host, and not at all elsewhere."""
-    here = unique_id.host in ("", host_fingerprint())
+    here = unique_id.host in ("", network_fingerprint())
     local = [address for address in unique_id.addresses if is_loopback(address[0])]
     remote = [address for address in unique_id.addresses if not is_loopback(address[0])]
-    return (local + remote if here else remote) or list(unique_id.addresses)
+    targets = local + remote if here else remote
+    if not targets:
+        raise BootstrapError(
+            "the unique id was made on another host and its root listens on loopback only",
+            hint="rank 0 needs a network interface, see SOCKET_IFNAME",
+        )
+    return targets
 
 
 def join_job(
@@ -141,6 +147,7 @@ def _join(sock: socket.socket, remote: str | None, patience: float, deadline: fl
     addresses, loopback = choose_addresses(remote if is_loopback(local) else hub)
     return Join(
         host=host_fingerprint(),
+        network=network_fingerprint(),
         token=process_token(),
         pid=os.getpid(),
         addresses=addresses,
