@@ -103,6 +103,7 @@ class Fabric:
         abilities = self._exchange("abilities", {"readable": readable, "membarrier": atomics.register_membarrier()})
         self.readable = {r for r in near if self.rank in abilities[r]["readable"]}
         self.window = Window(shm.window)
+        self.stream_from = last_level_cache_bytes() // max(1, len(self.local))
         policy = self._policy(all(a["membarrier"] for a in abilities))
         wires = {r: self._wires(r, pair, r in self.readable) for r, pair in pairs.items()}
         self.context = Context(
@@ -113,6 +114,7 @@ class Fabric:
             policy=policy,
             window=(shm.window.address, shm.window.address + shm.window.nbytes),
             threaded=self.threaded,
+            stream_from=self.stream_from,
         )
         self.slot_bytes = min([w.slot_bytes for w in wires.values()], default=shm.slot_bytes)
         self._exchange("ready", self.slot_bytes)
@@ -127,8 +129,9 @@ class Fabric:
     def _policy(self, membarrier: bool) -> WaitPolicy:
         crowded = self.ranks_per_core > 1
         return WaitPolicy(
-            spin=100 if crowded else 3000,
-            yields=20 if crowded else 3,
+            spin=100 if crowded else 1000,
+            yields=20 if crowded else 5,
+            step_aside=not crowded,
             timeout_s=self.timeout,
             membarrier=membarrier and not crowded,
         )
@@ -214,6 +217,18 @@ class Fabric:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def last_level_cache_bytes() -> int:
+    """Size of the largest cache of CPU 0 as sysfs has it; 32 MiB where it does not say."""
+    sizes = []
+    for index in range(8):
+        try:
+            with open(f"/sys/devices/system/cpu/cpu0/cache/index{index}/size") as file:
+                sizes.append(params.parse_size(file.read().strip()))
+        except (OSError, ValueError):
+            continue
+    return max(sizes, default=32 << 20)
 
 
 def machine() -> str:

@@ -97,6 +97,7 @@ class Member:
             slot_bytes=self.fabric.slot_bytes,
             constants=self.constants,
             overrides=overrides,
+            stream_from=self.fabric.stream_from,
             single_copy=self.constants.single_copy_from if len(self.fabric.readable) == self.nranks - 1 else -1,
         )
         self._worker = Worker(f"miraccl-work-{session.name}", lambda on: self.look_before_running(REASON_PENDING, on))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from miraccl.bootstrap import Session
-from miraccl.native import atomics
-from miraccl.proxy.thread import ProxyThread
+
+from miraccl.proxy.thread import Proxy
 from miraccl.transport.base import Endpoint, OnLost
 from miraccl.transport.socket import SocketTransport
 
@@ -16,6 +16,6 @@ def open_network(
     session: Session, me: Endpoint, slot_bytes: int, wake: Callable[[int], None], on_lost: OnLost
 ) -> tuple[SocketTransport, Any]:
     """The transport and its proxy; the caller closes them in this order."""
-    proxy = ProxyThread(rank=me.rank, wake=wake, on_lost=on_lost, atomics=atomics)
+    proxy = Proxy(rank=me.rank, wake=wake, on_lost=on_lost)
     transport = SocketTransport(me, proxy=proxy, secret=session.data_key, job=session.name.encode(), slot_bytes=slot_bytes)
     return transport, proxy

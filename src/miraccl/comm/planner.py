@@ -8,7 +8,7 @@ rank's own buffers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from miraccl.comm.model import Constants, Shape, predict_us
 from miraccl.errors import InvalidUsage
@@ -20,7 +20,12 @@ from miraccl.schedule.catalog import Algorithm
 from miraccl.types import Collective, DType, Protocol, RedOp
 
 WINDOW_ONLY = 1 << 62  # a "direct" threshold that private memory never reaches
-WINDOW_FROM = 32 << 10  # bytes of a piece from which window memory is posted by address instead of copied into a slot
+WINDOW_FROM = 32 << 10  # bytes of a block from which window memory is posted by address instead of copied into a slot
+ASK_FROM = 96 << 10  # bytes of a block from which ranks first tell each other whether all of them passed window memory
+STREAM_FACTOR = 1.75  # a collective reads part of what it moves from caches: it streams from this many times the cache share on
+PREFERENCE = ("one_shot", "ring", "two_shot", "chain", "pairwise", "recursive_doubling")  # among equals
+TIE = 1.03
+MEMORY_ALGORITHM = "two_shot_put"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +71,11 @@ class Request:
 class Planner:
     """Chooses and keeps plans for one communicator and rank."""
 
-    def __init__(self, *, rank: int, shape: Shape, slot_bytes: int, constants: Constants, overrides: Overrides, single_copy: int = -1) -> None:
+    def __init__(self, *, rank: int, shape: Shape, slot_bytes: int, constants: Constants, overrides: Overrides, single_copy: int = -1, stream_from: int = 1 << 62) -> None:
         self.rank, self.shape, self.slot_bytes = rank, shape, slot_bytes
         self.constants, self.overrides, self.single_copy = constants, overrides, single_copy
-        self._programs: dict[tuple[str, Collective, int], Program] = {}
+        self.stream_from = stream_from
+        self._programs: dict[tuple[str, Collective, int, bool], Program] = {}
         self._plans: dict[int, Candidate] = {}
         if overrides.algo:
             catalog.get(overrides.algo)  # an unknown name is refused now
@@ -87,7 +93,8 @@ class Planner:
         allowed = [row for row in rows if not row[2]]
         if not allowed:
             raise InvalidUsage(f"no algorithm is left for {collective.label} over {self.shape.nranks} ranks: {_reasons(rows)}")
-        best = min(allowed)
+        fastest = min(allowed)[0]
+        best = min((row for row in allowed if row[0] <= TIE * fastest), key=lambda row: (_preference(row[1]), row[0]))
         result = []
         for time, name, barred in sorted(rows, key=lambda row: (row[1] != best[1], bool(row[2]), row[0])):
             if name == best[1]:
@@ -125,10 +132,11 @@ class Planner:
 
     # ---- runs
 
-    def program(self, algo: str, collective: Collective, root: int, in_place: bool) -> Program:
-        key = (algo, collective, root)
+    def program(self, algo: str, collective: Collective, root: int, in_place: bool, opened: bool = False) -> Program:
+        key = (algo, collective, root, opened)
         if key not in self._programs:
-            self._programs[key] = lower(catalog.build(algo, collective, self.shape.nranks, root, in_place=in_place), self.rank)
+            schedule = catalog.build(algo, collective, self.shape.nranks, root, in_place=in_place)
+            self._programs[key] = lower(schedule, self.rank, opened=opened)
         return self._programs[key]
 
     def make_run(self, request: Request) -> Run:
@@ -136,14 +144,36 @@ class Planner:
         choice = self.candidates(
             request.collective, request.block_bytes, request.dtype, request.op, request.root, uneven=request.uneven
         )[0]
+        run = self._run(choice, request)
+        if self._asks(choice, request):
+            memory = replace(choice, algo=MEMORY_ALGORITHM, reason="all ranks passed window memory")
+            other = self._run(memory, request, opened=True)
+            run.prefer_memory(other, [r for r in range(self.shape.nranks) if r != self.rank])
+        return run
+
+    def _asks(self, choice: Candidate, request: Request) -> bool:
+        """Whether ranks tell each other where their buffers lie before they choose between the plan and the one for window memory."""
+        algorithm = catalog.get(MEMORY_ALGORITHM)
+        return (
+            not self.overrides.algo
+            and not self.shape.hosts
+            and self.shape.nranks > 1
+            and algorithm.supports(request.collective, self.shape.nranks)
+            and request.block_bytes >= ASK_FROM
+            and (not request.uneven or request.collective in algorithm.uneven)
+            and choice.algo != MEMORY_ALGORITHM
+        )
+
+    def _run(self, choice: Candidate, request: Request, opened: bool = False) -> Run:
         algorithm = catalog.get(choice.algo)
-        program = self.program(choice.algo, request.collective, request.root, request.in_place)
+        program = self.program(choice.algo, request.collective, request.root, request.in_place, opened)
         reduces = request.collective.reduces
         post, folded = 0, RedOp.SUM if request.op is RedOp.PREMUL_SUM else request.op
-        if request.op is RedOp.AVG and not algorithm.rank_ordered:
+        if request.op is RedOp.AVG and not (algorithm.rank_ordered and algorithm.builtin):
             folded = RedOp.SUM
             gets_result = request.collective is not Collective.REDUCE or self.rank == request.root
             post = scale_kernel(request.dtype, True) if gets_result and self.shape.nranks > 1 else 0
+        moved = (sum(request.in_counts) + sum(request.out_counts)) * request.dtype.itemsize
         run = Run(
             program,
             dtype=request.dtype,
@@ -158,6 +188,7 @@ class Planner:
             fold=fold_kernel(request.dtype, folded) if reduces else 0,
             post=post,
             post_arg=self.shape.nranks if post else 0,
+            stream=moved >= STREAM_FACTOR * self.stream_from,
         )
         self._plans[run.address] = choice
         return run
@@ -173,6 +204,10 @@ class Planner:
     def choice_of(self, run_address: int) -> Candidate | None:
         """The plan a run was made from."""
         return self._plans.get(run_address)
+
+
+def _preference(name: str) -> int:
+    return PREFERENCE.index(name) if name in PREFERENCE else len(PREFERENCE)
 
 
 def schedule_widest(schedule: catalog.Schedule) -> int:

@@ -118,6 +118,22 @@ def pause(typingctx: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
+    """Copy 64 bytes past the caches: ``dst`` (a multiple of 64) is not read first. A fence must follow before others are told."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        line = ir.VectorType(_W, 8)
+        value = builder.load(_pointer(builder, args[1], line))
+        value.align = 8
+        written = builder.store(value, _pointer(builder, args[0], line))
+        written.align = 64
+        written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_H, 1)]))
+        return context.get_dummy_value()
+
+    return types.void(I64, I64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def call4(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """Call the C function ``int64 f(int64, int64, int64, int64)`` at an address."""
 

@@ -108,6 +108,7 @@ class Context:
         window: tuple[int, int],
         threaded: bool,
         stage_bytes: int = 128 << 10,
+        stream_from: int = 1 << 62,
     ) -> None:
         self.rank, self.nranks, self.wires = rank, nranks, dict(wires)
         self.words = np.zeros(at.CTX_SIZE // 8, np.int64)
@@ -140,6 +141,7 @@ class Context:
             (at.CTX_STAGE, (self._stage.ctypes.data + 63) // 64 * 64),
             (at.CTX_STAGE_BYTES, stage_bytes),
             (at.CTX_MASKS, self._masks.ctypes.data),
+            (at.CTX_STREAM_FROM, stream_from),
             (at.CTX_OPERATE, _engine("operate")),
             (at.CTX_STEP_ASIDE, int(policy.step_aside)),
             (at.CTX_GONE, self.gone.ctypes.data),

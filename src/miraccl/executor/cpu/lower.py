@@ -39,15 +39,19 @@ class Program:
         return len(self.steps)
 
 
-def lower(schedule: Schedule, rank: int) -> Program:
-    """The program of ``rank``. Channels follow one another: a CPU rank has one thread to run them."""
+def lower(schedule: Schedule, rank: int, *, opened: bool = False) -> Program:
+    """The program of ``rank``. Channels follow one another: a CPU rank has one thread to run them.
+
+    ``opened``: the signals with which the schedule begins have been exchanged already (the engine asked where buffers lie).
+    """
     steps = [step for channel in schedule.channels for step in channel[rank]]
+    when = _when(steps, opened)
     lists = [step.peers or (tuple(range(schedule.nranks)) if step.op is Op.BARRIER else ()) for step in steps]
     peers = np.array([p for peers in lists for p in peers] or [0], np.int64)
     table = np.zeros((max(len(steps), 1), at.STEP_SIZE // 8), np.int64)
     offset = 0
     for number, (step, listed) in enumerate(zip(steps, lists, strict=True)):
-        table[number] = _encode(step, number, peers.ctypes.data + 8 * offset, len(listed))
+        table[number] = _encode(step, when[number], peers.ctypes.data + 8 * offset, len(listed))
         offset += len(listed)
     sends = sorted({step.send_peer for step in steps if step.op.sends and step.send_peer is not None})
     return Program(
@@ -65,7 +69,26 @@ def widest(schedule: Schedule) -> int:
     return max((step.chunks for channel in schedule.channels for steps in channel for step in steps), default=1) or 1
 
 
-def _encode(step: Step, number: int, peers: int, npeers: int) -> Words:
+_SYNCS = frozenset((Op.SIGNAL, Op.WAIT, Op.BARRIER))
+
+
+def _when(steps: Sequence[Step], opened: bool) -> list[int]:
+    """In which rounds each signal, wait or barrier is done.
+
+    Rounds touch different pieces of memory: signals before all data say that buffers are ready, those after all data that everything is
+    done; each is needed once.  Between data steps they order the pieces of a round.
+    """
+    data = [i for i, step in enumerate(steps) if step.op not in _SYNCS]
+    if not data:
+        return [at.EVERY_ROUND] * len(steps)
+    first = at.NEVER if opened else at.FIRST_ROUND
+    return [
+        at.EVERY_ROUND if step.op not in _SYNCS or data[0] < i < data[-1] else first if i < data[0] else at.LAST_ROUND
+        for i, step in enumerate(steps)
+    ]
+
+
+def _encode(step: Step, when: int, peers: int, npeers: int) -> Words:
     words = np.zeros(at.STEP_SIZE // 8, np.int64)
     src = (step.src.buffer, step.src.index) if step.src else (0, 0)
     dst = (step.dst.buffer, step.dst.index) if step.dst else (0, 0)
@@ -80,7 +103,7 @@ def _encode(step: Step, number: int, peers: int, npeers: int) -> Words:
         (at.STEP_SEND, -1 if step.send_peer is None else step.send_peer),
         (at.STEP_PEERS, peers),
         (at.STEP_NPEERS, npeers),
-        (at.STEP_NUMBER, number),
+        (at.STEP_WHEN, when),
     )
     for place, value in fields:
         words[place // 8] = int(value)
@@ -149,6 +172,7 @@ class Run:
         post: int = 0,
         post_arg: int = 0,
         ll: bool = False,
+        stream: bool = False,
     ) -> None:
         schedule, itemsize = program.schedule, dtype.itemsize
         self.program = program
@@ -186,6 +210,16 @@ class Run:
             (at.RUN_POST, post),
             (at.RUN_POST_ARG, post_arg),
             (at.RUN_TEMPLATE, template),
+            (at.RUN_STREAM, int(stream)),
         ):
             self.words[place // 8] = value
         self.address = int(self.words.ctypes.data)
+        self.memory: Run | None = None
+        self._ask = np.zeros(0, np.int64)
+
+    def prefer_memory(self, other: Run, ranks: Sequence[int]) -> None:
+        """Take ``other`` instead whenever the buffers of this rank and of ``ranks`` are window memory."""
+        self.memory, self._ask = other, np.array(ranks, np.int64)
+        self.words[at.RUN_MEMORY // 8] = other.address
+        self.words[at.RUN_ASK // 8] = self._ask.ctypes.data
+        self.words[at.RUN_NASK // 8] = len(ranks)

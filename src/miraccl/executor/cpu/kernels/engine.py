@@ -12,7 +12,7 @@ from typing import Any
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.messages import connection, drain
 from miraccl.executor.cpu.kernels.p2p import exchange_all, one_message
-from miraccl.executor.cpu.kernels.steps import do_step
+from miraccl.executor.cpu.kernels.steps import all_in_windows, do_step
 from miraccl.executor.cpu.kernels.waiting import fail, release_gil, restore_gil
 from miraccl.native.intrinsics import (
     PyLong_AsLong,
@@ -38,9 +38,21 @@ ALL_REDUCE, BROADCAST, REDUCE = int(Collective.ALL_REDUCE), int(Collective.BROAD
 @inline
 def run_program(ctx: int, run: int) -> int:
     """Execute a run whose addresses and signature are set; OK or an ERR_*."""
+    store(ctx + at.CTX_DEADLINE, 0)
+    if load(run + at.RUN_MEMORY) != 0:
+        code = all_in_windows(ctx, run)
+        if code == at.OK:
+            memory = load(run + at.RUN_MEMORY)
+            store(memory + at.RUN_IN, load(run + at.RUN_IN))
+            store(memory + at.RUN_OUT, load(run + at.RUN_OUT))
+            store(memory + at.RUN_SIG, load(run + at.RUN_SIG))
+            store(ctx + at.CTX_LAST_PLAN, memory)
+            run = memory
+        elif code != at.NEED_PLAN:
+            return code
+    store(ctx + at.CTX_STREAM, load(run + at.RUN_STREAM))
     steps = load(run + at.RUN_PROGRAM)
     count = load(run + at.RUN_NSTEPS)
-    store(ctx + at.CTX_DEADLINE, 0)
     for rnd in range(load(run + at.RUN_NROUNDS)):
         for i in range(count):
             step = steps + i * at.STEP_SIZE

@@ -55,6 +55,8 @@ CTX_GONE = 328  # table: not 0 for a rank that has left in an orderly way
 CTX_MASKS = 336  # two sets of CPUs, CPU_SET_BYTES each
 CTX_STEP_ASIDE = 344  # 1: a rank that finds itself on a peer's core moves to a free one
 CTX_OPERATE = 352  # address of ``engine.operate``, which all doors call
+CTX_STREAM = 360  # 1: the operation under way writes more than the caches hold
+CTX_STREAM_FROM = 368  # bytes from which a send or receive does
 CTX_SIZE = 512
 CPU_SET_BYTES = 128  # glibc's cpu_set_t: 1024 CPUs
 
@@ -80,11 +82,15 @@ RUN_PARTS, RUN_SCRATCH_CHUNK, RUN_LL, RUN_IN_BYTES, RUN_OUT_BYTES, RUN_SENDS, RU
 RUN_POST, RUN_POST_ARG = 168, 176  # kernel applied to the output at the end (avg), and its argument
 RUN_SIGNALS = 184  # offset of the piece in the buffers that peers have signalled
 RUN_TEMPLATE = 192  # signature without the sequence number
+RUN_STREAM = 200  # as CTX_STREAM
+RUN_MEMORY = 208  # the run to take instead if all ranks' buffers are window memory; 0: do not ask
+RUN_ASK, RUN_NASK = 216, 224  # the ranks to ask
 RUN_SIZE = 256
 
 # ---- step of a program
 STEP_OP, STEP_SRC_BUF, STEP_SRC, STEP_DST_BUF, STEP_DST, STEP_CHUNKS = 0, 8, 16, 24, 32, 40
-STEP_RECV, STEP_SEND, STEP_PEERS, STEP_NPEERS, STEP_NUMBER = 48, 56, 64, 72, 80
+STEP_RECV, STEP_SEND, STEP_PEERS, STEP_NPEERS, STEP_WHEN = 48, 56, 64, 72, 80
+EVERY_ROUND, FIRST_ROUND, LAST_ROUND, NEVER = 0, 1, 2, 3
 STEP_SIZE = 96
 
 # ---- one send or receive of an exchange

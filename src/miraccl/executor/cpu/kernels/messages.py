@@ -11,6 +11,7 @@ from __future__ import annotations
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.waiting import fail, wait, wake
 from miraccl.native.intrinsics import (
+    fence,
     inline,
     load,
     load_acquire,
@@ -19,6 +20,7 @@ from miraccl.native.intrinsics import (
     process_vm_writev,
     store,
     store_release,
+    stream_line,
 )
 
 
@@ -188,6 +190,22 @@ def write_remote(ctx: int, conn: int, dst: int, src: int, nbytes: int) -> bool:
 
 
 @inline
+def copy_bytes(ctx: int, dst: int, src: int, nbytes: int) -> None:
+    """Copy to a user's buffer: through the caches, or past them if the operation is larger than they are."""
+    if load(ctx + at.CTX_STREAM) == 0 or nbytes < 4096:
+        memcpy(dst, src, nbytes)
+        return
+    head = -dst & 63
+    lines = (nbytes - head) >> 6
+    memcpy(dst, src, head)
+    for i in range(lines):
+        stream_line(dst + head + i * 64, src + head + i * 64)
+    done = head + lines * 64
+    memcpy(dst + done, src + done, nbytes - done)
+    fence()
+
+
+@inline
 def take(ctx: int, conn: int, peer: int, dst: int, nbytes: int) -> int:
     """Copy the payload just received to ``dst``."""
     line = post_line(conn)
@@ -195,7 +213,7 @@ def take(ctx: int, conn: int, peer: int, dst: int, nbytes: int) -> int:
         return at.OK
     source = local_payload(ctx, conn)
     if source != 0:
-        memcpy(dst, source, nbytes)
+        copy_bytes(ctx, dst, source, nbytes)
     elif not read_remote(ctx, conn, dst, load(line + at.POST_ADDR), nbytes):
         return fail(ctx, at.ERR_CMA, peer, nbytes, 0)
     return at.OK

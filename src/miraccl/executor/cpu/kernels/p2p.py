@@ -107,6 +107,7 @@ def _one_message(ctx: int, receives: bool, peer: int, address: int, count: int, 
     store(ctx + at.CTX_DEADLINE, 0)
     store(ctx + at.CTX_STEP, 0)
     nbytes = count * item_size(dtype)
+    store(ctx + at.CTX_STREAM, 1 if nbytes >= load(ctx + at.CTX_STREAM_FROM) else 0)
     piece = piece_bytes(ctx, peer)
     start = 0
     while True:
@@ -158,10 +159,12 @@ def one_round(ctx: int, table: int, count: int, kind: int, rnd: int) -> int:
 def exchange_all(ctx: int, table: int, count: int) -> int:
     """Run a group of ``count`` sends and receives to their end."""
     store(ctx + at.CTX_DEADLINE, 0)
-    rounds = 0
+    rounds, total = 0, 0
     for i in range(count):
         op = table + i * at.OP_SIZE
         rounds = max(rounds, load(op + at.OP_FIRST_ROUND) + load(op + at.OP_ROUNDS))
+        total += load(op + at.OP_BYTES)
+    store(ctx + at.CTX_STREAM, 1 if total >= load(ctx + at.CTX_STREAM_FROM) else 0)
     for rnd in range(rounds):
         for kind in range(2):
             code = one_round(ctx, table, count, kind, rnd)

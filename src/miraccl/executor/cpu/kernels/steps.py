@@ -12,6 +12,7 @@ from miraccl.executor.cpu.kernels.messages import (
     can_post_address,
     connection,
     consume,
+    copy_bytes,
     local_payload,
     post,
     post_address,
@@ -436,6 +437,26 @@ def signals(ctx: int, run: int, step: int, op: int) -> int:
 
 
 @inline
+def all_in_windows(ctx: int, run: int) -> int:
+    """Exchange with all ranks where the buffers lie: OK if they are window memory everywhere, ``NEED_PLAN`` if not, or an ERR_*."""
+    peers, count = load(run + at.RUN_ASK), load(run + at.RUN_NASK)
+    for i in range(count):
+        code = signal(ctx, run, load(peers + 8 * i))
+        if code != at.OK:
+            return code
+    in_mode, _ = modes_of(ctx, load(run + at.RUN_IN), load(run + at.RUN_IN_BYTES))
+    out_mode, _ = modes_of(ctx, load(run + at.RUN_OUT), load(run + at.RUN_OUT_BYTES))
+    private = in_mode | out_mode
+    for i in range(count):
+        peer = load(peers + 8 * i)
+        code = await_signal(ctx, run, peer)
+        if code != at.OK:
+            return code
+        private |= load(connection(ctx, at.CTX_RECV, peer) + at.CONN_PEER_MODES)
+    return at.NEED_PLAN if private != 0 else at.OK
+
+
+@inline
 def copy(ctx: int, run: int, step: int, rnd: int) -> None:
     src_buf, src = load(step + at.STEP_SRC_BUF), load(step + at.STEP_SRC)
     dst_buf, dst = load(step + at.STEP_DST_BUF), load(step + at.STEP_DST)
@@ -445,7 +466,7 @@ def copy(ctx: int, run: int, step: int, rnd: int) -> None:
         frm += base(run, src_buf)
         to += base(run, dst_buf)
         if to != frm:
-            memcpy(to, frm, min(size, from_size))
+            copy_bytes(ctx, to, frm, min(size, from_size))
 
 
 @inline
@@ -468,4 +489,7 @@ def do_step(ctx: int, run: int, step: int, rnd: int) -> int:
         return reduce_from_peers(ctx, run, step, rnd)
     if op == PUT or op == GET:
         return put_or_get(ctx, run, step, op, rnd)
+    when = load(step + at.STEP_WHEN)
+    if when == at.NEVER or (when == at.FIRST_ROUND and rnd != 0) or (when == at.LAST_ROUND and rnd != load(run + at.RUN_NROUNDS) - 1):
+        return at.OK
     return signals(ctx, run, step, op)
