@@ -267,11 +267,15 @@ def _run_joined(request: _Request) -> None:
         engine = MiracclEngine(comm, window=job.window, persistent=job.persistent)
         if comm.rank == 0:
             with _display(request) as show:
-                run_cases(job, engine, lambda: None, show)
+                run_cases(job, engine, _no_turns, show)
         else:
-            run_cases(job, engine, lambda: None, lambda line: request.rows.extend(line.rows))
+            run_cases(job, engine, _no_turns, lambda line: request.rows.extend(line.rows))
         rank = comm.rank
     if rank == 0:
         _finish(request)
     elif any(row.wrong for row in request.rows):
         sys.exit(1)
+
+
+def _no_turns() -> bool:
+    return False

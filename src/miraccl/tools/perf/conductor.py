@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from miraccl.errors import Fault, MiracclError
 from miraccl.tools import launch
-from miraccl.tools.perf.measure import Options, measure
+from miraccl.tools.perf.measure import Options, measure, settle
 from miraccl.tools.perf.spec import Case, Row
 from miraccl.tools.spawn import Context, Outcome, Ranks
 
@@ -83,8 +83,9 @@ class Group(Protocol):
     def stop(self) -> None: ...
 
 
-def run_cases(job: Job, engine: Any, turn: Callable[[], None], report: Callable[[Line], None]) -> None:
+def run_cases(job: Job, engine: Any, turn: Callable[[], bool], report: Callable[[Line], None]) -> None:
     """The life of one rank; ``report`` is called on every rank with the same line."""
+    settle(engine, 0.1)
     for number, case in enumerate(job.cases):
         out_of_place = measure(engine, case, False, job.options, turn)
         in_place = measure(engine, case, True, job.options, turn)
@@ -108,10 +109,11 @@ def rank_main(context: Context, job: Job) -> None:
     import miraccl
     from miraccl.tools.perf.engine_miraccl import MiracclEngine
 
-    def turn() -> None:
+    def turn() -> bool:
         if job.in_turns:
             context.emit("ready")
             context.receive()
+        return job.in_turns
 
     with miraccl.init(**job.init) as comm:
         engine = MiracclEngine(comm, window=job.window, persistent=job.persistent)

@@ -22,6 +22,7 @@ from miraccl.tools.perf.spec import REDUCING, Case, Row
 
 _BATCH_SECONDS = 0.02
 _MAX_CALLS = 5000
+_SETTLE_SECONDS = 0.02
 _SMALL_BYTES = 4 << 20  # up to here a warm-up costs nothing
 
 
@@ -36,10 +37,11 @@ class Options:
     fresh: bool = False
 
 
-def measure(engine: Engine, case: Case, in_place: bool, options: Options, turn: Callable[[], None]) -> Row | None:
+def measure(engine: Engine, case: Case, in_place: bool, options: Options, turn: Callable[[], bool]) -> Row | None:
     """Measure one form of one case; every rank gets the same row. None if the library does not have the form.
 
-    ``turn`` is called before each stretch of work and may block there, so that libraries that are compared take turns.
+    ``turn`` is called before each stretch of work and may block there, so that libraries that are compared take turns; it returns
+    whether it did.
     """
     turn()
     bound = engine.bind(case, in_place)
@@ -51,7 +53,8 @@ def measure(engine: Engine, case: Case, in_place: bool, options: Options, turn: 
     iters = _warm_up(engine, case, bound, options)
     times = []
     for _ in range(options.batches):
-        turn()
+        if turn():
+            settle(engine, _SETTLE_SECONDS)
         times.append(_time_batch(engine, case, bound, iters, options.fresh))
     turn()
     chosen = bound.chosen()
@@ -59,6 +62,14 @@ def measure(engine: Engine, case: Case, in_place: bool, options: Options, turn: 
     times = engine.reduce_list(times, how="max")
     (total_wrong,) = engine.reduce_list([float(wrong)], how="sum")
     return _row(case, in_place, options, times, iters, int(total_wrong), chosen)
+
+
+def settle(engine: Engine, seconds: float) -> None:
+    """Barriers until ``seconds`` have passed: ranks that have just woken up may share a core until the scheduler spreads them."""
+    start = time.perf_counter()
+    while engine.reduce_list([time.perf_counter() - start], how="max")[0] < seconds:
+        for _ in range(20):
+            engine.barrier()
 
 
 def _check(engine: Engine, case: Case, bound: Bound, in_place: bool, seed: int) -> int:

@@ -184,10 +184,11 @@ class _Conductor:
         self._socket.connect(path)
         self._lines = self._socket.makefile("r", encoding="utf-8")
 
-    def turn(self) -> None:
+    def turn(self) -> bool:
         self.say(kind="ready")
         if self._lines.readline().strip() != "go":
             sys.exit("the tool that started this process has gone")
+        return True
 
     def say(self, **message: Any) -> None:
         self._socket.sendall((json.dumps(message) + "\n").encode())
@@ -200,7 +201,8 @@ def work(engine: Engine, conductor: _Conductor, job: dict[str, Any]) -> None:
             row = measure(engine, Case(**fields), in_place, options, conductor.turn)
             if engine.rank == 0 and row is not None:
                 conductor.say(kind="row", case=number, in_place=in_place, time_us=row.time_us, wrong=row.wrong)
-        conductor.say(kind="done", case=number)
+        if engine.rank == 0:  # whose rows came before it
+            conductor.say(kind="done", case=number)
 
 
 def main(library: str, path: str) -> None:

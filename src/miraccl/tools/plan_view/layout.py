@@ -1,0 +1,309 @@
+"""Where each device of a machine is drawn.
+
+The tree of CPUs, PCI switches and devices is laid out in columns: every device has a column of its own and a parent stands above the middle of
+its children, so boxes never overlap and a wire that runs down a column meets nobody.  Rows from top: CPUs, the levels of PCI switches, GPUs and
+NICs, the nets of each NIC (one below the other), then the room for NVLinks between GPUs, then the NVSwitch as a bar below all GPUs.
+
+Coordinates are pixels, y grows downwards; a box is given by its centre.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from miraccl.topo.explain import cpu_name
+from miraccl.topo.records import GpuNode, LinkType, NetNode, NodeType, PciNode, System
+
+Point = tuple[float, float]
+
+SIZES = {
+    NodeType.CPU: (148, 44),
+    NodeType.PCI: (66, 26),
+    NodeType.GPU: (70, 48),
+    NodeType.NIC: (70, 24),
+    NodeType.NET: (70, 36),
+    NodeType.NVS: (120, 36),
+}
+"""Width and height of a box."""
+
+COLUMN_GAP = 12
+CPU_GAP = 48
+ROW = 66
+MARGIN = 28
+NET_STEP = 44
+NVLINK_STEP = 15
+SYS_STEP = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A device. ``index`` is its flat index in the system."""
+
+    index: int
+    kind: NodeType
+    title: str
+    subtitle: str
+    x: float
+    y: float
+    w: float
+    h: float
+
+    @property
+    def left(self) -> float:
+        return self.x - self.w / 2
+
+    @property
+    def right(self) -> float:
+        return self.x + self.w / 2
+
+    @property
+    def top(self) -> float:
+        return self.y - self.h / 2
+
+    @property
+    def bottom(self) -> float:
+        return self.y + self.h / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """A link, drawn once for both directions. ``points`` are corners; ``curved`` ones are joined by a smooth curve. ``bw`` is GB/s."""
+
+    source: int
+    target: int
+    type: LinkType
+    bw: float
+    points: tuple[Point, ...]
+    label: Point
+    curved: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """Everything placed. ``overlay_top`` is the y from which channels may be drawn below the GPUs."""
+
+    width: float
+    height: float
+    boxes: tuple[Box, ...]
+    wires: tuple[Wire, ...]
+    overlay_top: float
+    overlay_bottom: float
+
+
+@dataclass
+class _Tree:
+    """Parents and children by flat index, and the depth of each node below its CPU."""
+
+    parent: dict[int, int] = field(default_factory=dict)
+    children: dict[int, list[int]] = field(default_factory=dict)
+    depth: dict[int, int] = field(default_factory=dict)
+    roots: list[int] = field(default_factory=list)
+
+
+def draw_system(system: System) -> Drawing:
+    """Place all devices and links of a machine."""
+    tree = _find_tree(system)
+    placed = _Placer(system, tree)
+    boxes = placed.boxes()
+    return Drawing(
+        width=placed.width,
+        height=placed.height,
+        boxes=tuple(boxes[i] for i in sorted(boxes)),
+        wires=tuple(_wires(system, tree, boxes, placed)),
+        overlay_top=placed.overlay_top,
+        overlay_bottom=placed.overlay_bottom,
+    )
+
+
+def _find_tree(system: System) -> _Tree:
+    """Breadth first from the CPUs, over PCI and network links; then over C2C and NVLink for GPUs that have no PCI link."""
+    tree = _Tree(roots=[i for i, node in enumerate(system.nodes) if node.type == NodeType.CPU])
+    tree.depth = dict.fromkeys(tree.roots, 0)
+    _grow(system, tree, (LinkType.PCI, LinkType.NET))
+    _grow(system, tree, (LinkType.PCI, LinkType.NET, LinkType.C2C, LinkType.NVL))
+    for i, node in enumerate(system.nodes):  # devices that hang on nothing are roots of their own
+        if i not in tree.depth and node.type != NodeType.NVS:
+            tree.roots.append(i)
+            tree.depth[i] = 0
+            _grow(system, tree, (LinkType.PCI, LinkType.NET))
+    return tree
+
+
+def _grow(system: System, tree: _Tree, types: Sequence[LinkType]) -> None:
+    queue = sorted(tree.depth, key=lambda i: (tree.depth[i], i))
+    for node in queue:
+        if system.nodes[node].type in (NodeType.GPU, NodeType.NET):  # devices have nothing below them
+            continue
+        for link in system.nodes[node].links:
+            below = system.nodes[link.target]
+            if link.type not in types or link.target in tree.depth or below.type in (NodeType.NVS, NodeType.CPU):
+                continue
+            tree.parent[link.target] = node
+            tree.children.setdefault(node, []).append(link.target)
+            tree.depth[link.target] = tree.depth[node] + 1
+            queue.append(link.target)
+
+
+class _Placer:
+    """Computes columns and rows once; ``boxes`` makes the records."""
+
+    def __init__(self, system: System, tree: _Tree) -> None:
+        self.system = system
+        self.tree = tree
+        self.x: dict[int, float] = {}
+        self.stack: dict[int, int] = {}  # position of a net below its NIC
+        x = float(MARGIN)
+        for root in tree.roots:
+            x = self._columns(root, x) + CPU_GAP
+        self.width = max(x - CPU_GAP + MARGIN, 480.0)
+        gpus = [i for i, node in enumerate(system.nodes) if node.type == NodeType.GPU]
+        self.order = {i: k for k, i in enumerate(sorted(gpus, key=lambda i: self.x[i]))}
+        cpus = sum(node.type == NodeType.CPU for node in system.nodes)
+        self.top = MARGIN + SIZES[NodeType.CPU][1] / 2 + SYS_STEP * max(0, cpus - 2) + (10 if cpus > 2 else 0)
+        levels = [tree.depth[i] for i, node in enumerate(system.nodes) if node.type == NodeType.PCI and i in tree.depth]
+        self.leaf_y = self.top + ROW * (max(levels, default=0) + 1)
+        nets = max(self.stack.values(), default=-1) + 1
+        below = SIZES[NodeType.NIC][1] / 2 + 18 + NET_STEP * nets if nets else SIZES[NodeType.GPU][1] / 2
+        self.overlay_top = self.leaf_y + max(below, SIZES[NodeType.GPU][1] / 2) + 8
+        spans = [abs(self.order[i] - self.order[link.target]) for i in gpus for link in system.nodes[i].links if link.target in self.order]
+        self.nvlink_top = self.overlay_top
+        self.overlay_bottom = self.nvlink_top + (22 + NVLINK_STEP * max(spans) if spans else 0) + min(150.0, 30 + 9.0 * len(gpus))
+        has_switch = system.count(NodeType.NVS) > 0
+        self.switch_y = self.overlay_bottom + SIZES[NodeType.NVS][1] / 2
+        self.height = self.overlay_bottom + (SIZES[NodeType.NVS][1] if has_switch else 0) + MARGIN
+
+    def _columns(self, node: int, x: float) -> float:
+        """Give columns to a subtree from ``x`` on; returns where it ends."""
+        width = SIZES[self.system.nodes[node].type][0]
+        children = self.tree.children.get(node, [])
+        if self.system.nodes[node].type == NodeType.NIC:
+            for position, net in enumerate(children):
+                self.x[net], self.stack[net] = x + width / 2, position
+            children = []
+        if not children:
+            self.x[node] = x + width / 2
+            return x + width
+        end = x
+        for child in children:
+            end = self._columns(child, end if end == x else end + COLUMN_GAP)
+        if end - x < width:  # the children of a broad box are centred below it
+            self._shift(node, (width - (end - x)) / 2)
+            end = x + width
+        first, last = self.x[children[0]], self.x[children[-1]]
+        self.x[node] = min(max((first + last) / 2, x + width / 2), end - width / 2)
+        return end
+
+    def _shift(self, node: int, by: float) -> None:
+        for child in self.tree.children.get(node, []):
+            self.x[child] += by
+            self._shift(child, by)
+
+    def boxes(self) -> dict[int, Box]:
+        result = {}
+        for i, node in enumerate(self.system.nodes):
+            w, h = (float(size) for size in SIZES[node.type])
+            if node.type == NodeType.NVS:
+                gpus = [self.x[g] for g in self.order] or [self.width / 2]
+                x, w, y = (min(gpus) + max(gpus)) / 2, max(w, max(gpus) - min(gpus) + SIZES[NodeType.GPU][0]), self.switch_y
+            else:
+                x, y = self.x[i], self._row(i)
+            title, subtitle = _words(self.system, i)
+            result[i] = Box(index=i, kind=node.type, title=title, subtitle=subtitle, x=x, y=y, w=w, h=h)
+        return result
+
+    def _row(self, i: int) -> float:
+        kind = self.system.nodes[i].type
+        if kind in (NodeType.CPU, NodeType.PCI):
+            return self.top + ROW * self.tree.depth[i]
+        if kind == NodeType.NET:
+            return self.leaf_y + SIZES[NodeType.NIC][1] / 2 + 18 + SIZES[NodeType.NET][1] / 2 + NET_STEP * self.stack.get(i, 0)
+        return self.leaf_y
+
+
+def _words(system: System, i: int) -> tuple[str, str]:
+    """Title and subtitle of a box."""
+    node = system.nodes[i]
+    bus = f"{node.local_id >> 12 & 0xFF:02x}:{node.local_id >> 4 & 0xFF:02x}"
+    if isinstance(node, GpuNode):
+        return f"GPU {node.rank}", f"{bus} · sm {node.sm}"
+    if isinstance(node, NetNode):
+        return f"NET {node.dev}", f"{node.bw * 8:g} Gb/s"
+    if isinstance(node, PciNode):
+        return "PCI", bus
+    if node.type == NodeType.CPU:
+        numa = node.local_id if node.local_id < 1 << 55 else -1
+        return f"CPU {numa}", cpu_name(node)
+    if node.type == NodeType.NVS:
+        return "NVSwitch", ""
+    return "NIC", bus if node.local_id else ""
+
+
+def _wires(system: System, tree: _Tree, boxes: dict[int, Box], placed: _Placer) -> list[Wire]:
+    result: list[Wire] = []
+    drawn: set[tuple[int, int, LinkType]] = set()
+    ports: dict[int, int] = {}
+    for i, node in enumerate(system.nodes):
+        for link in node.links:
+            ends = (min(i, link.target), max(i, link.target), link.type)
+            if ends in drawn or i == link.target:
+                continue
+            drawn.add(ends)
+            a, b = boxes[i], boxes[link.target]
+            if tree.parent.get(a.index) == b.index:
+                a, b = b, a
+            points, label, curved = _route(tree, placed, ports, a, b)
+            result.append(Wire(source=a.index, target=b.index, type=link.type, bw=link.bw, points=points, label=label, curved=curved))
+    return result
+
+
+def _route(tree: _Tree, placed: _Placer, ports: dict[int, int], a: Box, b: Box) -> tuple[tuple[Point, ...], Point, bool]:
+    """Corners of the wire, where its bandwidth is written, and whether it is a curve."""
+    if tree.parent.get(b.index) == a.index:
+        if b.kind == NodeType.NET and placed.stack.get(b.index, 0):  # past the nets above it, along the edge of the column
+            side = b.left - 5
+            return ((a.left + 8, a.bottom), (side, a.bottom + 8), (side, b.y), (b.left, b.y)), (side + 3, b.top - 1), False
+        bus = a.bottom + (ROW - a.h) / 4 if b.kind != NodeType.NET else (a.bottom + b.top) / 2
+        return ((a.x, a.bottom), (a.x, bus), (b.x, bus), (b.x, b.top)), (b.x + 4, b.top - 5), False
+    kinds = {a.kind, b.kind}
+    if NodeType.NVS in kinds and NodeType.GPU in kinds:
+        gpu, switch = (a, b) if a.kind == NodeType.GPU else (b, a)
+        return ((gpu.x, gpu.bottom), (gpu.x, switch.top)), (gpu.x + 4, switch.top - 6), False
+    if kinds == {NodeType.GPU}:
+        return _nvlink(placed, ports, a, b)
+    if kinds == {NodeType.CPU}:
+        return _between_cpus(placed, a, b)
+    upper, lower = (a, b) if a.y < b.y else (b, a)
+    if a.y == b.y or NodeType.NVS in kinds:  # bridges that are joined, or something no machine we know has
+        rise = min(a.top, b.top) - 16
+        return ((a.x, a.top), (a.x, rise), (b.x, rise), (b.x, b.top)), ((a.x + b.x) / 2, rise - 2), True
+    port = lower.x + lower.w / 4  # a second way up, beside the first one
+    bus = upper.bottom + (ROW - upper.h) / 2
+    return ((upper.x + 10, upper.bottom), (upper.x + 10, bus), (port, bus), (port, lower.top)), (port + 4, lower.top - 16), False
+
+
+def _nvlink(placed: _Placer, ports: dict[int, int], a: Box, b: Box) -> tuple[tuple[Point, ...], Point, bool]:
+    """Down the columns of both GPUs and across below everything; each link has its own place at a GPU, and longer ones are deeper."""
+    first, second = (a, b) if a.x < b.x else (b, a)
+    span = placed.order[second.index] - placed.order[first.index]
+    start, end = _port(ports, first), _port(ports, second)
+    level = placed.nvlink_top + 14 + NVLINK_STEP * span
+    return ((start, first.bottom), (start, level), (end, level), (end, second.bottom)), ((start + end) / 2, level - 3), False
+
+
+def _port(ports: dict[int, int], gpu: Box) -> float:
+    """Next free place at the lower edge of a GPU: middle, then right and left by turns."""
+    n = ports[gpu.index] = ports.get(gpu.index, -1) + 1
+    return gpu.x + (gpu.w / 2 - 6) * ((n + 1) // 2) / 8 * (1 if n % 2 else -1)
+
+
+def _between_cpus(placed: _Placer, a: Box, b: Box) -> tuple[tuple[Point, ...], Point, bool]:
+    first, second = (a, b) if a.x < b.x else (b, a)
+    between = [
+        i for i in placed.tree.roots if placed.system.nodes[i].type == NodeType.CPU and first.x < placed.x[i] < second.x
+    ]  # straight to the next one, over the top of others
+    if not between:
+        return ((first.right, first.y), (second.left, second.y)), ((first.right + second.left) / 2, first.y - 5), False
+    rise = first.top - 6 - SYS_STEP * len(between)
+    start, end = first.x + 8 * len(between), second.x - 8 * len(between)
+    return ((start, first.top), (start, rise), (end, rise), (end, second.top)), ((start + end) / 2, rise - 2), False
