@@ -1,7 +1,7 @@
 """The channel search: which rings, trees, NVLS and CollNet channels NCCL 2.28.9 would make on a machine, and why.
 
-``search_channels`` is the whole interface; it is a pure function of its arguments. Inside: ``passes`` decides which walks are made, ``kernel``
-makes one walk on the ``board``, ``nets`` says which network devices a GPU uses, ``explain`` puts the records into sentences.
+``search_channels`` is the whole interface, a pure function of its arguments. Inside: ``passes`` decides which walks are made, ``kernel``
+makes one walk on the ``board``, ``nets`` says which nets are tried, ``explain`` puts the records into sentences.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from miraccl.graph.search.records import End, Origin, Phase, Reason, SearchRepor
 from miraccl.graph.search.run import Walk, walk_compiled
 from miraccl.graph.search.settings import NVLS_AUTO, NVLS_OFF, SearchSettings
 from miraccl.graph.search.table import make_board
+from miraccl.topo.queries import Nearest
 from miraccl.topo.records import PathTable, System
 
 __all__ = [
@@ -40,11 +41,11 @@ def search_channels(
     that cannot be used.
     """
     settings = settings or SearchSettings()
+    nearest = Nearest(system, paths, settings.net_per_gpu)
     machine = Machine(
-        system=system,
-        paths=paths,
+        nearest=nearest,
         settings=settings,
-        board=make_board(system, paths),
+        board=make_board(nearest),
         walk=walk,
         from_file=graphs_from_xml(settings.graph_xml, system) if settings.graph_xml else {},
     )

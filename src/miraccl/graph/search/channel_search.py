@@ -7,20 +7,24 @@ eight words each, from function to function would cost more than the search.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic, models, overload_attribute, register_jitable, register_model
 
 from miraccl.graph.search import kernel
 from miraccl.graph.search.board import DIMENSIONS, RECORDS, ROW, Board
 
+numba: Any = import_module("numba")  # its annotations do not describe intrinsics and overloads, so it stays untyped here
+extending: Any = import_module("numba.extending")
+carray = numba.carray
+types: Any = numba.types
+
 walk = kernel.search
 
 for function in kernel.FUNCTIONS:
-    register_jitable(error_model="numpy")(function)
+    extending.register_jitable(error_model="numpy")(function)
 
 
 class BoardType(types.Type):  # type: ignore[misc]
@@ -33,18 +37,18 @@ class BoardType(types.Type):  # type: ignore[misc]
 BOARD = BoardType()
 
 
-@register_model(BoardType)
-class BoardModel(models.PrimitiveModel):  # type: ignore[misc]
+@extending.register_model(BoardType)
+class BoardModel(extending.models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, type: Any) -> None:
         super().__init__(manager, type, ir.IntType(64))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@extending.intrinsic  # type: ignore[untyped-decorator]
 def as_board(typingctx: Any, address: Any) -> Any:
     return BOARD(types.int64), lambda context, builder, signature, args: args[0]
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@extending.intrinsic  # type: ignore[untyped-decorator]
 def table_row(typingctx: Any, board: Any, row: Any) -> Any:
     """Pointer to a row of the table."""
 
@@ -55,7 +59,7 @@ def table_row(typingctx: Any, board: Any, row: Any) -> Any:
     return types.voidptr(BOARD, types.int64), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@extending.intrinsic  # type: ignore[untyped-decorator]
 def pointer(typingctx: Any, address: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
@@ -81,7 +85,7 @@ def _attribute(row: int, name: str, dtype: Any, dimensions: int) -> None:
     def implementation(board: Any) -> Any:
         return (one, two, three)[dimensions - 1]
 
-    overload_attribute(BoardType, name)(implementation)
+    extending.overload_attribute(BoardType, name)(implementation)
 
 
 for _row, _name in enumerate(Board._fields):
@@ -92,7 +96,7 @@ def search(address: int, unused: int) -> int:
     """Walk on the board of a table; returns the visits made."""
     board = as_board(address)
     walk(board)
-    return board.state[0].visits
+    return int(board.state[0].visits)
 
 
 EXPORTS = {"search": search}

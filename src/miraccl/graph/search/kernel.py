@@ -267,7 +267,7 @@ def neighbours_first(board: Board, here: int, row: int, count: int) -> int:
         kept += move_to_front(board, row, count, following)
         if preceding != following:
             kept += move_to_front(board, row, count, preceding)
-    elif pattern == SPLIT_TREE or pattern == BALANCED_TREE:
+    elif pattern in (SPLIT_TREE, BALANCED_TREE):
         kept += move_to_front(board, row, count, preceding)
         if preceding != following:
             kept += move_to_front(board, row, count, following)

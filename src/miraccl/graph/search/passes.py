@@ -17,6 +17,7 @@ from miraccl.graph.search.run import Walk
 from miraccl.graph.search.settings import SearchSettings
 from miraccl.graph.search.speeds import first_at_most, speeds_for
 from miraccl.graph.search.table import set_candidates
+from miraccl.topo.queries import Nearest
 from miraccl.topo.records import CpuArch, CpuVendor, NodeType, PathTable, PathType, System, f32
 
 TOTAL_BUDGET = 1 << 19
@@ -42,12 +43,19 @@ CROSS_NIC_PATTERNS = (Pattern.RING, Pattern.BALANCED_TREE, Pattern.SPLIT_TREE)
 class Machine:
     """What all searches on one machine share. ``sm`` is the least compute capability (times ten) among the GPUs."""
 
-    system: System
-    paths: PathTable
+    nearest: Nearest
     settings: SearchSettings
     board: Board
     walk: Walk
     from_file: Mapping[GraphKind, ChannelGraph]
+
+    @property
+    def system(self) -> System:
+        return self.nearest.system
+
+    @property
+    def paths(self) -> PathTable:
+        return self.nearest.paths
 
     @property
     def ngpus(self) -> int:
@@ -231,7 +239,7 @@ class _Search:
         """One walk; returns what is left of its budget, -1 when it ended with the best possible graph."""
         machine, board = self.machine, self.machine.board
         if machine.inter and self.candidates_for != attempt.type_inter:
-            set_candidates(board, machine.system, machine.paths, attempt.type_inter, machine.settings.net_per_gpu)
+            set_candidates(board, machine.nearest, attempt.type_inter)
             self.candidates_for = attempt.type_inter
         self._write(NOW, attempt)
         board.graphs[NOW].n_channels = 0

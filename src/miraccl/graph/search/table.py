@@ -10,7 +10,8 @@ import numpy as np
 from miraccl.errors import TopologyError
 from miraccl.graph.channel_graph import MAX_CHANNELS
 from miraccl.graph.search.board import FRAME, GPU, GRAPH, HOP, LINK, NET, PATH, STATE, Board
-from miraccl.graph.search.nets import candidate_nets, nearest
+from miraccl.graph.search.nets import candidate_nets
+from miraccl.topo.queries import Nearest
 from miraccl.topo.records import CpuArch, CpuNode, CpuVendor, GpuNode, LinkType, NodeType, Path, PathTable, PathType, System
 
 PRE_AMPERE = 80
@@ -20,13 +21,14 @@ FRAMES_BESIDE_GPUS = 8
 """Choice points of a channel besides one per GPU: net, first GPU, two exits, close or finish, next channel, and two to spare."""
 
 
-def make_board(system: System, paths: PathTable) -> Board:
+def make_board(nearest: Nearest) -> Board:
     """A board with all bandwidth on it and two empty graphs. :func:`set_candidates` has to follow where nets are used."""
+    system, paths = nearest.system, nearest.paths
     ngpus, nnets = len(system.gpus), len(system.nets)
     if not ngpus:
         raise TopologyError("there is no GPU to search channels for")
     table, hops = _paths(system, paths)
-    near = [nearest(paths.row(NodeType.NET, net, NodeType.GPU)) for net in range(nnets)]
+    near = [nearest.gpus(net) for net in range(nnets)]
     state = np.zeros(1, STATE)
     state[0].ngpus = ngpus
     state[0].nvs = ngpus + nnets if system.count(NodeType.NVS) else -1
@@ -60,17 +62,17 @@ def _array(rows: Sequence[tuple[Any, ...]], dtype: Any) -> Any:
     return array
 
 
-def set_candidates(board: Board, system: System, paths: PathTable, worst: PathType, net_per_gpu: int) -> None:
+def set_candidates(board: Board, nearest: Nearest, worst: PathType) -> None:
     """Write the nets that channels may start from and leave by, up to the path type ``worst``."""
     state = board.state[0]
-    ngpus = len(system.gpus)
+    ngpus = int(state.ngpus)
     at = int(state.exits_first) + 2 * ngpus
-    starts = candidate_nets(system, paths, range(ngpus), worst, net_per_gpu)
+    starts = candidate_nets(nearest, range(ngpus), worst)
     state.starts_first, state.starts_count = at, len(starts)
     board.lists[at : at + len(starts)] = starts
     at += len(starts)
     for gpu in range(ngpus):
-        exits = candidate_nets(system, paths, [gpu], worst, net_per_gpu)
+        exits = candidate_nets(nearest, [gpu], worst)
         board.lists[state.exits_first + 2 * gpu : state.exits_first + 2 * gpu + 2] = at, len(exits)
         board.lists[at : at + len(exits)] = exits
         at += len(exits)
