@@ -178,7 +178,7 @@ def show(
 def _show_json(topology: Topology, notes: PathNotes | None, explain: str | None) -> dict[str, Any]:
     from miraccl.topo.jsonform import paths_to_json, system_to_json
 
-    result = {
+    result: dict[str, Any] = {
         "domains": [list(ranks) for ranks in topology.local_ranks],
         "system": system_to_json(topology.system),
         "labels": {node.name: node.label for node in topology.system.nodes if node.label},
@@ -186,6 +186,7 @@ def _show_json(topology: Topology, notes: PathNotes | None, explain: str | None)
     }
     if notes is not None and explain:
         result["reasons"] = [reason.to_json() for reason in _reasons(topology, notes, explain)]
+        result["separations"] = [{"gpus": [i, j], "reason": reason} for i, j, reason in notes.separations()]
     return result
 
 
@@ -216,12 +217,16 @@ def _key(system: System, text: str) -> Key:
 
 
 def _print_reasons(topology: Topology, notes: PathNotes, wanted: str) -> None:
+    names = [gpu.name for gpu in topology.whole.gpus]
+    for i, j, why in notes.separations():
+        click.echo(f"{names[i]} and {names[j]} count as different nodes: {why}")
     for reason in _reasons(topology, notes, wanted):
         click.echo(f"{reason.source} to {reason.target}: {reason.type.name}, {reason.bw:g} GB/s")
         click.echo(f"  type: {reason.type_reason}")
         click.echo(f"  bandwidth: {reason.bw_reason}")
         for change in reason.changes:
-            click.echo(f"  was {change.before.type.name} {change.before.bw:g} GB/s; {change.sentence}")
+            was = f"was {change.before.type.name} {change.before.bw:g} GB/s; " if change.before != change.after else ""
+            click.echo(f"  {was}{change.sentence}")
         for k, hop in enumerate(reason.hops):
             mark = "  <- limits" if k == reason.limit else ""
             click.echo(f"    {hop.link.name:<4} {hop.source} -> {hop.target}  {hop.bw:g} GB/s{mark}")

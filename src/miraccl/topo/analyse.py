@@ -61,13 +61,14 @@ def analyse_topology(root: XmlNode, options: TopoOptions | None = None, *, recor
     if not count:
         raise TopologyError("no GPU takes part: the topology has no <gpu> below a <pci>")
     nranks = count * options.nodes
-    first = compute_paths(whole, options.paths)
+    first = compute_paths(whole, options.paths, recorder=recorder)
     groups = find_domains(whole, first)
+    if len(groups) > 1 and recorder is not None:
+        recorder.split()
     domains: list[Domain] = []
     for group in groups:
         system = whole if len(groups) == 1 else keep_domain(whole, group)
-        own = recorder if not domains else None
-        paths = first if system is whole and own is None else compute_paths(system, options.paths, recorder=own)
+        paths = first if system is whole else compute_paths(system, options.paths, recorder=None if domains else recorder)
         system = finish_system(system, paths, options.paths, nranks=nranks)
         domains.append(Domain(ranks=tuple(gpu.rank for gpu in system.gpus), system=system, paths=paths))
     return Topology(domains=tuple(domains), nranks=nranks, root=selected, whole=whole)

@@ -1,6 +1,6 @@
 """Why a path has its type and its bandwidth, as data.
 
-``PathNotes`` is the recorder ``compute_paths`` reports to: every rule that changed a path, with what it was before.
+``PathNotes`` is the recorder ``compute_paths`` reports to: every rule applied to a path, with what the path was before.
 :func:`explain_paths` adds what can be read off the finished path: the hop that decided the type and the one that limits the
 bandwidth. Without a recorder nothing of this is computed.
 """
@@ -37,7 +37,7 @@ RULES = {
     "pxn": "{through} is next to the NIC and one NVLink away: it forwards (PXN)",
     "no_gdr": "no GPUDirect RDMA between them (GPU {gpu_gdr}, NIC {net_gdr}, or too far): diverted through {through}",
 }
-"""Rules that change paths, with the sentence each one leaves."""
+"""Rules about paths, with the sentence each one leaves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +55,28 @@ class Change:
 
 
 class PathNotes:
-    """Collects the changes of paths, by source and target. A rule that changes nothing is not kept."""
+    """Collects the rules applied to paths, by source and target.
+
+    ``changes`` are about the system planned with; where GPUs were put apart (several domains), ``whole`` holds what was applied to the
+    whole node before, with positions in ``Topology.whole``.
+    """
 
     def __init__(self) -> None:
         self.changes: dict[Key, list[Change]] = {}
+        self.whole: dict[Key, list[Change]] = {}
 
-    def changed(self, key: Key, rule: str, before: Path, after: Path, facts: dict[str, object]) -> None:
-        if before != after:
+    def applied(self, key: Key, rule: str, before: Path, after: Path, facts: dict[str, object]) -> None:
+        if key[:2] != key[2:]:
             self.changes.setdefault(key, []).append(Change(rule=rule, before=before, after=after, facts=facts))
+
+    def split(self) -> None:
+        self.whole, self.changes = self.changes, {}
+
+    def separations(self) -> Iterator[tuple[int, int, str]]:
+        """Pairs of GPUs (positions in ``Topology.whole``) that only the network joins, each with the reason."""
+        for (source, i, target, j), changes in self.whole.items():
+            if source == target == NodeType.GPU and changes[-1].after.type == PathType.NET:
+                yield i, j, changes[-1].sentence
 
 
 @dataclass(frozen=True, kw_only=True)

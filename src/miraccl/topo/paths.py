@@ -40,9 +40,12 @@ _GPU, _NET, _CPU = NodeType.GPU, NodeType.NET, NodeType.CPU
 
 
 class PathRecorder(Protocol):
-    """Hears why paths change. ``rule`` is a name of ``explain.RULES``; ``facts`` fill its sentence."""
+    """Hears which rules are applied to which paths. ``rule`` is a name of ``explain.RULES``; ``facts`` fill its sentence."""
 
-    def changed(self, key: Key, rule: str, before: Path, after: Path, facts: dict[str, object]) -> None: ...
+    def applied(self, key: Key, rule: str, before: Path, after: Path, facts: dict[str, object]) -> None: ...
+
+    def split(self) -> None:
+        """GPUs are put apart: what was heard so far is about the whole node, what follows about its first domain."""
 
 
 class _Table:
@@ -72,7 +75,7 @@ class _Table:
         if j >= len(row):  # no route leads there at all
             return
         if self.recorder is not None:
-            self.recorder.changed(key, rule, row[j], path, facts)
+            self.recorder.applied(key, rule, row[j], path, facts)
         row[j] = path
         if (source, target) == (_GPU, _NET):
             self.near.forget(gpu=i)
