@@ -105,6 +105,7 @@ HEAD = 'schedule "x" all_reduce nranks 1 parts 2\nchannel 0\nrank 0\n'
         ("channel 0", "line 1: a schedule starts with a line like"),
         ("schedule x all_reduce nranks 1", "line 1: cannot read"),
         ('schedule "x" all_reduce nranks', "line 1: cannot read"),
+        ('schedule "x" all_reduce nranks ' + "9" * 5000, "line 1: cannot read"),
         ('schedule "x" all_recude nranks 1', "line 1: 'all_recude' is no collective; there are all_reduce"),
         ('schedule "x" all_reduce ranks 1', "line 1: unknown field 'ranks'"),
         ('schedule "x" all_reduce parts 1', "line 1: nranks is missing"),

@@ -32,7 +32,7 @@ _OPS = {op.name.lower(): op for op in Op}
 _BUFFERS = {buffer.name.lower(): buffer for buffer in Buffer}
 _COLLECTIVES = {collective.label: collective for collective in Collective}
 _REF = re.compile(r"(input|output|scratch)\[(\d{1,9})(?:\+(\d{1,9}))?\]")
-_HEADER = re.compile(r'("(?:[^"\\]|\\.)*")\s+(\w+)((?:\s+\w+\s+\d+)*)')
+_HEADER = re.compile(r'("(?:[^"\\]|\\.)*")\s+(\w+)((?:\s+\w+\s+\d{1,9})*)')
 
 
 def dump(schedule: Schedule) -> str:
