@@ -68,7 +68,7 @@ def check_topology(file: XmlFile) -> list[Finding]:
 
 
 def _refused(error: TopologyError) -> Finding:
-    match = re.search(r"line (\d+)", error.message)
+    match = re.search(r"lines? (\d+)", error.message)
     text = error.message
     mend = ""
     if "not closed" in text or "no element found" in text or "mismatched tag" in text:
@@ -162,7 +162,7 @@ def _pci_link(pci: XmlNode) -> Iterator[Finding]:
     elif width < 0:
         yield Finding(severity="warning", line=pci.line, text=f"link_width is {width}: the link carries nothing", mend='link_width="16"')
     net_bw = sum(max(0, net.integer("speed")) for net in _of(pci, "net")) / 8000
-    if net_bw > bw and what == "nic":
+    if net_bw * 0.9 > bw and what == "nic":  # 24 GB/s of PCI beside 25 GB/s of network is how machines are built
         text = f"its nets offer {net_bw:g} GB/s, its PCI link {bw:g} GB/s: the PCI link limits them"
         yield Finding(severity="note" if known and width else "warning", line=pci.line, text=text)
 

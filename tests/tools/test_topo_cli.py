@@ -1,0 +1,114 @@
+"""``miraccl topo`` as an engineer calls it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from miraccl.errors import InvalidUsage, TopologyError
+from miraccl.tools.topo_cli import topo
+from miraccl.topo.xmlfile import parse_topology
+from tests.topo.golden import DATA, TOPOLOGIES
+
+H100 = str(TOPOLOGIES / "nvidia-dgxh100.xml")
+A100 = str(TOPOLOGIES / "nvidia-dgxa100.xml")
+SIPU = [str(DATA / "accelerators" / "sipu.xml"), "--accelerators", str(DATA / "accelerators" / "sipu.toml")]
+
+
+def call(*args: str, status: int = 0) -> str:
+    result = CliRunner().invoke(topo, args, catch_exceptions=False)
+    assert result.exit_code == status, result.output
+    return result.stdout
+
+
+@pytest.mark.parametrize("command", ["detect", "show", "dump", "check", "diff"])
+def test_every_command_explains_itself(command):
+    text = call(command, "--help")
+    assert "Example" in text
+
+
+def test_show_prints_tree_and_paths():
+    text = call("show", H100, "--nodes", "2")
+    assert text.startswith("maxBw 48 GB/s, totalBw 370.8 GB/s, 8 GPUs, 8 nets")
+    assert "NVL 370.8 GB/s - NVS/0-0" in text
+    assert "│ GPU7 │" in text
+    assert "PXN 48" in text
+
+
+def test_show_json_is_the_reference_form():
+    shown = json.loads(call("show", H100, "--gpus", "1,0", "--json", "-"))
+    assert [gpu["rank"] for gpu in shown["system"]["GPU"]] == [1, 0]
+    assert shown["domains"] == [[1, 0]] or shown["domains"] == [[0, 1]]
+    assert set(shown["paths"]) == {"GPU", "NET"}
+
+
+def test_show_explains():
+    text = call("show", A100, "--nodes", "2", "--explain", "gpu0,NET3")
+    assert "PXN, 24 GB/s" in text
+    assert "<- limits" in text
+    reasons = json.loads(call("show", A100, "--explain", "all", "--json", "-"))["reasons"]
+    assert len(reasons) == 3 * 8 * 8 + 2 * 8 * 4 + 8  # a net has no path to the NVSwitch
+
+
+def test_show_says_why_gpus_count_as_nodes():
+    text = call("show", str(TOPOLOGIES / "pcie4-4nic-netfaster.xml"), "--nodes", "2", "--explain", "GPU0,GPU1")
+    assert "count as different nodes: both GPUs have a NIC within PXB" in text
+
+
+@pytest.mark.parametrize("wanted", ["GPU0", "GPU0,GPU99", "CPU0,GPU0", "x,y", "GPU0,NET0,NET1,"])
+def test_nodes_that_do_not_exist(wanted):
+    if wanted.endswith(","):
+        call("show", H100, "--explain", "GPU0,NET0")
+        return
+    with pytest.raises(InvalidUsage, match="--explain"):
+        call("show", H100, "--explain", wanted)
+
+
+def test_wrong_gpus():
+    with pytest.raises(InvalidUsage, match="--gpus"):
+        call("show", H100, "--gpus", "a")
+    with pytest.raises(TopologyError, match="no GPU has dev 17"):
+        call("show", H100, "--gpus", "17")
+
+
+def test_dump_keeps_a_file_and_selects(tmp_path):
+    with open(H100) as file:
+        assert call("dump", H100) == file.read()
+    out = tmp_path / "half.xml"
+    call("dump", H100, "--gpus", "0,1", "--out", str(out))
+    assert sum(node.name == "gpu" for node in parse_topology(out.read_text()).root.walk()) == 2
+    assert "<silink" in call("dump", *SIPU)
+
+
+def test_check_reports_and_its_status_tells(tmp_path):
+    assert call("check", A100) == "nothing to say: the file is complete\n"
+    text = call("check", *SIPU)
+    assert "link_speed of a nic is 'Unknown': 8 GT/s assumed, with 16 lanes 12 GB/s (2 times)" in text
+    assert "mend: write the real one" in text
+    broken = tmp_path / "broken.xml"
+    broken.write_text('<system version="1">\n<cpu numaid="0">')
+    findings = json.loads(call("check", str(broken), "--json", "-", status=1))
+    assert findings[0]["severity"] == "error"
+    assert findings[0]["line"] == 2
+
+
+def test_diff_and_its_status():
+    assert call("diff", H100, H100) == "the machines are alike\n"
+    assert "GPU sm" in call("diff", A100, H100, status=1)
+    assert json.loads(call("diff", A100, H100, "--names", "--json", "-", status=1))
+
+
+def test_detect_writes_a_file_that_can_be_shown(tmp_path):
+    out = tmp_path / "here.xml"
+    call("detect", "--root", str(tmp_path), "--cpu-ranks", "3", "--out", str(out))
+    assert call("show", str(out)).startswith("maxBw 12 GB/s, totalBw 12 GB/s, 3 GPUs, 0 nets")
+    tree = json.loads(call("detect", "--root", str(tmp_path), "--json", "-"))
+    assert tree["element"] == "system"
+
+
+def test_the_environment_counts(monkeypatch):
+    monkeypatch.setenv("NCCL_TOPO_FILE", A100)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert "PHB 24" in call("show")

@@ -1,0 +1,130 @@
+"""What ``topo check`` finds and how two machines are compared."""
+
+from __future__ import annotations
+
+import pytest
+
+from miraccl.topo.analyse import analyse_topology
+from miraccl.topo.check import check_file, check_topology
+from miraccl.topo.diff import compare_names, compare_topologies
+from miraccl.topo.load import load_topology_text
+from miraccl.topo.xmlfile import read_topology
+from tests.topo.golden import TOPOLOGIES
+
+GOOD = """<system version="1">
+<cpu numaid="0" arch="x86_64" vendor="AuthenticAMD">
+<pci busid="0000:01:00.0" class="0x030200" link_speed="16.0 GT/s PCIe" link_width="16">
+<gpu dev="0" rank="0" sm="80" gdr="1"><nvlink target="0000:02:00.0" count="4" tclass="0x030200"/></gpu>
+</pci>
+<pci busid="0000:02:00.0" class="0x030200" link_speed="16.0 GT/s PCIe" link_width="16">
+<gpu dev="1" rank="1" sm="80" gdr="1"><nvlink target="0000:01:00.0" count="4" tclass="0x030200"/></gpu>
+</pci>
+<pci busid="0000:03:00.0" class="0x020000" link_speed="16.0 GT/s PCIe" link_width="16">
+<nic><net name="mlx5_0" dev="0" speed="100000" gdr="1"/></nic>
+</pci>
+</cpu>
+</system>
+"""
+
+FLAWS = {
+    "speed": (
+        '"16.0 GT/s PCIe" link_width="16">\n<nic',
+        '"Unknown" link_width="16">\n<nic',
+        "warning",
+        9,
+        "link_speed of a nic is 'Unknown'",
+    ),
+    "width": ('link_width="16">\n<nic', 'link_width="0">\n<nic', "note", 9, "link_width of a nic is 0: 16 lanes assumed, 24 GB/s"),
+    "negative width": ('link_width="16">\n<nic', 'link_width="-4">\n<nic', "warning", 9, "link_width is -4"),
+    "slow link": ('"16.0 GT/s PCIe" link_width="16">\n<nic', '"2.5 GT/s" link_width="1">\n<nic', "note", 9, "the PCI link limits them"),
+    "numa": ('numaid="0"', 'numaid="-1"', "note", 2, "numaid is -1"),
+    "arch": (' arch="x86_64"', "", "warning", 2, "cpu without arch"),
+    "vendor": (' vendor="AuthenticAMD"', "", "warning", 2, "x86 cpu without vendor"),
+    "busid": ('busid="0000:03:00.0"', 'busid="3"', "warning", 9, "is not like 0000:1b:00.0"),
+    "same busid": ('busid="0000:03:00.0"', 'busid="0000:02:00.0"', "warning", 9, "busid 0000:02:00.0 again, first in line 6"),
+    "self link": ('target="0000:02:00.0"', 'target="0000:01:00.0"', "warning", 4, "a GPU linked to itself"),
+    "dangling link": ('target="0000:02:00.0"', 'target="0000:09:00.0"', "warning", 4, "a link to 0000:09:00.0, where no GPU is"),
+    "one-sided link": ('target="0000:02:00.0" count="4"', 'target="0000:02:00.0" count="2"', "warning", 4, "2 links to 2000, but 4 back"),
+    "net twice": (
+        '<net name="mlx5_0"',
+        '<net name="mlx5_0" dev="0" speed="100000"/><net name="mlx5_0"',
+        "warning",
+        10,
+        "listed again, first in line 10",
+    ),
+    "net without dev": ('name="mlx5_0" dev="0"', 'name="mlx5_0"', "warning", 10, "net without dev"),
+    "net speed": ('speed="100000"', 'speed="-1"', "warning", 10, "net speed is -1: 10 Gbit/s assumed"),
+    "net gdr": ('speed="100000" gdr="1"', 'speed="100000"', "note", 10, "net without gdr"),
+    "gpu rank": (' rank="1"', "", "note", 7, "gpu without rank: numbered by dev"),
+    "gpu gdr": ('sm="80" gdr="1"', 'sm="80"', "note", 4, "gpu without gdr"),
+    "gpu dev": ('dev="1"', 'dev="0"', "warning", 7, "dev 0 again, first in line 4"),
+    "gpu sm": ('rank="1" sm="80"', 'rank="1" sm="90"', "note", 4, "GPUs of different sm (80, 90)"),
+    "no sm": ('rank="1" sm="80"', 'rank="1"', "error", 7, "has no sm"),
+    "same rank": ('rank="1"', 'rank="0"', "error", 4, "two GPUs have rank 0"),
+    "version": ('version="1"', 'version="2"', "note", 1, "version 2 is AMD's dialect"),
+    "empty switch": ("<pci busid", '<pci busid="0000:04:00.0" class="0x060400"/><pci busid', "note", 3, "a PCI switch without GPU and NIC"),
+    "foreign device": ("<pci busid", '<pci busid="0000:04:00.0" class="0x020000"/><pci busid', "note", 3, "without gpu or nic element"),
+    "ignored": ("<nic>", "<nic><led/>", "note", 10, "<led> inside <nic> is ignored"),
+    "two hosts": ("</cpu>", '</cpu><cpu numaid="1" host_hash="0x7" arch="arm64"/>', "note", 1, "cpu elements of 2 hosts"),
+    "same numa": ("</cpu>", '</cpu><cpu numaid="0" arch="arm64"/>', "warning", 12, "numaid 0 again, first in line 2"),
+}
+
+
+def test_a_complete_file_has_no_findings():
+    assert check_topology(load_topology_text(GOOD)) == []
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_flaws_are_found(flaw):
+    old, new, severity, line, text = FLAWS[flaw]
+    assert old in GOOD
+    findings = check_topology(load_topology_text(GOOD.replace(old, new, 1)))
+    assert [f for f in findings if f.severity == severity and f.line == line and text in f.text], findings
+
+
+def test_a_file_that_cannot_be_read_is_one_error(tmp_path):
+    path = tmp_path / "broken.xml"
+    path.write_text(GOOD.replace("</cpu>", ""))
+    (finding,) = check_file(path)
+    assert (finding.severity, finding.line) == ("error", 13)
+    assert "close every element" in finding.mend
+    path.write_text(GOOD.replace('numaid="0"', 'numaid="0" numaid="1"'))
+    assert check_file(path)[0].mend == "remove one of the two"
+
+
+def test_equal_findings_are_put_together():
+    findings = check_topology(load_topology_text(GOOD.replace("16.0 GT/s PCIe", "fast")))
+    (gpus,) = [f for f in findings if "of a gpu is 'fast'" in f.text]
+    assert (gpus.count, gpus.line) == (2, 3)
+
+
+def test_a_pci_tree_only_says_what_to_add():
+    text = '<system version="1"><cpu numaid="0" arch="arm64"><pci busid="0000:01:00.0" class="0x060400"/></cpu></system>'
+    errors = [f for f in check_topology(load_topology_text(text)) if f.severity == "error"]
+    assert "add a <gpu> element" in errors[0].mend
+
+
+def machine(name):
+    return analyse_topology(read_topology(TOPOLOGIES / f"{name}.xml").root)
+
+
+def test_a_machine_is_like_itself():
+    assert compare_topologies(machine("nvidia-dgxa100"), machine("nvidia-dgxa100")) == []
+    assert compare_names(machine("nvidia-dgxa100").system, machine("nvidia-dgxa100").system) == []
+
+
+def test_two_models_differ_in_what_matters():
+    found = {d.where: (d.left, d.right, d.count) for d in compare_topologies(machine("nvidia-dgxa100"), machine("nvidia-dgxh100"))}
+    assert found["GPU sm"] == ("80", "90", 8)
+    assert found["GPU to GPU path"] == ("NVL 240 GB/s", "NVL 370.8 GB/s", 56)
+    assert found["number of CPU nodes"][:2] == ("4", "2")
+    assert found["NVS links"][:2] == ("8 x NVL 240 to GPU", "8 x NVL 370.8 to GPU")
+    assert compare_names(machine("nvidia-dgxa100").system, machine("nvidia-dgxh100").system)
+
+
+def test_one_slow_link_is_seen():
+    left = analyse_topology(load_topology_text(GOOD).root)
+    right = analyse_topology(load_topology_text(GOOD.replace('count="4"', 'count="3"', 1)).root)
+    assert [(d.where, d.left, d.right) for d in compare_topologies(left, right)][:1] == [
+        ("GPU links", "NVL 80 to GPU, PCI 24 to CPU", "NVL 60 to GPU, PCI 24 to CPU")
+    ]

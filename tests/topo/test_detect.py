@@ -1,0 +1,227 @@
+"""Detection on machines made of files, and on the one the tests run on."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from miraccl.topo.analyse import analyse_topology
+from miraccl.topo.check import check_topology
+from miraccl.topo.detect import detect_machine
+from miraccl.topo.nvml import GpuFacts, read_gpus, short_bus_id
+from miraccl.topo.records import LinkType, NodeType, PathType
+from miraccl.topo.sysfs import Sysfs, natural
+from miraccl.topo.xmlfile import format_topology, parse_topology
+from tests.topo.fake_sysfs import FakeMachine
+
+DEVICE = {"vendor": "0x10de", "device": "0x2335", "subsystem_vendor": "0x10de", "subsystem_device": "0x18bf"}
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Two NUMA domains; on the first a switch with two GPUs and a NIC, on the second a GPU below a root port."""
+    fake = FakeMachine(tmp_path)
+    fake.numa(0, "0-3", "0f")
+    fake.numa(1, "4-7", "f0")
+    fake.cpuinfo()
+    up = "pci0000:00/0000:00:01.0/0000:01:00.0"
+    fake.pci("pci0000:00/0000:00:01.0", cls="0x060400")
+    fake.pci(up, cls="0x060400", vendor="0x1000", device="0xc010")
+    for slot, (bus, cls) in enumerate((("0000:03:00.0", "0x030200"), ("0000:05:00.0", "0x020700"), ("0000:04:00.0", "0x030200"))):
+        fake.pci(f"{up}/0000:02:0{slot}.0", cls="0x060400", speed="8.0 GT/s PCIe" if slot == 2 else "16.0 GT/s PCIe")
+        fake.pci(f"{up}/0000:02:0{slot}.0/{bus}", cls=cls, **(DEVICE if cls == "0x030200" else {}))
+    fake.pci("pci0000:80/0000:80:01.0", cls="0x060400", numa="1")
+    fake.pci("pci0000:80/0000:80:01.0/0000:81:00.0", cls="0x030200", numa="1", width="8")
+    fake.infiniband("mlx5_0", (tmp_path / "sys/bus/pci/devices/0000:05:00.0").resolve())
+    fake.file("sys/module/nvidia_peermem/version", "550")
+    fake.net("eth0", None)
+    return fake
+
+
+GPUS = [
+    GpuFacts(dev=0, bus_id="0000:03:00.0", sm=80, nvlinks=(("0000:04:00.0", 4),)),
+    GpuFacts(dev=1, bus_id="0000:04:00.0", sm=80, nvlinks=(("0000:03:00.0", 4),)),
+    GpuFacts(dev=2, bus_id="0000:81:00.0", sm=80, nvlinks=(("fffffff:ffff:ff", 6),), c2c=(44712, 10)),
+]
+
+
+def test_a_machine_becomes_the_file_nccl_would_write(machine):
+    file = detect_machine(machine.root, gpus=GPUS, arch="x86_64")
+    assert format_topology(file.root).splitlines() == [
+        '<system version="1">',
+        '  <cpu numaid="0" affinity="0f" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143">',
+        '    <pci busid="0000:01:00.0" class="0x060400" vendor="0x1000" device="0xc010" link_speed="16.0 GT/s PCIe" link_width="16">',
+        '      <pci busid="0000:03:00.0" class="0x030200" vendor="0x10de" device="0x2335" subsystem_vendor="0x10de" '
+        'subsystem_device="0x18bf" link_speed="16.0 GT/s PCIe" link_width="16">',
+        '        <gpu dev="0" sm="80" rank="0" gdr="1">',
+        '          <nvlink target="0000:04:00.0" count="4" tclass="0x030200"/>',
+        "        </gpu>",
+        "      </pci>",
+        '      <pci busid="0000:05:00.0" class="0x020700" link_speed="16.0 GT/s PCIe" link_width="16">',
+        "        <nic>",
+        '          <net name="mlx5_0" dev="0" latency="0" speed="200000" port="1" guid="0x1e95b50003fd7010" maxconn="131072" gdr="1"/>',
+        "        </nic>",
+        "      </pci>",
+        '      <pci busid="0000:04:00.0" class="0x030200" vendor="0x10de" device="0x2335" subsystem_vendor="0x10de" '
+        'subsystem_device="0x18bf" link_speed="8.0 GT/s PCIe" link_width="16">',  # the port is slower than the GPU
+        '        <gpu dev="1" sm="80" rank="1" gdr="1">',
+        '          <nvlink target="0000:03:00.0" count="4" tclass="0x030200"/>',
+        "        </gpu>",
+        "      </pci>",
+        "    </pci>",
+        "  </cpu>",
+        '  <cpu numaid="1" affinity="f0" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143">',
+        '    <pci busid="0000:81:00.0" class="0x030200" link_speed="16.0 GT/s PCIe" link_width="8">',
+        '      <gpu dev="2" sm="80" rank="2" gdr="1">',
+        '        <nvlink target="fffffff:ffff:ff" count="6" tclass="0x068000"/>',
+        '        <c2c bw="44712" count="10"/>',
+        "      </gpu>",
+        "    </pci>",
+        "  </cpu>",
+        "</system>",
+    ]
+
+
+def test_a_detected_machine_can_be_planned_on(machine):
+    file = detect_machine(machine.root, gpus=GPUS, arch="x86_64")
+    found = analyse_topology(parse_topology(format_topology(file.root)).root)
+    assert found.paths.gpu_gpu(0, 1).type == PathType.NVL
+    assert found.paths.gpu_net(0, 0).type == PathType.PIX
+    assert found.paths.gpu_gpu(0, 2).type == PathType.SYS
+    assert not [finding for finding in check_topology(file) if finding.severity == "error"]
+
+
+def test_without_verbs_the_interfaces_are_the_nets(machine):
+    machine.file("sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN")
+    nic = (machine.root / "sys/bus/pci/devices/0000:05:00.0").resolve()
+    machine.net("eth10", nic, speed="100000")
+    machine.net("eth2", None, speed="-1", state="unknown")
+    machine.net("docker0", None)
+    machine.net("eth3", None, state="down")
+    found = analyse_topology(detect_machine(machine.root, gpus=GPUS, arch="x86_64").root)
+    assert [(net.label, net.bw, net.gdr) for net in found.system.nets] == [("eth10", 12.5, 0), ("eth0", 3.125, 0), ("eth2", 1.25, 0)]
+    assert [n.name for n in found.system.of(NodeType.NIC)] == ["NIC/0-5000", "NIC/0-0"]
+
+
+def test_ports_of_a_nic_are_one_device(machine):
+    up = "pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:01.0"
+    second = machine.pci(f"{up}/0000:05:00.1", cls="0x020700")
+    machine.infiniband("mlx5_1", second, rate="400 Gb/sec (4X NDR)")
+    found = analyse_topology(detect_machine(machine.root, gpus=GPUS, arch="x86_64").root)
+    assert [(net.label, net.bw) for net in found.system.nets] == [("mlx5_0", 25.0), ("mlx5_1", 50.0)]
+    assert found.system.count(NodeType.NIC) == 1
+
+
+def test_a_gpu_that_sysfs_does_not_show(machine):
+    file = detect_machine(machine.root, gpus=[GpuFacts(dev=0, bus_id="0000:77:00.0", sm=90)], arch="x86_64")
+    assert [cpu.attrs["numaid"] for cpu in file.root.children] == ["-1", "0"]
+    assert any("0000:77:00.0 is not in sysfs" in text for _, text in file.notes)
+    assert analyse_topology(file.root).system.gpus[0].links[0].bw == 12.0
+
+
+def test_a_host_of_cpus_is_a_topology(machine):
+    file = detect_machine(machine.root, gpus=[], cpu_ranks=6, arch="x86_64")
+    found = analyse_topology(file.root)
+    assert [gpu.label for gpu in found.system.gpus] == ["cpu"] * 6
+    homes = [found.system.nodes[gpu.links[0].target].name for gpu in found.system.gpus]
+    assert homes == ["CPU/0-0"] * 3 + ["CPU/0-1"] * 3
+    assert found.paths.gpu_gpu(0, 1).type == PathType.PHB
+    assert found.paths.gpu_gpu(0, 5).type == PathType.SYS
+    assert any("6 CPU ranks" in text for _, text in file.notes)
+
+
+def test_a_host_that_shows_nothing(tmp_path):
+    file = detect_machine(tmp_path, gpus=[], arch="aarch64")
+    found = analyse_topology(file.root)
+    assert len(found.system.gpus) == 1
+    assert found.system.cpus[0].name == "CPU/0-ffffffffffffff"
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "model", "expected"),
+    [("AuthenticAMD", 25, 17, ("175", "17")), ("AuthenticAMD", 23, 49, ("143", "49")), ("GenuineIntel", 6, 207, ("6", "207"))],
+)
+def test_family_numbers_are_those_of_cpuid(tmp_path, vendor, family, model, expected):
+    FakeMachine(tmp_path).cpuinfo(vendor, family, model)
+    (cpu,) = detect_machine(tmp_path, gpus=[], arch="x86_64").root.children
+    assert (cpu.attrs["familyid"], cpu.attrs["modelid"]) == expected
+
+
+def test_this_machine_is_a_topology():
+    file = detect_machine(gpus=[], cpu_ranks=2)
+    found = analyse_topology(file.root)
+    assert len(found.system.gpus) == 2
+    assert all(link.type != LinkType.NVL for link in found.system.links)
+
+
+def test_helpers():
+    assert sorted(["mlx5_10", "mlx5_9", "eth0"], key=natural) == ["eth0", "mlx5_9", "mlx5_10"]
+    assert Sysfs.count("0-3,8,10-11") == 7
+    assert Sysfs.count("none") == 0
+    assert short_bus_id("00000000:1B:00.0") == "0000:1b:00.0"
+    assert short_bus_id("00010000:1B:00.0") == "10000:1b:00.0"
+
+
+class FakeNvml:
+    """As much of pynvml as is asked: one Hopper GPU with two active links to a switch, one inactive, one C2C link."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, count: int = 1, fails: bool = False) -> None:
+        self.count, self.fails, self.closed = count, fails, False
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        if self.fails:
+            raise self.NVMLError("Driver Not Loaded")
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.closed = True
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return self.count
+
+    def nvmlDeviceGetHandleByIndex(self, dev: int) -> int:  # noqa: N802
+        return dev
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:  # noqa: N802
+        return 9, 0
+
+    def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(busId=b"00000000:1B:00.0")
+
+    def nvmlDeviceGetNvLinkCapability(self, handle: int, link: int, capability: int) -> int:  # noqa: N802
+        if link > 3:
+            raise self.NVMLError("Invalid Argument")
+        return int(link != 3)
+
+    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:  # noqa: N802
+        return int(link < 2)
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(busId="0000:C3:00.0")
+
+    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[tuple[int, int]]) -> list[SimpleNamespace]:  # noqa: N802
+        value = {170: 2, 171: 1 - fields[0][1], 172: 44712}[fields[0][0]]
+        return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=value))]
+
+
+def test_facts_from_nvml(monkeypatch):
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    gpus, _ = read_gpus()
+    assert gpus == [GpuFacts(dev=0, bus_id="0000:1b:00.0", sm=90, nvlinks=(("0000:c3:00.0", 2),), c2c=(44712, 1))]
+    assert nvml.closed
+
+
+@pytest.mark.parametrize(
+    ("nvml", "why"),
+    [(None, "nvidia-ml-py is not installed"), (FakeNvml(fails=True), "Driver Not Loaded"), (FakeNvml(count=0), "NVML shows no GPU")],
+)
+def test_no_gpus_have_a_reason(monkeypatch, nvml, why):
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    gpus, reason = read_gpus()
+    assert gpus == []
+    assert why in reason
