@@ -116,8 +116,8 @@ class Fabric:
             threaded=self.threaded,
             stream_from=self.stream_from,
         )
-        self.slot_bytes = min([w.slot_bytes for w in wires.values()], default=shm.slot_bytes)
-        self._exchange("ready", self.slot_bytes)
+        slot_bytes = min([w.slot_bytes for w in wires.values()], default=shm.slot_bytes)
+        self.slot_bytes = min(int(n) for n in self._exchange("ready", slot_bytes))  # hosts with many ranks have smaller slots
 
     def _network(self, me: Endpoint, shm: ShmTransport) -> Transport:
         from miraccl.comm.network import open_network

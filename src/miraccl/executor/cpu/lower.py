@@ -202,6 +202,7 @@ class Run:
             (at.RUN_OUT_BLOCKS, self.out_blocks.ctypes.data),
             (at.RUN_PARTS, schedule.parts),
             (at.RUN_SCRATCH_CHUNK, largest if schedule.scratch_chunks else 0),
+            (at.RUN_SCRATCH_BLOCK, int(max(self.in_blocks[0, 1], self.out_blocks[0, 1]))),
             (at.RUN_LL, int(ll)),
             (at.RUN_IN_BYTES, self.in_bytes),
             (at.RUN_OUT_BYTES, self.out_bytes),

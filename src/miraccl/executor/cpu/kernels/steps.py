@@ -1,7 +1,8 @@
 """The primitives of ``schedule.ir.Op`` on bytes: what one step of a program does in one round.
 
 A round moves at most ``RUN_ROUND_BYTES`` of every chunk.  A step on several chunks sends one message in which chunk ``i`` begins
-at ``i * RUN_ROUND_BYTES``.  Chunks of scratch have no length of their own: they are always moved whole.
+at ``i * RUN_ROUND_BYTES``.  Chunk ``i`` of scratch has the length of part ``i % parts`` of a block.  A step that has nothing to move
+in a round sends and expects no message; both ends see that alike.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ INPUT, OUTPUT, SCRATCH = int(Buffer.INPUT), int(Buffer.OUTPUT), int(Buffer.SCRAT
 def extent(run: int, buffer: int, index: int, rnd: int) -> tuple[int, int]:
     """(offset from the start of the buffer, bytes) of one chunk's piece of a round."""
     piece = load(run + at.RUN_ROUND_BYTES)
+    parts = load(run + at.RUN_PARTS)
     if buffer == SCRATCH:
         size = load(run + at.RUN_SCRATCH_CHUNK)
-        return index * size + rnd * piece, max(0, min(piece, size - rnd * piece))
-    parts = load(run + at.RUN_PARTS)
+        left = min(size, load(run + at.RUN_SCRATCH_BLOCK) - index % parts * size) - rnd * piece
+        return index * size + rnd * piece, max(0, min(piece, left))
     table = load(run + (at.RUN_IN_BLOCKS if buffer == INPUT else at.RUN_OUT_BLOCKS))
     block, part = index, 0
     if parts != 1:
@@ -66,9 +68,6 @@ def base(run: int, buffer: int) -> int:
 @inline
 def span(run: int, buffer: int, index: int, chunks: int, rnd: int) -> int:
     """Bytes of the message that carries these chunks' pieces, the gaps between them included."""
-    if buffer == SCRATCH or chunks == 1:
-        _, size = extent(run, buffer, index + chunks - 1, rnd)
-        return (chunks - 1) * load(run + at.RUN_ROUND_BYTES) + size
     last = 0
     for i in range(chunks):
         _, size = extent(run, buffer, index + i, rnd)
@@ -139,12 +138,12 @@ def forward(ctx: int, run: int, peer: int, buffer: int, index: int, chunks: int,
 
 @inline
 def expect(ctx: int, run: int, conn: int, peer: int, size: int) -> int:
-    """Wait for a message of ``size`` bytes (with scratch in play a sender may send more than the receiver needs)."""
+    """Wait for a message of ``size`` bytes."""
     code = receive(ctx, conn, peer, load(run + at.RUN_SIG))
     if code != at.OK:
         return code
     got = load(post_line(conn) + at.POST_BYTES)
-    if got < size or (got != size and load(run + at.RUN_SCRATCH_CHUNK) == 0):
+    if got != size:
         return fail(ctx, at.ERR_SIZE, peer, size, got)
     return at.OK
 
@@ -155,15 +154,12 @@ def unpack(ctx: int, run: int, conn: int, peer: int, buffer: int, index: int, ch
     start = base(run, buffer)
     if chunks == 1:
         offset, size = extent(run, buffer, index, rnd)
-        if buffer == SCRATCH:
-            size = min(size, load(post_line(conn) + at.POST_BYTES))
         return take(ctx, conn, peer, start + offset, size)
     source = local_payload(ctx, conn)
     piece = load(run + at.RUN_ROUND_BYTES)
-    total = load(post_line(conn) + at.POST_BYTES)
     for i in range(chunks):
         offset, size = extent(run, buffer, index + i, rnd)
-        memcpy(start + offset, source + i * piece, max(0, min(size, total - i * piece)))
+        memcpy(start + offset, source + i * piece, size)
     return at.OK
 
 
@@ -211,7 +207,7 @@ def through_fifo(ctx: int, run: int, step: int, op: int, rnd: int) -> int:
     src_buf, src = load(step + at.STEP_SRC_BUF), load(step + at.STEP_SRC)
     dst_buf, dst = load(step + at.STEP_DST_BUF), load(step + at.STEP_DST)
     size = span(run, src_buf, src, chunks, rnd) if op == RECV_REDUCE_SEND else span(run, dst_buf, dst, chunks, rnd)
-    if size == 0 and load(run + at.RUN_SCRATCH_CHUNK) == 0:
+    if size == 0:
         return at.OK
     peer = load(step + at.STEP_RECV)
     conn = connection(ctx, at.CTX_RECV, peer)
@@ -219,8 +215,7 @@ def through_fifo(ctx: int, run: int, step: int, op: int, rnd: int) -> int:
     if lands and size > at.INLINE_BYTES and dst_buf != SCRATCH:
         offset, _ = extent(run, dst_buf, dst, rnd)
         want(ctx, conn, base(run, dst_buf) + offset, size)
-    need = size if dst_buf != SCRATCH or op == RECV_REDUCE_SEND else 0
-    code = expect(ctx, run, conn, peer, need)
+    code = expect(ctx, run, conn, peer, size)
     if code == at.OK:
         if op == RECV or op == RECV_COPY_SEND:
             code = unpack(ctx, run, conn, peer, dst_buf, dst, chunks, rnd)
@@ -294,7 +289,7 @@ def reduce_all(ctx: int, run: int, step: int, rnd: int) -> int:
     src_buf, src = load(step + at.STEP_SRC_BUF), load(step + at.STEP_SRC)
     dst_buf, dst = load(step + at.STEP_DST_BUF), load(step + at.STEP_DST)
     to, size = extent(run, dst_buf, dst, rnd)
-    if size == 0 and load(run + at.RUN_SCRATCH_CHUNK) == 0:
+    if size == 0:
         return at.OK
     count, peers, rank = load(step + at.STEP_NPEERS), load(step + at.STEP_PEERS), load(ctx + at.CTX_RANK)
     for i in range(count):
@@ -475,7 +470,7 @@ def do_step(ctx: int, run: int, step: int, rnd: int) -> int:
     if op == SEND:
         buffer, index, chunks = load(step + at.STEP_SRC_BUF), load(step + at.STEP_SRC), load(step + at.STEP_CHUNKS)
         size = span(run, buffer, index, chunks, rnd)
-        if size == 0 and load(run + at.RUN_SCRATCH_CHUNK) == 0:
+        if size == 0:
             return at.OK
         return send(ctx, run, load(step + at.STEP_SEND), buffer, index, chunks, rnd, size)
     if op == RECV_REDUCE_ALL:

@@ -1,0 +1,94 @@
+"""What each collective must give, in NumPy, straight from its definition: nothing of the package's own arithmetic is used.
+
+16- and 8-bit floats are added up in float32 in the order of the ranks and rounded once; integers wrap around; averages of integers
+are truncated towards zero; NaN spreads through min and max.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from miraccl import DType, PreMulSum, RedOp
+
+Array = np.ndarray
+
+DTYPES: dict[DType, np.dtype] = {
+    DType.INT8: np.dtype(np.int8),
+    DType.UINT8: np.dtype(np.uint8),
+    DType.INT32: np.dtype(np.int32),
+    DType.UINT32: np.dtype(np.uint32),
+    DType.INT64: np.dtype(np.int64),
+    DType.UINT64: np.dtype(np.uint64),
+    DType.FLOAT16: np.dtype(np.float16),
+    DType.FLOAT32: np.dtype(np.float32),
+    DType.FLOAT64: np.dtype(np.float64),
+    DType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+    DType.FLOAT8_E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
+    DType.FLOAT8_E5M2: np.dtype(ml_dtypes.float8_e5m2),
+}
+SMALL_FLOATS = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
+OPERATORS = (RedOp.SUM, RedOp.PROD, RedOp.MIN, RedOp.MAX, RedOp.AVG)
+
+
+def wild(rng: np.random.Generator, dtype: DType, count: int) -> Array:
+    """All bit patterns: for integers values that overflow, for floats infinities, NaNs, zeros of both signs and subnormals."""
+    return np.frombuffer(rng.bytes(count * dtype.itemsize), DTYPES[dtype]).copy()
+
+
+def tame(rng: np.random.Generator, dtype: DType, count: int) -> Array:
+    """-1, 0 and 1 (0 and 1 where there is no sign), mostly 0: sums and products are exact in every type and every order."""
+    low = 0 if dtype in (DType.UINT8, DType.UINT32, DType.UINT64) else -1
+    values = rng.integers(low, 2, count) * (rng.random(count) < 0.6)
+    return values.astype(np.float32).astype(DTYPES[dtype])
+
+
+def reduce_arrays(arrays: Sequence[Array], op: RedOp | PreMulSum, scalars: Sequence[float] = ()) -> Array:
+    """All ranks' arrays, in the order of the ranks."""
+    dtype = arrays[0].dtype
+    small = any(dtype == DTYPES[d] for d in SMALL_FLOATS)
+    wide = np.dtype(np.float32) if small else dtype
+    with np.errstate(all="ignore"):
+        parts = [a.astype(wide) for a in arrays]
+        if isinstance(op, PreMulSum):
+            parts = [(p * wide.type(s)).astype(dtype).astype(wide) for p, s in zip(parts, scalars)]
+        total = parts[0].copy()
+        for part in parts[1:]:
+            if op is RedOp.PROD:
+                total = total * part
+            elif op is RedOp.MIN:
+                total = np.minimum(total, part)
+            elif op is RedOp.MAX:
+                total = np.maximum(total, part)
+            else:
+                total = total + part
+        if op is RedOp.AVG:
+            n = len(arrays)
+            if wide.kind in "iu":
+                exact = [abs(int(v)) // n * (-1 if int(v) < 0 else 1) for v in total.reshape(-1)]
+                total = np.array(exact, wide).reshape(total.shape)
+            else:
+                total = total / wide.type(n)
+        return total.astype(dtype)
+
+
+def same(a: Array, b: Array) -> bool:
+    """Equal bit for bit, but for the payload and sign of NaNs."""
+    return differing(a, b).size == 0
+
+
+def differing(a: Array, b: Array) -> Any:
+    """Indices of the elements that differ."""
+    assert a.dtype == b.dtype, (a.dtype, b.dtype)
+    assert a.size == b.size, (a.shape, b.shape)
+    flat_a, flat_b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
+    bits = np.dtype(f"u{a.dtype.itemsize}")
+    unequal = flat_a.view(bits) != flat_b.view(bits)
+    if a.dtype.kind not in "iu":
+        with np.errstate(all="ignore"):
+            nans = np.isnan(flat_a.astype(np.float64)) & np.isnan(flat_b.astype(np.float64))
+        unequal &= ~nans
+    return np.flatnonzero(unequal)

@@ -1,0 +1,56 @@
+"""What the ranks of the property tests run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+import miraccl
+from miraccl import Communicator
+from miraccl.comm.member import Options
+from miraccl.schedule import catalog
+from miraccl.types import Collective
+
+from tests.comm import cases
+
+COLLECTIVE = {name: Collective[name.removesuffix("_v").upper()] for name in (*cases.EVEN, *cases.UNEVEN)}
+
+
+def derived(world: Communicator, label: str, **options: Any) -> Communicator:
+    """Another communicator of the same ranks with other options."""
+    member = world._member
+    session = member.session.sub(range(world.nranks), label)
+    opts = replace(member.options, **options)
+    return Communicator.from_session(session, opts, parent=world)
+
+
+def random_cases(seed: int, number: int, algo: str, deterministic: bool, counts: list[int], window: bool) -> int:
+    """Run ``number`` random cases on an algorithm (or the model's choice); returns how many were run."""
+    with miraccl.init(buffsize=1) as world:
+        comm = derived(world, "sweep", algo=algo, deterministic=deterministic)
+        rng = np.random.default_rng(seed)
+        names = [*cases.EVEN, *cases.UNEVEN]
+        if algo:
+            algorithm = catalog.get(algo)
+            names = [n for n in cases.EVEN if algorithm.supports(COLLECTIVE[n], comm.nranks)]
+            names += [n for n in cases.UNEVEN if COLLECTIVE[n] in algorithm.uneven and algorithm.supports(COLLECTIVE[n], comm.nranks)]
+
+        def ordered(case: cases.Case) -> bool:
+            return deterministic or bool(algo and catalog.get(algo).rank_ordered)
+
+        done = 0
+        for _ in range(number if names else 0):
+            case = cases.random_case(rng, comm.nranks, counts, names, ordered=ordered)
+            if not window:
+                case = replace(case, window=False)
+            for name in ("first", "again"):  # the second time through the door, if there is one
+                del name
+                cases.perform(comm, case)
+            if algo:
+                assert comm.last_plan is not None
+                assert comm.last_plan.algo == algo, comm.last_plan
+            done += 1
+        comm.finalize()
+        return done
