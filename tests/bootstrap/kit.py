@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe
@@ -16,7 +17,7 @@ from typing import Any
 
 from miraccl.bootstrap import Event, PeerLeft, PeerLost, Session, StatusRequest, UniqueId, connect, create_root
 
-PATIENCE = 20.0  # seconds until a test gives up; nothing here takes a tenth of it
+PATIENCE = 60.0  # seconds until a test gives up; on an idle machine nothing takes more than one or two
 
 
 def in_threads(calls: Sequence[Callable[..., Any]]) -> list[Any]:
@@ -38,11 +39,21 @@ def in_threads(calls: Sequence[Callable[..., Any]]) -> list[Any]:
     return results
 
 
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that another thread does and does not announce."""
+    give_up = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < give_up, "what was waited for does not happen"
+        time.sleep(0.002)
+
+
 @contextlib.contextmanager
 def job(nranks: int, hosts: Sequence[str] | None = ("127.0.0.1",)) -> Iterator[list[Session]]:
     """Sessions of a job whose ranks are threads of this process."""
     unique_id, root = create_root(hosts=hosts)
-    sessions = in_threads([lambda rank=rank: connect(unique_id, rank, nranks, 10.0, session_timeout=10.0) for rank in range(nranks)])
+    sessions = in_threads(
+        [lambda rank=rank: connect(unique_id, rank, nranks, PATIENCE, session_timeout=PATIENCE) for rank in range(nranks)]
+    )
     for session in sessions:
         assert isinstance(session, Session), session
     try:

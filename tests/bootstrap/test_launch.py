@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miraccl.bootstrap import FilePoint, Launch, PortPoint, Session, UniqueId, create_root, detect_launch, meet, runtime_file
+from miraccl.bootstrap import hub as hub_module
 from miraccl.bootstrap.launch import expand_nodelist
 from miraccl.bootstrap.runtime_file import forget_id, job_of_parent, publish_id, runtime_folder
 from miraccl.errors import BootstrapError, InvalidUsage, SystemFailure
-from tests.bootstrap.kit import PATIENCE, free_port, in_threads
+from tests.bootstrap.kit import PATIENCE, free_port, in_threads, until
 
 UNIQUE_ID = UniqueId(addresses=(("10.0.0.1", 1234),), secret=b"s" * 32)
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -269,13 +270,27 @@ def test_an_earlier_job_of_the_same_port_and_secret_is_passed_by():
 
 def test_a_wrong_secret_is_no_member():
     port = str(free_port())
-    environs = _ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    environs = _ranks(3, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     environs[1]["MIRACCL_SECRET"] = "another"
-    first, second = in_threads([lambda e=e: meet(detect_launch(e), 0.5) for e in environs])
-    assert isinstance(first, BootstrapError)
-    assert isinstance(second, BootstrapError)
-    assert "rank 1 of 2 never arrived" in str(first)
-    assert "did not know the secret (it said rank 1 of 2)" in str(first)
+    refused = threading.Event()
+
+    def stranger():
+        until(lambda: any(root.addresses[0][1] == int(port) for root in list(hub_module._roots)))
+        try:
+            meet(detect_launch(environs[1]), 0.5)
+        except BootstrapError as error:
+            refused.set()
+            return error
+
+    def impatient():
+        assert refused.wait(PATIENCE)
+        return meet(detect_launch(environs[2]), 0.1)
+
+    first, second, third = in_threads([lambda: meet(detect_launch(environs[0]), PATIENCE), stranger, impatient])
+    for error in (first, third):
+        assert isinstance(error, BootstrapError)
+        assert "rank 1 of 3 never arrived" in str(error)
+        assert "did not know the secret (it said rank 1 of 3)" in str(error)
     assert "not the hub of this job" in str(second)
 
 

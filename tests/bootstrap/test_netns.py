@@ -17,7 +17,7 @@ from tests.bootstrap.kit import PATIENCE
 
 pytestmark = [pytest.mark.netns, pytest.mark.multiprocess]
 
-_A, _B = f"mcbs{os.getpid() % 100000}a", f"mcbs{os.getpid() % 100000}b"
+_A, _B = f"mcbs{os.getpid()}a", f"mcbs{os.getpid()}b"
 
 #: A rank: meets as its environment says, tells what it sees as JSON lines, ends when its input does.
 _RANK = """
@@ -29,7 +29,7 @@ if os.environ.get("TEST_ROOT"):
     tell(unique_id=str(unique_id), hosts=[host for host, _ in unique_id.addresses])
     os.environ["MIRACCL_UNIQUE_ID"] = str(unique_id)
 try:
-    session = meet(detect_launch(os.environ), 15.0)
+    session = meet(detect_launch(os.environ), 60.0)
 except Exception as error:
     tell(error=type(error).__name__, text=str(error))
     sys.exit(0)
@@ -49,6 +49,7 @@ def hosts() -> Iterator[tuple[str, str]]:
     """Two namespaces: eth0 10.77.0.1/.2 and fd77::1/::2 on a veth pair, and a docker0 that leads nowhere in each."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and the ip command")
+    _remove_stale()
     try:
         _ip("netns", "add", _A)
         _ip("netns", "add", _B)
@@ -77,6 +78,15 @@ def _remove() -> None:
         _ip("netns", "del", name, check=False)
 
 
+def _remove_stale() -> None:
+    """Namespaces of a test run that was killed."""
+    names = subprocess.run(["ip", "netns", "list"], check=False, capture_output=True, text=True, timeout=PATIENCE).stdout.split()
+    for name in names:
+        pid = name.removeprefix("mcbs")[:-1]
+        if name.startswith("mcbs") and pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            _ip("netns", "del", name, check=False)
+
+
 class _Rank:
     def __init__(self, host: str, **environ: str) -> None:
         command = ["ip", "netns", "exec", host, sys.executable, "-c", _RANK]
@@ -100,7 +110,7 @@ class _Rank:
 
     def end(self) -> None:
         try:
-            self.process.wait(5.0)
+            self.process.wait(20.0)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -151,11 +152,15 @@ def test_the_death_of_the_hub_in_the_meeting(spawn):
         names: list[str] = []
         while names.count("Received") < 2:
             names.append(hub.recv())
-        hub.kill()
+        with socket.create_connection(unique_id.addresses[0]):  # when this is seen, what came before has been answered
+            while names.count("Connected") < 2:
+                names.append(hub.recv())
+            hub.kill()
 
-    error, _ = in_threads([lambda: connect(unique_id, 1, 2, 1.0), kill])
-    assert isinstance(error, BootstrapError | PeerDied)
-    assert error.fault == "peer"
+    error, _ = in_threads([lambda: connect(unique_id, 1, 2, PATIENCE), kill])
+    assert isinstance(error, PeerDied)
+    assert error.peer == 0
+    assert "the hub died while the ranks were meeting" in str(error)
 
 
 def test_a_stopped_rank_is_alive_but_does_not_answer(spawn):
@@ -166,10 +171,12 @@ def test_a_stopped_rank_is_alive_but_does_not_answer(spawn):
     children[1].signal(signal.SIGSTOP)
     os.waitpid(children[1].pid, os.WUNTRACED)
     status = session.request_status(0.3)
+    for _ in range(100):  # a busy machine
+        if not status[2]["answered"]:
+            status = session.request_status(0.3)
     assert status[1] == {"answered": False, "reason": "no answer within 0.3 s"}
     assert status[2]["answered"]
     assert status[2]["pid"] == children[2].pid
-    assert "kit.py" in status[2]["threads"][0]["stack"][-1] or status[2]["threads"][0]["stack"]
     children[1].signal(signal.SIGCONT)
     assert session.request_status(PATIENCE)[1]["answered"]
     session.close()

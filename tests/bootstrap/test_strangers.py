@@ -60,7 +60,7 @@ def test_ranks_meet_among_strangers(says):
 
 @pytest.mark.parametrize("says", [b"", b"garbage" * 100], ids=["silent", "garbage"])
 def test_ranks_meet_in_a_flood(says):
-    """200 connections before the ranks come and 200 more while they meet; the hub holds at most 64 of them."""
+    """200 connections before the ranks come and 200 more while they meet; the hub holds at most 128 of them."""
     unique_id, root = create_root(hosts=["127.0.0.1"])
     stop = threading.Event()
 
@@ -82,11 +82,11 @@ def test_ranks_meet_in_a_flood(says):
 
 def test_the_hub_holds_a_bounded_number_of_strangers():
     unique_id, root = create_root(hosts=["127.0.0.1"])
-    with root, strangers(unique_id.addresses[0], 150) as socks:
-        # the first 86 are hung up on by the time the last has been taken in
-        for sock in socks[: 150 - 64]:
+    with root, strangers(unique_id.addresses[0], 250) as socks:
+        # the first 122 are hung up on by the time the last has been taken in
+        for sock in socks[: 250 - 128]:
             assert sock.recv(1) == b""
-        assert len(root._lines) <= 64
+        assert len(root._lines) <= 128
 
 
 def test_garbage_is_answered_with_nothing():

@@ -83,12 +83,12 @@ class Dialer:
         try:
             while winner is None:
                 now = time.monotonic()
-                if now >= self._deadline:
-                    raise HubNotFound(self._explain(), rank=self._rank, hint="is rank 0 running, and is its address right?")
                 self._check_verdict(now)
                 self._resolve(now)
                 self._start_tries(now)
                 winner = self._turn()
+                if winner is None and time.monotonic() >= self._deadline:  # each address is tried once, whatever the deadline
+                    raise HubNotFound(self._explain(), rank=self._rank, hint="is rank 0 running, and is its address right?")
             self._selector.unregister(winner.sock)
             self._tries.remove(winner)
             return winner.sock, winner.machine

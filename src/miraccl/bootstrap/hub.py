@@ -29,6 +29,7 @@ from miraccl.wire.bootstrap_hub import HubMachine
 
 _log = trace.logger("bootstrap")
 BACKLOG = 1024
+FULL_SECONDS, SHORTAGE_SECONDS = 0.003, 0.05  # pauses of listening: too many strangers, no descriptors
 ACCEPTS_PER_TURN = 64  # so that a flood of connections does not keep the ranks waiting
 READ_BYTES = 1 << 18
 #: Unsent bytes for one rank after which it counts as lost: it has not read for a long time.
@@ -109,7 +110,9 @@ class Root:
     def _run(self) -> None:
         try:
             while not self._finished or self._lines:
-                for key, mask in self._selector.select(self._patience()):
+                ready = self._selector.select(self._patience())
+                # Who is here already is heard before newcomers are let in: a rank in its handshake is not pushed out by a flood.
+                for key, mask in sorted(ready, key=lambda item: isinstance(item[0].data, socket.socket)):
                     self._ready(key.data, mask)
                 if self._close_reason is not None and not self._finished:
                     self._feed(CloseHub(now=time.monotonic(), reason=self._close_reason))
@@ -152,13 +155,16 @@ class Root:
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTS_PER_TURN):
+            if not self._machine.may_accept(time.monotonic()):
+                self._pause_listening(FULL_SECONDS)
+                return
             try:
                 sock, address = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self._pause_listening()
+                    self._pause_listening(SHORTAGE_SECONDS)
                 return
             sock.setblocking(False)
             tune(sock)
@@ -169,11 +175,12 @@ class Root:
             peer = f"{address[0]}:{address[1]}"
             self._feed(Connected(now=time.monotonic(), conn=line.conn, nonce=os.urandom(NONCE_BYTES), peer=peer))
 
-    def _pause_listening(self) -> None:
-        """Out of descriptors: a listening socket that cannot be accepted from would be ready for ever."""
-        for sock in self._listeners:
-            self._selector.unregister(sock)
-        self._listen_again_at = time.monotonic() + 0.05
+    def _pause_listening(self, seconds: float) -> None:
+        """A listening socket that is not accepted from would be ready for ever; its connections wait in the kernel's queue."""
+        if self._listen_again_at is None:
+            for sock in self._listeners:
+                self._selector.unregister(sock)
+            self._listen_again_at = time.monotonic() + seconds
 
     def _read(self, line: _Line) -> None:
         try:

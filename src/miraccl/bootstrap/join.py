@@ -13,11 +13,11 @@ from miraccl.bootstrap.dial import Dialer, HubNotFound
 from miraccl.bootstrap.host import host_fingerprint, network_fingerprint, process_token
 from miraccl.bootstrap.hub import Root
 from miraccl.bootstrap.interfaces import choose_addresses, is_loopback
-from miraccl.bootstrap.link import HubVanished, JobOver, Link
+from miraccl.bootstrap.link import FOREVER, HubVanished, JobOver, Link
 from miraccl.bootstrap.session import Session, solo
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.errors import BootstrapError
-from miraccl.wire.auth import VERSION
+from miraccl.wire.auth import MAX_RANKS, VERSION
 from miraccl.wire.bootstrap_messages import Join
 
 #: Seconds before the hub of a job that has met already is asked again, when ports are probed.
@@ -63,6 +63,8 @@ def connect(
 
 
 def _check_rank(rank: int, nranks: int) -> None:
+    if nranks > MAX_RANKS:
+        raise BootstrapError(f"nranks={nranks}, a job has at most {MAX_RANKS} ranks", rank=rank)
     if not 0 <= rank < nranks:
         raise BootstrapError(f"rank {rank} is out of range for nranks={nranks}", rank=rank, hint="ranks are 0..nranks-1")
 
@@ -105,6 +107,7 @@ def join_job(
     session_timeout = params.TIMEOUT.read() if session_timeout is None else session_timeout
     if nranks == 1 and root is None:
         return solo(session_timeout)
+    timeout = min(timeout, FOREVER)
     deadline = time.monotonic() + timeout
     hosts = [route_to] if route_to else [host for host, _ in targets]
     remote = next((host for host in hosts if not is_loopback(host)), None)

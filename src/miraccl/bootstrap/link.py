@@ -47,6 +47,7 @@ from miraccl.wire.bootstrap_messages import (
 _log = trace.logger("bootstrap")
 #: The hub keeps the deadlines; a member waits this much longer (seconds) for its word.
 GRACE_SECONDS = 1.0
+FOREVER = 1e8  # seconds; longer deadlines (also infinity) mean this
 GOODBYE_SECONDS = 1.0
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
@@ -211,6 +212,7 @@ class Link:
         """The parts of all ranks of the group in its order, or why there are none."""
         if self.on_watcher:
             raise InvalidUsage("a callback of a session cannot wait for other ranks; hand the event to another thread", rank=self.rank)
+        timeout = min(max(timeout, 0.0), FOREVER)
         with self._cond:
             self._check_open()
             ranks = self._view_ranks[group]
@@ -260,7 +262,7 @@ class Link:
                     awaited = (r for r in ranks if r != self.rank and r not in self._gone and r not in replies)
                     return self._hub_problem is not None or not any(True for _ in awaited)
 
-                self._cond.wait_for(complete, timeout)
+                self._cond.wait_for(complete, min(timeout, FOREVER))
             del self._status[ident]
             absent = {r: self._gone[r] for r in ranks if r in self._gone}
             if self._hub_problem is not None:

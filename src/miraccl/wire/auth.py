@@ -30,6 +30,8 @@ from miraccl.wire.framing import encode_frame
 #: Version of everything in this room that crosses the network. Both sides must have the same.
 VERSION = 1
 MAGIC = b"MRCL"
+#: Largest job: a bound for tables, not a measurement.
+MAX_RANKS = 1 << 20
 NONCE_BYTES = 32
 SECRET_BYTES = 32
 MAC_BYTES = 16

@@ -1,8 +1,8 @@
 """The meeting point of a job as a machine: lets ranks in, then passes control messages between them.
 
-Owns: who is connected in which state, the groups, the gathers under way.  Rules:
-- A stranger costs little: one frame of at most ``MAX_HANDSHAKE_BYTES`` is held for it, it is dropped at the handshake deadline, and when
-  ``max_strangers`` are held the one that has said least for longest makes place.  Nothing a stranger sends reaches a rank.
+Owns: the ranks that are here, the groups, the gathers under way (who has not proved itself yet is the business of ``bootstrap_door``).
+Rules:
+- Nothing a stranger sends reaches a rank.
 - A rank that breaks the protocol is dropped and counts as lost; the hub itself never fails because of input.
 - Per connection the order of messages is the order of events: a rank sees the result of a gather before the loss that came later.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from miraccl.errors import AuthenticationError, InvalidUsage, ProtocolError
 from miraccl.wire import framing
-from miraccl.wire.auth import VERSION, Challenge, Distrust, Handshake, Hello, Opener, Proof, Sealer, Unsupported, peek_version
+from miraccl.wire.auth import Hello, Opener, Sealer
 from miraccl.wire.bootstrap import (
     MEETING_TRANSITIONS,
     PEER_TRANSITIONS,
@@ -31,6 +31,7 @@ from miraccl.wire.bootstrap import (
     advance,
     name_ranks,
 )
+from miraccl.wire.bootstrap_door import Door, Stranger, WrongVersion
 from miraccl.wire.bootstrap_messages import (
     TO_HUB,
     Accepted,
@@ -50,35 +51,27 @@ from miraccl.wire.bootstrap_messages import (
     StatusReply,
     Welcome,
 )
-from miraccl.wire.framing import FrameReader, encode, encode_frame
+from miraccl.wire.framing import FrameReader, encode
 
 WORLD = 0
-_MAX_NOTES = 8
-_STRANGERS = (PeerState.HELLO, PeerState.PROOF, PeerState.JOIN)
-_SECOND: dict[int, type[Any]] = {Proof.KIND: Proof, Distrust.KIND: Distrust}
-
-
-def _host_of(address: str) -> str:
-    return address.rpartition(":")[0] or address
 
 
 @dataclass(kw_only=True)
 class _Peer:
+    """A connection that has proved itself; ``deadline`` is that of its Join, then that of its meeting."""
+
     conn: int
     address: str
-    nonce: bytes
+    hello: Hello
+    sealer: Sealer
+    opener: Opener
+    reader: FrameReader
     deadline: float
-    state: PeerState = PeerState.HELLO
-    reader: FrameReader = field(default_factory=FrameReader)
-    hello: Hello | None = None
-    handshake: Handshake | None = None
-    sealer: Sealer | None = None
-    opener: Opener | None = None
+    state: PeerState = PeerState.JOIN
     join: Join | None = None
 
     @property
     def rank(self) -> int:
-        assert self.hello is not None
         return self.hello.rank
 
 
@@ -109,22 +102,20 @@ class HubMachine:
         token: bytes,
         nranks: int | None = None,
         handshake_timeout: float = 5.0,
-        max_strangers: int = 64,
+        max_strangers: int = 128,
         log: list[Any] | None = None,
     ) -> None:
         self.state = MeetingState.GATHERING
         self.nranks = nranks
-        self._secret, self._token = secret, token
-        self._handshake_timeout, self._max_strangers, self._log = handshake_timeout, max_strangers, log
-        self._peers: dict[int, _Peer] = {}  # in order of arrival
-        self._strangers: dict[int, _Peer] = {}
+        self._token, self._log = token, log
+        self._door = Door(secret=secret, timeout=handshake_timeout, bound=max_strangers)
+        self._peers: dict[int, _Peer] = {}
         self._ranks: dict[int, _Peer] = {}
         self._gone: dict[int, Gone] = {}
         self._told: set[int] = set()
         self._linger_until = 0.0
         self._failure: Refused | None = None
         self._nranks_said_by = ""
-        self._notes: list[str] = []
         self._groups: dict[int, _Group] = {}
         self._rounds: dict[tuple[int, str, int], _Round] = {}
         self._out: list[Any] = []
@@ -141,9 +132,9 @@ class HubMachine:
         elif isinstance(event, Connected):
             self._connected(event)
         elif isinstance(event, Disconnected):
-            peer = self._peers.get(event.conn)
-            if peer is not None:
-                self._remove(peer, event.reason, event.now)
+            self._door.strangers.pop(event.conn, None)
+            if event.conn in self._peers:
+                self._remove(self._peers[event.conn], event.reason, event.now)
         elif isinstance(event, CloseHub):
             self._close(event.reason, event.now)
         else:
@@ -151,8 +142,13 @@ class HubMachine:
         self._finish_if_done(event.now)
         return self._out
 
+    def may_accept(self, now: float) -> bool:
+        """Whether the next connection may be accepted now, or had better wait some milliseconds in the kernel's queue."""
+        return self._door.may_admit(now)
+
     def deadline(self) -> float | None:
-        times = [peer.deadline for peer in self._strangers.values()]
+        times = [stranger.deadline for stranger in self._door.strangers.values()]
+        times += [peer.deadline for peer in self._peers.values() if peer.state is PeerState.JOIN]
         if self.state is MeetingState.GATHERING:
             times += [peer.deadline for peer in self._ranks.values()]
         elif self.state is MeetingState.FAILED:
@@ -162,14 +158,12 @@ class HubMachine:
         return min(times, default=None)
 
     def validate_state(self) -> None:
-        assert self._strangers.keys() <= self._peers.keys()
-        assert len(self._strangers) <= self._max_strangers
+        self._door.validate_state()
+        assert not (self._door.strangers.keys() & self._peers.keys())
         for conn, peer in self._peers.items():
             assert peer.conn == conn
-            assert peer.state is not PeerState.GONE
-            assert (peer.state in _STRANGERS) == (conn in self._strangers)
-            assert (peer.handshake is not None) == (peer.state is not PeerState.HELLO)
-            if peer.state in (PeerState.MEETING, PeerState.UP):
+            assert peer.state in (PeerState.JOIN, PeerState.MEETING, PeerState.UP)
+            if peer.state is not PeerState.JOIN:
                 assert peer.join is not None
                 assert self._ranks[peer.rank] is peer
                 assert (peer.state is PeerState.UP) == (self.state is MeetingState.MET)
@@ -191,74 +185,75 @@ class HubMachine:
         if self.state is MeetingState.FINISHED:
             self._out.append(Drop(conn=event.conn, reason="the hub has ended"))
             return
-        if len(self._strangers) >= self._max_strangers:
-            silent = [peer for peer in self._strangers.values() if peer.state is PeerState.HELLO]
-            oldest = silent[0] if silent else next(iter(self._strangers.values()))
-            self._drop(oldest, "too many connections that have not proved themselves", event.now)
-        peer = _Peer(conn=event.conn, address=event.peer, nonce=event.nonce, deadline=event.now + self._handshake_timeout)
-        self._peers[event.conn] = self._strangers[event.conn] = peer
+        evicted = self._door.admit(event)
+        if evicted is not None:
+            self._out.append(Drop(conn=evicted.conn, reason="too many connections that have not proved themselves"))
 
     def _received(self, event: Received) -> None:
+        stranger = self._door.strangers.get(event.conn)
+        if stranger is not None:
+            stranger.reader.feed(event.data)
+            self._hear_out(stranger)
         peer = self._peers.get(event.conn)
         if peer is None:
             return
-        peer.reader.feed(event.data)
+        if stranger is None:
+            peer.reader.feed(event.data)
         try:
             while peer.state is not PeerState.GONE and (frame := peer.reader.next_frame()) is not None:
                 self._frame(peer, frame, event.now)
-        except (ProtocolError, AuthenticationError) as error:
-            if isinstance(error, AuthenticationError):
-                said = f" (it said rank {peer.hello.rank} of {peer.hello.nranks})" if peer.hello else ""
-                self._note(f"a connection from {_host_of(peer.address)} did not know the secret{said}")
+        except ProtocolError as error:
             self._drop(peer, error.message, event.now)
 
+    def _hear_out(self, stranger: Stranger) -> None:
+        """What a stranger says until it has proved itself: then it is a peer, whose next frames are sealed."""
+        try:
+            while stranger.state is not PeerState.JOIN and (frame := stranger.reader.next_frame()) is not None:
+                answer = self._door.answer(stranger, frame)
+                if answer:
+                    self._out.append(Send(conn=stranger.conn, data=answer))
+        except (ProtocolError, AuthenticationError) as error:
+            if isinstance(error, WrongVersion):
+                self._out.append(Send(conn=stranger.conn, data=error.farewell()))
+            self._send_away(stranger, error.message)
+            return
+        if stranger.state is PeerState.JOIN:
+            self._know(stranger)
+
+    def _send_away(self, stranger: Stranger, reason: str) -> None:
+        del self._door.strangers[stranger.conn]
+        self._out.append(Drop(conn=stranger.conn, reason=reason))
+
+    def _know(self, stranger: Stranger) -> None:
+        assert stranger.handshake is not None
+        assert stranger.hello is not None
+        del self._door.strangers[stranger.conn]
+        sealer, opener = stranger.handshake.hub_side()
+        stranger.reader.limit = framing.MAX_FRAME_BYTES
+        self._peers[stranger.conn] = _Peer(
+            conn=stranger.conn,
+            address=stranger.address,
+            hello=stranger.hello,
+            sealer=sealer,
+            opener=opener,
+            reader=stranger.reader,
+            deadline=stranger.deadline,
+        )
+
     def _frame(self, peer: _Peer, frame: bytes, now: float) -> None:
-        if peer.state is PeerState.HELLO:
-            self._hello(peer, frame)
-        elif peer.state is PeerState.PROOF:
-            self._proof(peer, framing.decode(frame, _SECOND))
+        message = framing.decode(peer.opener.open(frame), TO_HUB)
+        state = advance(PEER_TRANSITIONS, peer.state, type(message).__name__)
+        if isinstance(message, Join):
+            self._join(peer, message, now)
+        elif isinstance(message, Goodbye):
+            self._drop(peer, message.reason, now, left=True)
         else:
-            assert peer.opener is not None
-            message = framing.decode(peer.opener.open(frame), TO_HUB)
-            word = type(message).__name__
-            state = advance(PEER_TRANSITIONS, peer.state, word)
-            if isinstance(message, Join):
-                self._join(peer, message, now)
-            elif isinstance(message, Goodbye):
-                self._drop(peer, message.reason, now, left=True)
-            else:
-                peer.state = state
-                self._message(peer, message, now)
-
-    def _hello(self, peer: _Peer, frame: bytes) -> None:
-        version = peek_version(frame)
-        if version is None:
-            raise ProtocolError("not a member of any job")
-        if version != VERSION:
-            self._out.append(Send(conn=peer.conn, data=encode_frame(encode(Unsupported()))))
-            self._note(f"a connection from {_host_of(peer.address)} speaks version {version}, this is version {VERSION}")
-            raise ProtocolError(f"version {version}, this is version {VERSION}")
-        hello = framing.decode(frame, {Hello.KIND: Hello})
-        if not 0 <= hello.rank < hello.nranks:
-            raise ProtocolError(f"rank {hello.rank} of {hello.nranks}")
-        peer.state = advance(PEER_TRANSITIONS, peer.state, "Hello")
-        peer.hello, peer.handshake = hello, Handshake(self._secret, hello, peer.nonce)
-        challenge = Challenge(nonce=peer.nonce, proof=peer.handshake.hub_proof())
-        self._out.append(Send(conn=peer.conn, data=encode_frame(encode(challenge))))
-
-    def _proof(self, peer: _Peer, proof: Proof | Distrust) -> None:
-        assert peer.handshake is not None
-        if isinstance(proof, Distrust):
-            raise AuthenticationError(f"the member, which says it is rank {peer.rank}, has another secret")
-        peer.handshake.check_member(proof.proof)
-        peer.state = advance(PEER_TRANSITIONS, peer.state, "Proof")
-        peer.sealer, peer.opener = peer.handshake.hub_side()
-        peer.reader.limit = framing.MAX_FRAME_BYTES
+            peer.state = state
+            self._message(peer, message, now)
 
     # --- meeting ----------------------------------------------------------------------------------------------------
 
     def _join(self, peer: _Peer, join: Join, now: float) -> None:
-        assert peer.hello is not None
         rank, nranks = peer.hello.rank, peer.hello.nranks
         peer.join = join
         if self._failure is not None:
@@ -277,7 +272,6 @@ class HubMachine:
         if rank in self._ranks or rank in self._gone:
             self._refuse_duplicate(peer, now)
             return
-        self._strangers.pop(peer.conn)
         self._ranks[rank] = peer
         peer.state = advance(PEER_TRANSITIONS, peer.state, "Join")
         peer.deadline = now + join.timeout
@@ -290,7 +284,7 @@ class HubMachine:
         first = self._ranks.get(peer.rank)
         who = f"process {first.join.pid} from {first.address}" if first is not None and first.join else "a process that is gone"
         text = f"rank {peer.rank} is taken: {who} came first, then process {peer.join.pid} from {peer.address}"
-        self._note(text)
+        self._door.note(text)
         code = Refusal.OVER if self.state is MeetingState.MET else Refusal.DUPLICATE
         self._refuse(peer, Refused(code=code, text=text, ranks=(peer.rank,)), now)
 
@@ -327,15 +321,12 @@ class HubMachine:
         assert late.join is not None
         missing = [rank for rank in range(self.nranks) if rank not in self._ranks]
         text = f"{name_ranks(missing)} of {self.nranks} never arrived within the {late.join.patience:.3g} s that rank {late.rank} waits"
-        return Refused(code=Refusal.MISSING, text="; ".join([text, *self._notes]), ranks=tuple(missing))
-
-    def _note(self, text: str) -> None:
-        """Remember what may explain a missing rank; strangers can make us say at most ``_MAX_NOTES`` things."""
-        if text not in self._notes and len(self._notes) < _MAX_NOTES:
-            self._notes.append(text)
+        return Refused(code=Refusal.MISSING, text="; ".join([text, *self._door.notes]), ranks=tuple(missing))
 
     def _tick(self, now: float) -> None:
-        for peer in [peer for peer in self._strangers.values() if peer.deadline <= now]:
+        for stranger in [stranger for stranger in self._door.strangers.values() if stranger.deadline <= now]:
+            self._send_away(stranger, "the handshake took too long")
+        for peer in [peer for peer in self._peers.values() if peer.state is PeerState.JOIN and peer.deadline <= now]:
             self._drop(peer, "the handshake took too long", now)
         if self.state is MeetingState.GATHERING:
             late = [peer for peer in self._ranks.values() if peer.deadline <= now]
@@ -431,7 +422,7 @@ class HubMachine:
 
     def _drop(self, peer: _Peer, reason: str, now: float, *, left: bool = False) -> None:
         if peer.conn in self._peers:
-            self._out.append(Drop(conn=peer.conn, reason=reason, linger=peer.sealer is not None))
+            self._out.append(Drop(conn=peer.conn, reason=reason, linger=True))
             self._remove(peer, reason, now, left=left)
 
     def _remove(self, peer: _Peer, reason: str, now: float, *, left: bool = False) -> None:
@@ -451,8 +442,7 @@ class HubMachine:
 
     def _forget(self, peer: _Peer) -> None:
         self._peers.pop(peer.conn, None)
-        self._strangers.pop(peer.conn, None)
-        if peer.hello is not None and self._ranks.get(peer.rank) is peer:
+        if self._ranks.get(peer.rank) is peer:
             del self._ranks[peer.rank]
         peer.state = advance(PEER_TRANSITIONS, peer.state, "drop")
 
@@ -478,14 +468,15 @@ class HubMachine:
         self.state = advance(MEETING_TRANSITIONS, self.state, word)
         for peer in list(self._peers.values()):
             self._forget(peer)
-            self._out.append(Drop(conn=peer.conn, reason="the hub has ended", linger=peer.sealer is not None))
+            self._out.append(Drop(conn=peer.conn, reason="the hub has ended", linger=True))
+        for stranger in list(self._door.strangers.values()):
+            self._send_away(stranger, "the hub has ended")
         self._rounds.clear()
         self._out.append(Finished())
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def _send_body(self, peer: _Peer, body: bytes) -> None:
-        assert peer.sealer is not None
         self._out.append(Send(conn=peer.conn, data=peer.sealer.seal(body)))
 
     def _send(self, peer: _Peer, message: Any) -> None:

@@ -29,7 +29,8 @@ class Refusal(enum.IntEnum):
 class Join:
     """What a rank tells about itself.
 
-    ``host``, ``network`` and ``token`` name its host, its loopback and its process (``loopback``: others may use it); of ``patience`` seconds in all it has ``timeout`` left to wait for the others.
+    ``host``, ``network`` and ``token`` name its host, its loopback and its process; ``loopback``: ranks that share it may use it to
+    reach this one.  Of ``patience`` seconds in all it has ``timeout`` left to wait for the others.
     """
 
     host: str

@@ -1,0 +1,132 @@
+"""The door of the hub: connections that have not proved yet that they know the job's secret.
+
+A stranger costs little.  Of each at most one frame of ``MAX_HANDSHAKE_BYTES`` is held and two are looked at; it is dropped at the handshake
+deadline; and when ``bound`` of them are held, one makes place for the next: the oldest that has said nothing for ``SILENT_SECONDS``, else
+the oldest that has not answered the challenge for ``IDLE_SECONDS``.  Until then newcomers wait in the kernel's queue (``may_admit``), so
+that a thousand ranks that come at once do not push each other out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from miraccl.errors import AuthenticationError, ProtocolError
+from miraccl.wire import framing
+from miraccl.wire.auth import MAX_RANKS, VERSION, Challenge, Distrust, Handshake, Hello, Proof, Unsupported, peek_version
+from miraccl.wire.bootstrap import PEER_TRANSITIONS, Connected, PeerState, advance
+from miraccl.wire.framing import FrameReader, encode, encode_frame
+
+SILENT_SECONDS, IDLE_SECONDS = 0.02, 0.5
+#: Strangers can make the hub remember at most this many things to say when ranks are missing.
+MAX_NOTES = 8
+_SECOND: dict[int, type[Any]] = {Proof.KIND: Proof, Distrust.KIND: Distrust}
+
+
+@dataclass(kw_only=True)
+class Stranger:
+    """A connection in state HELLO, PROOF or, proved, JOIN. ``since`` is when it came."""
+
+    conn: int
+    address: str
+    nonce: bytes
+    since: float
+    deadline: float
+    state: PeerState = PeerState.HELLO
+    reader: FrameReader = field(default_factory=FrameReader)
+    hello: Hello | None = None
+    handshake: Handshake | None = None
+
+
+class Door:
+    """``secret``: 32 bytes; ``timeout`` of a handshake in seconds; ``bound``: strangers held at most."""
+
+    def __init__(self, *, secret: bytes, timeout: float, bound: int) -> None:
+        self.strangers: dict[int, Stranger] = {}  # in order of arrival
+        self.notes: list[str] = []
+        self._secret, self._timeout, self._bound = secret, timeout, bound
+
+    def note(self, text: str) -> None:
+        """Remember what may explain a missing rank."""
+        if text not in self.notes and len(self.notes) < MAX_NOTES:
+            self.notes.append(text)
+
+    def may_admit(self, now: float) -> bool:
+        """Whether there is place for one more, or somebody who has had time enough makes place."""
+        return len(self.strangers) < self._bound or self._patient(now) is not None
+
+    def _patient(self, now: float) -> Stranger | None:
+        for state, seconds in ((PeerState.HELLO, SILENT_SECONDS), (PeerState.PROOF, IDLE_SECONDS)):
+            oldest = next((s for s in self.strangers.values() if s.state is state), None)
+            if oldest is not None and now - oldest.since >= seconds:
+                return oldest
+        return None
+
+    def admit(self, event: Connected) -> Stranger | None:
+        """Take a connection in; the result is the stranger who has to go for it, if any. The bound holds in any case."""
+        evicted = None
+        if len(self.strangers) >= self._bound:
+            silent = (s for s in self.strangers.values() if s.state is PeerState.HELLO)
+            evicted = self._patient(event.now) or next(silent, None) or next(iter(self.strangers.values()))
+            del self.strangers[evicted.conn]
+        self.strangers[event.conn] = Stranger(
+            conn=event.conn, address=event.peer, nonce=event.nonce, since=event.now, deadline=event.now + self._timeout
+        )
+        return evicted
+
+    def answer(self, stranger: Stranger, frame: bytes) -> bytes:
+        """Take a frame of the handshake; the bytes to send back. After the proof the state is JOIN.
+
+        Raises ``ProtocolError`` or ``AuthenticationError`` when the stranger is to be dropped; ``WrongVersion`` has a last word for it.
+        """
+        if stranger.state is PeerState.HELLO:
+            return self._hello(stranger, frame)
+        self._proof(stranger, framing.decode(frame, _SECOND))
+        return b""
+
+    def _hello(self, stranger: Stranger, frame: bytes) -> bytes:
+        version = peek_version(frame)
+        if version is None:
+            raise ProtocolError("not a member of any job")
+        if version != VERSION:
+            self.note(f"a connection from {_host_of(stranger.address)} speaks version {version}, this is version {VERSION}")
+            raise WrongVersion(f"version {version}, this is version {VERSION}")
+        hello = framing.decode(frame, {Hello.KIND: Hello})
+        if not 0 <= hello.rank < hello.nranks <= MAX_RANKS:
+            raise ProtocolError(f"rank {hello.rank} of {hello.nranks}")
+        stranger.state = advance(PEER_TRANSITIONS, stranger.state, "Hello")
+        stranger.hello, stranger.handshake = hello, Handshake(self._secret, hello, stranger.nonce)
+        return encode_frame(encode(Challenge(nonce=stranger.nonce, proof=stranger.handshake.hub_proof())))
+
+    def _proof(self, stranger: Stranger, proof: Proof | Distrust) -> None:
+        assert stranger.handshake is not None
+        assert stranger.hello is not None
+        try:
+            if isinstance(proof, Distrust):
+                raise AuthenticationError("the member has another secret")
+            stranger.handshake.check_member(proof.proof)
+        except AuthenticationError:
+            said = f"it said rank {stranger.hello.rank} of {stranger.hello.nranks}"
+            self.note(f"a connection from {_host_of(stranger.address)} did not know the secret ({said})")
+            raise
+        stranger.state = advance(PEER_TRANSITIONS, stranger.state, "Proof")
+
+    def validate_state(self) -> None:
+        assert len(self.strangers) <= self._bound
+        for conn, stranger in self.strangers.items():
+            assert stranger.conn == conn
+            assert stranger.state in (PeerState.HELLO, PeerState.PROOF)
+            assert (stranger.handshake is None) == (stranger.hello is None) == (stranger.state is PeerState.HELLO)
+            assert stranger.reader.limit == framing.MAX_HANDSHAKE_BYTES
+
+
+class WrongVersion(ProtocolError):
+    """A Hello of another version; it is told ours."""
+
+    @staticmethod
+    def farewell() -> bytes:
+        return encode_frame(encode(Unsupported()))
+
+
+def _host_of(address: str) -> str:
+    return address.rpartition(":")[0] or address
