@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,9 +11,8 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """A developer's MIRACCL_ALGO must not decide what a test sees; the cache folder of kernels stays, for speed."""
     for name in list(os.environ):
         if (name.startswith(_OURS) and name != "MIRACCL_CACHE_DIR") or name in _TORCHRUN:
             monkeypatch.delenv(name)
-    yield

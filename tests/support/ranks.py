@@ -124,9 +124,7 @@ def rank_outcomes(
     return _the_server().run(request)
 
 
-def run_ranks(
-    target: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
-) -> list[Any]:
+def run_ranks(target: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None) -> list[Any]:
     """Run ``target(*args)`` in ``n`` ranks, all of which must succeed; returns their results in order of rank."""
     outcomes = rank_outcomes(target, n, *args, timeout=timeout, env=env)
     if not all(o.ok for o in outcomes):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -27,12 +29,12 @@ def obvious_result(case: Case, rank: int) -> np.ndarray:
     x, n, count = inputs_of(case), case.nranks, case.count
     if case.op in REDUCING:
         scaled = [data.premul_scalar(r) * a if case.redop == "premul_sum" else a for r, a in enumerate(x)]
-        fold = {"prod": np.prod, "min": np.min, "max": np.max}.get(case.redop, np.sum)
+        fold: Any = {"prod": np.prod, "min": np.min, "max": np.max}.get(case.redop, np.sum)
         total = fold(np.stack(scaled), axis=0)
         if case.redop == "avg":
             total = total / n
             total = np.trunc(total) if np.issubdtype(data.numpy_dtype(case.dtype), np.integer) else total
-        return total[rank * count : (rank + 1) * count] if case.op == "reduce_scatter" else total
+        return np.asarray(total[rank * count : (rank + 1) * count] if case.op == "reduce_scatter" else total)
     if case.op in ("all_gather", "gather"):
         return np.concatenate(x)
     if case.op == "all_to_all":

@@ -58,7 +58,8 @@ def test_the_table_and_the_explanation() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [("--dtype", "bfloat16", "--redop", "avg"), ("--dtype", "int8", "--redop", "premul_sum"), ("--window",), ("--persistent", "--fresh")]
+    "options",
+    [("--dtype", "bfloat16", "--redop", "avg"), ("--dtype", "int8", "--redop", "premul_sum"), ("--window",), ("--persistent", "--fresh")],
 )
 def test_types_operators_and_kinds_of_buffers(options: tuple[str, ...]) -> None:
     done = perf("all_reduce", "--ranks", "2", "--sizes", "3000", *options, *_QUICK)
@@ -103,7 +104,8 @@ cli.main(["perf", "all_reduce", "--ranks", "3", "--sizes", "8", "--timeout", "60
 
 
 @pytest.mark.parametrize(
-    ("what", "told"), [("raise RuntimeError('on purpose')", "rank 1: RuntimeError: on purpose"), ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL")]
+    ("what", "told"),
+    [("raise RuntimeError('on purpose')", "rank 1: RuntimeError: on purpose"), ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL")],
 )
 def test_a_rank_that_crashes_ends_the_run(what: str, told: str) -> None:
     code = _CRASH.format(what=what)
@@ -127,7 +129,11 @@ def test_ranks_of_torchrun() -> None:
     command = [sys.executable, "-m", "miraccl", "perf", "all_reduce", "--sizes", "8", "--json", "-", *_QUICK]
     ranks = [
         subprocess.Popen(
-            command, env={**os.environ, **names, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            env={**os.environ, **names, "RANK": str(r), "LOCAL_RANK": str(r)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for r in range(2)
     ]

@@ -10,7 +10,17 @@ from miraccl.tools.perf.spec import OPERATIONS, Row, build_case, busbw_factor, s
 
 @pytest.mark.parametrize(
     ("op", "factor"),
-    [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_to_all", 0.75), ("broadcast", 1), ("reduce", 1), ("sendrecv", 1)],
+    [
+        ("all_reduce", 1.5),
+        ("all_gather", 0.75),
+        ("reduce_scatter", 0.75),
+        ("all_to_all", 0.75),
+        ("gather", 0.75),
+        ("scatter", 0.75),
+        ("broadcast", 1),
+        ("reduce", 1),
+        ("sendrecv", 1),
+    ],
 )
 def test_busbw_factors_are_those_of_nccl_tests(op: str, factor: float) -> None:
     assert busbw_factor(op, 4) == factor
@@ -40,7 +50,7 @@ def test_size_range() -> None:
 
 def test_speeds() -> None:
     case = build_case("all_reduce", 1_000_000, nranks=4, dtype="float32")
-    assert case.speeds(1000.0) == (pytest.approx(1.0), pytest.approx(1.5))
+    assert case.speeds(1000.0) == pytest.approx((1.0, 1.5))
 
 
 def row(**changes: object) -> Row:

@@ -94,7 +94,7 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_messages_both_ways() -> None:
-    got = []
+    got: list[Any] = []
     with Ranks(_echo, 2) as ranks:
         ranks.send(1, {"a": 1})
         while not got:

@@ -79,8 +79,6 @@ def _print(findings: list[Finding]) -> None:
 
 def _check_python() -> Finding:
     text = f"miraccl {miraccl.__version__}, {platform.python_implementation()} {platform.python_version()} at {sys.executable}"
-    if sys.version_info < (3, 11):
-        return Finding(name="python", status="missing", found=text, advice="install Python 3.11 or newer")
     return Finding(name="python", status="ok", found=text)
 
 
@@ -227,10 +225,15 @@ def _check_gpu() -> Finding:
     version = _read("/proc/driver/nvidia/version")
     if version:
         return Finding(name="gpu", status="ok", found=version.splitlines()[0])
-    if any(_read(str(p / "vendor")) == "0x10de" and _read(str(p / "class")).startswith("0x03") for p in Path("/sys/bus/pci/devices").glob("*")):
+    if any(_is_nvidia_gpu(device) for device in Path("/sys/bus/pci/devices").glob("*")):
         advice = "install the NVIDIA driver (Debian: nvidia-driver; Ubuntu: ubuntu-drivers install)"
         return Finding(name="gpu", status="note", found="an NVIDIA GPU without a driver", advice=advice)
     return Finding(name="gpu", status="note", found="no NVIDIA GPU", advice="collectives run on CPUs")
+
+
+def _is_nvidia_gpu(device: Path) -> bool:
+    """PCI vendor 10de, class 03 (display controller)."""
+    return _read(str(device / "vendor")) == "0x10de" and _read(str(device / "class")).startswith("0x03")
 
 
 def _check_tools() -> Finding:

@@ -64,8 +64,8 @@ def unknown_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """Variables with our prefix that no parameter declares, each with the closest one that exists, or an empty string."""
     import difflib
 
-    known = [f"MIRACCL_{name}" for name in params.PARAMS]
-    unknown = [v for v in sorted(environ) if v.startswith(_PREFIXES) and v not in known and v.removeprefix("MIRACCL_") not in LAUNCH_VARIABLES]
+    known = [f"MIRACCL_{name}" for name in (*params.PARAMS, *LAUNCH_VARIABLES)]
+    unknown = [name for name in sorted(environ) if name.startswith(_PREFIXES) and name not in known]
     return [(name, next(iter(difflib.get_close_matches(name, known, n=1)), "")) for name in unknown]
 
 
@@ -88,6 +88,6 @@ def render_markdown() -> str:
     lines = ["| variable | default | kind | also read | meaning |", "|---|---|---|---|---|"]
     for name, param in sorted(params.PARAMS.items()):
         nccl = f"`NCCL_{param.nccl}`" if param.nccl else ""
-        lines.append(f"| `MIRACCL_{name}` | {_show(param.default, param.unit).replace(chr(34) * 2, 'empty')} | {param.kind} | {nccl} | {param.help} |")
+        default = _show(param.default, param.unit).replace('""', "empty")
+        lines.append(f"| `MIRACCL_{name}` | {default} | {param.kind} | {nccl} | {param.help} |")
     return "\n".join(lines)
-

@@ -109,9 +109,7 @@ class _Process:
 class Job:
     """The ranks of this host. ``run()`` may be called once and returns the exit status of the whole."""
 
-    def __init__(
-        self, command: list[str], nproc: int, environ: launch.Environ, *, tag: bool, grace: float, first: int = 0
-    ) -> None:
+    def __init__(self, command: list[str], nproc: int, environ: launch.Environ, *, tag: bool, grace: float, first: int = 0) -> None:
         self._command = command
         self._nproc = nproc
         self._environ = environ

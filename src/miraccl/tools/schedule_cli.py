@@ -99,7 +99,7 @@ def show(algo: str, collective: str, ranks: int, root: int, plugin: str | None, 
 @click.option("--in-place", is_flag=True, help="Input and output overlap as the collective defines.")
 @click.option("--fifo-depth", type=click.IntRange(1), help="Messages that a FIFO holds.  [default: the one that executors have]")
 def verify(algo: str, collective: str, ranks: str, root: int, plugin: str | None, in_place: bool, fifo_depth: int | None) -> None:
-    """Prove that ALGO, or the schedule in a file, computes its collective: every contribution exactly once, no deadlock, no overlapping write.
+    """Prove that ALGO computes its collective: every contribution exactly once, no deadlock, no overlapping write.
 
     The exit status is 1 if the schedule is wrong for any number of ranks; the message names channel, rank, step and chunk.
 

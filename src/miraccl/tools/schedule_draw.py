@@ -144,7 +144,8 @@ def draw_svg(schedule: Schedule) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="11">',
         f"<title>{escape(title)}</title>",
-        '<defs><marker id="tip" markerWidth="7" markerHeight="7" refX="6" refY="3" orient="auto"><path d="M0,0 L6,3 L0,6 z"/></marker></defs>',
+        '<defs><marker id="tip" markerWidth="7" markerHeight="7" refX="6" refY="3" orient="auto">'
+        '<path d="M0,0 L6,3 L0,6 z"/></marker></defs>',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="10" y="18" font-size="14">{escape(title)}</text>',
     ]

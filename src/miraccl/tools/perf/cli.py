@@ -22,12 +22,22 @@ _DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
 
 @click.command(short_help="Measure a collective.")
 @click.argument("op", type=click.Choice(OPERATIONS), metavar="OP")
-@click.option("-r", "--ranks", type=click.IntRange(1, 512), help=f"Own ranks on this host; without it those of the launcher, or {DEFAULT_RANKS}.")
+@click.option(
+    "-r", "--ranks", type=click.IntRange(1, 512), help=f"Own ranks on this host.  [default: those of the launcher, or {DEFAULT_RANKS}]"
+)
 @click.option("-s", "--sizes", type=Sizes(), help=f"Sizes in bytes, with K, M, G.  [default: {_DEFAULT_SIZES}]")
 @click.option("-b", "--min-bytes", type=Size(), help="Smallest size of a range, instead of --sizes.")
 @click.option("-e", "--max-bytes", type=Size(), help="Largest size of a range.")
-@click.option("-f", "--factor", type=click.FloatRange(1, min_open=True), default=2.0, show_default=True, help="From one size of a range to the next.")
-@click.option("-d", "--dtype", type=click.Choice(tuple(ITEMSIZES)), metavar="NAME", default="float32", show_default=True, help=f"One of {', '.join(ITEMSIZES)}.")
+@click.option("-f", "--factor", type=click.FloatRange(1, min_open=True), default=2.0, show_default=True, help="Between sizes of a range.")
+@click.option(
+    "-d",
+    "--dtype",
+    type=click.Choice(tuple(ITEMSIZES)),
+    metavar="NAME",
+    default="float32",
+    show_default=True,
+    help=f"One of {', '.join(ITEMSIZES)}.",
+)
 @click.option("-o", "--redop", type=click.Choice(REDOPS), metavar="NAME", help=f"One of {', '.join(REDOPS)}.  [default: sum]")
 @click.option("--root", type=click.IntRange(0), default=0, show_default=True, help="Root of broadcast, reduce, gather and scatter.")
 @click.option("-n", "--iters", type=click.IntRange(1), help="Calls in a batch; without it as many as take 20 ms, at most 5000.")
@@ -39,11 +49,18 @@ _DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
 @click.option("--proto", help="Protocol to use for everything: simple, ll or ll128.")
 @click.option("--window", is_flag=True, help="Take buffers from comm.empty(), memory that the ranks share.")
 @click.option("--persistent", is_flag=True, help="Time operations that were prepared once, as all_reduce_init() does.")
+@click.option(
+    "--hosts",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Own ranks act as if on so many hosts.",
+)
 @click.option("--devices", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True, help="Where the data is.")
 @click.option("--explain", is_flag=True, help="Print, for each size, all candidates with their predicted times and the reason.")
 @click.option("--compare", type=click.Choice(("gloo", "mpi")), help="Measure this library too, in turns with miraccl, and print the ratio.")
 @click.option("--peer-python", metavar="PATH", help="Python that has the library of --compare; without it this one.")
-@click.option("--json", "json_target", metavar="FILE", help="Write the rows as a list of JSON objects; - is standard output, instead of the table.")
+@click.option("--json", "json_target", metavar="FILE", help="Write the rows as JSON; - is standard output, instead of the table.")
 @click.option("--plot", "plot_target", metavar="FILE", help="Draw busbw over size; the ending (.svg, .png, .pdf) decides the format.")
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True, help="Seconds for everything.")
 def perf(op: str, **options: Any) -> None:
@@ -99,6 +116,8 @@ def _check(op: str, options: dict[str, Any]) -> _Request:
     nranks = options["ranks"] or joined or DEFAULT_RANKS
     if options["root"] >= nranks:
         raise click.UsageError(f"--root {options['root']} is not one of the {nranks} ranks 0..{nranks - 1}")
+    if options["hosts"] > nranks or (joined and options["hosts"] > 1):
+        raise click.UsageError(f"--hosts {options['hosts']} needs as many ranks, own ones: give --ranks")
     if joined and options["compare"]:
         raise click.UsageError("--compare starts ranks itself: leave the launcher out and give --ranks")
     if options["peer_python"] and not options["compare"]:
@@ -142,6 +161,7 @@ def _job(request: _Request) -> Any:
         persistent=o["persistent"],
         explain=o["explain"],
         in_turns=bool(o["compare"]),
+        hosts=o["hosts"],
     )
 
 
@@ -212,6 +232,8 @@ def _print_header(request: _Request) -> None:
 def _how(options: dict[str, Any]) -> str:
     iters = f"{options['iters']} calls" if options["iters"] else "about 20 ms of calls"
     kinds = [name for name in ("fresh", "window", "persistent") if options[name]]
+    if options["hosts"] > 1:
+        kinds.append(f"as if on {options['hosts']} hosts")
     return ", ".join([f"median of {options['batches']} batches of {iters}", *kinds])
 
 

@@ -36,7 +36,7 @@ class RunFailed(MiracclError):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What each rank is told."""
+    """What each rank is told. ``hosts``: the ranks behave as if they were on so many hosts, block by block."""
 
     cases: tuple[Case, ...]
     options: Options
@@ -45,6 +45,7 @@ class Job:
     persistent: bool = False
     explain: bool = False
     in_turns: bool = False
+    hosts: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,14 +121,22 @@ def rank_main(context: Context, job: Job) -> None:
         run_cases(job, engine, turn, context.emit if comm.rank == 0 else lambda line: None)
 
 
+def pretend_host(rank: int, nranks: int, hosts: int) -> dict[str, str]:
+    """The setting that puts a rank on one of ``hosts`` hosts, as far as miraccl is concerned; nothing if there is one."""
+    return {"MIRACCL_HOSTID": f"perf-host-{rank * hosts // nranks}"} if hosts > 1 else {}
+
+
 class OwnGroup:
     """Own ranks of miraccl, forked from this process."""
 
-    name = "miraccl"
-
-    def __init__(self, job: Job, nranks: int, on_line: Callable[[Line], None]) -> None:
+    def __init__(self, job: Job, nranks: int, on_line: Callable[[Line], None], name: str = "miraccl") -> None:
+        self.name = name
         self._stack = contextlib.ExitStack()
-        environ = self._stack.enter_context(launch.local_job(nranks))
+        of_rank = self._stack.enter_context(launch.local_job(nranks))
+
+        def environ(rank: int) -> dict[str, str]:
+            return {**of_rank(rank), **pretend_host(rank, nranks, job.hosts)}
+
         self._ranks = self._stack.enter_context(Ranks(rank_main, nranks, (job,), environ=environ))
         self._ready: set[int] = set()
         self._nranks = nranks

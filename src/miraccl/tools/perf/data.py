@@ -22,17 +22,18 @@ PERIOD = 4093
 #: integers up to here are exact: 2 to the number of significand bits with the hidden one
 _EXACT = {"float16": 2048, "bfloat16": 256, "float8_e4m3": 16, "float8_e5m2": 8, "float32": 1 << 24, "float64": 1 << 53}
 _EXACT_INTEGER = {"int8": 127, "uint8": 255}
+_ML_DTYPES = {"bfloat16": "bfloat16", "float8_e4m3": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
 _SPREAD = 251  # values that wide types use
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def numpy_dtype(name: str) -> np.dtype[Any]:
+def numpy_dtype(name: str) -> Any:
     """The numpy type of a name of ``spec.ITEMSIZES``."""
-    if name in ("bfloat16", "float8_e4m3", "float8_e5m2"):
+    if name in _ML_DTYPES:
         import ml_dtypes
 
-        return np.dtype({"bfloat16": ml_dtypes.bfloat16, "float8_e4m3": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}[name])
+        return np.dtype(getattr(ml_dtypes, _ML_DTYPES[name]))
     return np.dtype(name)
 
 
@@ -93,11 +94,11 @@ def reduced_table(case: Case, seed: int) -> Array:
         return np.asarray(stacked.min(axis=0))
     if case.redop == "max":
         return np.asarray(stacked.max(axis=0))
-    total = stacked.sum(axis=0)
+    total = np.asarray(stacked.sum(axis=0))
     if case.redop == "avg":
         total = total / case.nranks
-        return total if case.dtype in _EXACT else np.trunc(total)
-    return np.asarray(total)
+        return total if case.dtype in _EXACT else np.asarray(np.trunc(total))
+    return total
 
 
 def fill(array: Array, table: Array, start: int = 0) -> None:

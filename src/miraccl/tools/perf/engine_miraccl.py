@@ -61,14 +61,23 @@ class MiracclEngine:
         return (plan.algo, plan.proto, plan.channels) if plan is not None else ("", "", 0)
 
     def _call(self, case: Case, x: Array, y: Array) -> Callable[[], Any]:
+        """The call as a user writes it; collecting arguments in a tuple and a dictionary would cost 0.1 us of what is measured."""
         args, options = self._arguments(case, x, y)
-        if case.op == "sendrecv":
-            return _bind(self.comm.sendrecv, *args, **options)
-        function = getattr(self.comm, case.op + ("_init" if self._persistent else ""))
-        if not self._persistent:
-            return _bind(function, *args, **options)
-        operation: Callable[[], Any] = function(*args, **options)
-        return operation
+        if self._persistent:
+            operation: Callable[[], Any] = getattr(self.comm, case.op + "_init")(*args, **options)
+            return operation
+        function, op, root = getattr(self.comm, case.op), options.get("op"), case.root
+        if case.op == "all_reduce":
+            if x is y:
+                return (lambda: function(x)) if op is miraccl.SUM else lambda: function(x, op=op)
+            return (lambda: function(x, out=y)) if op is miraccl.SUM else lambda: function(x, out=y, op=op)
+        if case.op == "reduce_scatter":
+            return (lambda: function(x, out=y)) if op is miraccl.SUM else lambda: function(x, out=y, op=op)
+        if case.op in ("all_gather", "all_to_all"):
+            return lambda: function(x, out=y)
+        if case.op == "broadcast":
+            return lambda: function(y, root=root)
+        return lambda: function(*args, **options)
 
     def _arguments(self, case: Case, x: Array, y: Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
         op, at_root = case.op, self.rank == case.root
@@ -76,25 +85,10 @@ class MiracclEngine:
             return (x,), {"dst": (self.rank + 1) % self.nranks, "out": y, "src": (self.rank - 1) % self.nranks}
         if op == "broadcast":
             return (y,), {"root": case.root}
-        options: dict[str, Any] = {"out": y}
-        if op in ("all_reduce", "reduce") and x is y:
-            options = {}
+        has_output = (at_root or op not in ("reduce", "gather")) and not (op in ("all_reduce", "reduce") and x is y)
+        options: dict[str, Any] = {"out": y} if has_output else {}
         if case.redop != "none":
             options["op"] = PreMulSum(premul_scalar(self.rank)) if case.redop == "premul_sum" else getattr(miraccl, _REDOPS[case.redop])
         if case.root >= 0:
             options["root"] = case.root
-        if op == "reduce" and not at_root:
-            options.pop("out", None)
-        if op == "gather" and not at_root:
-            options["out"] = None
-        if op == "scatter" and not at_root:
-            return (None,), options
-        return (x,), options
-
-
-def _bind(function: Callable[..., Any], *args: Any, **options: Any) -> Callable[[], Any]:
-    """What a user writes: one call with its arguments; a lambda is the cheapest way to repeat it."""
-    if len(args) == 1 and options.keys() == {"out", "op"}:
-        x, out, op = args[0], options["out"], options["op"]
-        return lambda: function(x, out=out, op=op)
-    return lambda: function(*args, **options)
+        return (None if op == "scatter" and not at_root else x,), options

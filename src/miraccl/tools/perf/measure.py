@@ -128,9 +128,7 @@ def _time_fresh(engine: Engine, case: Case, bound: Bound) -> float:
     return time.perf_counter() - start
 
 
-def _row(
-    case: Case, in_place: bool, options: Options, times: list[float], iters: int, wrong: int, chosen: tuple[str, str, int]
-) -> Row:
+def _row(case: Case, in_place: bool, options: Options, times: list[float], iters: int, wrong: int, chosen: tuple[str, str, int]) -> Row:
     time_us = statistics.median(times) * 1e6
     algbw, busbw = case.speeds(time_us)
     algo, proto, channels = chosen

@@ -47,6 +47,7 @@ _MPI_TYPES = {
 }
 _MPI_OPS = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX", "none": "SUM"}
 _GLOO_TYPES = ("int8", "uint8", "int32", "int64", "float16", "float32", "float64")
+_GLOO_IN_PLACE = ("all_reduce", "broadcast", "reduce")  # the only form of these
 _GLOO_OPS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "none": "SUM"}
 
 
@@ -138,7 +139,11 @@ class GlooEngine:
         return [float(v) for v in tensor.tolist()]
 
     def bind(self, case: Case, in_place: bool) -> Bound | None:
-        if case.dtype not in _GLOO_TYPES or case.redop not in _GLOO_OPS or in_place is not (case.op in ("all_reduce", "broadcast", "reduce")):
+        if (
+            case.dtype not in _GLOO_TYPES
+            or case.redop not in _GLOO_OPS
+            or in_place is not (case.op in ("all_reduce", "broadcast", "reduce"))
+        ):
             return None
         kind = getattr(self._torch, case.dtype)
         x, y = place_buffers(case, self.rank, in_place, lambda count: self._torch.zeros(count, dtype=kind))

@@ -70,8 +70,9 @@ def _launcher_options(launcher: str) -> list[str]:
 class PeerGroup:
     """The ranks of a peer. ``times[(case number, in place)]`` is in microseconds; the first ``done`` cases are complete."""
 
-    def __init__(self, name: str, python: str, job: Job, nranks: int) -> None:
-        self.name = name
+    def __init__(self, library: str, python: str, job: Job, nranks: int, name: str = "") -> None:
+        self.name = name or library
+        self._library = library
         self.times: dict[tuple[int, bool], float] = {}
         self.done = 0
         self._nranks = nranks
@@ -142,9 +143,9 @@ class PeerGroup:
     # ------------------------------------------------------------------ inside
 
     def _start(self, python: str, path: str) -> None:
-        worker = [os.path.join(os.path.dirname(__file__), "peer_worker.py"), self.name, path]
+        worker = [os.path.join(os.path.dirname(__file__), "peer_worker.py"), self._library, path]
         environ = dict(os.environ, OMP_NUM_THREADS="1")
-        if self.name == "mpi":
+        if self._library == "mpi":
             command = mpi_command(python, self._nranks)
             environ["PATH"] = f"{os.path.dirname(command[0])}:{environ.get('PATH', '')}"
             self._spawn([*command, *worker], environ)
