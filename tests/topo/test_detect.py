@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -13,8 +14,9 @@ from miraccl.topo.detect import detect_machine
 from miraccl.topo.nvml import GpuFacts, read_gpus, short_bus_id
 from miraccl.topo.records import LinkType, NodeType, PathType
 from miraccl.topo.sysfs import Sysfs, natural
-from miraccl.topo.xmlfile import format_topology, parse_topology
+from miraccl.topo.xmlfile import format_topology, parse_topology, read_topology
 from tests.topo.fake_sysfs import FakeMachine
+from tests.topo.golden import TOPOLOGIES
 
 DEVICE = {"vendor": "0x10de", "device": "0x2335", "subsystem_vendor": "0x10de", "subsystem_device": "0x18bf"}
 
@@ -201,7 +203,9 @@ class FakeNvml:
         return int(link < 2)
 
     def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(busId="0000:C3:00.0")
+        return SimpleNamespace(busId=b"FFFFFFFF:FF:FF.0", **self.legacy)
+
+    legacy: ClassVar[dict[str, bytes]] = {}
 
     def nvmlDeviceGetFieldValues(self, handle: int, fields: list[tuple[int, int]]) -> list[SimpleNamespace]:  # noqa: N802
         value = {170: 2, 171: 1 - fields[0][1], 172: 44712}[fields[0][0]]
@@ -212,8 +216,28 @@ def test_facts_from_nvml(monkeypatch):
     nvml = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     gpus, _ = read_gpus()
-    assert gpus == [GpuFacts(dev=0, bus_id="0000:1b:00.0", sm=90, nvlinks=(("0000:c3:00.0", 2),), c2c=(44712, 1))]
+    assert gpus == [GpuFacts(dev=0, bus_id="0000:1b:00.0", sm=90, nvlinks=(("ffffffff:ff:ff.0", 2),), c2c=(44712, 1))]
     assert nvml.closed
+    nvml.legacy = {"busIdLegacy": b"FFFFFFF:FF:FF.0"}  # type: ignore[misc]
+    assert read_gpus()[0][0].nvlinks == (("fffffff:ff:ff.0", 2),)
+
+
+def test_a_virtual_machine_as_nccl_dumped_it(tmp_path):
+    """Two H200 in a virtual machine: byte for byte the file NCCL 2.28.9 wrote there, less the host's hash."""
+    fake = FakeMachine(tmp_path)
+    fake.cpuinfo("GenuineIntel", 6, 207)
+    fake.numa(0, "0-31")
+    for slot in (6, 7):
+        folder = fake.pci(f"pci0000:00/0000:00:0{slot}.0", cls="0x030200", speed="32.0 GT/s PCIe", numa="-1", **DEVICE)
+        assert (folder / "max_link_width").read_text() == "16\n"  # but there is no port above it
+    virtio = tmp_path / "sys/devices/pci0000:00/0000:00:03.0/virtio2"
+    virtio.mkdir(parents=True)
+    fake.net("eth0", virtio, speed="-1")
+    fake.net("ifb0", None)
+    links = (("fffffff:ff:ff.0", 18),)
+    gpus = [GpuFacts(dev=i, bus_id=f"0000:00:0{6 + i}.0", sm=90, nvlinks=links) for i in range(2)]
+    dumped = read_topology(TOPOLOGIES / "device-2xH200-vm.xml").root
+    assert format_topology(detect_machine(tmp_path, gpus=gpus, arch="x86_64").root) == format_topology(dumped)
 
 
 @pytest.mark.parametrize(

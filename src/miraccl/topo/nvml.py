@@ -71,11 +71,17 @@ def _nvlinks(nvml: Any, handle: Any) -> tuple[tuple[str, int], ...]:
                 continue
             if not nvml.nvmlDeviceGetNvLinkState(handle, link):
                 continue
-            end = _text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId).lower()
+            end = _far_end(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link))
         except nvml.NVMLError:
             continue
         ends[end] = ends.get(end, 0) + 1
     return tuple(ends.items())
+
+
+def _far_end(info: Any) -> str:
+    """The short form of the bus id, as in NCCL's files; it is cut to ``fffffff:ff:ff.0`` for a switch that a virtual machine hides."""
+    legacy = _text(getattr(info, "busIdLegacy", ""))
+    return legacy.lower() if legacy else short_bus_id(_text(info.busId))
 
 
 def _c2c(nvml: Any, handle: Any) -> tuple[int, int] | None:
