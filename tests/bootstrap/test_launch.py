@@ -382,4 +382,14 @@ def test_a_folder_that_others_can_write_is_refused(private):
 
 def test_the_parent_names_the_job():
     assert job_of_parent() == job_of_parent()
-    assert str(os.getppid()) in job_of_parent()
+    assert job_of_parent(lambda pid: None) == f"parent {os.getppid()} "
+
+
+def test_a_launcher_further_up_names_the_job():
+    """Ranks started by a wrapper script have different parents and one launcher."""
+    parent = os.getppid()
+    table = {parent: ("bash", 50, "7"), 50: ("env", 40, "6"), 40: ("hydra_pmi_proxy", 30, "5"), 30: ("mpiexec.hydra", 1, "4")}
+    assert job_of_parent(table.get) == "parent 40 5"
+    del table[40]
+    assert job_of_parent(table.get) == f"parent {parent} 7"
+    assert job_of_parent(lambda pid: ("bash", pid, "3")) == f"parent {parent} 3"  # a chain without end

@@ -254,6 +254,50 @@ def test_who_said_hello_outlives_who_is_silent():
     assert set(net.dropped) == set(flood[:4])
 
 
+def test_newcomers_wait_until_a_stranger_has_had_time_enough():
+    net = Net(max_strangers=2)
+    assert net.hub.may_accept(net.now)
+    net.connect()
+    net.now = 0.01
+    hello_sayer = net.member(0, 2)
+    net._move_up(hello_sayer)
+    assert not net.hub.may_accept(0.015)
+    assert net.hub.may_accept(0.025)  # the silent one has had its 20 ms
+    net.now = 0.025
+    net._move_down(hello_sayer)
+    net._move_up(hello_sayer)  # proved: no stranger any more
+    assert net.hub.may_accept(0.0)
+
+
+def test_a_crowd_of_ranks_does_not_push_itself_out():
+    """More ranks than strangers may be held: all are let in, none is dropped, when the kernel's queue is used."""
+    net = Net(max_strangers=4)
+    waiting = list(range(20))
+    members: list[Member] = []
+    while waiting:
+        while waiting and net.hub.may_accept(net.now):
+            members.append(net.member(waiting.pop(), 20))
+        net.run()
+    assert not net.dropped
+    assert all(member.got(Welcome) for member in members)
+
+
+def test_who_says_hello_and_no_more_makes_place_in_the_end():
+    net = Net(max_strangers=2)
+    for _ in range(2):
+        conn = net.connect()
+        net.bytes_to_hub(conn, encode_frame(encode(Hello(rank=0, nranks=2, nonce=bytes(32)))))
+    assert not net.hub.may_accept(0.4)
+    assert net.hub.may_accept(0.6)
+
+
+def test_a_job_of_absurd_size_is_refused_at_the_door():
+    net = Net()
+    conn = net.connect()
+    net.bytes_to_hub(conn, encode_frame(encode(Hello(rank=0, nranks=2**31, nonce=bytes(32)))))
+    assert "rank 0 of 2147483648" in net.dropped[conn]
+
+
 def test_a_stranger_with_a_long_frame_is_dropped_before_it_is_kept():
     net = Net()
     conn = net.connect()

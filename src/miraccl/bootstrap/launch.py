@@ -59,7 +59,7 @@ class PortPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class FilePoint:
-    """Ranks of one user on one host; ``job`` names the job, empty: the parent process does."""
+    """Ranks of one user on one host; ``job`` names the job, empty: the process that started them does."""
 
     job: str
 
@@ -93,7 +93,7 @@ class _Launcher:
     one_host: bool = False
 
 
-_MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "HYDRA_JOBID", "PMI_PORT")
+_MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "HYDRA_JOBID", "I_MPI_HYDRA_UUID", "PMI_PORT")
 _LAUNCHERS = (
     _Launcher(
         name="miraccl", rank="MIRACCL_RANK", nranks=("MIRACCL_NRANKS",), local_rank="MIRACCL_LOCAL_RANK",

@@ -23,6 +23,9 @@ from miraccl.errors import AuthenticationError, BootstrapError, InvalidUsage, Sy
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
 #: How long (seconds) one reading of the file is trusted while nobody answers at its address.
 TRUST_SECONDS = 0.25
+#: Names of the processes that start ranks on a host, as in /proc (at most 15 characters).
+LAUNCHERS = ("hydra_pmi_proxy", "mpirun", "mpiexec", "orted", "orterun", "prte", "slurmstepd", "pbs_demux")
+MAX_ANCESTORS = 16
 
 
 def runtime_folder() -> str:
@@ -100,10 +103,32 @@ def wait_for_id(job: str, timeout: float, join: Callable[[UniqueId, float, float
     )
 
 
-def job_of_parent() -> str:
-    """The last resort for a job's name: the process that started the ranks, and when it began (its number may be used again)."""
-    parent = os.getppid()
-    started = ""
-    with contextlib.suppress(OSError, IndexError), open(f"/proc/{parent}/stat", encoding="ascii", errors="replace") as file:
-        started = file.read().rpartition(")")[2].split()[19]  # field 22, starttime, in proc(5)
-    return f"parent {parent} {started}"
+def job_of_parent(process: Callable[[int], tuple[str, int, str] | None] | None = None) -> str:
+    """The last resort for a job's name: the launcher's process among our ancestors, else our parent, and when it began.
+
+    ``process`` gives (name, parent, start time) of a process.  Looking further than the parent lets ranks be started by wrapper scripts.
+    """
+    process = process or _process
+    parent = pid = os.getppid()
+    for _ in range(MAX_ANCESTORS):
+        found = process(pid)
+        if found is None:
+            break
+        name, above, _ = found
+        if name.startswith(LAUNCHERS):
+            parent = pid
+            break
+        pid = above
+    started = process(parent)
+    return f"parent {parent} {started[2] if started else ''}"
+
+
+def _process(pid: int) -> tuple[str, int, str] | None:
+    """Fields 2 (comm), 4 (ppid) and 22 (starttime) of /proc/pid/stat, see proc(5)."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            head, _, tail = file.read().rpartition(")")
+        fields = tail.split()
+        return head.partition("(")[2], int(fields[1]), fields[19]
+    except (OSError, IndexError, ValueError):
+        return None
