@@ -1,8 +1,9 @@
 """Where each device of a machine is drawn.
 
-The tree of CPUs, PCI switches and devices is laid out in columns: every device has a column of its own and a parent stands above the middle of
-its children, so boxes never overlap and a wire that runs down a column meets nobody.  Rows from top: CPUs, the levels of PCI switches, GPUs and
-NICs, the nets of each NIC (one below the other), then the room for NVLinks between GPUs, then the NVSwitch as a bar below all GPUs.
+The tree of CPUs, PCI switches and devices is laid out in columns: every device has a column of its own and a parent stands above the
+middle of its children, so boxes never overlap and a wire that runs down a column meets nobody.  Rows from top: CPUs, the levels of PCI
+switches, GPUs and NICs, the nets of each NIC (one below the other), then the room for NVLinks between GPUs, then the NVSwitch as a bar
+below all GPUs.
 
 Coordinates are pixels, y grows downwards; a box is given by its centre.
 """
@@ -18,11 +19,11 @@ from miraccl.topo.records import GpuNode, LinkType, NetNode, NodeType, PciNode, 
 Point = tuple[float, float]
 
 SIZES = {
-    NodeType.CPU: (148, 44),
-    NodeType.PCI: (66, 26),
-    NodeType.GPU: (70, 48),
-    NodeType.NIC: (70, 24),
-    NodeType.NET: (70, 36),
+    NodeType.CPU: (150, 44),
+    NodeType.PCI: (78, 26),
+    NodeType.GPU: (84, 48),
+    NodeType.NIC: (78, 24),
+    NodeType.NET: (78, 36),
     NodeType.NVS: (120, 36),
 }
 """Width and height of a box."""
@@ -166,12 +167,33 @@ class _Placer:
         nets = max(self.stack.values(), default=-1) + 1
         below = SIZES[NodeType.NIC][1] / 2 + 18 + NET_STEP * nets if nets else SIZES[NodeType.GPU][1] / 2
         self.overlay_top = self.leaf_y + max(below, SIZES[NodeType.GPU][1] / 2) + 8
-        spans = [abs(self.order[i] - self.order[link.target]) for i in gpus for link in system.nodes[i].links if link.target in self.order]
+        self.tracks = self._nvlink_tracks()
         self.nvlink_top = self.overlay_top
-        self.overlay_bottom = self.nvlink_top + (22 + NVLINK_STEP * max(spans) if spans else 0) + min(150.0, 30 + 9.0 * len(gpus))
+        nvlinks = 22 + NVLINK_STEP * max(self.tracks.values()) if self.tracks else 0
+        self.overlay_bottom = self.nvlink_top + nvlinks + min(150.0, 30 + 9.0 * len(gpus))
         has_switch = system.count(NodeType.NVS) > 0
         self.switch_y = self.overlay_bottom + SIZES[NodeType.NVS][1] / 2
         self.height = self.overlay_bottom + (SIZES[NodeType.NVS][1] if has_switch else 0) + MARGIN
+
+    def _nvlink_tracks(self) -> dict[tuple[int, int], int]:
+        """A height for each pair of GPUs with NVLinks, so that no two of one height overlap; short ones first."""
+        pairs = {
+            tuple(sorted((i, link.target), key=self.order.__getitem__))
+            for i in self.order
+            for link in self.system.nodes[i].links
+            if link.target in self.order and link.target != i
+        }
+        spans = sorted((self.order[b] - self.order[a], self.order[a], (a, b)) for a, b in pairs)
+        taken: list[list[tuple[int, int]]] = []
+        tracks = {}
+        for length, start, pair in spans:
+            free = (n for n, row in enumerate(taken) if all(start + length < s or e < start for s, e in row))
+            track = next(free, len(taken))
+            if track == len(taken):
+                taken.append([])
+            taken[track].append((start, start + length))
+            tracks[pair] = track
+        return tracks
 
     def _columns(self, node: int, x: float) -> float:
         """Give columns to a subtree from ``x`` on; returns where it ends."""
@@ -283,11 +305,10 @@ def _route(tree: _Tree, placed: _Placer, ports: dict[int, int], a: Box, b: Box) 
 
 
 def _nvlink(placed: _Placer, ports: dict[int, int], a: Box, b: Box) -> tuple[tuple[Point, ...], Point, bool]:
-    """Down the columns of both GPUs and across below everything; each link has its own place at a GPU, and longer ones are deeper."""
+    """Down the columns of both GPUs and across below everything; each link has its own place at a GPU and its own height."""
     first, second = (a, b) if a.x < b.x else (b, a)
-    span = placed.order[second.index] - placed.order[first.index]
     start, end = _port(ports, first), _port(ports, second)
-    level = placed.nvlink_top + 14 + NVLINK_STEP * span
+    level = placed.nvlink_top + 14 + NVLINK_STEP * placed.tracks[first.index, second.index]
     return ((start, first.bottom), (start, level), (end, level), (end, second.bottom)), ((start + end) / 2, level - 3), False
 
 

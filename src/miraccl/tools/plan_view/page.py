@@ -1,0 +1,99 @@
+"""One HTML page that holds everything it needs: no network, no file beside it.
+
+What comes from a topology file is data and stays data: texts are escaped, the plan is embedded as JSON in which no ``<`` occurs, the script
+builds the page with ``textContent`` only, and the page's own policy (CSP) allows nothing to be loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from miraccl.tools.plan_view.layout import Drawing, draw_system
+from miraccl.tools.plan_view.svg import machine_svg
+from miraccl.topo.jsonform import system_from_json
+
+MAX_RANKS = 512
+"""Rings and trees over more ranks are left out of the page; the plan's JSON has them."""
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{css}</style>
+</head>
+<body>
+<header><h1>{title}</h1><p id="settings"></p><div id="cards"></div></header>
+<main>
+<section id="machine-section">
+<h2>Machine and channels</h2>
+<div class="bar"><span id="graphs" class="group"></span><span id="channels" class="group"></span>
+<span class="group right"><button id="fit" aria-pressed="true">fit</button><button id="clear">clear</button></span></div>
+<div class="columns"><div id="canvas">{svg}</div><aside id="details"></aside></div>
+</section>
+<section><h2>Times and choices</h2>
+<div class="bar"><span id="collectives" class="group"></span><span id="axes" class="group right"></span></div>
+<div class="columns"><div id="chart"></div><aside id="legend"></aside></div>
+<div id="choices"></div></section>
+<section><h2>Rings and trees over all ranks</h2><div id="ranks"></div></section>
+<section><h2>Why</h2><div id="why"></div></section>
+</main>
+<script type="application/json" id="plan">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def render_page(document: Mapping[str, Any]) -> str:
+    """The page of a plan (its JSON). Reasons and time curves are shown if the plan has the key ``explain``."""
+    system = system_from_json(document["system"])
+    drawing = draw_system(system)
+    title = f"{document.get('topology') or 'a system'}, {document['nodes']} x {document['gpus_per_node']} GPUs"
+    data = {
+        **{key: value for key, value in document.items() if key not in ("paths", "comm")},
+        "comm": _small_comm(document["comm"], document["nranks"]),
+        "names": [node.name for node in system.nodes],
+        "drawing": _positions(drawing),
+    }
+    return _PAGE.format(
+        policy=escape(_POLICY),
+        title=escape(title),
+        css=_resource("page.css"),
+        svg=machine_svg(drawing, title=title, standalone=False),
+        data=embedded(data),
+        script=_resource("page.js"),
+    )
+
+
+def embedded(value: Any) -> str:
+    """JSON for a ``script`` element: no character that HTML or JavaScript could take for the end of anything."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=True)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _small_comm(comm: Mapping[str, Any], nranks: int) -> dict[str, Any]:
+    if nranks <= MAX_RANKS:
+        return dict(comm)
+    return {key: value for key, value in comm.items() if not isinstance(value, list | dict)}
+
+
+def _positions(drawing: Drawing) -> dict[str, Any]:
+    return {
+        "boxes": [{"kind": b.kind.name, "x": b.x, "y": b.y, "w": b.w, "h": b.h, "title": b.title} for b in drawing.boxes],
+        "overlayTop": drawing.overlay_top,
+        "overlayBottom": drawing.overlay_bottom,
+        "width": drawing.width,
+    }
+
+
+def _resource(name: str) -> str:
+    return files("miraccl.tools.plan_view").joinpath(name).read_text(encoding="utf-8")

@@ -1,6 +1,7 @@
 """The machine as a plain SVG: no script, no network, every text from the file escaped.
 
-``machine_svg`` is used alone (``--svg``) and inside the page, where the classes and ``data-`` attributes let the script find devices and links.
+``machine_svg`` is used alone (``--svg``) and inside the page, where the classes and ``data-`` attributes let the script find devices and
+links.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from miraccl.tools.plan_view.layout import Box, Drawing, Point, Wire, draw_system
 from miraccl.topo.jsonform import system_from_json
-from miraccl.topo.records import LinkType
+from miraccl.topo.records import LOC_BW, LinkType
 
 COLORS = {
     LinkType.NVL: "#2b8a3e",
@@ -31,7 +32,7 @@ NAMES = {
 }
 STYLE = """
 .box rect{fill:#fff;stroke:#495057;stroke-width:1.2;rx:6}
-.box text{font:600 12px system-ui,sans-serif;fill:#212529;text-anchor:middle}
+.box text{font:600 11.5px system-ui,sans-serif;fill:#212529;text-anchor:middle}
 .box text.sub{font:10px system-ui,sans-serif;fill:#495057}
 .CPU rect{fill:#e7f5ff;stroke:#1971c2}.PCI rect{fill:#edf2ff;stroke:#4c6ef5}.GPU rect{fill:#ebfbee;stroke:#2b8a3e}
 .NIC rect{fill:#fff4e6;stroke:#e8590c}.NET rect{fill:#fff9db;stroke:#e67700}.NVS rect{fill:#d3f9d8;stroke:#2b8a3e}
@@ -100,7 +101,8 @@ def _wire(wire: Wire) -> str:
     width = 1.2 + min(3.2, wire.bw / 110)
     dash = ' stroke-dasharray="5 4"' if wire.type == LinkType.LOC else ""
     anchor = "start" if len(wire.points) > 1 and wire.label[0] > wire.points[-1][0] else "middle"
-    label = "" if wire.bw >= 4999 else f'<text x="{_n(wire.label[0])}" y="{_n(wire.label[1])}" fill="{color}" text-anchor="{anchor}">{wire.bw:.4g}</text>'
+    where = f'x="{_n(wire.label[0])}" y="{_n(wire.label[1])}"'
+    label = "" if wire.bw >= LOC_BW else f'<text {where} fill="{color}" text-anchor="{anchor}">{wire.bw:.4g}</text>'
     return (
         f'<g class="wire {wire.type.name}" data-a="{wire.source}" data-b="{wire.target}">'
         f'<path d="{path_data(wire.points, curved=wire.curved)}" stroke="{color}" stroke-width="{_n(width)}"{dash}/>{label}</g>'

@@ -1,0 +1,205 @@
+"""Why a plan is as it is: the reasons of every stage as data, and as sentences.
+
+The stages keep their own reasons (paths: ``topo.explain``, search: ``graph.search.explain``, counts and model: their records); here
+they are put together under the key ``explain`` of the plan's JSON:
+
+- ``paths``: one entry per path (why this type, which hop limits the bandwidth, which rules changed it)
+- ``search``: per domain and graph what was tried and why
+- ``channels``: every step from searched to compute channels; why a pair of ranks has so many for send and receive
+- ``tuning``: all estimates with what limited them or switched them off, time curves, and for each size who wins and by how much
+- ``sentences``: the short story of all this, by heading
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from miraccl.graph import tuning_constants as k
+from miraccl.graph.channel_graph import ChannelGraph, GraphKind
+from miraccl.graph.connect import Connections
+from miraccl.graph.plan import Plan
+from miraccl.graph.search.explain import explain_search
+from miraccl.graph.tuning import TuningModel
+from miraccl.graph.tuning_choice import TABLE_SIZES, Candidate, candidates, choose
+from miraccl.topo.explain import PathNotes, explain_paths
+from miraccl.topo.jsonform import number
+from miraccl.types import Collective
+
+CURVE_SIZES = tuple(8 << i for i in range(31))
+"""Bytes of the points of a time curve: 8 B, 16 B, ... 8 GiB."""
+
+Json = dict[str, Any]
+
+
+def explain_plan(made: Plan, notes: PathNotes) -> Json:
+    """The value of the key ``explain``. ``notes`` is the recorder that :func:`plan.make_plan` was given."""
+    paths = [reason.to_json() for reason in explain_paths(made.topology.system, made.topology.paths, notes)]
+    search = [[explain_search(report) for report in result.reports] for result in made.searches]
+    return {
+        "paths": paths,
+        "search": search,
+        "channels": _channels(made.connections),
+        "tuning": _tuning(made.model),
+        "sentences": {
+            "Paths": _path_sentences(paths),
+            "Search": [line for graphs in search for graph in graphs for line in graph["sentences"]],
+            "Channels": channel_sentences(made.connections),
+            "Choice": choice_sentences(made.model),
+        },
+    }
+
+
+# Paths
+
+
+def _path_sentences(paths: list[Json]) -> list[str]:
+    """One sentence for each kind of path between GPUs and to nets, with an example."""
+    groups: dict[tuple[str, str, str, float], list[Json]] = {}
+    for path in paths:
+        kinds = path["from"].split("/")[0], path["to"].split("/")[0]
+        if kinds in (("GPU", "GPU"), ("GPU", "NET")) and path["hops"]:
+            groups.setdefault((*kinds, path["type"], path["bw"]), []).append(path)
+    result = []
+    for (source, target, kind, bw), members in groups.items():
+        one = members[0]
+        rules = "".join(f"; {rule['sentence']}" for rule in one["rules"])
+        result.append(
+            f"{len(members)} paths {source} to {target} are {kind} at {bw:g} GB/s, such as {one['from']} to {one['to']}: "
+            f"{one['type_reason']}; slowest hop: {one['bw_reason']}{rules}"
+        )
+    return result
+
+
+# Channels
+
+
+def _channels(connections: Connections) -> Json:
+    return {
+        "steps": [{"before": s.before, "after": s.after, "why": s.why} for s in connections.count.steps],
+        "p2p": {"channels": connections.p2p.total, "perPeer": connections.p2p.per_peer, "why": connections.p2p.why},
+    }
+
+
+def channel_sentences(connections: Connections) -> list[str]:
+    """From what the search found to what runs."""
+    ring = connections.graphs[GraphKind.RING]
+    result = [f"the search found {_graph_in_words(ring)} for rings and {_graph_in_words(connections.graphs[GraphKind.TREE])} for trees"]
+    result += [f"{step.before} channels become {step.after}: {step.why}" for step in connections.count.steps]
+    result.append(f"collectives run on {connections.channels} channels")
+    p2p = connections.p2p
+    result.append(
+        f"send and receive use {p2p.total} channels (a power of two) and up to {p2p.per_peer} for one peer, limited by {p2p.why}"
+    )
+    if connections.nvls:
+        result.append(f"NVLS uses {connections.nvls_channels} channels and {connections.nvls.heads} heads per node")
+    if connections.collnet_enabled:
+        result.append("CollNet is in use")
+    return result
+
+
+def _graph_in_words(graph: ChannelGraph) -> str:
+    return (
+        f"{graph.n_channels} channels of {graph.bw_intra:g} GB/s inside ({graph.type_intra.name}) "
+        f"and {graph.bw_inter:g} GB/s between nodes ({graph.type_inter.name})"
+    )
+
+
+# Tuning
+
+
+def _tuning(model: TuningModel) -> Json:
+    estimates = [
+        {
+            "collective": k.TUNED[coll],
+            "algorithm": algo.label,
+            "protocol": k.PROTOCOL_LABELS[proto],
+            "latency": number(estimate.latency),
+            "bandwidth": number(estimate.bandwidth),
+            "limits": list(estimate.limits),
+            "off": estimate.off,
+        }
+        for (coll, algo, proto), estimate in model.estimates.items()
+    ]
+    return {
+        "estimates": estimates,
+        "sizes": list(CURVE_SIZES),
+        "curves": {name: _curves(model, coll) for coll, name in k.TUNED.items()},
+        "choices": {name: [_duel(model, coll, size) for size in TABLE_SIZES] for coll, name in k.TUNED.items()},
+    }
+
+
+def _name(candidate: Candidate) -> str:
+    return f"{candidate.algorithm.label}/{k.PROTOCOL_LABELS[candidate.protocol]}"
+
+
+def _curves(model: TuningModel, coll: Collective) -> dict[str, list[float | int]]:
+    """Time in us at each of the sizes, for what can be used at all."""
+    curves: dict[str, list[float | int]] = {}
+    for nbytes in CURVE_SIZES:
+        for candidate in candidates(model, coll, nbytes):
+            if candidate.time is not None:
+                curves.setdefault(_name(candidate), []).append(number(candidate.time))
+    return curves
+
+
+def _ranked(model: TuningModel, coll: Collective, nbytes: int) -> list[Candidate]:
+    """Usable candidates, fastest first; equals stay in NCCL's order."""
+    usable = [c for c in candidates(model, coll, nbytes) if c.time is not None]
+    return sorted(usable, key=lambda c: c.time or 0.0)
+
+
+def _duel(model: TuningModel, coll: Collective, nbytes: int) -> Json:
+    """Who wins at a size, who comes second, and by how much."""
+    ranked = _ranked(model, coll, nbytes)
+    result: Json = {"bytes": nbytes, "winner": None, "off": {_name(c): c.off for c in candidates(model, coll, nbytes) if c.off}}
+    choice = choose(model, coll, nbytes)
+    if choice is None:
+        return result
+    winner = ranked[0]
+    result |= {"winner": _name(winner), "time": number(choice.time), "ranking": [[_name(c), number(c.time or 0.0)] for c in ranked]}
+    if len(ranked) > 1 and winner.time:
+        result["runnerUp"] = _name(ranked[1])
+        result["advantage"] = number((ranked[1].time or 0.0) / winner.time - 1)
+    result["why"] = "".join(_why(model, coll, ranked, nbytes))
+    return result
+
+
+def _why(model: TuningModel, coll: Collective, ranked: list[Candidate], nbytes: int) -> Iterator[str]:
+    winner = ranked[0]
+    first = model.estimate(coll, winner.algorithm, winner.protocol)
+    yield f"{_name(winner)} takes {winner.time or 0.0:.4g} us"
+    if first.bandwidth:
+        yield f" ({first.latency:.4g} us latency, {nbytes_in_words(nbytes)} at {first.bandwidth:.4g} GB/s)"
+    if len(ranked) > 1 and winner.time:
+        second = model.estimate(coll, ranked[1].algorithm, ranked[1].protocol)
+        part = "less latency" if first.latency < second.latency else "more bandwidth"
+        both = first.latency < second.latency and first.bandwidth > second.bandwidth
+        yield (
+            f", {((ranked[1].time or 0.0) / winner.time - 1) * 100:.3g} % less than {_name(ranked[1])} "
+            f"({second.latency:.4g} us, {second.bandwidth:.4g} GB/s): {'less latency and more bandwidth' if both else part}"
+        )
+
+
+def nbytes_in_words(nbytes: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:g} {unit}"
+    return f"{nbytes} B"
+
+
+def choice_sentences(model: TuningModel) -> list[str]:
+    """For each collective the ranges of sizes and their winners, with the reason at the first size of a range."""
+    result = []
+    for coll, name in k.TUNED.items():
+        last = ""
+        for nbytes in TABLE_SIZES:
+            ranked = _ranked(model, coll, nbytes)
+            winner = _name(ranked[0]) if ranked else "nothing"
+            if winner != last:
+                reason = "".join(_why(model, coll, ranked, nbytes)) if ranked else "no algorithm and protocol is left"
+                result.append(f"{name} from {nbytes_in_words(nbytes)}: {reason}")
+                last = winner
+        if off := sorted({c.off for c in candidates(model, coll, TABLE_SIZES[-1]) if c.off}):
+            result.append(f"{name}, not available: " + "; ".join(off))
+    return result

@@ -1,0 +1,178 @@
+"""``miraccl plan``: from a topology to rings, trees, counts, times and choices, with the reasons.
+
+Everything shown is read off the plan's JSON (``graph.plan``), so that tables, ``--json``, SVG and HTML can never disagree, and a plan
+that is in the cache is shown without being computed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from miraccl import params
+from miraccl.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from miraccl.graph.plan_cache import PlanDocument
+
+
+@click.command(short_help="Show which algorithm and which channels are chosen, and why.")
+@click.option("--topo", "topo_file", type=click.Path(), help="Topology file; without it NCCL_TOPO_FILE, or this machine.")
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of such machines in the job.")
+@click.option("--gpus", metavar="0,2,...", help="Only the GPUs with these device numbers, in the order of their ranks.")
+@click.option("--collnet", is_flag=True, help="A CollNet plugin is present, and every net supports it.")
+@click.option("--fuse", is_flag=True, help="Read the file as one process per GPU given it with NCCL_TOPO_FILE would.")
+@click.option("--accelerators", multiple=True, metavar="TOML", help="Description of accelerators NCCL does not know; repeatable.")
+@click.option("--explain", is_flag=True, help="Say why, stage by stage; in the JSON under the key explain.")
+@click.option("--json", "json_target", metavar="FILE", help="Write the plan; - is standard output.")
+@click.option("--graph-xml", metavar="FILE", help="Write the channel graphs in NCCL's format (NCCL_GRAPH_FILE); - is standard output.")
+@click.option("--svg", metavar="FILE", help="Draw the machine.")
+@click.option("--html", metavar="FILE", help="Write one page with the machine, its channels, paths and times to look into.")
+@click.option("--no-cache", is_flag=True, help="Compute the plan even if it is known, and do not keep it.")
+def plan(
+    topo_file: str | None,
+    nodes: int,
+    gpus: str | None,
+    collnet: bool,
+    fuse: bool,
+    accelerators: tuple[str, ...],
+    explain: bool,
+    json_target: str | None,
+    graph_xml: str | None,
+    svg: str | None,
+    html: str | None,
+    no_cache: bool,
+) -> None:
+    """Show what would be decided for a job on NODES machines like the one described: system, paths, channels, rings, trees, the number of
+    channels, the model of their speed, and the algorithm and protocol for each collective and size. These are the decisions of
+    NCCL 2.28.9, with the NCCL_* settings of the environment. No GPU is needed.
+
+    \b
+    Examples:
+      miraccl plan --topo dgx-h100.xml --nodes 4
+      miraccl plan --topo dgx-h100.xml --gpus 0,1,2,3 --explain
+      NCCL_ALGO=ring miraccl plan --topo dgx-h100.xml --json -
+      miraccl plan --topo dgx-h100.xml --nodes 16 --html plan.html
+    """
+    if [json_target, graph_xml, svg, html].count("-") > 1:
+        raise InvalidUsage("only one output can go to standard output")
+    document = _document(
+        topo_file,
+        nodes=nodes,
+        gpus=_devices(gpus),
+        collnet=collnet,
+        fuse=fuse,
+        described=accelerators,
+        explain=explain or bool(html),
+        cached=not no_cache,
+    )
+    if json_target:
+        _write(json_target, document.text.decode())
+    if graph_xml:
+        _write(graph_xml, _graph_xml(document.data))
+    if svg or html:
+        from miraccl.tools.plan_view import render_page, render_svg
+
+        if svg:
+            _write(svg, render_svg(document.data))
+        if html:
+            _write(html, render_page(document.data))
+    if "-" not in (json_target, graph_xml, svg, html):
+        from miraccl.tools.plan_tables import print_explanation, print_plan
+
+        print_plan(document.data)
+        if explain:
+            print_explanation(document.data)
+
+
+def _devices(text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise InvalidUsage(f"--gpus {text}: expected device numbers such as 0,2,3") from None
+
+
+def _document(
+    topo_file: str | None,
+    *,
+    nodes: int,
+    gpus: Sequence[int],
+    collnet: bool,
+    fuse: bool,
+    described: Sequence[str],
+    explain: bool,
+    cached: bool,
+) -> PlanDocument:
+    from miraccl.graph.plan import PlanRequest
+    from miraccl.graph.plan_cache import cached_document, plan_key
+    from miraccl.native.cache import folder
+
+    environ = os.environ
+    graph_file = params.GRAPH_FILE.read(environ)
+    request = PlanRequest.read(
+        environ,
+        nodes=nodes,
+        gpus=gpus,
+        collnet=collnet,
+        fuse=fuse,
+        graph_xml=_read(graph_file, "graph file").decode(errors="replace") if graph_file else "",
+    )
+    name = topo_file or params.TOPO_FILE.read(environ)
+    if not name:  # a detected machine can change, and detecting it is most of the work
+        return cached_document(None, "", lambda: _compute(None, "this machine", request, described, explain))
+    parts = [_read(name, "topology file"), *(_read(file, "description") for file in _descriptions(described, environ))]
+    key = plan_key(b"\0".join(parts), request, flavour=f"{'explain' if explain else ''} {Path(name).name}")
+    return cached_document(folder() if cached else None, key, lambda: _compute(name, Path(name).name, request, described, explain))
+
+
+def _descriptions(described: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    return list(described) or [file for file in params.ACCELERATORS.read(environ).split(":") if file]
+
+
+def _compute(path: str | None, name: str, request: Any, described: Sequence[str], explain: bool) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from miraccl.graph.plan import make_plan, plan_to_json
+    from miraccl.topo.accelerators import read_accelerators
+    from miraccl.topo.explain import PathNotes
+    from miraccl.topo.load import load_topology
+
+    accelerators = [a for file in described for a in read_accelerators(file)] if described else None
+    root = load_topology(path, accelerators=accelerators).root
+    notes = PathNotes() if explain else None
+    made = replace(make_plan(root, request, recorder=notes), name=name)
+    result = plan_to_json(made)
+    if notes is not None:
+        from miraccl.graph.plan_explain import explain_plan
+
+        result["explain"] = explain_plan(made, notes)
+    return result
+
+
+def _graph_xml(document: Mapping[str, Any]) -> str:
+    from miraccl.graph.channel_graph import graph_from_json, graphs_to_xml
+    from miraccl.topo.jsonform import system_from_json
+
+    return graphs_to_xml([graph_from_json(graph) for graph in document["graphs"]], system_from_json(document["system"]))
+
+
+def _read(path: str, what: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidUsage(f"the {what} {path} cannot be read: {error.strerror}") from None
+
+
+def _write(target: str, text: str) -> None:
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.FileError(target, error.strerror) from None

@@ -1,0 +1,218 @@
+"""A plan as tables and sentences on a terminal, read off its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from miraccl.graph.channel_graph import Pattern
+
+Json = Mapping[str, Any]
+
+MAX_COLUMNS = 16
+MAX_RANKS = 64
+"""Rings of more ranks are cut."""
+MAX_CHANNELS = 16
+
+_PATTERNS = {
+    Pattern.BALANCED_TREE: "balanced tree",
+    Pattern.SPLIT_TREE: "split tree",
+    Pattern.TREE: "tree",
+    Pattern.RING: "ring",
+    Pattern.NVLS: "NVLS",
+    Pattern.COLLNET_DIRECT: "CollNet direct",
+}
+
+
+def print_plan(document: Json, console: Console | None = None) -> None:
+    """All stages, in the order in which they are decided."""
+    console = console or Console(soft_wrap=False, highlight=False)
+    console.print(f"[bold]{escape(_headline(document))}[/bold]")
+    for table in (
+        _system(document),
+        _paths(document),
+        _graphs(document),
+        _counts(document),
+        _rings(document),
+        _trees(document),
+        _model(document),
+        _choices(document),
+    ):
+        console.print(table)
+        console.print()
+    for line in _bound(document):
+        console.print(escape(line))
+
+
+def print_explanation(document: Json, console: Console | None = None) -> None:
+    """The reasons as sentences, stage by stage."""
+    console = console or Console(highlight=False)
+    for heading, sentences in document["explain"]["sentences"].items():
+        console.print(f"[bold]Why: {escape(heading.lower())}[/bold]")
+        for sentence in sentences:
+            console.print(f"  - {escape(sentence)}")
+        console.print()
+
+
+def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="", pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    return table
+
+
+def _headline(document: Json) -> str:
+    comm = document["comm"]
+    text = f"{document['topology'] or 'a system'}: {document['nodes']} x {document['gpus_per_node']} GPUs, {document['nranks']} ranks"
+    if comm["nNodes"] != document["nodes"]:
+        text += (
+            f"; only the network joins the GPUs of {len(document['domains'])} groups of each machine, so there are {comm['nNodes']} nodes"
+        )
+    settings = " ".join(f"{name}={value}" for name, value in document["env"].items())
+    return f"{text} ({settings})" if settings else text
+
+
+def _system(document: Json) -> Table:
+    system = document["system"]
+    title = f"System: {system['maxBw']:g} GB/s to a peer, {system['totalBw']:g} GB/s per GPU"
+    table = _table(title, "device", "properties", "links (GB/s)")
+    for kind in ("GPU", "PCI", "NVS", "CPU", "NIC", "NET"):
+        for node in system[kind]:
+            links = ", ".join(f"{link} {bw:g} {name}" for link, bw, name in node["links"])
+            table.add_row(node["name"], _properties(kind, node), escape(links))
+    return table
+
+
+def _properties(kind: str, node: Json) -> str:
+    if kind == "GPU":
+        return f"rank {node['rank']} dev {node['dev']} sm {node['sm']}{'' if node['gdr'] else ' no GPUDirect'}"
+    if kind == "NET":
+        return f"{node['bw'] * 8:g} Gbit/s port {node['port']}{' CollNet' if node['coll'] else ''}"
+    return ""
+
+
+def _paths(document: Json) -> Table:
+    """GPUs to GPUs and nets: type and bandwidth."""
+    paths, system = document["paths"], document["system"]
+    gpus = [f"GPU {node['rank']}" for node in system["GPU"]][:MAX_COLUMNS]
+    nets = [f"NET {node['dev']}" for node in system["NET"]][: max(0, MAX_COLUMNS - len(gpus))]
+    left_out = len(system["GPU"]) + len(system["NET"]) - len(gpus) - len(nets)
+    table = _table("Paths (type and GB/s)" + (f"; {left_out} more devices not shown" if left_out else ""), "from", *gpus, *nets)
+    for node, row in list(zip(system["GPU"], paths["GPU"]))[:MAX_COLUMNS]:
+        cells = [*row["GPU"][: len(gpus)], *row["NET"][: len(nets)]]
+        table.add_row(f"GPU {node['rank']}", *("-" if kind == "LOC" else f"{kind} {bw:g}" for kind, bw, _ in cells))
+    return table
+
+
+def _graphs(document: Json) -> Table:
+    table = _table(
+        "Channel graphs", "graph", "channels", "GB/s inside", "GB/s between", "paths inside", "paths between", "pattern", "first channel",
+        numbers=("channels", "GB/s inside", "GB/s between"),
+    )  # fmt: skip
+    for graph in document["graphs"]:
+        if not graph["computed"] or not graph["nChannels"]:
+            reason = "nothing found" if graph["computed"] else "not searched"
+            table.add_row(graph["name"], "0", "", "", "", "", reason, "")
+            continue
+        nets = graph["inter"][0] if graph["inter"] else None
+        order = " ".join(map(str, graph["intra"][0]))
+        table.add_row(
+            graph["name"],
+            str(graph["nChannels"]),
+            f"{graph['bwIntra']:g}",
+            f"{graph['bwInter']:g}",
+            graph["typeIntra"],
+            graph["typeInter"] if nets else "",
+            _PATTERNS[Pattern(graph["pattern"])] + (", crossing NICs" if graph["crossNic"] else ""),
+            f"net {nets[0]} > {order} > net {nets[1]}" if nets else order,
+        )
+    return table
+
+
+def _counts(document: Json) -> Table:
+    comm = document["comm"]
+    table = _table("Communicator", "what", "value")
+    rows = {
+        "nodes": comm["nNodes"],
+        "channels of collectives": comm["nChannels"],
+        "channels of send and receive": f"{comm['p2pnChannels']}, {comm['p2pnChannelsPerPeer']} per peer",
+        "NVLS": f"{comm['nvlsChannels']} channels, {comm['nvls']['nHeads']} heads" if comm.get("nvls") else "not in use",
+        "CollNet": f"{comm['collnet']['headsNum']} heads" if comm.get("collnet") else "not in use",
+        "all GPUs joined by NVLink": "yes" if comm["isAllNvlink"] else "no",
+    }
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def _distinct(rows: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Equal channels together: their numbers, and the first one's value."""
+    groups: list[tuple[list[int], Any]] = []
+    for c, row in enumerate(rows):
+        for numbers, first in groups:
+            if first == row:
+                numbers.append(c)
+                break
+        else:
+            groups.append(([c], row))
+    for numbers, first in groups[:MAX_CHANNELS]:
+        yield ", ".join(map(str, numbers)), first
+
+
+def _rings(document: Json) -> Table:
+    table = _table("Rings", "channels", "ranks")
+    for channels, ring in _distinct(document["comm"]["rings"]):
+        text = " ".join(map(str, ring[:MAX_RANKS]))
+        table.add_row(channels, text + (f" ... {len(ring) - MAX_RANKS} more" if len(ring) > MAX_RANKS else ""))
+    return table
+
+
+def _trees(document: Json) -> Table:
+    trees = document["comm"]["trees"]
+    title = f"Trees of depth {trees[0]['depth']}: parent(children)" if trees else "Trees"
+    table = _table(title, "channels", "ranks")
+    for channels, tree in _distinct(trees):
+        inner = [(r, [c for c in down if c >= 0]) for r, down in enumerate(tree["down"])]
+        texts = [f"{rank}({' '.join(map(str, children))})" for rank, children in inner if children]
+        root = tree["up"].index(-1)
+        more = f" ... {len(texts) - MAX_RANKS} more" if len(texts) > MAX_RANKS else ""
+        table.add_row(channels, f"root {root}: " + " ".join(texts[:MAX_RANKS]) + more)
+    return table
+
+
+def _model(document: Json) -> Table:
+    tuning = document["tuning"]
+    table = _table(
+        "Model: latency us / bandwidth GB/s", "collective", "algorithm", "LL", "LL128", "Simple", numbers=("LL", "LL128", "Simple")
+    )
+    for collective, rows in tuning["bandwidths"].items():
+        for algorithm, bandwidths in rows.items():
+            if any(bandwidths):
+                latencies = tuning["latencies"][collective][algorithm]
+                cells = [f"{lat:.1f} / {bw:.1f}" if bw else "-" for lat, bw in zip(latencies, bandwidths)]
+                table.add_row(collective, algorithm, *cells)
+    return table
+
+
+def _choices(document: Json) -> Table:
+    choice = document["tuning"]["choice"]
+    table = _table("Choice: algorithm/protocol, us, channels x warps", "bytes", *choice, numbers=("bytes",))
+    for row in zip(*choice.values()):
+        size = next((entry[0] for entry in row if entry), 0)
+        table.add_row(_size(size), *(f"{e[1]}/{e[2]} {e[3]:.4g} {e[4]}x{e[5]}" if e else "-" for e in row))
+    return table
+
+
+def _size(nbytes: int) -> str:
+    for unit, size in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:g}{unit}"
+    return str(nbytes)
+
+
+def _bound(document: Json) -> list[str]:
+    return []
