@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from miraccl import params
@@ -20,6 +20,10 @@ from miraccl.executor.cpu.kernels import layout as at
 from miraccl.native import atomics
 from miraccl.transport.base import Endpoint, FifoKind, FifoPair, Transport
 from miraccl.transport.shm import Segment, ShmTransport
+
+#: how ranks wait that have a core each, and how if they share cores
+ALONE = WaitPolicy(spin=1000, yields=5)
+CROWDED = WaitPolicy(spin=30, yields=60, membarrier=False, step_aside=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,14 +131,8 @@ class Fabric:
         return transport
 
     def _policy(self, membarrier: bool) -> WaitPolicy:
-        crowded = self.ranks_per_core > 1
-        return WaitPolicy(
-            spin=100 if crowded else 1000,
-            yields=20 if crowded else 5,
-            step_aside=not crowded,
-            timeout_s=self.timeout,
-            membarrier=membarrier and not crowded,
-        )
+        policy = CROWDED if self.ranks_per_core > 1 else ALONE
+        return replace(policy, timeout_s=self.timeout, membarrier=membarrier and policy.membarrier)
 
     def _wires(self, peer: int, pair: FifoPair, readable: bool) -> Wires:
         near = pair.send.kind is FifoKind.SHM

@@ -11,6 +11,8 @@ import bisect
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import Any
+
 from miraccl.executor.cpu.lower import chunk_bytes
 from miraccl.schedule.ir import Op, Schedule
 from miraccl.types import Collective, DType
@@ -40,10 +42,11 @@ class Constants:
     @classmethod
     def from_json(cls, text: str) -> Constants:
         """Raises ``ValueError`` for what ``to_json`` does not produce."""
-        values = json.loads(text)
+        values: Any = json.loads(text)
         if not isinstance(values, dict) or set(values) != {f.name for f in fields(cls)}:
             raise ValueError("these are not the constants of this version")
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**arguments)
 
     def at(self, table: Sequence[float], size: float) -> float:
         """Bandwidth for a working set of ``size`` bytes, interpolated."""

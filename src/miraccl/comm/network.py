@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from miraccl.bootstrap import Session
-
 from miraccl.proxy.thread import Proxy
 from miraccl.transport.base import Endpoint, OnLost
 from miraccl.transport.socket import SocketTransport

@@ -17,7 +17,8 @@ from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.lower import Program, Run, lower, signature
 from miraccl.schedule import catalog, cost
 from miraccl.schedule.catalog import Algorithm
-from miraccl.types import Collective, DType, Protocol, RedOp
+from miraccl.schedule.ir import Schedule
+from miraccl.types import Collective, DType, RedOp
 
 WINDOW_ONLY = 1 << 62  # a "direct" threshold that private memory never reaches
 WINDOW_FROM = 32 << 10  # bytes of a block from which window memory is posted by address instead of copied into a slot
@@ -71,7 +72,17 @@ class Request:
 class Planner:
     """Chooses and keeps plans for one communicator and rank."""
 
-    def __init__(self, *, rank: int, shape: Shape, slot_bytes: int, constants: Constants, overrides: Overrides, single_copy: int = -1, stream_from: int = 1 << 62) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        shape: Shape,
+        slot_bytes: int,
+        constants: Constants,
+        overrides: Overrides,
+        single_copy: int = -1,
+        stream_from: int = 1 << 62,
+    ) -> None:
         self.rank, self.shape, self.slot_bytes = rank, shape, slot_bytes
         self.constants, self.overrides, self.single_copy = constants, overrides, single_copy
         self.stream_from = stream_from
@@ -101,11 +112,15 @@ class Planner:
                 reason = "asked for" if name == self.overrides.algo else "lowest predicted time" if len(allowed) > 1 else "the only one"
             else:
                 reason = barred or f"{time / best[0]:.2f} times the predicted time of {best[1]}"
-            proto = "ll" if block_bytes <= at.INLINE_BYTES else "simple"
+            proto = self._protocol(block_bytes)
             result.append(
                 Candidate(algo=name, proto=proto, channels=1, predicted_us=time, chosen=name == best[1], reason=reason)
             )
         return result
+
+    def _protocol(self, block_bytes: int) -> str:
+        """LL puts flag and data on one cache line: one miss instead of two for what fits. Larger messages are always Simple."""
+        return "ll" if block_bytes <= at.INLINE_BYTES and self.overrides.proto != "simple" else "simple"
 
     def _barred(self, algorithm: Algorithm, collective: Collective, dtype: DType, uneven: bool) -> str:
         """Why an algorithm may not be used, or nothing."""
@@ -124,7 +139,7 @@ class Planner:
 
     def _predict(self, algorithm: Algorithm, collective: Collective, block_bytes: int, dtype: DType, root: int) -> float:
         schedule = catalog.build(algorithm.name, collective, self.shape.nranks, root)
-        steps = algorithm.latency(collective, self.shape.nranks) if algorithm.latency else cost.cost(schedule).latency_steps
+        steps = algorithm.latency(collective, self.shape.nranks) if algorithm.latency else cost.compute_cost(schedule).latency_steps
         return predict_us(schedule, steps, block_bytes, dtype, self.round_bytes(schedule_widest(schedule)), self.shape, self.constants)
 
     def round_bytes(self, widest: int) -> int:
@@ -188,6 +203,7 @@ class Planner:
             fold=fold_kernel(request.dtype, folded) if reduces else 0,
             post=post,
             post_arg=self.shape.nranks if post else 0,
+            ll=self.overrides.proto != "simple",
             stream=moved >= STREAM_FACTOR * self.stream_from,
         )
         self._plans[run.address] = choice
@@ -210,7 +226,7 @@ def _preference(name: str) -> int:
     return PREFERENCE.index(name) if name in PREFERENCE else len(PREFERENCE)
 
 
-def schedule_widest(schedule: catalog.Schedule) -> int:
+def schedule_widest(schedule: Schedule) -> int:
     return max((step.chunks for channel in schedule.channels for steps in channel for step in steps), default=1) or 1
 
 

@@ -29,13 +29,13 @@ def _pointer(builder: Any, address: Any, kind: Any) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load(typingctx: Any, address: Any) -> Any:
     """The word at an address."""
     return I64(I64), lambda context, builder, sig, args: builder.load(_pointer(builder, args[0], _W))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store(typingctx: Any, address: Any, value: Any) -> Any:
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         builder.store(args[1], _pointer(builder, args[0], _W))
@@ -44,7 +44,7 @@ def store(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(I64, I64), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load32(typingctx: Any, address: Any) -> Any:
     """The signed 32-bit word at an address."""
 
@@ -54,7 +54,7 @@ def load32(typingctx: Any, address: Any) -> Any:
     return I64(I64), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_acquire(typingctx: Any, address: Any) -> Any:
     """Nothing after it is done before it."""
 
@@ -64,7 +64,7 @@ def load_acquire(typingctx: Any, address: Any) -> Any:
     return I64(I64), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_release(typingctx: Any, address: Any, value: Any) -> Any:
     """Everything before it is visible to whoever sees the value."""
 
@@ -75,7 +75,7 @@ def store_release(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(I64, I64), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def exchange(typingctx: Any, address: Any, value: Any) -> Any:
     """Swap, sequentially consistent: also a full fence."""
 
@@ -85,7 +85,7 @@ def exchange(typingctx: Any, address: Any, value: Any) -> Any:
     return I64(I64, I64), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def add32(typingctx: Any, address: Any, value: Any) -> Any:
     """Atomic add to a 32-bit word; the old value."""
 
@@ -96,7 +96,7 @@ def add32(typingctx: Any, address: Any, value: Any) -> Any:
     return I64(I64, I64), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def fence(typingctx: Any) -> Any:
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -105,7 +105,7 @@ def fence(typingctx: Any) -> Any:
     return types.void(), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def pause(typingctx: Any) -> Any:
     """Tells the core that this is a spin loop (x86 ``pause``; elsewhere a fence for the compiler only)."""
 
@@ -117,7 +117,7 @@ def pause(typingctx: Any) -> Any:
     return types.void(), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
     """Copy 64 bytes past the caches: ``dst`` (a multiple of 64) is not read first. A fence must follow before others are told."""
 
@@ -133,7 +133,7 @@ def stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
     return types.void(I64, I64), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def call4(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """Call the C function ``int64 f(int64, int64, int64, int64)`` at an address."""
 

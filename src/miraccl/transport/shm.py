@@ -15,6 +15,7 @@ import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from miraccl.errors import ProtocolError, SystemFailure
 from miraccl.transport import fifo
@@ -161,7 +162,7 @@ class ShmTransport(Transport):
             self.window.release()
 
 
-def _parse(info: bytes, peer: int) -> dict[str, int]:
+def _parse(info: bytes, peer: int) -> dict[str, Any]:
     try:
         record = json.loads(info)
         ok = all(isinstance(record[k], int) for k in ("pid", "slot_bytes", "probe"))

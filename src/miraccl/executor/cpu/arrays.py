@@ -17,7 +17,7 @@ import numpy as np
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.types import DType
 
-NUMPY_DTYPES: dict[DType, np.dtype] = {  # type: ignore[type-arg]
+NUMPY_DTYPES: dict[DType, np.dtype] = {
     DType.INT8: np.dtype(np.int8),
     DType.UINT8: np.dtype(np.uint8),
     DType.INT32: np.dtype(np.int32),
@@ -34,12 +34,12 @@ NUMPY_DTYPES: dict[DType, np.dtype] = {  # type: ignore[type-arg]
 _CODES = {dtype: code for code, dtype in NUMPY_DTYPES.items()}
 
 
-def dtype_of(array: np.ndarray) -> DType | None:  # type: ignore[type-arg]
+def dtype_of(array: np.ndarray) -> DType | None:
     """Our code for the array's element type, or None if collectives do not carry it."""
     return _CODES.get(array.dtype)
 
 
-def descriptor_addresses() -> np.ndarray:  # type: ignore[type-arg]
+def descriptor_addresses() -> np.ndarray:
     """One word per DType: the address of its descriptor object, which arrays of that type point to."""
     return np.array([id(NUMPY_DTYPES[code]) for code in DType], np.int64)
 
@@ -56,7 +56,7 @@ def headers_are_readable() -> bool:
     return all(_reads_right(a) for a in (base, frozen, base[::2], base[1:5], np.zeros((), np.int8), base.reshape(4, 6).T))
 
 
-def _reads_right(array: np.ndarray) -> bool:  # type: ignore[type-arg]
+def _reads_right(array: np.ndarray) -> bool:
     header = id(array)
 
     def word(offset: int) -> int:

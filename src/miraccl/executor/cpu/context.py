@@ -30,8 +30,9 @@ PLAN_SLOTS = 1024  # entries of the table of plans; a power of two
 class Wires:
     """One peer's connections as the engine needs them; addresses are of this process.
 
-    ``kind`` is ``layout.KIND_*``.  For shared memory: ``ctrl`` the peer's control page, ``pid`` its process, ``window`` where its window
-    memory is mapped, ``readable`` whether it can read this process's private memory.  For the network: ``bell`` and ``asleep`` of the proxy.
+    ``kind`` is ``layout.KIND_*``.  For shared memory: ``ctrl`` the peer's control page, ``pid`` its process, ``window`` where its
+    window memory is mapped, ``readable`` whether it can read this process's private memory.  For the network: ``bell`` and ``asleep`` of
+    the proxy.
     """
 
     kind: int

@@ -22,7 +22,6 @@ from miraccl.native.intrinsics import (
     load,
     load32,
     load_acquire,
-    memcpy,
     store,
     store_release,
 )

@@ -26,7 +26,7 @@ from miraccl.types import DType, RedOp
 def _element(storage: Any, result: Any, widen: Callable[..., Any] | None = None, narrow: Callable[..., Any] | None = None) -> Any:
     """(get, put) for elements stored as the LLVM type ``storage`` and computed as the Numba type ``result``."""
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def get(typingctx: Any, base: Any, index: Any) -> Any:
         def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             value = builder.load(builder.gep(builder.inttoptr(args[0], storage.as_pointer()), [args[1]]))
@@ -35,7 +35,7 @@ def _element(storage: Any, result: Any, widen: Callable[..., Any] | None = None,
 
         return result(types.int64, types.int64), emit
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def put(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
         def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             stored = narrow(builder, args[2]) if narrow else args[2]

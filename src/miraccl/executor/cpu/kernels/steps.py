@@ -115,7 +115,7 @@ def send(ctx: int, run: int, peer: int, buffer: int, index: int, chunks: int, rn
         offset, _ = extent(run, buffer, index, rnd)
         if can_post_address(ctx, conn, start + offset, size, load(run + at.RUN_DIRECT)):
             post_address(ctx, conn, sig, start + offset, size)
-        elif size <= at.INLINE_BYTES:
+        elif size <= at.INLINE_BYTES and load(run + at.RUN_LL) != 0:
             memcpy(post_line(conn) + at.POST_INLINE, start + offset, size)
             post(ctx, conn, sig, size, at.MODE_INLINE)
         else:

@@ -1,0 +1,165 @@
+"""Measure this machine: the constants of ``comm.model``, in under two seconds, by two ranks that do what all ranks do.
+
+Run as ``python -m miraccl.comm.measure`` (the first communicator of a machine does); writes the constants to the cache and prints them.
+Every figure is the least disturbed of several repetitions: what the machine can do, not what its load lets it do today.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from miraccl.bootstrap import UniqueId
+from miraccl.comm.communicator import Communicator
+from miraccl.comm.fabric import CROWDED
+from miraccl.comm.model import Constants
+from miraccl.executor.cpu.context import call_kernel, fold_kernel
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.types import DType, RedOp
+
+SINGLE_COPY_SIZES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
+CLEAR_GAIN = 0.9  # a single copy has to take less than this share of the time of two copies
+
+
+def best_us(action: Callable[[], None], budget_s: float, least: int = 3) -> float:
+    """The shortest time of one call, in microseconds, within a time budget."""
+    action()
+    best, end = float("inf"), time.perf_counter() + budget_s
+    while least > 0 or time.perf_counter() < end:
+        start = time.perf_counter()
+        action()
+        best = min(best, time.perf_counter() - start)
+        least -= 1
+    return best * 1e6
+
+
+def measure_folds(constants: Constants) -> Constants:
+    """Bandwidth of reducing two vectors into one of them; never above that of copies, which cross from core to core."""
+    fold = fold_kernel(DType.FLOAT32, RedOp.SUM)
+    keep = np.zeros(at.BLOCK, np.int64)
+    folds = []
+    for size, copy in zip(constants.sizes, constants.copy, strict=True):
+        count = size // 2 // 4  # the working set is both vectors
+        a, b = np.zeros(count, np.float32), np.zeros(count, np.float32)
+        sources = np.array([keep.ctypes.data, a.ctypes.data, b.ctypes.data], np.int64)
+        action = partial(call_kernel, fold, b.ctypes.data, sources.ctypes.data, 2)
+        calls = max(1, min(100, (1 << 20) // a.nbytes))
+        overhead = best_us(partial(_repeat, action, 0, calls), 0.005)
+        time_us = best_us(partial(_repeat, action, count, calls), 0.02) - overhead
+        folds.append(round(min(copy, calls * a.nbytes / max(time_us, 0.01)), 1))
+    return replace(constants, fold=tuple(folds))
+
+
+def _repeat(action: Callable[[int], object], n: int, calls: int) -> None:
+    for _ in range(calls):
+        action(n)
+
+
+def _stream(comm: Communicator, x: np.ndarray, count: int) -> None:
+    """Rank 0 sends the same message ``count`` times."""
+    for _ in range(count):
+        if comm.rank == 0:
+            comm.send(x, 1)
+        else:
+            comm.recv(x, 0)
+
+
+def _round_trips(comm: Communicator, x: np.ndarray, count: int) -> Callable[[], None]:
+    def trips() -> None:
+        for _ in range(count):
+            if comm.rank == 0:
+                comm.send(x, 1)
+                comm.recv(x, 1)
+            else:
+                comm.recv(x, 0)
+                comm.send(x, 0)
+
+    return trips
+
+
+def _together(comm: Communicator, action: Callable[[], None], repeats: int) -> float:
+    """The shortest time of an action that both ranks take part in, the same number of times."""
+    best = float("inf")
+    for _ in range(repeats):
+        comm.barrier()
+        start = time.perf_counter()
+        action()
+        best = min(best, time.perf_counter() - start)
+    return best * 1e6
+
+
+def measure_ranks(comm: Communicator, constants: Constants) -> Constants:
+    """Bandwidth from rank to rank, latency between cores and on one core, and from which size on a single copy is faster."""
+    copies = []
+    for size in constants.sizes:
+        x = np.zeros(size // 2 // 4, np.float32)  # the working set is one vector on each side
+        count = max(1, min(200, (8 << 20) // x.nbytes))
+        copies.append(round(count * x.nbytes / _together(comm, partial(_stream, comm, x, count), 6), 1))
+    small = np.zeros(1, np.float32)
+    latency = _together(comm, _round_trips(comm, small, 200), 8) / 400
+    single = _single_copy_from(comm)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[:1])
+    for word, value in ((at.CTX_SPIN, CROWDED.spin), (at.CTX_YIELDS, CROWDED.yields), (at.CTX_STEP_ASIDE, 0)):
+        comm._member.context.set(word, value)
+    switch = _together(comm, _round_trips(comm, small, 50), 5) / 100
+    os.sched_setaffinity(0, cores)
+    return replace(constants, copy=tuple(copies), latency_us=round(latency, 4), switch_us=round(switch, 3), single_copy_from=single)
+
+
+def _single_copy_from(comm: Communicator) -> int:
+    member = comm._member
+    if len(member.fabric.readable) != comm.nranks - 1:
+        return -1
+    verdict = np.array([-1], np.int64)
+    for size in reversed(SINGLE_COPY_SIZES):
+        x = np.zeros(size // 4, np.float32)
+        repeats = 3 if size > 4 << 20 else 5
+        two = _together(comm, _round_trips(comm, x, 1), repeats)
+        member.context.set(at.CTX_P2P_DIRECT, 1)
+        one = _together(comm, _round_trips(comm, x, 1), repeats)
+        member.context.set(at.CTX_P2P_DIRECT, -1)
+        faster = np.array([int(one < CLEAR_GAIN * two)], np.int64)
+        comm.broadcast(faster)
+        if not faster[0]:
+            break
+        verdict[0] = size
+    return int(verdict[0])
+
+
+def main() -> None:
+    """Fork a second rank, measure with it, keep and print the result."""
+    from miraccl.bootstrap import create_root
+    from miraccl.comm.tuning import CACHE_FILE
+    from miraccl.native import cache
+
+    unique_id, root = create_root()
+    child = os.fork()
+    if child == 0:
+        try:
+            _rank(unique_id, 1)
+        finally:
+            os._exit(0)
+    try:
+        constants = _rank(unique_id, 0)
+        constants = measure_folds(constants)
+        cache.write(CACHE_FILE, constants.to_json().encode())
+        sys.stdout.write(constants.to_json() + "\n")
+    finally:
+        root.close()
+        os.waitpid(child, 0)
+
+
+def _rank(unique_id: UniqueId, rank: int) -> Constants:
+    with Communicator(2, unique_id, rank, timeout=20.0, algo="", proto="") as comm:
+        return measure_ranks(comm, Constants())
+
+
+if __name__ == "__main__":
+    main()
