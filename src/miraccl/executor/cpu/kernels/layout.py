@@ -82,7 +82,7 @@ RUN_PARTS, RUN_SCRATCH_CHUNK, RUN_LL, RUN_IN_BYTES, RUN_OUT_BYTES, RUN_SENDS, RU
 RUN_POST, RUN_POST_ARG = 168, 176  # kernel applied to the output at the end (avg), and its argument
 RUN_SIGNALS = 184  # offset of the piece in the buffers that peers have signalled
 RUN_TEMPLATE = 192  # signature without the sequence number
-RUN_SCRATCH_BLOCK = 200  # bytes of a block, which the chunks of scratch are parts of
+RUN_SCRATCH_BLOCK = 232  # bytes of a block, which the chunks of scratch are parts of
 RUN_STREAM = 200  # as CTX_STREAM
 RUN_MEMORY = 208  # the run to take instead if all ranks' buffers are window memory; 0: do not ask
 RUN_ASK, RUN_NASK = 216, 224  # the ranks to ask
