@@ -10,7 +10,7 @@ from miraccl.errors import TopologyError
 from miraccl.topo.accelerators import parse_accelerators, read_accelerators
 from miraccl.topo.analyse import Topology, analyse_topology
 from miraccl.topo.check import check_file
-from miraccl.topo.load import load_topology, load_topology_text
+from miraccl.topo.load import dump_if_asked, load_topology, load_topology_text
 from miraccl.topo.options import PathOptions, TopoOptions
 from miraccl.topo.records import LinkType, NodeType, PathType
 from miraccl.topo.xmlfile import format_topology
@@ -115,6 +115,24 @@ def test_a_device_with_its_own_element_and_peer_links():
     assert [gpu.sm for gpu in found.system.gpus] == [90, 90]
     assert found.system.count(NodeType.NVS) == 0
     assert found.paths.gpu_gpu(0, 1).type == PathType.NVL
+
+
+def test_a_dump_of_what_was_used_reads_the_same(tmp_path):
+    found = sipu(2)
+    assert not dump_if_asked(found, {})
+    out = tmp_path / "used.xml"
+    assert dump_if_asked(found, {"NCCL_TOPO_DUMP_FILE": str(out)})
+    again = analyse_topology(load_topology(out, accelerators=()).root, TopoOptions(nodes=2))
+    assert again.system == found.system
+    assert again.paths == found.paths
+
+
+@pytest.mark.parametrize("lost", ["kind", "count", "bw"])
+def test_links_of_ours_need_their_attributes(lost):
+    link = re.sub(rf'{lost}="[^"]*" ?', "", '<xlink kind="switch" count="4" bw="100.0" switch="s"/>')
+    text = f'<system version="1"><cpu numaid="0"><pci busid="1"><gpu sm="80">{link}</gpu></pci></cpu></system>'
+    with pytest.raises(TopologyError, match=f"line 1: <xlink> has no {lost}"):
+        analyse_topology(load_topology_text(text).root)
 
 
 AMD_GPU = (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from miraccl.errors import TopologyError
-from miraccl.topo.build import build_system, inter_cpu_bw, nvlink_bw, pci_bw, pci_class
+from miraccl.topo.build import build_system
+from miraccl.topo.hardware import inter_cpu_bw, nvlink_bw, pci_bw, pci_class
 from miraccl.topo.records import CpuArch, CpuVendor, GpuNode, Link, LinkType, NodeType, PciNode, System, TopoNode, f32
 from miraccl.topo.xmlfile import parse_topology
 

@@ -157,7 +157,7 @@ def test_other_numbers_as_c_reads_them():
 
 # Files nobody should have written: the answer is a topology or a TopologyError, never anything else.
 
-NAMES = ("system", "cpu", "pci", "gpu", "nic", "net", "nvlink", "c2c", "pcilink", "xgmi", "other")
+NAMES = ("system", "cpu", "pci", "gpu", "nic", "net", "nvlink", "c2c", "pcilink", "xgmi", "xlink", "other")
 KEYS = {
     "cpu": ("numaid", "arch", "vendor", "familyid", "modelid", "host_hash"),
     "pci": ("busid", "class", "vendor", "device", "link_speed", "link_width"),
@@ -165,6 +165,7 @@ KEYS = {
     "net": ("dev", "name", "speed", "guid", "latency", "port", "gdr", "coll", "maxconn"),
     "nvlink": ("target", "count", "tclass"),
     "xgmi": ("target", "count", "tclass"),
+    "xlink": ("kind", "target", "count", "bw", "switch"),
     "c2c": ("bw", "count"),
     "pcilink": ("target",),
 }
@@ -172,7 +173,13 @@ NUMBERS = ("0", "1", "2", "-1", "6", "80", "207", "400000", "nan", "1e99", "9999
 BUS_IDS = ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0", "0000:01:00.1", "")
 CLASSES = ("0x060400", "0x030200", "0x068000", "0x068001", "0x020000", "0x120000")
 TEXTS = ("x86_64", "arm64", "GenuineIntel", "AuthenticAMD", "16.0 GT/s PCIe", "Unknown", "", "é", "&")
-LIKELY = {"busid": BUS_IDS, "target": BUS_IDS, "class": CLASSES, "tclass": CLASSES, "arch": TEXTS, "vendor": TEXTS, "link_speed": TEXTS}
+KINDS = ("switch", "gpu", "cpu", "")
+LIKELY = {
+    **dict.fromkeys(("busid", "target"), BUS_IDS),
+    **dict.fromkeys(("class", "tclass"), CLASSES),
+    **dict.fromkeys(("arch", "vendor", "link_speed"), TEXTS),
+    "kind": KINDS,
+}
 
 
 def values(key: str) -> st.SearchStrategy[str]:
@@ -240,7 +247,9 @@ def assert_consistent(topology: Topology) -> None:
             at = system.links[hop].target
         if path.hops:
             assert at == system.index(target, j)
-            assert path.bw <= min(system.links[hop].bw for hop in path.hops)
+            # NCCL searches from the target outwards, so it is the reverse links that count where the directions differ.
+            back = [system.links[system.reverse_links[hop]].bw for hop in path.hops]
+            assert path.bw <= min(max(system.links[hop].bw, bw) for hop, bw in zip(path.hops, back))
     restored = system_from_json(system_to_json(system))
     assert system_to_json(restored) == system_to_json(system)
     paths_from_json(paths_to_json(paths, system), restored)

@@ -164,9 +164,11 @@ def show(
     """
     from miraccl.topo.analyse import analyse_topology
     from miraccl.topo.explain import PathNotes
+    from miraccl.topo.load import dump_if_asked
 
     notes = PathNotes() if explain else None
     topology = analyse_topology(_load(file, accelerators).root, _options(nodes, gpus, fuse, collnet), recorder=notes)
+    dump_if_asked(topology)
     if json_target:
         write_json(json_target, _show_json(topology, notes, explain))
     elif notes is not None and explain:

@@ -2,8 +2,9 @@
 
 A description (TOML, ``format = 1``) names the PCI class and vendor of a device, the XML element that marks it, the element of its links and
 what one link carries. :func:`apply_accelerators` rewrites a tree in these terms: the device becomes ``<gpu>``, each link an ``<xlink>``
-the attributes ``kind`` (switch, gpu or cpu), ``count``, ``bw`` (GB/s of one link and direction), ``target`` and ``switch`` (a name), which
-``build`` turns into graph links. AMD's dialect of the format (``version="2"``, ``xgmi``) is the description built in.
+with the attributes ``kind`` (switch, gpu or cpu), ``count``, ``bw`` (GB/s of one link and direction), ``target`` and ``switch`` (a name),
+which ``build`` turns into graph links. A file may use ``xlink`` itself; that is how a rewritten tree is dumped. AMD's dialect of the
+format (``version="2"``, ``xgmi``) is the description built in.
 
     format = 1
     [accelerator.sipu]
@@ -164,7 +165,10 @@ def _rewrite(device: XmlNode, accelerator: Accelerator) -> None:
 
 def link_bw(link: XmlNode) -> float:
     """GB/s of all links an ``xlink`` stands for."""
-    return link.integer("count") * c_float(link.attrs["bw"])
+    bw = link.integer("count") * c_float(link.attrs.get("bw", ""))
+    if not 0 < bw < 1e6:
+        raise TopologyError(f"line {link.line}: <{link.name}> has count and bw that make {bw:g} GB/s; expected more than 0")
+    return bw
 
 
 # Reading descriptions

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from miraccl.errors import TopologyError
 from miraccl.topo.build import build_system
-from miraccl.topo.options import TopoOptions
+from miraccl.topo.options import PathOptions, TopoOptions
 from miraccl.topo.paths import PathRecorder, compute_paths, find_domains, finish_system, keep_domain
 from miraccl.topo.records import PathTable, System
 from miraccl.topo.select import select_topology
@@ -26,12 +26,13 @@ class Domain:
 class Topology:
     """One node of a job. Usually there is one domain; with several, NCCL treats each as a node of its own.
 
-    ``nranks``: ranks of the whole job; ``root``: the tree the systems were built from; ``whole``: the system before GPUs were put apart.
+    ``nranks``: ranks of the whole job; ``root``: the tree the systems were built from, if there was one; ``whole``: the system before
+    GPUs were put apart.
     """
 
     domains: tuple[Domain, ...]
     nranks: int
-    root: XmlNode
+    root: XmlNode | None
     whole: System
 
     @property
@@ -56,19 +57,26 @@ def analyse_topology(root: XmlNode, options: TopoOptions | None = None, *, recor
     """
     options = options or TopoOptions()
     selected = select_topology(root, options)
-    whole = build_system(selected)
-    count = len(whole.gpus)
-    if not count:
+    topology = analyse_system(build_system(selected), nodes=options.nodes, options=options.paths, recorder=recorder)
+    return replace(topology, root=selected)
+
+
+def analyse_system(
+    whole: System, *, nodes: int = 1, options: PathOptions | None = None, recorder: PathRecorder | None = None
+) -> Topology:
+    """As :func:`analyse_topology`, for a system that was built already (all its GPUs take part)."""
+    options = options or PathOptions()
+    if not whole.gpus:
         raise TopologyError("no GPU takes part: the topology has no <gpu> below a <pci>")
-    nranks = count * options.nodes
-    first = compute_paths(whole, options.paths, recorder=recorder)
+    nranks = len(whole.gpus) * nodes
+    first = compute_paths(whole, options, recorder=recorder)
     groups = find_domains(whole, first)
     if len(groups) > 1 and recorder is not None:
         recorder.split()
     domains: list[Domain] = []
     for group in groups:
         system = whole if len(groups) == 1 else keep_domain(whole, group)
-        paths = first if system is whole else compute_paths(system, options.paths, recorder=None if domains else recorder)
-        system = finish_system(system, paths, options.paths, nranks=nranks)
+        paths = first if system is whole else compute_paths(system, options, recorder=None if domains else recorder)
+        system = finish_system(system, paths, options, nranks=nranks)
         domains.append(Domain(ranks=tuple(gpu.rank for gpu in system.gpus), system=system, paths=paths))
-    return Topology(domains=tuple(domains), nranks=nranks, root=selected, whole=whole)
+    return Topology(domains=tuple(domains), nranks=nranks, root=None, whole=whole)

@@ -11,19 +11,16 @@ What decides results, and is therefore kept exactly
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from miraccl.errors import TopologyError
 from miraccl.topo.accelerators import LINK_ELEMENT, link_bw
+from miraccl.topo.hardware import NET_MAX_CHANNELS, NET_SPEED_DEFAULT, cpu_kind, inter_cpu_bw, nvlink_bw, pci_bw, pci_class
 from miraccl.topo.records import (
     LOC_BW,
     LOCAL_ID_MASK,
-    UNDEF,
-    CpuArch,
     CpuNode,
-    CpuVendor,
     GpuNode,
     Link,
     LinkType,
@@ -36,99 +33,8 @@ from miraccl.topo.records import (
 )
 from miraccl.topo.xmlfile import XmlNode, bus_id, c_float, c_long, c_uint64
 
-# GB/s between NUMA domains of one node (topo.h *_QPI_BW and neighbours).
-POWER_BW, ARM_BW, AMD_BW = 32.0, 6.0, 16.0
-INTEL_BW = {1: 6.0, 2: 10.0, 3: 22.0, 4: 40.0}
-ZHAOXIN_BW = {UNDEF: 6.0, 1: 9.0}
-
-NVLINK_BW = ((100, 40.1), (90, 20.6), (87, 20.0), (86, 12.0), (80, 20.0), (70, 20.0), (60, 18.0))
-"""GB/s of one NVLink in one direction, from this compute capability on (topo.h SM*_NVLINK_BW)."""
-NVLINK_BW_DEFAULT = 20.0
-
-PCI_CLASSES = (
-    ("0x060400", NodeType.PCI),
-    ("0x080100", NodeType.PCI),  # CX8 data direct
-    ("0x068000", NodeType.NVS),
-    ("0x068001", NodeType.CPU),
-    ("0x03", NodeType.GPU),
-    ("0x02", NodeType.NIC),
-)
-"""Node type by the beginning of the PCI class; anything else counts as a PCI switch."""
-
-PCI_SPEEDS = (
-    ("2.5 GT/s", 15),
-    ("5 GT/s", 30),
-    ("8 GT/s", 60),
-    ("16 GT/s", 120),
-    ("32 GT/s", 240),
-    ("5.0 GT/s PCIe", 30),
-    ("8.0 GT/s PCIe", 60),
-    ("16.0 GT/s PCIe", 120),
-    ("32.0 GT/s PCIe", 240),
-    ("64.0 GT/s PCIe", 480),
-)
-"""Speed of a lane in 100 Mbit/s by the beginning of ``link_speed``."""
-PCI_SPEED_DEFAULT = 60
-PCI_WIDTH_DEFAULT = 16
-
-CPU_ARCHS = (("x86_64", CpuArch.X86), ("arm64", CpuArch.ARM), ("ppc64", CpuArch.POWER))
-CPU_VENDORS = (
-    ("GenuineIntel", CpuVendor.INTEL),
-    ("AuthenticAMD", CpuVendor.AMD),
-    ("CentaurHauls", CpuVendor.ZHAOXIN),
-    ("  Shanghai  ", CpuVendor.ZHAOXIN),
-)
-
 MAX_NODES = 576
 """Nodes of one type a system may have (``NCCL_TOPO_MAX_NODES``); it also bounds the work a file can cause."""
-
-NET_MAX_CHANNELS = 64
-"""Default of a net's ``maxconn`` (NCCL ``MAXCHANNELS``)."""
-NET_SPEED_DEFAULT = 10_000
-"""Mbit/s of a net without a positive ``speed``."""
-
-
-def nvlink_bw(sm: int) -> float:
-    """GB/s of one NVLink of a GPU of this compute capability (times ten)."""
-    for least, bw in NVLINK_BW:
-        if sm >= least:
-            return f32(bw)
-    return f32(NVLINK_BW_DEFAULT)
-
-
-def pci_bw(speed: str, width: int) -> float:
-    """GB/s of a PCI link; a speed that is not known counts as 8 GT/s, width 0 as 16 lanes."""
-    per_lane = _by_prefix(speed, PCI_SPEEDS, PCI_SPEED_DEFAULT)
-    return f32((width or PCI_WIDTH_DEFAULT) * per_lane / 80.0)
-
-
-def pci_class(text: str) -> NodeType:
-    return _by_prefix(text, PCI_CLASSES, NodeType.PCI)
-
-
-def inter_cpu_bw(arch: int, vendor: int, model: int) -> float:
-    """GB/s between two NUMA domains, by the CPU the traffic leaves."""
-    if arch == CpuArch.POWER:
-        return POWER_BW
-    if arch == CpuArch.ARM:
-        return ARM_BW
-    if arch == CpuArch.X86 and vendor == CpuVendor.INTEL:
-        return INTEL_BW.get(model, INTEL_BW[1])
-    if arch == CpuArch.X86 and vendor == CpuVendor.AMD:
-        return AMD_BW
-    if arch == CpuArch.X86 and vendor == CpuVendor.ZHAOXIN:
-        return ZHAOXIN_BW.get(model, ZHAOXIN_BW[UNDEF])
-    return LOC_BW
-
-
-_T = TypeVar("_T")
-
-
-def _by_prefix(text: str, table: Sequence[tuple[str, _T]], default: _T) -> _T:
-    for prefix, value in table:
-        if text.startswith(prefix):
-            return value
-    return default
 
 
 # The mutable graph. Link storage behaves like NCCL's array: removing an entry leaves the last one behind the end, where sorting sees it.
@@ -213,9 +119,10 @@ class _Builder:
     # Pass 1: CPUs, PCI trees, GPUs, NICs, nets
 
     def cpu(self, xml: XmlNode) -> None:
-        numa = xml.integer("numaid") if "numaid" in xml.attrs else _missing(xml, "numaid")
+        _need(xml, "numaid")
+        numa = xml.integer("numaid")
         host = self.host(xml)
-        arch, vendor, model = _cpu_kind(xml)
+        arch, vendor, model = cpu_kind(xml)
         record = CpuNode(id=_id(host, numa), arch=arch, vendor=vendor, model=model, affinity=xml.attrs.get("affinity", ""))
         cpu = self.add(record)
         for child in xml.children:
@@ -230,8 +137,7 @@ class _Builder:
                 self.nic(child, nic, host)
 
     def pci(self, xml: XmlNode, parent: _Vertex, host: int) -> None:
-        if "busid" not in xml.attrs:
-            _missing(xml, "busid")
+        _need(xml, "busid")
         id = _id(host, bus_id(xml.attrs["busid"]))
         kind = pci_class(xml.attrs.get("class", ""))
         new: _Vertex | None = None
@@ -287,11 +193,10 @@ class _Builder:
             gpu = self.owner(xml, NodeType.GPU, id)
             assert isinstance(gpu.record, GpuNode)
             if xml.name == LINK_ELEMENT:
+                _need(xml, "kind", "count", "bw")
                 target, bw = self.described_target(xml, gpu, host), f32(link_bw(xml))
             else:
-                for key in ("count", "tclass"):
-                    if key not in xml.attrs:
-                        _missing(xml, key)
+                _need(xml, "count", "tclass")
                 target, bw = self.link_target(xml, gpu, host), f32(xml.integer("count") * nvlink_bw(gpu.record.sm))
             if target is None:
                 continue
@@ -302,11 +207,14 @@ class _Builder:
     def described_target(self, xml: XmlNode, gpu: _Vertex, host: int) -> _Vertex | None:
         match xml.attrs["kind"]:
             case "gpu":
+                _need(xml, "target")
                 return self.find(NodeType.GPU, _id(host, bus_id(xml.attrs["target"])))
             case "cpu":
                 return _local_cpu(gpu)
-            case _:
-                return self.switch(xml.attrs["switch"])
+            case "switch":
+                return self.switch(xml.attrs.get("switch", "switch"))
+            case kind:
+                raise TopologyError(f"line {xml.line}: <{xml.name}> has kind {kind!r}; known are switch, gpu and cpu")
 
     def switch(self, label: str) -> _Vertex:
         """The switch of that name; NCCL's one NVSwitch has none."""
@@ -319,8 +227,7 @@ class _Builder:
         """The far end of an NVLink: a GPU (None where it does not take part), the GPU's CPU, else the one NVSwitch."""
         match pci_class(xml.attrs["tclass"]):
             case NodeType.GPU:
-                if "target" not in xml.attrs:
-                    _missing(xml, "target")
+                _need(xml, "target")
                 return self.find(NodeType.GPU, _id(host, bus_id(xml.attrs["target"])))
             case NodeType.CPU:
                 return _local_cpu(gpu)
@@ -332,16 +239,13 @@ class _Builder:
             gpu = self.owner(xml, NodeType.GPU, id)
             cpu = _local_cpu(gpu)
             if cpu is not None:
-                for key in ("bw", "count"):
-                    if key not in xml.attrs:
-                        _missing(xml, key)
+                _need(xml, "bw", "count")
                 _join(gpu, cpu, LinkType.C2C, f32(xml.integer("bw") * xml.integer("count") / 1000.0))
 
     def pci_links(self, root: XmlNode) -> None:
         for xml, host, id in self.cross_links(root, "pcilink"):
             switch = self.owner(xml, NodeType.PCI, id)
-            if "target" not in xml.attrs:
-                _missing(xml, "target")
+            _need(xml, "target")
             remote = self.find(NodeType.PCI, _id(host, bus_id(xml.attrs["target"])))
             if remote is not None:
                 switch.connect(remote, LinkType.LOC, LOC_BW)
@@ -442,8 +346,10 @@ def build_system(root: XmlNode) -> System:
     return builder.system()
 
 
-def _missing(xml: XmlNode, key: str) -> int:
-    raise TopologyError(f"line {xml.line}: <{xml.name}> has no {key}")
+def _need(xml: XmlNode, *keys: str) -> None:
+    for key in keys:
+        if key not in xml.attrs:
+            raise TopologyError(f"line {xml.line}: <{xml.name}> has no {key}")
 
 
 def _id(host: int, local: int) -> int:
@@ -472,24 +378,8 @@ def _broadcom_gen(vertex: _Vertex, level: int) -> int:
     return 5 if prefix == 0x1000_C030_1000_0000 | level * 0x1000 else 0
 
 
-def _cpu_kind(xml: XmlNode) -> tuple[int, int, int]:
-    """Architecture, vendor and model as NCCL numbers them; vendor only on x86, model only for Intel and Zhaoxin."""
-    arch = _by_prefix(xml.attrs.get("arch", ""), CPU_ARCHS, CpuArch.UNKNOWN)
-    if arch != CpuArch.X86:
-        return arch, CpuVendor.UNDEF, UNDEF
-    vendor = _by_prefix(xml.attrs.get("vendor", ""), CPU_VENDORS, CpuVendor.UNKNOWN)
-    family, model = xml.integer("familyid"), xml.integer("modelid")
-    if vendor == CpuVendor.INTEL:
-        steps = ((0xCF, 4), (0x8F, 3), (0x55, 2))
-        return arch, vendor, next((number for least, number in steps if family == 6 and model >= least), 1)
-    if vendor == CpuVendor.ZHAOXIN and family == 7 and model == 0x5B:
-        return arch, vendor, 1
-    return arch, vendor, UNDEF
-
-
 def _gpu_record(xml: XmlNode, id: int) -> GpuNode:
-    if "sm" not in xml.attrs:
-        _missing(xml, "sm (compute capability times ten)")
+    _need(xml, "sm")
     return GpuNode(
         id=id,
         label=xml.attrs.get("accelerator", ""),

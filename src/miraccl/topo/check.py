@@ -15,7 +15,7 @@ from typing import Literal
 from miraccl.errors import TopologyError
 from miraccl.topo.accelerators import LINK_ELEMENT, Accelerator, link_bw
 from miraccl.topo.analyse import Topology, analyse_topology
-from miraccl.topo.build import NET_SPEED_DEFAULT, PCI_SPEEDS, PCI_WIDTH_DEFAULT, pci_bw, pci_class
+from miraccl.topo.hardware import NET_SPEED_DEFAULT, PCI_SPEEDS, PCI_WIDTH_DEFAULT, pci_bw, pci_class
 from miraccl.topo.load import load_topology
 from miraccl.topo.records import NodeType, PathType
 from miraccl.topo.sysfs import BUS_ID
@@ -75,7 +75,7 @@ def _refused(error: TopologyError) -> Finding:
         mend = "close every element, <pci ...>...</pci> or <pci .../>"
     elif "duplicate attribute" in text:
         mend = "remove one of the two"
-    elif "no sm" in text:
+    elif "has no sm" in text:
         mend = 'add sm="80" (the compute capability times ten)'
     elif "no GPU takes part" in text:
         mend = "this is the PCI tree only: add a <gpu> element to the <pci> element of each GPU, or let NCCL or detection complete it"
@@ -198,8 +198,7 @@ def _links(root: XmlNode) -> Iterator[Finding]:
     for own, gpu in owners.items():
         for link in gpu.children:
             if link.name == LINK_ELEMENT:
-                text = f"{link.attrs['count']} links of a {gpu.attrs['accelerator']} to {link.attrs.get('switch') or link.attrs['kind']}: "
-                yield Finding(severity="note", line=link.line, text=f"{text}{link_bw(link):g} GB/s by its description")
+                yield from _described_link(link, gpu)
             peer = link.name == "nvlink" and pci_class(link.attrs.get("tclass", "")) == NodeType.GPU
             if not peer and link.attrs.get("kind") != "gpu":
                 continue
@@ -217,6 +216,16 @@ def _links(root: XmlNode) -> Iterator[Finding]:
         if other in owners and other != one and back != count:
             text = f"{count} links to {other:x}, but {back} back"
             yield Finding(severity="warning", line=owners[one].line, text=text, mend="links between GPUs are written on both sides")
+
+
+def _described_link(link: XmlNode, gpu: XmlNode) -> Iterator[Finding]:
+    try:
+        bw = link_bw(link)
+    except TopologyError:  # said when the machine is planned on
+        return
+    end = link.attrs.get("switch") or link.attrs.get("kind", "nowhere")
+    text = f"{link.integer('count')} links of a {gpu.attrs.get('accelerator', 'GPU')} to {end}: {bw:g} GB/s by its description"
+    yield Finding(severity="note", line=link.line, text=text)
 
 
 def _nets(root: XmlNode) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from miraccl.topo.build import nvlink_bw
+from miraccl.topo.hardware import nvlink_bw
 from miraccl.topo.jsonform import number
 from miraccl.topo.paths import Key
 from miraccl.topo.records import (

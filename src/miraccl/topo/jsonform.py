@@ -102,7 +102,8 @@ def system_from_json(data: Mapping[str, Any]) -> System:
 def _link_resolver(entries: Sequence[Mapping[str, Any]]) -> Callable[[int, LinkType, float, str], int]:
     """A function from (source index, link type, bandwidth, name) to the target's index.
 
-    Where nodes share a name, the candidates are those that have a link of the same bandwidth back to the source, each taken once.
+    Where nodes share a name, the candidates are those that have a link back to the source, of the same bandwidth if possible,
+    each taken once.
     """
     by_name: dict[str, list[int]] = {}
     for i, entry in enumerate(entries):
@@ -116,13 +117,12 @@ def _link_resolver(entries: Sequence[Mapping[str, Any]]) -> Callable[[int, LinkT
         if len(candidates) == 1:
             return candidates[0]
         back = entries[source]["name"]
-        for target in candidates:
-            key = (source, kind, target)
-            if key in taken:
-                continue
-            if any(t == kind.name and f32(b) == bw and n == back for t, b, n in entries[target]["links"]):
-                taken.add(key)
-                return target
+        free = [target for target in candidates if (source, kind, target) not in taken]
+        for same_bw in (True, False):  # between CPUs of different kinds the two directions differ
+            for target in free:
+                if any(t == kind.name and n == back and (f32(b) == bw or not same_bw) for t, b, n in entries[target]["links"]):
+                    taken.add((source, kind, target))
+                    return target
         raise TopologyError(f"a link of {back} leads to {name}, which has no link back")
 
     return resolve

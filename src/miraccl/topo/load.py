@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from miraccl import params
 from miraccl.topo.accelerators import AMD, Accelerator, apply_accelerators, extra_elements, read_accelerators
-from miraccl.topo.xmlfile import XmlFile, parse_topology, read_topology
+from miraccl.topo.analyse import Topology
+from miraccl.topo.xmlfile import XmlFile, parse_topology, read_topology, write_topology
 
 
 def load_topology(
@@ -50,3 +51,12 @@ def load_accelerators(environ: Mapping[str, str] | None = None) -> tuple[Acceler
     """The descriptions in the files that ``ACCELERATORS`` names."""
     files = [name for name in params.ACCELERATORS.read(environ).split(":") if name]
     return tuple(accelerator for name in files for accelerator in read_accelerators(name))
+
+
+def dump_if_asked(topology: Topology, environ: Mapping[str, str] | None = None) -> bool:
+    """Write the topology that is used to the file ``TOPO_DUMP_FILE`` names; says whether it did."""
+    name = params.TOPO_DUMP_FILE.read(environ)
+    if not name or topology.root is None:
+        return False
+    write_topology(topology.root, name)
+    return True

@@ -1,8 +1,9 @@
 """Topology files: reading them safely and writing them as NCCL lays them out.
 
 The format is NCCL's (``src/graph/xml.cc``): ``system`` holds ``cpu``, which holds ``pci`` and ``nic``; ``pci`` holds ``pci``, ``gpu``,
-``nic`` and ``pcilink``; ``gpu`` holds ``nvlink`` and ``c2c`` (AMD's dialect, version 2, ``xgmi``); ``nic`` holds ``net``. Elements
-elsewhere are ignored together with what is in them, as NCCL does, and are reported as notes. The order of elements matters.
+``nic`` and ``pcilink``; ``gpu`` holds ``nvlink`` and ``c2c`` (AMD's dialect, version 2, ``xgmi``; ours ``xlink``, see
+``accelerators``); ``nic`` holds ``net``. Elements elsewhere are ignored together with what is in them, as NCCL does, and are reported as
+notes. The order of elements matters.
 
 Rules kept here
 - A file is data from outside: at most :data:`MAX_BYTES`, :data:`MAX_NODES` elements and :data:`MAX_DEPTH` levels, no document type, no
@@ -38,7 +39,7 @@ CHILDREN: Mapping[str, tuple[str, ...]] = {
     "system": ("cpu",),
     "cpu": ("pci", "nic"),
     "pci": ("pci", "gpu", "nic", "pcilink"),
-    "gpu": ("nvlink", "c2c", "xgmi"),
+    "gpu": ("nvlink", "c2c", "xgmi", "xlink"),
     "nic": ("net",),
 }
 """Which elements are read below which."""
