@@ -15,9 +15,22 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+import pytest
+
 from miraccl.bootstrap import Event, PeerLeft, PeerLost, Session, StatusRequest, UniqueId, connect, create_root
 
 PATIENCE = 60.0  # seconds until a test gives up; on an idle machine nothing takes more than one or two
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="this host has no IPv6 loopback")
 
 
 def in_threads(calls: Sequence[Callable[..., Any]]) -> list[Any]:

@@ -87,6 +87,12 @@ def test_the_address_family_follows_the_route(monkeypatch):
     assert choose_addresses("four", ALL)[0] == ("10.0.0.5", "fd00::5")
 
 
+def test_a_name_that_means_loopback_here_says_nothing_about_the_way(monkeypatch):
+    """Debian's /etc/hosts gives a host's own name the address 127.0.1.1."""
+    monkeypatch.setattr("miraccl.bootstrap.interfaces.source_address", lambda host: "127.0.0.1")
+    assert choose_addresses("myself", ALL)[0] == ("10.0.0.5", "fd00::5")
+
+
 def test_this_host_has_a_loopback():
     loopbacks = [i for i in list_interfaces() if i.loopback]
     assert any("127.0.0.1" in i.addresses for i in loopbacks)

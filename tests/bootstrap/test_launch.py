@@ -13,12 +13,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miraccl.bootstrap import FilePoint, Launch, PortPoint, Session, UniqueId, create_root, detect_launch, meet, runtime_file
-from miraccl.bootstrap import hub as hub_module
+from miraccl.bootstrap import (
+    FilePoint,
+    Launch,
+    PortPoint,
+    Root,
+    Session,
+    UniqueId,
+    create_root,
+    detect_launch,
+    lifetime,
+    meet,
+    runtime_file,
+)
 from miraccl.bootstrap.launch import expand_nodelist
 from miraccl.bootstrap.runtime_file import forget_id, job_of_parent, publish_id, runtime_folder
 from miraccl.errors import BootstrapError, InvalidUsage, SystemFailure
-from tests.bootstrap.kit import PATIENCE, free_port, in_threads, until
+from tests.bootstrap.kit import PATIENCE, free_port, in_threads, needs_ipv6, until
 
 UNIQUE_ID = UniqueId(addresses=(("10.0.0.1", 1234),), secret=b"s" * 32)
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -221,7 +232,7 @@ def test_one_rank_alone():
     assert (session.rank, session.nranks, session.root) == (0, 1, None)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6), "localhost"])
 def test_ranks_meet_at_a_free_master_port(host):
     port = free_port()
     sessions = _meet_all(_ranks(3, MASTER_ADDR=host, MASTER_PORT=str(port)))
@@ -241,6 +252,18 @@ def test_ranks_meet_next_to_an_occupied_master_port(answer):
         assert sessions[0].root is not None
         ((_, chosen),) = sessions[0].root.addresses
         assert port < chosen <= port + 32
+        _close(sessions)
+
+
+@needs_ipv6
+@pytest.mark.parametrize("taken", ["127.0.0.1", "::1"])
+def test_a_port_that_is_half_taken_is_taken(taken):
+    with socket.create_server((taken, 0), family=socket.AF_INET6 if ":" in taken else socket.AF_INET) as server:
+        port = server.getsockname()[1]
+        sessions = _meet_all(_ranks(2, MASTER_ADDR="localhost", MASTER_PORT=str(port)))
+        assert sessions[0].root is not None
+        assert [host for host, _ in sessions[0].root.addresses] == ["127.0.0.1", "::1"]
+        assert port not in {chosen for _, chosen in sessions[0].root.addresses}
         _close(sessions)
 
 
@@ -275,7 +298,7 @@ def test_a_wrong_secret_is_no_member():
     refused = threading.Event()
 
     def stranger():
-        until(lambda: any(root.addresses[0][1] == int(port) for root in list(hub_module._roots)))
+        until(lambda: any(root.addresses[0][1] == int(port) for root in list(lifetime.hubs) if isinstance(root, Root)))
         try:
             meet(detect_launch(environs[1]), 0.5)
         except BootstrapError as error:

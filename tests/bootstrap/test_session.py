@@ -28,10 +28,18 @@ from miraccl.errors import (
     SystemFailure,
 )
 from miraccl.wire.bootstrap import Received
-from tests.bootstrap.kit import PATIENCE, Inbox, free_port, in_threads, job, until
+from tests.bootstrap.kit import PATIENCE, Inbox, free_port, in_threads, job, needs_ipv6, until
 
 
-@pytest.mark.parametrize("hosts", [("127.0.0.1",), ("::1",), ("127.0.0.1", "::1"), None], ids=["v4", "v6", "both", "default"])
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        pytest.param(("127.0.0.1",), id="v4"),
+        pytest.param(("::1",), id="v6", marks=needs_ipv6),
+        pytest.param(("127.0.0.1", "::1"), id="both"),
+        pytest.param(None, id="default"),
+    ],
+)
 def test_ranks_meet_and_gather(hosts):
     with job(4, hosts) as sessions:
         assert [(s.rank, s.nranks) for s in sessions] == [(r, 4) for r in range(4)]

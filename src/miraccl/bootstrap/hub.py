@@ -13,12 +13,12 @@ import selectors
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from miraccl import trace
+from miraccl.bootstrap import lifetime
 from miraccl.bootstrap.host import network_fingerprint, process_token
 from miraccl.bootstrap.interfaces import choose_addresses
 from miraccl.bootstrap.unique_id import UniqueId
@@ -35,9 +35,7 @@ READ_BYTES = 1 << 18
 #: Unsent bytes for one rank after which it counts as lost: it has not read for a long time.
 MAX_UNSENT_BYTES = 512 << 20
 CLOSE_SECONDS = 2.0  # for a rank to read its last message and hang up
-LINGER_SECONDS = 1.0  # at the end of the interpreter, for ranks that end at the same time
 
-_roots: weakref.WeakSet[Root] = weakref.WeakSet()
 _kept: list[Root] = []  # those nobody else owns
 
 
@@ -75,7 +73,7 @@ class Root:
             self._selector.register(sock, selectors.EVENT_READ, sock)
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._run, name="miraccl-hub", daemon=True)
-        _roots.add(self)
+        lifetime.hubs.add(self)
         self._thread.start()
 
     @property
@@ -264,7 +262,7 @@ class Root:
 
     # --- fork -------------------------------------------------------------------------------------------------------
 
-    def _forked(self) -> None:
+    def forked(self) -> None:
         """In a forked child: give up the descriptors, so that the parent's death is still seen.
 
         The selector is closed first: it is shared with the parent, and nothing must be unregistered from it here.
@@ -289,8 +287,11 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket on one numeric address; ``""`` is every address of both families. Raises ``OSError``."""
     if not host:
         if socket.has_dualstack_ipv6():
-            with contextlib.suppress(OSError):
+            try:
                 return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise
         return socket.create_server(("", port), backlog=BACKLOG)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -304,6 +305,11 @@ def _listen_on(hosts: Iterable[str], port: int) -> list[socket.socket]:
             listeners.append(listen(host, port))
         except OSError as error:
             problem = error
+            if error.errno == errno.EADDRINUSE:  # half a port would be found by half of the ranks
+                for sock in listeners:
+                    sock.close()
+                listeners.clear()
+                break
     if not listeners:
         reason = problem.strerror if problem else "no address"
         raise SystemFailure(f"cannot listen for the ranks of the job on {', '.join(hosts)} port {port}: {reason}")
@@ -343,21 +349,3 @@ def get_unique_id() -> UniqueId:
     _kept[:] = [other for other in _kept if other.alive]
     _kept.append(root)
     return unique_id
-
-
-def close_roots(reason: str, linger: float) -> None:
-    """At the end of the interpreter: wait a moment for ranks that are leaving too, then tell the others."""
-    deadline = time.monotonic() + linger
-    for root in list(_roots):
-        root.join(max(0.0, deadline - time.monotonic()))
-        root.close(reason)
-
-
-def _after_fork() -> None:
-    for root in list(_roots):
-        root._forked()
-    _roots.clear()
-    _kept.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

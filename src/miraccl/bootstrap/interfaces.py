@@ -163,11 +163,13 @@ def choose_addresses(peer: str | None = None, interfaces: Sequence[Interface] | 
     """Addresses of the interface this process should announce, and whether loopback may replace them on one host.
 
     ``peer`` is the meeting point's host, when it is known.  With SOCKET_IFNAME set only those interfaces count, and loopback
-    replaces nothing.  The address that routes to ``peer`` comes first.
+    replaces nothing.  The address that routes to ``peer`` comes first.  Raises ``InvalidUsage`` or ``BootstrapError``.
     """
     names = params.SOCKET_IFNAME.read()
     interfaces = list_interfaces() if interfaces is None else interfaces
     route = source_address(peer) if peer else None
+    if route is not None and is_loopback(route):
+        route = None  # a host's own name often means 127.0.1.1 there, which says nothing about how others reach it
     ranked = rank_interfaces(interfaces, names, route)
     if not ranked:
         if names:

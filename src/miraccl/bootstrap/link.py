@@ -6,22 +6,19 @@ which wakes waiting calls under the lock and delivers events without it.  Ranks 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
 import selectors
 import socket
-import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from miraccl import trace
-from miraccl.bootstrap.hub import LINGER_SECONDS, READ_BYTES, close_roots
+from miraccl.bootstrap import lifetime
+from miraccl.bootstrap.hub import READ_BYTES
 from miraccl.errors import BootstrapError, CommunicatorClosed, InvalidUsage, PeerDied, ProtocolError
 from miraccl.wire import framing
 from miraccl.wire.bootstrap import Arrived, Disconnected, Drop, HubLost, MemberState, Received, Send, SendMessage
@@ -49,8 +46,6 @@ _log = trace.logger("bootstrap")
 GRACE_SECONDS = 1.0
 FOREVER = 1e8  # seconds; longer deadlines (also infinity) mean this
 GOODBYE_SECONDS = 1.0
-
-_links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 class View(Protocol):
@@ -126,7 +121,7 @@ class Link:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._thread = threading.Thread(target=self._watch, name=f"miraccl-watcher-{rank}", daemon=True)
-        _links.add(self)
+        lifetime.links.add(self)
         self._thread.start()
 
     # --- meeting ----------------------------------------------------------------------------------------------------
@@ -459,7 +454,7 @@ class Link:
             except Exception:
                 _log.exception("a callback of rank %d failed", self.rank)
 
-    def _forked(self) -> None:
+    def forked(self) -> None:
         """In a forked child: give up the descriptors, so that the parent's death is still seen by the other ranks."""
         self._closed = True
         self._cond = threading.Condition(threading.Lock())
@@ -478,21 +473,3 @@ def _refusal(refused: Refused, rank: int) -> BootstrapError | PeerDied:
     return BootstrapError(
         refused.text, rank=rank, peer=peer, hint=hint.get(Refusal(refused.code)) if refused.code in set(Refusal) else None
     )
-
-
-def _close_at_exit() -> None:
-    problem = getattr(sys, "last_value", None)
-    reason = f"its interpreter exited after {type(problem).__name__}: {problem}" if problem is not None else "its interpreter exited"
-    for link in list(_links):
-        link.close(reason[:500])
-    close_roots(reason[:500], LINGER_SECONDS if problem is None else LINGER_SECONDS / 4)
-
-
-def _after_fork() -> None:
-    for link in list(_links):
-        link._forked()
-    _links.clear()
-
-
-atexit.register(_close_at_exit)
-os.register_at_fork(after_in_child=_after_fork)

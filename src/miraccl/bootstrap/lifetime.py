@@ -1,0 +1,54 @@
+"""What happens to links and hubs when the interpreter ends or the process forks.
+
+An interpreter that ends in an orderly way says goodbye, with the exception that ended it: the other ranks see who left and why instead of
+a death.  A forked child gives up its copies of the descriptors: with them open, the death of its parent would close no connection and
+nobody would notice.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+import weakref
+from typing import Protocol
+
+#: Seconds a hub waits at the end of its interpreter for ranks that end at the same time, and after an exception.
+LINGER_SECONDS, SHORT_LINGER_SECONDS = 1.0, 0.25
+MAX_REASON = 500
+
+
+class Closable(Protocol):
+    def close(self, reason: str) -> None: ...
+    def forked(self) -> None: ...
+
+
+class Hub(Closable, Protocol):
+    def join(self, timeout: float | None = None) -> bool: ...
+
+
+links: weakref.WeakSet[Closable] = weakref.WeakSet()
+hubs: weakref.WeakSet[Hub] = weakref.WeakSet()
+
+
+def _close_at_exit() -> None:
+    problem = getattr(sys, "last_value", None)  # set by the interpreter when it shows an exception nobody caught
+    reason = f"its interpreter exited after {type(problem).__name__}: {problem}" if problem is not None else "its interpreter exited"
+    for link in list(links):
+        link.close(reason[:MAX_REASON])
+    give_up = time.monotonic() + (LINGER_SECONDS if problem is None else SHORT_LINGER_SECONDS)
+    for hub in list(hubs):
+        hub.join(max(0.0, give_up - time.monotonic()))
+        hub.close(reason[:MAX_REASON])
+
+
+def _after_fork() -> None:
+    for owner in [*links, *hubs]:
+        owner.forked()
+    links.clear()
+    hubs.clear()
+
+
+atexit.register(_close_at_exit)
+os.register_at_fork(after_in_child=_after_fork)
