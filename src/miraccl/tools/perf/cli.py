@@ -255,7 +255,7 @@ def _print_line(request: _Request, line: Any) -> None:
     for candidate in line.explanation:
         mark = "*" if candidate["chosen"] else " "
         name = f"{candidate['algo']}/{candidate['proto']} x{candidate['channels']}"
-        print(f"#   {mark} {name:<28} {table.format_us(candidate['predicted_us']):>9} us predicted  {candidate['reason']}")
+        print(f"#   {mark} {name:<36} {table.format_us(candidate['predicted_us']):>9} us predicted  {candidate['reason']}")
     sys.stdout.flush()
 
 

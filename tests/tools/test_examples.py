@@ -1,0 +1,41 @@
+"""The examples run as their head comments say, and documentation that is generated is what would be generated."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miraccl.tools import env
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted(p for p in (ROOT / "examples").glob("*.py") if "miraccl run" in p.read_text().split('"""')[1])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_example(path: Path) -> None:
+    command = [sys.executable, "-m", "miraccl", "run", "-n", "3", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip(), "an example says what it did"
+
+
+def test_there_are_examples() -> None:
+    assert EXAMPLES
+
+
+def test_the_table_of_settings_is_up_to_date() -> None:
+    text = (ROOT / "docs" / "env.md").read_text()
+    assert env.render_markdown() in text, "run: python -m miraccl env --markdown, and put the table into docs/env.md"
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    import re
+
+    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    for document in documents:
+        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}, which is not there"
