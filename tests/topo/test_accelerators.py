@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+from click.testing import CliRunner
 
 from miraccl.errors import TopologyError
+from miraccl.tools.topo_cli import topo
 from miraccl.topo.accelerators import parse_accelerators, read_accelerators
 from miraccl.topo.analyse import Topology, analyse_topology
 from miraccl.topo.check import check_file
@@ -80,6 +82,13 @@ def test_check_says_what_was_assumed():
     assert "4 links of a sipu to eth_switch: 400 GB/s by its description" in texts
     assert "sipu is planned as if it were a GPU of sm 80" in texts
     assert not [finding for finding in findings if finding.severity == "error"]
+
+
+def test_the_documentation_shows_this_example():
+    page = (DATA.parents[1] / "docs" / "topology.md").read_text()
+    assert SIPU_TOML.read_text() in page
+    result = CliRunner().invoke(topo, ["check", str(SIPU_XML), "--accelerators", str(SIPU_TOML)])
+    assert result.output in page
 
 
 def test_without_the_description_the_way_out_is_named():
