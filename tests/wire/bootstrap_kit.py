@@ -35,7 +35,16 @@ def nonce(word: object) -> bytes:
 
 
 def a_join(rank: int, timeout: float = 10.0) -> Join:
-    return Join(host="h", network="n", token=bytes([rank]) * 8, pid=100 + rank, addresses=("10.0.0.1",), loopback=True, patience=timeout, timeout=timeout)
+    return Join(
+        host="h",
+        network="n",
+        token=bytes([rank]) * 8,
+        pid=100 + rank,
+        addresses=("10.0.0.1",),
+        loopback=True,
+        patience=timeout,
+        timeout=timeout,
+    )
 
 
 class Member:
