@@ -7,6 +7,7 @@ edge-triggered epoll: a call that moves less than it could clears the flag, the 
 
 from __future__ import annotations
 
+import select
 import socket
 from collections import deque
 from contextlib import suppress
@@ -48,6 +49,7 @@ class Stream:
         self._sock = sock
         self._out: deque[memoryview | bytes] = deque()
         self._frames: deque[int] = deque()
+        self._ending = False
         self._whole = True
         self._staging = memoryview(bytearray(STAGING_BYTES))
         self._start = 0
@@ -58,6 +60,12 @@ class Stream:
     def pending(self) -> bool:
         """Whether something waits to be sent."""
         return bool(self._out)
+
+    def edge(self, events: int) -> None:
+        """epoll reported something.  After a hang-up a short read says nothing: the end is behind it, and no edge will follow."""
+        self._ending |= bool(events & (select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR))
+        self.readable |= bool(events & ~select.EPOLLOUT)
+        self.writable |= bool(events & ~select.EPOLLIN)
 
     def queue(self, frame: Frame, payload: memoryview | None = None) -> None:
         header = encode_frame(frame)
@@ -113,7 +121,7 @@ class Stream:
         except BlockingIOError:
             self.readable = False
             return True
-        if got < room:
+        if got < room and not self._ending:
             self.readable = False
         if not got:
             return False

@@ -120,8 +120,11 @@ class Proxy:
 
     def _main(self) -> None:
         try:
-            while not self._stopping:
-                if self._round():
+            while True:
+                busy = self._round()
+                if self._stopping:
+                    return
+                if busy:
                     self._poll(0)
                 else:
                     self._sleep()
@@ -160,9 +163,7 @@ class Proxy:
                 continue
             found = self._by_fd.get(fd)
             if found:
-                stream = found[0].streams[found[1]]
-                stream.readable |= bool(events & ~select.EPOLLOUT)
-                stream.writable |= bool(events & ~select.EPOLLIN)
+                found[0].streams[found[1]].edge(events)
 
     def _run_commands(self) -> None:
         with suppress(queue.Empty):

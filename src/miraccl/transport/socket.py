@@ -21,7 +21,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from miraccl import params, trace
 from miraccl.errors import AuthenticationError, BootstrapError, CommunicatorClosed, MiracclError, ProtocolError, SystemFailure
@@ -85,6 +85,9 @@ class SocketOptions:
         """NCCL's rule: SOCKET_NTHREADS x NSOCKS_PERTHREAD streams, at most 64.  One proxy thread serves them all."""
         nstreams = params.SOCKET_NTHREADS.read(environ) * params.NSOCKS_PERTHREAD.read(environ)
         return cls(nstreams=min(max(nstreams, 1), MAX_STREAMS), buffer_bytes=params.SOCKET_BUFFER.read(environ))
+
+
+Route: TypeAlias = Sequence[tuple[str, int]]
 
 
 def tune(sock: socket.socket, buffer_bytes: int) -> None:
@@ -241,10 +244,13 @@ class _Proven:
 class _Approach:
     """One socket on its way to being proven.  ``peer`` is None until a stranger has said who it is."""
 
-    def __init__(self, sock: socket.socket, machine: Handshake, peer: int | None, route: list[tuple[str, int]], stream: int) -> None:
+    def __init__(
+        self, sock: socket.socket, machine: Handshake, *, peer: int | None = None, address: str = "", route: Route = (), stream: int = 0
+    ) -> None:
         self.sock = sock
         self.machine = machine
         self.peer = peer
+        self.address = address
         self.route = route
         self.stream = stream
         self.connecting = peer is not None
@@ -271,7 +277,7 @@ class _Meeting:
         for peer, info in self._peers.items():
             for stream in range(self._nstreams(peer)):
                 if peer > self._transport.rank:
-                    self._dial(peer, list(info.addresses) * DIAL_ROUNDS, stream)
+                    self._dial(peer, info.addresses * DIAL_ROUNDS, stream)
                 else:
                     parked = self._transport._parked.pop((peer, stream), None)
                     if parked:
@@ -316,11 +322,11 @@ class _Meeting:
 
     # --- our calls
 
-    def _dial(self, peer: int, route: list[tuple[str, int]], stream: int) -> None:
+    def _dial(self, peer: int, route: Route, stream: int) -> None:
         """Try the addresses of ``route`` one after the other, the last one until the deadline."""
         transport = self._transport
         while route:
-            address, port = route.pop(0)
+            (address, port), *route = route
             machine = InitiatorHandshake(
                 key=transport._key,
                 nonce=os.urandom(NONCE_BYTES),
@@ -340,7 +346,7 @@ class _Meeting:
             except OSError as error:
                 status = error.errno or errno.EIO
             if status in (0, errno.EINPROGRESS):
-                approach = _Approach(sock, machine, peer, route, stream)
+                approach = _Approach(sock, machine, peer=peer, address=address, route=route, stream=stream)
                 approach.answer = machine.hello
                 self._approaches.add(approach)
                 self._selector.register(sock, selectors.EVENT_WRITE, approach)
@@ -355,7 +361,7 @@ class _Meeting:
         """The address did not work; the next one may."""
         peer = approach.peer
         assert peer is not None
-        self._why[peer] = why
+        self._why[peer] = f"{approach.address}: {why}"
         self._drop(approach)
         self._dial(peer, approach.route, approach.stream)
 
@@ -377,7 +383,7 @@ class _Meeting:
             deadline=time.monotonic() + HANDSHAKE_TIMEOUT_S,
             rank=transport.rank,
         )
-        approach = _Approach(sock, machine, None, [], 0)
+        approach = _Approach(sock, machine)
         self._approaches.add(approach)
         self._selector.register(sock, selectors.EVENT_READ, approach)
 

@@ -1,0 +1,373 @@
+"""TCP transport on loopback: the conformance kit over IPv4 and IPv6, meeting, strangers, ends, and processes that die."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from miraccl.errors import AuthenticationError, BootstrapError, CommunicatorClosed, InvalidUsage, ProtocolError, SystemFailure
+from miraccl.transport import socket as ts
+from miraccl.transport.base import TRANSPORTS, Endpoint
+from miraccl.transport.fifo import Memory, Mode, memory_at
+from miraccl.transport.socket import ConnectInfo, SocketOptions, SocketTransport
+from miraccl.wire.proxy_records import LossKind
+from miraccl.wire.stream import HELLO_BYTES
+from tests.transport.conformance import TransportConformance, World, pattern
+from tests.transport.socket_world import SLOT, build_rank, build_world
+
+
+def have_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+class TestSocketV4(TransportConformance):
+    def build(self, nranks):
+        return build_world(nranks)
+
+
+class TestSocketOneStream(TransportConformance):
+    def build(self, nranks):
+        return build_world(nranks, nstreams=1)
+
+
+@pytest.mark.skipif(not have_ipv6(), reason="this host has no IPv6")
+class TestSocketV6(TransportConformance):
+    def build(self, nranks):
+        return build_world(nranks, addresses=("::1",), nstreams=3)
+
+
+@pytest.fixture
+def world():
+    world = World(transports={})
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def pair():
+    world = build_world(2)
+    world.connect()
+    yield world
+    world.close()
+
+
+# --- data ---
+
+
+def test_large_message_lands_in_place_in_pieces_on_all_streams(pair):
+    nbytes = (1 << 20) + 12345
+    way = pair.way(0, 1)
+    source, target = Memory(nbytes), Memory(nbytes)
+    memory_at(source.address, nbytes)[:] = pattern(nbytes)
+    for ahead in range(3):
+        way.recv.want(target.address, nbytes, ahead=ahead)
+    for i in range(3):
+        memory_at(target.address, nbytes)[:] = bytes(nbytes)
+        assert way.send.post_address(source.address, nbytes, signature=i)
+        data, message = way.take()
+        assert message.mode is Mode.LANDED
+        assert message.signature == i
+        assert memory_at(target.address, nbytes) == pattern(nbytes)
+        assert data == pattern(nbytes)
+
+
+def test_message_larger_than_a_slot_is_announced_and_waits(pair):
+    way = pair.way(0, 1)
+    source, target = Memory(SLOT + 1), Memory(SLOT + 1)
+    assert way.send.post_address(source.address, SLOT + 1, signature=77)
+    pair.wait(lambda: way.recv.announced, "no announcement")
+    assert way.recv.announced == (77, SLOT + 1)
+    assert way.recv.peek() is None
+    way.recv.want(target.address, SLOT + 1)
+    assert way.take()[1].mode is Mode.LANDED
+
+
+def test_room_that_is_too_small_is_reported_and_not_written(pair):
+    way = pair.way(0, 1)
+    source, target = Memory(SLOT * 2), Memory(SLOT * 2)
+    memory_at(source.address, SLOT * 2)[:] = b"x" * SLOT * 2
+    way.recv.want(target.address, SLOT + 1)
+    assert way.send.post_address(source.address, SLOT * 2)
+    message = way.next()
+    assert message.mode is Mode.OVERSIZE
+    assert message.nbytes == SLOT * 2
+    assert memory_at(target.address, SLOT * 2) == bytes(SLOT * 2)
+
+
+def test_different_slots_and_stream_counts_of_the_two_sides(world):
+    build_rank(world, 0, slot_bytes=8192, nstreams=1)
+    build_rank(world, 1, slot_bytes=65536, nstreams=4)
+    world.connect()
+    there, back = world.way(0, 1), world.way(1, 0)
+    there.post(pattern(8192))
+    assert there.take()[0] == pattern(8192)
+    target = Memory(65536)
+    back.recv.want(target.address, 65536)
+    back.post(pattern(65536))
+    data, message = back.take()
+    assert data == pattern(65536)
+    assert message.mode is Mode.LANDED
+
+
+def test_executor_that_posts_nonsense_ends_the_link_as_internal(pair):
+    way = pair.way(0, 1)
+    assert way.send.post_address(64, 100)
+    pair.wait(lambda: pair.losses[0] and pair.losses[1], "the loss was not reported")
+    assert pair.losses[0][0][1].kind is LossKind.INTERNAL
+    assert pair.losses[1][0][1].kind is LossKind.ABORTED
+
+
+# --- meeting ---
+
+
+def test_connect_in_two_steps_keeps_an_early_caller(world):
+    """Rank 1 asks for 0 and 2 at different times; rank 0 has called before it was asked for."""
+    for rank in range(3):
+        build_rank(world, rank)
+    infos = {rank: transport.setup() for rank, transport in world.transports.items()}
+    plan = {0: [[2], [1]], 1: [[2], [0]], 2: [[0, 1]]}
+
+    def body(rank):
+        for peers in plan[rank]:
+            world.connect_rank(rank, {p: infos[p] for p in peers})
+
+    world.in_parallel(body)
+    for a in range(3):
+        for b in range(3):
+            if a != b:
+                way = world.way(a, b)
+                way.post(bytes([a, b]))
+                assert way.take()[0] == bytes([a, b])
+
+
+def test_connecting_again_returns_the_same_pair(pair):
+    infos = {rank: transport.setup() for rank, transport in pair.transports.items()}
+    assert pair.transports[0].connect({1: infos[1]}) == pair.pairs[0]
+
+
+def test_address_that_does_not_answer_is_passed_over(world):
+    for rank in range(2):
+        build_rank(world, rank)
+    info = ConnectInfo.decode(world.transports[1].setup())
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound and not listening: refused
+        refused = ("127.0.0.1", unused.getsockname()[1])
+        better = ConnectInfo(addresses=(refused, *info.addresses), nstreams=info.nstreams, slot_bytes=info.slot_bytes)
+        infos = {0: world.transports[0].setup(), 1: better.encode()}
+        world.in_parallel(lambda rank: world.connect_rank(rank, {1 - rank: infos[1 - rank]}))
+    way = world.way(0, 1)
+    way.post(b"x")
+    assert way.take()[0] == b"x"
+
+
+def test_peer_that_cannot_be_reached_is_named(world):
+    transport = build_rank(world, 0)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        info = ConnectInfo(addresses=(("127.0.0.1", unused.getsockname()[1]),), nstreams=2, slot_bytes=4096)
+        with pytest.raises(SystemFailure, match=r"rank 4 at 127.0.0.1: Connection refused") as caught:
+            transport.connect({4: info.encode()})
+    assert caught.value.peer == 4
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_peer_that_never_asks_is_named_after_the_deadline(world, rank):
+    for r in range(2):
+        build_rank(world, r, timeout=0.2)
+    infos = {r: transport.setup() for r, transport in world.transports.items()}
+    with pytest.raises(BootstrapError, match=rf"no TCP connection with ranks \[{1 - rank}\] after 0.2 s"):
+        world.transports[rank].connect({1 - rank: infos[1 - rank]})
+
+
+def test_other_secret_is_refused_by_the_caller(world):
+    build_rank(world, 0, secret=b"one", timeout=3)
+    build_rank(world, 1, secret=b"two", timeout=0.5)
+    infos = {r: transport.setup() for r, transport in world.transports.items()}
+    errors = {}
+
+    def body(rank):
+        try:
+            world.connect_rank(rank, {1 - rank: infos[1 - rank]})
+        except Exception as error:
+            errors[rank] = error
+
+    world.in_parallel(body)
+    assert isinstance(errors[0], AuthenticationError)
+    assert "rank 1 does not know the secret" in str(errors[0])
+    assert isinstance(errors[1], BootstrapError)
+
+
+# --- strangers ---
+
+
+def call(transport: SocketTransport) -> socket.socket:
+    (address,) = ConnectInfo.decode(transport.setup()).addresses
+    return socket.create_connection(address, timeout=10)
+
+
+def test_strangers_and_garbage_do_not_disturb_a_meeting(world):
+    for rank in range(2):
+        build_rank(world, rank)
+    strangers = [call(world.transports[1]) for _ in range(ts.MAX_STRANGERS + 20)]
+    for i, stranger in enumerate(strangers):
+        stranger.sendall([b"", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 9, b"\0" * 4096, pattern(HELLO_BYTES)][i % 4])
+    world.connect()
+    way = world.way(0, 1)
+    way.post(b"x")
+    assert way.take()[0] == b"x"
+    for i, stranger in enumerate(strangers):
+        with stranger:
+            if i % 4:  # the silent ones may still sit in the queue
+                assert drained(stranger) == b""
+
+
+def drained(sock: socket.socket) -> bytes:
+    """All that comes until the other side ends the connection."""
+    found = b""
+    try:
+        while data := sock.recv(4096):
+            found += data
+    except ConnectionError:
+        pass
+    return found
+
+
+def test_stranger_with_a_plausible_hello_gets_a_challenge_and_nothing_else(world, monkeypatch):
+    """It does not know the secret: whatever it answers, it is dropped, and silence is dropped after the handshake's deadline."""
+    monkeypatch.setattr(ts, "HANDSHAKE_TIMEOUT_S", 0.1)
+    transport = build_rank(world, 1, timeout=0.5)
+    from miraccl.wire.stream import InitiatorHandshake, StreamIdentity, derive_key
+
+    want = StreamIdentity(initiator=0, acceptor=1, stream=0, nstreams=2)
+    hello = InitiatorHandshake(key=derive_key(b"guess", b"test"), nonce=b"n" * 32, deadline=1, want=want).hello
+    liar, silent = call(transport), call(transport)
+    with liar, silent:
+        liar.sendall(hello + b"p" * 32 + b"more" * 100)
+        silent.sendall(hello)
+        with pytest.raises(BootstrapError):
+            transport.connect({0: ConnectInfo(addresses=(("127.0.0.1", 9),), nstreams=2, slot_bytes=4096).encode()})
+        assert len(drained(silent)) == 72
+        assert len(drained(liar)) in (0, 72)  # bytes left unread turn the end into a reset
+
+
+def test_listener_is_bound_to_the_given_address_only(world):
+    (address,) = ConnectInfo.decode(build_rank(world, 0, addresses=("127.0.0.2",)).setup()).addresses
+    assert address[0] == "127.0.0.2"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", address[1]), timeout=5)
+
+
+# --- ends ---
+
+
+def test_close_tells_the_peer_after_all_messages(pair):
+    way = pair.way(0, 1)
+    for i in range(5):
+        way.post(pattern(SLOT, i))
+    pair.transports[0].close()
+    pair.wait(lambda: pair.losses[1], "the peer was not told")
+    assert [(peer, loss.kind) for peer, loss in pair.losses[1]] == [(0, LossKind.CLOSED)]
+    assert pair.losses[0] == []
+    for i in range(5):
+        assert way.take()[0] == pattern(SLOT, i)
+
+
+def test_close_gives_up_on_a_receiver_that_does_not_consume(world):
+    for rank in range(2):
+        build_rank(world, rank, linger=0.1)
+    world.connect()
+    way = world.way(0, 1)
+    for i in range(way.limit):
+        way.post(pattern(100, i))
+    world.transports[0].close()
+    world.wait(lambda: world.losses[1], "the peer was not told")
+    assert world.losses[1][0][1].kind is LossKind.RESET
+    with pytest.raises(CommunicatorClosed):
+        world.transports[0].connect({})
+
+
+def test_abort_tells_the_peer_why_and_touches_no_memory_afterwards(pair):
+    way = pair.way(1, 0)
+    target = Memory(1 << 20)
+    way.recv.want(target.address, 1 << 20)
+    pair.transports[0].abort("rank 0 had enough")
+    source = Memory(1 << 20)
+    memory_at(source.address, 1 << 20)[:] = b"x" * (1 << 20)
+    way.send.post_address(source.address, 1 << 20)
+    pair.wait(lambda: pair.losses[1], "the peer was not told")
+    assert [(peer, loss.kind) for peer, loss in pair.losses[1]] == [(0, LossKind.ABORTED)]
+    assert "rank 0 had enough" in str(pair.losses[1][0][1])
+    assert memory_at(target.address, 1 << 20) == bytes(1 << 20)
+    assert pair.losses[0] == []
+
+
+# --- settings and descriptions ---
+
+
+def test_streams_from_the_environment():
+    assert SocketOptions.from_environment({}).nstreams == 2
+    assert SocketOptions.from_environment({"NCCL_SOCKET_NTHREADS": "4", "MIRACCL_NSOCKS_PERTHREAD": "3"}).nstreams == 12
+    assert SocketOptions.from_environment({"NCCL_SOCKET_NTHREADS": "16", "NCCL_NSOCKS_PERTHREAD": "16"}).nstreams == 64
+    assert SocketOptions.from_environment({"MIRACCL_SOCKET_BUFFER": "0"}).buffer_bytes == 0
+    with pytest.raises(InvalidUsage):
+        SocketOptions.from_environment({"NCCL_SOCKET_NTHREADS": "x"})
+    with pytest.raises(ValueError, match="streams"):
+        SocketOptions(nstreams=0)
+
+
+def test_connect_info_round_trip():
+    info = ConnectInfo(addresses=(("10.0.0.1", 5), ("fd00::1", 65535)), nstreams=3, slot_bytes=8192)
+    assert ConnectInfo.decode(info.encode()) == info
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"[[],1,4096]",
+        b'[[["10.0.0.1",0]],1,4096]',
+        b'[[["10.0.0.1",70000]],1,4096]',
+        b'[[["example.org",5]],1,4096]',
+        b'[[["10.0.0.1",5]],0,4096]',
+        b'[[["10.0.0.1",5]],65,4096]',
+        b'[[["10.0.0.1",5]],1,100]',
+        b'[[["10.0.0.1",5]],1]',
+    ],
+)
+def test_connect_info_that_makes_no_sense_is_refused(data):
+    with pytest.raises(ProtocolError, match="connect info"):
+        ConnectInfo.decode(data)
+
+
+def test_registered_under_its_file_name():
+    assert TRANSPORTS.get("socket") is SocketTransport
+    same = [Endpoint(rank=r, hostid="h", pid=r, addresses=("10.0.0.1",)) for r in (0, 1)]
+    assert SocketTransport.can_connect(*same)
+    assert not SocketTransport.can_connect(same[0], Endpoint(rank=1, hostid="h", pid=1, addresses=("fd00::1",)))
+
+
+def test_no_address_and_no_port_left_are_system_failures(world):
+    with pytest.raises(SystemFailure, match="no address"):
+        build_rank(world, 0, addresses=()).setup()
+    with pytest.raises(SystemFailure, match=r"cannot listen on 192.0.2.1"):
+        build_rank(world, 1, addresses=("192.0.2.1",)).setup()
+
+
+def test_idle_proxy_uses_no_processor(pair):
+    """Counted in the thread itself: between two bells it makes no round."""
+    way = pair.way(0, 1)
+    way.post(b"x")
+    way.take()
+    threads = [t for t in __import__("threading").enumerate() if t.name.startswith("miraccl-proxy-")]
+    assert len(threads) == 2
+    clocks = [time.pthread_getcpuclockid(t.ident) for t in threads]
+    pair.wait(lambda: all(pair.atomics.load_acquire(t._proxy.asleep) for t in pair.transports.values()), "a proxy never sleeps")
+    before = [time.clock_gettime(c) for c in clocks]
+    assert not pair.news.wait(0.2)
+    assert sum(time.clock_gettime(c) for c in clocks) - sum(before) < 0.01
