@@ -23,7 +23,7 @@ from miraccl.transport.shm import Segment, ShmTransport
 
 #: how ranks wait that have a core each, and how if they share cores
 ALONE = WaitPolicy(spin=1000, yields=5)
-CROWDED = WaitPolicy(spin=30, yields=60, membarrier=False, step_aside=False)
+CROWDED = WaitPolicy(spin=30, yields=60, membarrier=False)
 
 
 @dataclass(frozen=True, kw_only=True)

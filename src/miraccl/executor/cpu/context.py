@@ -56,8 +56,8 @@ class Wires:
 class WaitPolicy:
     """How to wait: ``spin`` polls with a pause, then ``yields`` of the processor, then naps of at most ``nap_s`` until the deadline.
 
-    ``membarrier``: a sleeper makes the barrier that a waker would need; ``step_aside``: it leaves a core that it shares with the rank it
-    waits for (see ``kernels.waiting``).
+    ``membarrier``: a sleeper makes the barrier that a waker would need; ``step_aside``: it leaves a core that
+    has more ranks than another (see ``kernels.waiting``).
     """
 
     spin: int = 2000

@@ -148,42 +148,60 @@ def expired(ctx: int, now: int) -> bool:
 
 
 @inline
-def taken(ctx: int, cpu: int) -> bool:
-    """Whether another rank of this host was last seen on a core."""
-    mine = load(ctx + at.CTX_CTRL)
-    for rank in range(load(ctx + at.CTX_NRANKS)):
+def ranks_on(ctx: int, cpu: int, above: int) -> int:
+    """How many other ranks of this host, numbered above ``above``, were last seen waiting on a core."""
+    mine, count = load(ctx + at.CTX_RANK), 0
+    for rank in range(above + 1, load(ctx + at.CTX_NRANKS)):
         ctrl = load(load(ctx + at.CTX_CTRLS) + 8 * rank)
-        if ctrl != 0 and ctrl != mine and load(ctrl + at.BOARD_CPU) == cpu + 1:
-            return True
-    return False
+        if rank != mine and ctrl != 0 and load(ctrl + at.BOARD_CPU) == cpu + 1:
+            count += 1
+    return count
 
 
 @inline
-def step_aside(ctx: int, peer: int) -> None:
-    """If this rank waits on the very core that its peer runs on, move to a free one.
+def freer_core(ctx: int, cpu: int, here: int, allowed: int) -> int:
+    """A core of the set ``allowed`` with at least two ranks fewer than this one has (``here`` others), the emptiest; else -1."""
+    best, fewest = -1, here
+    for other in range(8 * at.CPU_SET_BYTES):
+        if (load(allowed + (other >> 6) * 8) >> (other & 63)) & 1 != 0 and other != cpu:
+            count = ranks_on(ctx, other, -1)
+            if count < fewest:
+                best, fewest = other, count
+            if fewest == 0:
+                break
+    return best
 
-    The kernel wakes a sleeper where its waker runs, so two ranks that wait for each other can end up on one core while another is idle,
-    and stay there because neither runs long enough to be moved.  The thread's affinity is narrowed for the move and restored at once.
+
+@inline
+def step_aside(ctx: int) -> None:
+    """Move to a freer core if this one has two ranks more.
+
+    The kernel wakes a sleeper where its waker runs, so ranks that wait for each other gather on one core while another is idle, and stay
+    there because none runs long enough to be moved.  The highest rank of the core goes.  The thread's affinity is narrowed for the move
+    and restored at once: it is a hint to the scheduler, not a binding.
     """
     cpu = types.int64(sched_getcpu())
     store(load(ctx + at.CTX_CTRL) + at.BOARD_CPU, cpu + 1)
-    ctrl = load(load(ctx + at.CTX_CTRLS) + 8 * peer) if peer >= 0 else 0
-    if load(ctx + at.CTX_STEP_ASIDE) == 0 or ctrl == 0 or load(ctx + at.CTX_RANK) < peer or load(ctrl + at.BOARD_CPU) != cpu + 1:
+    waits = load(ctx + at.CTX_WAITED) + 1
+    store(ctx + at.CTX_WAITED, waits)
+    if waits & 15 != 0:  # every so often is enough
+        return
+    here = ranks_on(ctx, cpu, -1)
+    if here == 0 or ranks_on(ctx, cpu, load(ctx + at.CTX_RANK)) != 0:
         return
     allowed, chosen = load(ctx + at.CTX_MASKS), load(ctx + at.CTX_MASKS) + at.CPU_SET_BYTES
-    size = sched_getaffinity(types.int32(0), at.CPU_SET_BYTES, allowed)
-    if size < 0:
+    for word in range(at.CPU_SET_BYTES // 8):
+        store(allowed + 8 * word, 0)
+        store(chosen + 8 * word, 0)
+    if sched_getaffinity(types.int32(0), at.CPU_SET_BYTES, allowed) < 0:
         return
-    for free in range(8 * at.CPU_SET_BYTES):
-        if (load(allowed + (free >> 6) * 8) >> (free & 63)) & 1 == 0 or free == cpu or taken(ctx, free):
-            continue
-        for word in range(at.CPU_SET_BYTES // 8):
-            store(chosen + 8 * word, 0)
-        store(chosen + (free >> 6) * 8, 1 << (free & 63))
-        if sched_setaffinity(types.int32(0), at.CPU_SET_BYTES, chosen) == 0:
-            sched_setaffinity(types.int32(0), at.CPU_SET_BYTES, allowed)
-            store(load(ctx + at.CTX_CTRL) + at.BOARD_CPU, free + 1)
+    core = freer_core(ctx, cpu, here, allowed)
+    if core < 0:
         return
+    store(chosen + (core >> 6) * 8, 1 << (core & 63))
+    if sched_setaffinity(types.int32(0), at.CPU_SET_BYTES, chosen) == 0:
+        sched_setaffinity(types.int32(0), at.CPU_SET_BYTES, allowed)
+        store(load(ctx + at.CTX_CTRL) + at.BOARD_CPU, core + 1)
 
 
 def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
@@ -191,7 +209,6 @@ def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
     store(ctrl + at.BOARD_PEER, peer)
     store(ctrl + at.BOARD_STEP, load(ctx + at.CTX_STEP))
     store_release(ctrl + at.BOARD_STATE, at.STATE_WAITING)
-    store(ctx + at.CTX_WAITED, load(ctx + at.CTX_WAITED) + 1)
     nap = 1000000
     result = at.OK
     while True:
@@ -241,7 +258,8 @@ def wait(ctx: int, address: int, target: int, peer: int) -> int:
             return at.OK
         pause()
     release_gil(ctx)
-    step_aside(ctx, peer)
+    if load(ctx + at.CTX_STEP_ASIDE) != 0:
+        step_aside(ctx)
     for _ in range(load(ctx + at.CTX_YIELDS)):
         sched_yield()
         for _ in range(SPIN_BETWEEN_YIELDS):
