@@ -8,12 +8,11 @@ the environment except :meth:`PlanRequest.read`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from miraccl import params
 from miraccl.errors import InvalidUsage
 from miraccl.graph.channel_graph import graph_to_json
 from miraccl.graph.connect import Connections, PlannedDomain, connect, connections_to_json
@@ -40,7 +39,7 @@ class PlanRequest:
     """A question to a topology; two equal requests on equal topologies have equal plans.
 
     ``gpus``: device numbers that take part, empty for all. ``collnet``: a CollNet plugin is present. ``fuse``: read the file as NCCL does
-    with one process per GPU. ``variables``: the settings of the environment that were not at their defaults, for the record.
+    with one process per GPU. ``variables``: what the environment set, for the record.
     """
 
     nodes: int = 1
@@ -67,31 +66,42 @@ class PlanRequest:
         """With the settings of an environment. ``graph_xml`` is the text of a file of graphs that replace the search."""
         if nodes < 1:
             raise InvalidUsage(f"a job has at least 1 node, not {nodes}")
-        return cls(
+        seen = _Seen(environ)
+        request = cls(
             nodes=nodes,
             gpus=tuple(gpus),
             collnet=collnet,
             fuse=fuse,
-            paths=PathOptions.read(environ),
-            search=SearchSettings.read(environ, collnet=collnet, graph_xml=graph_xml),
-            connect=ConnectSettings.read(environ),
-            tuning=TuningSettings.read(environ),
-            variables=_variables(environ),
+            paths=PathOptions.read(seen),
+            search=SearchSettings.read(seen, collnet=collnet, graph_xml=graph_xml),
+            connect=ConnectSettings.read(seen),
+            tuning=TuningSettings.read(seen),
         )
+        return replace(request, variables=tuple(sorted(seen.found.items())))
 
     @property
     def topo(self) -> TopoOptions:
         return TopoOptions(nodes=self.nodes, gpus=self.gpus, fuse=self.fuse, collnet=self.collnet, paths=self.paths)
 
 
-def _variables(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Settings that are set, by NCCL's name where there is one."""
-    found = {}
-    for param in params.PARAMS.values():
-        source = param.resolve(environ)[1]
-        if source != "default":
-            found[f"NCCL_{param.nccl}" if param.nccl else source] = environ[source].strip()
-    return tuple(sorted(found.items()))
+class _Seen(Mapping[str, str]):
+    """An environment that remembers which of its variables were read, that is, which ones the plan depends on."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self.found: dict[str, str] = {}
+
+    def __getitem__(self, name: str) -> str:
+        value = self._environ[name]
+        if value.strip():
+            self.found[name] = value.strip()
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._environ)
+
+    def __len__(self) -> int:
+        return len(self._environ)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

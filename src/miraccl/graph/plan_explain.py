@@ -21,7 +21,7 @@ from miraccl.graph.connect import Connections
 from miraccl.graph.plan import Plan
 from miraccl.graph.search.explain import explain_search
 from miraccl.graph.tuning import TuningModel
-from miraccl.graph.tuning_choice import TABLE_SIZES, Candidate, candidates, choose
+from miraccl.graph.tuning_choice import TABLE_SIZES, Candidate, at_size, candidates, choose
 from miraccl.topo.explain import PathNotes, explain_paths
 from miraccl.topo.jsonform import number
 from miraccl.types import Collective
@@ -88,9 +88,7 @@ def channel_sentences(connections: Connections) -> list[str]:
     result += [f"{step.before} channels become {step.after}: {step.why}" for step in connections.count.steps]
     result.append(f"collectives run on {connections.channels} channels")
     p2p = connections.p2p
-    result.append(
-        f"send and receive use {p2p.total} channels (a power of two) and up to {p2p.per_peer} for one peer, limited by {p2p.why}"
-    )
+    result.append(f"send and receive use {p2p.total} channels (a power of two) and up to {p2p.per_peer} for one peer, limited by {p2p.why}")
     if connections.nvls:
         result.append(f"NVLS uses {connections.nvls_channels} channels and {connections.nvls.heads} heads per node")
     if connections.collnet_enabled:
@@ -166,19 +164,21 @@ def _duel(model: TuningModel, coll: Collective, nbytes: int) -> Json:
 
 
 def _why(model: TuningModel, coll: Collective, ranked: list[Candidate], nbytes: int) -> Iterator[str]:
+    """Time, latency and bandwidth of the winner at this size, and what it has over the next one."""
     winner = ranked[0]
-    first = model.estimate(coll, winner.algorithm, winner.protocol)
     yield f"{_name(winner)} takes {winner.time or 0.0:.4g} us"
-    if first.bandwidth:
-        yield f" ({first.latency:.4g} us latency, {nbytes_in_words(nbytes)} at {first.bandwidth:.4g} GB/s)"
-    if len(ranked) > 1 and winner.time:
-        second = model.estimate(coll, ranked[1].algorithm, ranked[1].protocol)
-        part = "less latency" if first.latency < second.latency else "more bandwidth"
-        both = first.latency < second.latency and first.bandwidth > second.bandwidth
+    if not winner.time:
+        return
+    latency, bw = at_size(model, coll, winner.algorithm, winner.protocol, nbytes)
+    yield f" ({latency:.4g} us latency, then {nbytes_in_words(nbytes)} at {bw:.4g} GB/s)"
+    if len(ranked) > 1:
+        other_latency, other_bw = at_size(model, coll, ranked[1].algorithm, ranked[1].protocol, nbytes)
+        better = ["less latency"] * (latency < other_latency) + ["more bandwidth"] * (bw > other_bw)
         yield (
-            f", {((ranked[1].time or 0.0) / winner.time - 1) * 100:.3g} % less than {_name(ranked[1])} "
-            f"({second.latency:.4g} us, {second.bandwidth:.4g} GB/s): {'less latency and more bandwidth' if both else part}"
+            f"; {_name(ranked[1])} would take {((ranked[1].time or 0.0) / winner.time - 1) * 100:.3g} % more "
+            f"({other_latency:.4g} us, {other_bw:.4g} GB/s)"
         )
+        yield f": the winner has {' and '.join(better)}" if better else ""
 
 
 def nbytes_in_words(nbytes: int) -> str:

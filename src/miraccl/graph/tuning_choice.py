@@ -77,10 +77,16 @@ def _unfit(model: TuningModel, coll: Collective, algo: Algorithm) -> str:
 
 def predict_time(model: TuningModel, coll: Collective, algo: Algorithm, proto: Protocol, nbytes: int) -> float | None:
     """us, or ``None`` where the combination cannot be used."""
+    if model.estimate(coll, algo, proto).bandwidth == 0:
+        return None
+    latency, bw = at_size(model, coll, algo, proto, nbytes)
+    return f32(latency + f32(f32(nbytes) / f32(1000 * bw)))
+
+
+def at_size(model: TuningModel, coll: Collective, algo: Algorithm, proto: Protocol, nbytes: int) -> tuple[float, float]:
+    """Latency (us) and bandwidth (GB/s) of an estimate after the corrections for the size."""
     estimate = model.estimate(coll, algo, proto)
     bw, latency = estimate.bandwidth, estimate.latency
-    if bw == 0:
-        return None
     facts = model.facts
     all_reduce = coll == Collective.ALL_REDUCE
     octave = (nbytes >> 6).bit_length() - 1
@@ -89,7 +95,7 @@ def predict_time(model: TuningModel, coll: Collective, algo: Algorithm, proto: P
     long_ring = algo == Algorithm.RING and proto == Protocol.SIMPLE and facts.nnodes > 1 and all_reduce
     if long_ring and nbytes // (facts.channels * facts.nranks) >= _PLATEAU_BYTES:
         latency = f32(latency * (1.9 if facts.min_sm < 80 else 1.4))
-    return f32(latency + f32(f32(nbytes) / f32(1000 * bw)))
+    return latency, bw
 
 
 def choose(model: TuningModel, coll: Collective, nbytes: int) -> Choice | None:

@@ -61,6 +61,8 @@ def plan(
     """
     if [json_target, graph_xml, svg, html].count("-") > 1:
         raise InvalidUsage("only one output can go to standard output")
+    tables = "-" not in (json_target, graph_xml, svg, html)
+    depth = "explain" if explain or html else "bound" if tables else "plan"
     document = _document(
         topo_file,
         nodes=nodes,
@@ -68,7 +70,7 @@ def plan(
         collnet=collnet,
         fuse=fuse,
         described=accelerators,
-        explain=explain or bool(html),
+        depth=depth,
         cached=not no_cache,
     )
     if json_target:
@@ -82,7 +84,7 @@ def plan(
             _write(svg, render_svg(document.data))
         if html:
             _write(html, render_page(document.data))
-    if "-" not in (json_target, graph_xml, svg, html):
+    if tables:
         from miraccl.tools.plan_tables import print_explanation, print_plan
 
         print_plan(document.data)
@@ -105,9 +107,10 @@ def _document(
     collnet: bool,
     fuse: bool,
     described: Sequence[str],
-    explain: bool,
+    depth: str,
     cached: bool,
 ) -> PlanDocument:
+    """The plan. ``depth``: ``plan`` alone, with the ``bound``, or with both that and the reasons (``explain``)."""
     from miraccl.graph.plan import PlanRequest
     from miraccl.graph.plan_cache import cached_document, plan_key
     from miraccl.native.cache import folder
@@ -124,17 +127,17 @@ def _document(
     )
     name = topo_file or params.TOPO_FILE.read(environ)
     if not name:  # a detected machine can change, and detecting it is most of the work
-        return cached_document(None, "", lambda: _compute(None, "this machine", request, described, explain))
+        return cached_document(None, "", lambda: _compute(None, "this machine", request, described, depth))
     parts = [_read(name, "topology file"), *(_read(file, "description") for file in _descriptions(described, environ))]
-    key = plan_key(b"\0".join(parts), request, flavour=f"{'explain' if explain else ''} {Path(name).name}")
-    return cached_document(folder() if cached else None, key, lambda: _compute(name, Path(name).name, request, described, explain))
+    key = plan_key(b"\0".join(parts), request, flavour=f"{depth} {Path(name).name}")
+    return cached_document(folder() if cached else None, key, lambda: _compute(name, Path(name).name, request, described, depth))
 
 
 def _descriptions(described: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     return list(described) or [file for file in params.ACCELERATORS.read(environ).split(":") if file]
 
 
-def _compute(path: str | None, name: str, request: Any, described: Sequence[str], explain: bool) -> dict[str, Any]:
+def _compute(path: str | None, name: str, request: Any, described: Sequence[str], depth: str) -> dict[str, Any]:
     from dataclasses import replace
 
     from miraccl.graph.plan import make_plan, plan_to_json
@@ -144,9 +147,13 @@ def _compute(path: str | None, name: str, request: Any, described: Sequence[str]
 
     accelerators = [a for file in described for a in read_accelerators(file)] if described else None
     root = load_topology(path, accelerators=accelerators).root
-    notes = PathNotes() if explain else None
+    notes = PathNotes() if depth == "explain" else None
     made = replace(make_plan(root, request, recorder=notes), name=name)
     result = plan_to_json(made)
+    if depth != "plan":
+        from miraccl.graph.plan_bound import bound_section
+
+        result["bound"] = bound_section(made)
     if notes is not None:
         from miraccl.graph.plan_explain import explain_plan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -13,7 +14,6 @@ from miraccl.graph.channel_graph import Pattern
 
 Json = Mapping[str, Any]
 
-MAX_COLUMNS = 16
 MAX_RANKS = 64
 """Rings of more ranks are cut."""
 MAX_CHANNELS = 16
@@ -44,22 +44,28 @@ def print_plan(document: Json, console: Console | None = None) -> None:
     ):
         console.print(table)
         console.print()
-    for line in _bound(document):
-        console.print(escape(line))
+    if bound := document.get("bound"):
+        _list(console, "Best possible bus bandwidth", bound["sentences"])
 
 
 def print_explanation(document: Json, console: Console | None = None) -> None:
     """The reasons as sentences, stage by stage."""
     console = console or Console(highlight=False)
     for heading, sentences in document["explain"]["sentences"].items():
-        console.print(f"[bold]Why: {escape(heading.lower())}[/bold]")
-        for sentence in sentences:
-            console.print(f"  - {escape(sentence)}")
-        console.print()
+        _list(console, f"Why: {heading.lower()}", sentences)
+
+
+def _list(console: Console, heading: str, sentences: Sequence[str]) -> None:
+    console.print(f"[bold]{escape(heading)}[/bold]")
+    grid = Table.grid(padding=(0, 1))
+    for sentence in sentences:
+        grid.add_row(" -", escape(sentence))
+    console.print(grid)
+    console.print()
 
 
 def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="", pad_edge=False)
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     return table
@@ -82,7 +88,10 @@ def _system(document: Json) -> Table:
     table = _table(title, "device", "properties", "links (GB/s)")
     for kind in ("GPU", "PCI", "NVS", "CPU", "NIC", "NET"):
         for node in system[kind]:
-            links = ", ".join(f"{link} {bw:g} {name}" for link, bw, name in node["links"])
+            groups: dict[str, list[str]] = {}
+            for link, bw, name in node["links"]:
+                groups.setdefault(f"{link} {bw:.4g}", []).append(name)
+            links = "; ".join(f"{link}: {' '.join(names)}" for link, names in groups.items())
             table.add_row(node["name"], _properties(kind, node), escape(links))
     return table
 
@@ -96,16 +105,29 @@ def _properties(kind: str, node: Json) -> str:
 
 
 def _paths(document: Json) -> Table:
-    """GPUs to GPUs and nets: type and bandwidth."""
+    """For each GPU the devices it reaches, grouped by type and bandwidth."""
     paths, system = document["paths"], document["system"]
-    gpus = [f"GPU {node['rank']}" for node in system["GPU"]][:MAX_COLUMNS]
-    nets = [f"NET {node['dev']}" for node in system["NET"]][: max(0, MAX_COLUMNS - len(gpus))]
-    left_out = len(system["GPU"]) + len(system["NET"]) - len(gpus) - len(nets)
-    table = _table("Paths (type and GB/s)" + (f"; {left_out} more devices not shown" if left_out else ""), "from", *gpus, *nets)
-    for node, row in list(zip(system["GPU"], paths["GPU"]))[:MAX_COLUMNS]:
-        cells = [*row["GPU"][: len(gpus)], *row["NET"][: len(nets)]]
-        table.add_row(f"GPU {node['rank']}", *("-" if kind == "LOC" else f"{kind} {bw:g}" for kind, bw, _ in cells))
+    table = _table("Paths of the GPUs", "from", "type GB/s: to")
+    for node, row in zip(system["GPU"], paths["GPU"]):
+        groups: dict[str, dict[str, list[int]]] = {}
+        for kind, name in (("GPU", "rank"), ("NET", "dev")):
+            for target, (type, bw, _) in zip(system[kind], row[kind]):
+                if type != "LOC":
+                    groups.setdefault(f"{type} {bw:.4g}", {}).setdefault(kind, []).append(target[name])
+        texts = [f"{key}: " + ", ".join(f"{kind} {_ranges(numbers)}" for kind, numbers in to.items()) for key, to in groups.items()]
+        table.add_row(f"GPU {node['rank']}", "\n".join(texts))
     return table
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0 1 2 5`` as ``0-2 5``."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)
 
 
 def _graphs(document: Json) -> Table:
@@ -160,7 +182,7 @@ def _distinct(rows: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         else:
             groups.append(([c], row))
     for numbers, first in groups[:MAX_CHANNELS]:
-        yield ", ".join(map(str, numbers)), first
+        yield _ranges(numbers), first
 
 
 def _rings(document: Json) -> Table:
@@ -200,10 +222,10 @@ def _model(document: Json) -> Table:
 
 def _choices(document: Json) -> Table:
     choice = document["tuning"]["choice"]
-    table = _table("Choice: algorithm/protocol, us, channels x warps", "bytes", *choice, numbers=("bytes",))
+    table = _table("Choice: algorithm/protocol, time, channels x warps", "bytes", *choice, numbers=("bytes",))
     for row in zip(*choice.values()):
         size = next((entry[0] for entry in row if entry), 0)
-        table.add_row(_size(size), *(f"{e[1]}/{e[2]} {e[3]:.4g} {e[4]}x{e[5]}" if e else "-" for e in row))
+        table.add_row(_size(size), *(f"{e[1]}/{e[2]} {_time(e[3])} {e[4]}x{e[5]}" if e else "-" for e in row))
     return table
 
 
@@ -214,5 +236,8 @@ def _size(nbytes: int) -> str:
     return str(nbytes)
 
 
-def _bound(document: Json) -> list[str]:
-    return []
+def _time(us: float) -> str:
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if us >= size:
+            return f"{us / size:.4g} {unit}"
+    return f"{us:.4g} us"

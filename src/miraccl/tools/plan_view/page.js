@@ -45,7 +45,11 @@
   card(comm.p2pnChannels + " / " + comm.p2pnChannelsPerPeer, "send-recv channels / per peer");
   card(comm.nvlsSupport ? comm.nvlsChannels : "off", "NVLS channels");
   const bound = plan.bound;
-  if (bound && bound.busBw) card(num(bound.busBw), "GB/s best possible bus bandwidth");
+  if (bound) {
+    card(num(bound.allReduce), "GB/s best possible all-reduce (bus)");
+    const mine = bound.plan.AllReduce;
+    if (mine) card(num(mine.busBw), "GB/s this plan, " + mine.with);
+  }
 
   // Machine: channels
 
@@ -218,6 +222,7 @@
   const setFit = (on) => { fit.setAttribute("aria-pressed", String(on)); $("canvas").classList.toggle("fit", on); };
   fit.onclick = () => setFit(fit.getAttribute("aria-pressed") !== "true");
   setFit(true);
+  if (plan.drawing.width > 1250) $("canvas").parentElement.classList.add("wide");
   $("clear").onclick = () => { shown.clear(); unpick(); drawChannels(); describeGraph(); };
   chooseGraph(graph);
 
@@ -310,7 +315,9 @@
     });
     $("legend").replaceChildren(el("h3", collective + " of " + bytes(size)), table);
     const off = explain.tuning.choices[collective].length ? explain.tuning.choices[collective][0].off : {};
-    Object.entries(off).forEach(([name, why]) => $("legend").append(el("div", name + ": " + why, { class: "muted" })));
+    const reasons = {};
+    Object.entries(off).forEach(([name, why]) => { (reasons[why] = reasons[why] || []).push(name); });
+    Object.entries(reasons).forEach(([why, list]) => $("legend").append(el("p", list.join(", ") + ": " + why, { class: "muted" })));
   };
   const choices = () => {
     const table = el("table");
@@ -368,7 +375,9 @@
   if (!explain) {
     why.append(el("p", "This page was made without reasons.", { class: "muted" }));
   } else {
-    Object.entries(explain.sentences).forEach(([heading, sentences], i) => {
+    const stories = Object.entries(explain.sentences);
+    if (bound) stories.push(["Best possible bus bandwidth", bound.sentences]);
+    stories.forEach(([heading, sentences], i) => {
       const d = el("details");
       if (heading !== "Search" && heading !== "Paths") d.open = true;
       const list = el("ul");
