@@ -12,7 +12,7 @@ from miraccl.topo.analyse import analyse_topology
 from miraccl.topo.check import check_topology
 from miraccl.topo.detect import detect_machine
 from miraccl.topo.nvml import GpuFacts, read_gpus, short_bus_id
-from miraccl.topo.records import LinkType, NodeType, PathType
+from miraccl.topo.records import CpuVendor, LinkType, NodeType, PathType
 from miraccl.topo.sysfs import Sysfs, natural
 from miraccl.topo.xmlfile import format_topology, parse_topology, read_topology
 from tests.topo.fake_sysfs import FakeMachine
@@ -121,6 +121,34 @@ def test_a_gpu_that_sysfs_does_not_show(machine):
     assert [cpu.attrs["numaid"] for cpu in file.root.children] == ["-1", "0"]
     assert any("0000:77:00.0 is not in sysfs" in text for _, text in file.notes)
     assert analyse_topology(file.root).system.gpus[0].links[0].bw == 12.0
+
+
+PROVIDED = """<system version="1">
+<cpu numaid="1" arch="x86_64">
+<pci busid="ffff:ff:01.0" class="0x060400" link_speed="16 GT/s" link_width="16">
+<pci busid="0000:03:00.0" class="0x030200" link_speed="32.0 GT/s PCIe" link_width="8"/>
+<pci busid="0000:99:00.0" class="0x030200" link_speed="32.0 GT/s PCIe" link_width="8"/>
+</pci>
+</cpu>
+</system>"""
+
+
+@pytest.mark.parametrize("place", ["named", "provided"])
+def test_a_provider_s_tree_is_completed(machine, place):
+    """What the file says goes before what the kernel shows; devices it lacks are added, those nobody uses are dropped."""
+    if place == "named":
+        file = detect_machine(machine.root, gpus=GPUS[:1], arch="x86_64", base=parse_topology(PROVIDED).root)
+    else:
+        machine.file("var/run/nvidia-topologyd/virtualTopology.xml", PROVIDED)
+        file = detect_machine(machine.root, gpus=GPUS[:1], arch="x86_64")
+        assert any("virtualTopology.xml" in text for _, text in file.notes)
+    found = analyse_topology(file.root)
+    assert [cpu.name for cpu in found.system.cpus] == ["CPU/0-1", "CPU/0-0"]
+    assert found.system.cpus[0].vendor == CpuVendor.INTEL
+    assert [pci.name for pci in found.system.pcis] == ["PCI/0-ffffff010", "PCI/0-1000"]
+    gpu = found.system.gpus[0]
+    assert [(link.type, link.bw) for link in gpu.links] == [(LinkType.PCI, 24.0)]  # 8 lanes of 32 GT/s, as the file says
+    assert found.paths.gpu_net(0, 0).type == PathType.SYS
 
 
 def test_a_host_of_cpus_is_a_topology(machine):

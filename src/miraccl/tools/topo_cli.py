@@ -79,8 +79,9 @@ def _options(nodes: int, gpus: str | None, fuse: bool, collnet: bool) -> TopoOpt
 @click.option("--out", metavar="FILE", default="-", help="Where to write the topology file; - is standard output.  [default: -]")
 @click.option("--cpu-ranks", type=click.IntRange(0), help="CPU ranks to add.  [default: one per CPU if there are no GPUs, at most 8]")
 @click.option("--root", type=click.Path(), default="/", show_default=True, help="Folder that holds sys and proc of a machine.")
+@click.option("--base", type=click.Path(), help="Topology file to complete, such as the PCI tree of a provider's virtual machine.")
 @_json_option
-def detect(out: str, cpu_ranks: int | None, root: str, json_target: str | None) -> None:
+def detect(out: str, cpu_ranks: int | None, root: str, base: str | None, json_target: str | None) -> None:
     """Detect this machine: PCI tree and NUMA domains, nets, GPUs and their links.
 
     \b
@@ -88,8 +89,10 @@ def detect(out: str, cpu_ranks: int | None, root: str, json_target: str | None) 
       miraccl topo detect --out machine.xml
     """
     from miraccl.topo.detect import detect_machine
+    from miraccl.topo.xmlfile import read_topology
 
-    machine = detect_machine(root, cpu_ranks=cpu_ranks, gpus=None if root == "/" else ())
+    tree = read_topology(base).root if base else None
+    machine = detect_machine(root, cpu_ranks=cpu_ranks, gpus=None if root == "/" else (), base=tree)
     for _, text in machine.notes:
         click.echo(f"note: {text}", err=True)
     if json_target:

@@ -16,10 +16,12 @@ from pathlib import Path
 from miraccl.topo.nvml import GpuFacts, read_gpus
 from miraccl.topo.select import fuse_ranks
 from miraccl.topo.sysfs import BUS_ID, Sysfs
-from miraccl.topo.xmlfile import XmlFile, XmlNode
+from miraccl.topo.xmlfile import XmlFile, XmlNode, read_topology
 
 CPU_RANKS_MAX = 8
 """CPU ranks of a machine without GPUs when no number is given, at most."""
+BASE_FILE = ("var", "run", "nvidia-topologyd", "virtualTopology.xml")
+"""A topology file that providers put into their virtual machines; NCCL reads it unless another is named."""
 CPU_RANK_CLASS = "0x0b4000"  # PCI class of a co-processor
 CPU_RANK_SM = 80
 _ARCHS = {"x86_64": "x86_64", "AMD64": "x86_64", "aarch64": "arm64", "arm64": "arm64", "ppc64le": "ppc64", "ppc64": "ppc64"}
@@ -38,13 +40,19 @@ def detect_machine(
     gpus: Sequence[GpuFacts] | None = None,
     cpu_ranks: int | None = None,
     arch: str | None = None,
+    base: XmlNode | None = None,
 ) -> XmlFile:
     """Detect the machine whose kernel folders lie below ``root``.
 
     ``gpus`` None asks NVML. ``cpu_ranks`` is the number of CPU ranks; None is none beside GPUs, else one for each CPU, at most
-    :data:`CPU_RANKS_MAX`. ``arch`` is the machine's architecture as ``platform.machine`` names it. What was assumed is in the notes.
+    :data:`CPU_RANKS_MAX`. ``arch`` is the machine's architecture as ``platform.machine`` names it. ``base`` is a tree to complete (files of
+    cloud providers hold the PCI tree that a virtual machine hides); None takes :data:`BASE_FILE`, if it is there. What was assumed is in
+    the notes.
     """
-    machine = _Machine(Sysfs(Path(root)), _ARCHS.get(arch or platform.machine(), arch or platform.machine()))
+    sys = Sysfs(Path(root))
+    machine = _Machine(sys, _ARCHS.get(arch or platform.machine(), arch or platform.machine()), _base_tree(sys) if base is None else base)
+    if base is None and machine.root.children:
+        machine.note(f"completes {sys.path(*BASE_FILE)}")
     if gpus is None:
         gpus, why = read_gpus()
         if not gpus:
@@ -57,12 +65,21 @@ def detect_machine(
     return XmlFile(root=machine.finish(), source="this machine", notes=tuple(machine.notes))
 
 
+def _base_tree(sys: Sysfs) -> XmlNode | None:
+    path = sys.path(*BASE_FILE)
+    return read_topology(path).root if path.is_file() else None
+
+
 class _Machine:
-    def __init__(self, sys: Sysfs, arch: str) -> None:
+    def __init__(self, sys: Sysfs, arch: str, base: XmlNode | None) -> None:
         self.sys = sys
         self.arch = arch
-        self.root = XmlNode("system", {"version": "1"})
+        self.root = base.copy() if base is not None else XmlNode("system", {"version": "1"})
         self.devices: dict[str, XmlNode] = {}
+        for node in self.root.walk():
+            if node.name == "pci" and "busid" in node.attrs:
+                self.devices.setdefault(node.attrs["busid"].lower(), node)
+        self.complete: set[str] = set()
         self.ranks: list[XmlNode] = []
         self.notes: list[tuple[int, str]] = []
         self.identity = self.cpu_identity()
@@ -76,16 +93,20 @@ class _Machine:
     # CPUs
 
     def cpu(self, numa: str) -> XmlNode:
-        for node in self.root.children:
-            if node.attrs["numaid"] == numa:
-                return node
-        node = XmlNode("cpu", {"numaid": numa})
+        node = next((cpu for cpu in self.root.children if cpu.attrs.get("numaid") == numa), None)
+        if node is None:
+            node = XmlNode("cpu", {"numaid": numa})
+            self.root.children.append(node)
+            self.complete_cpu(node)
+        return node
+
+    def complete_cpu(self, node: XmlNode) -> None:
+        numa = node.attrs.get("numaid", "-1")
         affinity = self.sys.read("sys", "devices", "system", "node", f"node{numa}", "cpumap")
         if affinity:
-            node.attrs["affinity"] = affinity
-        node.attrs.update(self.identity)
-        self.root.children.append(node)
-        return node
+            node.attrs.setdefault("affinity", affinity)
+        for key, value in self.identity.items():
+            node.attrs.setdefault(key, value)
 
     def cpu_identity(self) -> dict[str, str]:
         """Architecture, and on x86 vendor, family and model as CPUID tells them (family 15 and later carry an extension shifted by 4)."""
@@ -103,26 +124,34 @@ class _Machine:
     # PCI
 
     def pci(self, bus_id: str, default_class: str) -> XmlNode:
-        """The element of a PCI device, made with all above it if need be."""
-        if bus_id in self.devices:
-            return self.devices[bus_id]
-        node = self.devices[bus_id] = XmlNode("pci", {"busid": bus_id})
+        """The element of a PCI device, made with all above it if need be, and with the attributes the kernel knows."""
+        node = self.devices.get(bus_id)
+        made = node is None
+        if node is None:
+            node = self.devices[bus_id] = XmlNode("pci", {"busid": bus_id})
+        if bus_id in self.complete:
+            return node
+        self.complete.add(bus_id)
         path = self.sys.pci(bus_id)
         if path is None:
-            self.note(f"PCI device {bus_id} is not in sysfs: taken to hang on a CPU of unknown NUMA domain")
-            node.attrs.update({"class": default_class, "link_speed": "", "link_width": ""})
-            self.attach(node, self.cpu("-1"))
+            for key, value in (("class", default_class), ("link_speed", ""), ("link_width", "")):
+                node.attrs.setdefault(key, value)
+            if made:
+                self.note(f"PCI device {bus_id} is not in sysfs: taken to hang on a CPU of unknown NUMA domain")
+                self.attach(node, self.cpu("-1"))
             return node
         for key in ("class", "vendor", "device", "subsystem_vendor", "subsystem_device"):
             value = self.sys.read(path / key)
             if value or key == "class":
-                node.attrs[key] = value or default_class
-        node.attrs["link_speed"], node.attrs["link_width"] = self.pci_link(path)
-        parent, upper = path.parent, path.parent.parent
-        if BUS_ID.fullmatch(parent.name) and BUS_ID.fullmatch(upper.name):
-            self.attach(node, self.pci(upper.name, "0x060400"))
-        else:
-            self.attach(node, self.cpu(self.sys.read(path / "numa_node") or "-1"))
+                node.attrs.setdefault(key, value or default_class)
+        for key, value in zip(("link_speed", "link_width"), self.pci_link(path)):
+            node.attrs.setdefault(key, value)
+        if made:
+            parent, upper = path.parent, path.parent.parent
+            if BUS_ID.fullmatch(parent.name) and BUS_ID.fullmatch(upper.name):
+                self.attach(node, self.pci(upper.name, "0x060400"))
+            else:
+                self.attach(node, self.cpu(self.sys.read(path / "numa_node") or "-1"))
         return node
 
     def pci_link(self, path: Path) -> tuple[str, str]:
@@ -151,6 +180,7 @@ class _Machine:
             gpu.children.append(XmlNode("nvlink", {"target": target, "count": str(count), "tclass": tclass or "0x068000"}))
         if facts.c2c:
             gpu.children.append(XmlNode("c2c", {"bw": str(facts.c2c[0]), "count": str(facts.c2c[1])}))
+        pci.children = [child for child in pci.children if child.name != "gpu"]
         pci.children.append(gpu)
         self.ranks.append(gpu)
 
@@ -213,6 +243,8 @@ class _Machine:
     def finish(self) -> XmlNode:
         """The merged tree, in the order NCCL's ranks would merge theirs."""
         for node in self.root.walk():
+            if node.name == "cpu":
+                self.complete_cpu(node)
             node.single = not node.children
         return fuse_ranks(self.root, self.ranks)
 
