@@ -145,7 +145,7 @@ def measure(peer: Peer, way: Plain | Miraccl) -> tuple[float, float]:
 def run(rank: int, control: socket.socket, args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
     """Per way and round: wall time and the processor time of both processes, in seconds."""
     peer = Peer(rank, control, args)
-    ways = {"plain": Plain(peer), "miraccl": Miraccl(peer)}
+    ways: dict[str, Plain | Miraccl] = {"plain": Plain(peer), "miraccl": Miraccl(peer)}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for round_ in range(args.rounds + 2):  # the first two warm up
         for name, way in ways.items():

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -41,7 +42,7 @@ class Rig:
     def attach(self, rank, nstreams=1):
         ends = [socket.socketpair() for _ in range(nstreams)]
         memory = FifoMemory(SLOT), FifoMemory(SLOT)
-        door = {"kind": FifoKind.NET, "bell": self.proxy.bell, "asleep": self.proxy.asleep}
+        door: Any = {"kind": FifoKind.NET, "bell": self.proxy.bell, "asleep": self.proxy.asleep}
         pair = FifoPair(send=Fifo.at(memory[0].address, SLOT, **door), recv=Fifo.at(memory[1].address, SLOT, **door), memory=memory)
         for _, there in ends:
             there.settimeout(WAIT_S)
@@ -217,7 +218,9 @@ def test_loss_of_one_peer_leaves_the_others_alone(rig):
     rig.peers[1].sendall(message(0, b"fine"))
     recv = RecvEnd(other.recv, rig.atomics)
     rig.wait(recv.peek)
-    assert recv.peek().payload == b"fine"
+    got = recv.peek()
+    assert got is not None
+    assert bytes(got.payload or b"") == b"fine"
 
 
 def test_wake_follows_a_loss(rig):
@@ -231,7 +234,10 @@ def test_wake_follows_a_loss(rig):
 
 
 def test_on_lost_that_raises_does_not_stop_the_proxy(caplog):
+    called = threading.Event()
+
     def explode(peer, loss):
+        called.set()
         raise RuntimeError("callback")
 
     rig = Rig(on_lost=explode)
@@ -241,6 +247,7 @@ def test_on_lost_that_raises_does_not_stop_the_proxy(caplog):
         rig.peers[1].sendall(message(0, b"fine"))
         recv = RecvEnd(other.recv, rig.atomics)
         rig.wait(recv.peek)
+        assert called.wait(WAIT_S)
     finally:
         rig.close()
     assert "on_lost failed" in caplog.text

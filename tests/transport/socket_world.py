@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from miraccl.proxy import Proxy
 from miraccl.transport.base import Endpoint
@@ -48,7 +49,7 @@ def build_rank(
     return transport
 
 
-def build_world(nranks: int, **options) -> World:
+def build_world(nranks: int, **options: Any) -> World:
     world = World(transports={})
     for rank in range(nranks):
         build_rank(world, rank, **options)

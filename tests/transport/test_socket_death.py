@@ -41,6 +41,9 @@ class Child:
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.pipes = (self.process.stdin, self.process.stdout)
         info = bytes.fromhex(self.process.stdout.readline())
         self.process.stdin.write(world.transports[0].setup().hex() + "\n")
         self.process.stdin.flush()
@@ -49,8 +52,8 @@ class Child:
     def stop(self):
         self.process.kill()
         self.process.wait(WAIT_S)
-        self.process.stdin.close()
-        self.process.stdout.close()
+        for pipe in self.pipes:
+            pipe.close()
 
 
 @pytest.fixture

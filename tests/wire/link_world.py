@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from miraccl.wire import proxy_records as rec
 from miraccl.wire.proxy import Link
@@ -100,19 +101,19 @@ class World:
             if not side.link.alive:
                 continue
             if side.to_post and side.posted - side.tail < self.config.nslots:
-                found.append(lambda i=i: self.post(i))
+                found.append(partial(self.post, i))
             if side.consumed < len(side.delivered):
-                found.append(lambda i=i: self.consume(i))
+                found.append(partial(self.consume, i))
             for message in side.rooms:
                 if message not in side.wanted and side.consumed <= message < side.consumed + self.config.nslots:
-                    found.append(lambda i=i, m=message: self.want(i, m))
+                    found.append(partial(self.want, i, message))
             for stream in range(self.config.nstreams):
                 if side.taken[stream]:
-                    found.append(lambda i=i, s=stream: self.take(i, s))
+                    found.append(partial(self.take, i, stream))
                 if stream in side.placing:
-                    found.append(lambda i=i, s=stream: self.place(i, s))
+                    found.append(partial(self.place, i, stream))
                 elif self.sides[1 - i].wire[stream]:
-                    found.append(lambda i=i, s=stream: self.arrive(i, s))
+                    found.append(partial(self.arrive, i, stream))
         return found
 
     def post(self, i: int) -> None:

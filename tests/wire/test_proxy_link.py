@@ -24,13 +24,15 @@ def sends(instructions, kind=None):
     return [do.frame for do in instructions if isinstance(do, rec.Send) and (kind is None or do.frame.type is kind)]
 
 
-def lost(instructions) -> rec.Loss:
+def lost(instructions: list[rec.Instruction]) -> rec.Loss:
     losses = [do.loss for do in instructions if isinstance(do, rec.Lost)]
     assert len(losses) == 1
     return losses[0]
 
 
-def data(message=0, nbytes=10, *, stream=0, offset=0, length=None, signature=5, ack=0) -> Frame:
+def data(
+    message: int = 0, nbytes: int = 10, *, stream: int = 0, offset: int = 0, length: int | None = None, signature: int = 5, ack: int = 0
+) -> Frame:
     return Frame(FrameType.DATA, stream, message, signature, nbytes, offset, nbytes - offset if length is None else length, ack)
 
 
@@ -214,12 +216,12 @@ SIZES = st.lists(st.sampled_from([0, 1, 32, 33, SLOT, SLOT + 1, MIN_PIECE_BYTES,
 @given(sizes=st.tuples(SIZES, SIZES), nstreams=st.integers(1, 3), extra=st.sets(st.integers(0, 13)), rng=st.randoms(use_true_random=False))
 def test_all_messages_arrive_in_any_order_of_events(sizes, nstreams, extra, rng):
     config = rec.LinkConfig(nstreams=nstreams, send_slot_bytes=SLOT, recv_slot_bytes=SLOT, piece_bytes=MIN_PIECE_BYTES)
-    rooms = tuple({m: BIG for m, n in enumerate(sizes[1 - i]) if n > SLOT or m in extra} for i in (0, 1))
-    world = World(config, sizes, rooms)
+    rooms = [{m: BIG for m, n in enumerate(sizes[1 - i]) if n > SLOT or m in extra} for i in (0, 1)]
+    world = World(config, sizes, (rooms[0], rooms[1]))
     world.run(lambda n: rng.randrange(n))
     world.check_complete()
     for i, side in enumerate(world.sides):
-        again, instructions = replay(config, side.link.log)
+        again, instructions = replay(config, side.link.log or [])
         assert instructions == side.did, i
         assert again.state is side.link.state
     for i in (0, 1):

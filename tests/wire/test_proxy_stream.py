@@ -77,11 +77,11 @@ KEY = ws.derive_key(b"secret", b"job")
 IDENTITY = ws.StreamIdentity(initiator=1, acceptor=2, stream=0, nstreams=2)
 
 
-def initiator(key=KEY, identity=IDENTITY) -> ws.InitiatorHandshake:
+def initiator(key: bytes = KEY, identity: ws.StreamIdentity = IDENTITY) -> ws.InitiatorHandshake:
     return ws.InitiatorHandshake(key=key, nonce=b"i" * 32, deadline=10.0, want=identity)
 
 
-def acceptor(key=KEY, rank=2, nonce=b"a" * 32) -> ws.AcceptorHandshake:
+def acceptor(key: bytes = KEY, rank: int = 2, nonce: bytes = b"a" * 32) -> ws.AcceptorHandshake:
     return ws.AcceptorHandshake(key=key, nonce=nonce, deadline=10.0, rank=rank)
 
 
