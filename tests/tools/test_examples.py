@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,17 @@ def test_example(path: Path) -> None:
     assert done.stdout.strip(), "an example says what it did"
 
 
+@pytest.mark.multiprocess
+def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    program = tmp_path / "readme.py"
+    program.write_text(block)
+    command = [sys.executable, "-m", "miraccl", "run", "-n", "2", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    assert "Candidate" in done.stdout
+
+
 def test_there_are_examples() -> None:
     assert EXAMPLES
 
@@ -33,8 +45,6 @@ def test_the_table_of_settings_is_up_to_date() -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    import re
-
     documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     for document in documents:
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text()):
