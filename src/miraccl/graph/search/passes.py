@@ -312,8 +312,9 @@ class _Search:
 
     def _through_amd(self, attempt: Attempt) -> bool:
         """Different channels are not worth it between the sockets of AMD CPUs."""
-        cpu = self.machine.system.cpus[0]
-        return cpu.arch == CpuArch.X86 and cpu.vendor == CpuVendor.AMD and attempt.type_intra == PathType.SYS
+        first = self.machine.system.cpus[:1]
+        amd = any(cpu.arch == CpuArch.X86 and cpu.vendor == CpuVendor.AMD for cpu in first)
+        return amd and attempt.type_intra == PathType.SYS
 
     def _concede(self, attempt: Attempt, budget: int) -> tuple[Reason | Stop, Attempt]:
         """What to ask for after a walk that did not settle it: the next concession, with all lesser ones withdrawn."""

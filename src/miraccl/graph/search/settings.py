@@ -25,7 +25,7 @@ class SearchSettings:
 
     @classmethod
     def read(cls, environ: Mapping[str, str], *, collnet: bool = False, graph_xml: str = "") -> SearchSettings:
-        """From an environment; the text of ``GRAPH_FILE`` is the caller's to read (:func:`read_graph_file`)."""
+        """From an environment; ``graph_xml`` is the text of the file that ``GRAPH_FILE`` names, which is the caller's to read."""
         return cls(
             cross_nic=params.CROSS_NIC.read(environ),
             net_per_gpu=PathOptions.read(environ).net_per_gpu,

@@ -1,0 +1,157 @@
+"""The channel graph record and its two written forms."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miraccl.errors import TopologyError
+from miraccl.graph.channel_graph import (
+    MAX_CHANNELS,
+    ChannelGraph,
+    GraphKind,
+    Pattern,
+    graph_from_json,
+    graph_to_json,
+    graphs_from_xml,
+    graphs_to_xml,
+    start_graph,
+)
+from miraccl.topo.records import GpuNode, NetNode, PathType, System, f32
+from tests.graph.golden import sample
+from tests.topo.golden import GoldenCase
+
+
+def machine(ngpus: int, inter: int) -> System:
+    """GPUs whose device numbers differ from their ranks, and two nets."""
+    gpus = tuple(GpuNode(id=0x1000 * (g + 1), dev=ngpus - 1 - g, rank=g, sm=80) for g in range(ngpus))
+    return System(nodes=(*gpus, NetNode(id=0, dev=0), NetNode(id=17, dev=17)), inter=inter)
+
+
+floats = st.floats(0, 5000, width=32)
+
+
+@st.composite
+def channel_graphs(draw: st.DrawFn) -> tuple[ChannelGraph, System]:
+    ngpus, inter, count = draw(st.integers(1, 8)), draw(st.integers(0, 1)), draw(st.integers(0, 6))
+    kind = draw(st.sampled_from(GraphKind))
+    steps = 1 if kind is GraphKind.NVLS else ngpus
+    graph = ChannelGraph(
+        kind=kind,
+        pattern=draw(st.sampled_from(Pattern)),
+        bw_intra=draw(floats),
+        bw_inter=draw(floats),
+        latency_inter=draw(floats),
+        type_intra=draw(st.sampled_from(PathType)),
+        type_inter=draw(st.sampled_from(PathType)),
+        same_channels=draw(st.integers(0, 1)),
+        cross_nic=draw(st.integers(0, 2)),
+        n_hops=draw(st.integers(0, 500)),
+        intra=tuple(tuple(draw(st.permutations(range(ngpus)))[:steps]) for _ in range(count)),
+        inter=tuple((draw(st.sampled_from((0, 17))), draw(st.sampled_from((0, 17)))) for _ in range(count)) if inter else (),
+    )
+    return graph, machine(ngpus, inter)
+
+
+@given(channel_graphs())
+def test_json_keeps_everything(made: tuple[ChannelGraph, System]) -> None:
+    graph, _ = made
+    assert graph_from_json(graph_to_json(graph)) == graph
+
+
+@given(channel_graphs())
+def test_xml_keeps_what_its_format_has(made: tuple[ChannelGraph, System]) -> None:
+    graph, system = made
+    (back,) = graphs_from_xml(graphs_to_xml([graph], system), system).values()
+    start = start_graph(graph.kind, graph.n_channels)
+    for name in ("bw_intra", "bw_inter", "latency_inter"):
+        assert getattr(back, name) == pytest.approx(getattr(graph, name), rel=1e-5)  # six digits, as %g has
+        graph = replace(graph, **{name: getattr(back, name)})
+    assert back == replace(graph, n_hops=0, min_channels=start.min_channels, max_channels=start.max_channels)
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("case", sample(every=40))
+def test_recorded_graphs_survive_json(case: GoldenCase) -> None:
+    for graph in case.load()["graphs"]:
+        assert graph_to_json(graph_from_json(graph)) == graph
+
+
+def test_xml_is_laid_out_as_nccl_does() -> None:
+    ring = ChannelGraph(
+        kind=GraphKind.RING,
+        pattern=Pattern.RING,
+        bw_intra=f32(20.6),
+        bw_inter=12.0,
+        type_intra=PathType.NVL,
+        type_inter=PathType.PXN,
+        same_channels=1,
+        intra=((1, 0),),
+        inter=((17, 0),),
+    )
+    empty = start_graph(GraphKind.NVLS, 1)
+    assert graphs_to_xml([empty, ring], machine(2, 1)) == (
+        '<graphs version="1">\n'
+        '  <graph id="0" pattern="4" crossnic="0" nchannels="1" speedintra="20.6" speedinter="12" latencyinter="0" '
+        'typeintra="NVL" typeinter="PXN" samechannels="1">\n'
+        "    <channel>\n"
+        '      <net dev="0x11"/>\n'
+        '      <gpu dev="0"/>\n'
+        '      <gpu dev="0x1"/>\n'
+        '      <net dev="0"/>\n'
+        "    </channel>\n"
+        "  </graph>\n"
+        '  <graph id="3" pattern="5" crossnic="0" nchannels="0" speedintra="0" speedinter="0" latencyinter="0" '
+        'typeintra="LOC" typeinter="LOC" samechannels="0"/>\n'
+        "</graphs>\n"
+    )
+
+
+GRAPH = (
+    '<graph id="0" pattern="4" crossnic="0" nchannels="1" speedintra="1" speedinter="1" typeintra="NVL" typeinter="PIX" samechannels="1">'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "not XML"),
+        ('<system version="1"/>', "begins with <system>"),
+        ('<graphs version="2"/>', "version '2'"),
+        (f'<graphs version="1">{GRAPH}</graph></graphs>', "announces 1 channels and holds 0"),
+        (f'<graphs version="1">{GRAPH}<channel><gpu dev="9"/></channel></graph></graphs>', "names GPU 0x9"),
+        (f'<graphs version="1">{GRAPH}<channel><gpu/></channel></graph></graphs>', "invalid literal"),
+        ('<graphs version="1"><graph id="0"/></graphs>', "'nchannels' is missing"),
+        (f'<graphs version="1">{GRAPH.replace("NVL", "FAR")}<channel/></graph></graphs>', "'FAR' is missing or not a path type"),
+        (f'<graphs version="1">{GRAPH.replace("id=" + chr(34) + "0", "id=" + chr(34) + "7")}</graph></graphs>', "7"),
+        ('<!DOCTYPE g [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;">]><graphs version="1">&b;</graphs>', "document type"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_a_reason(text: str, complaint: str) -> None:
+    with pytest.raises(TopologyError, match=complaint):
+        graphs_from_xml(text, machine(2, 0))
+
+
+def test_comments_are_allowed() -> None:
+    assert graphs_from_xml('<!-- by hand --><graphs version="1"></graphs>', machine(2, 0)) == {}
+
+
+def test_an_illegal_graph_cannot_exist() -> None:
+    with pytest.raises(TopologyError, match="65 channels"):
+        ChannelGraph(kind=GraphKind.RING, pattern=Pattern.RING, intra=((0,),) * (MAX_CHANNELS + 1))
+    with pytest.raises(TopologyError, match="nets for 1 of 2"):
+        ChannelGraph(kind=GraphKind.RING, pattern=Pattern.RING, intra=((0,), (0,)), inter=((0, 0),))
+    with pytest.raises(TopologyError, match="no channel graph"):
+        graph_from_json({"id": 0})
+    with pytest.raises(TopologyError, match="names rank 5"):
+        graphs_to_xml([ChannelGraph(kind=GraphKind.RING, pattern=Pattern.RING, intra=((5,),))], machine(2, 0))
+
+
+def test_bandwidths_are_single_precision() -> None:
+    data = graph_to_json(ChannelGraph(kind=GraphKind.RING, pattern=Pattern.RING, bw_intra=f32(20.6)))
+    assert struct.pack("f", data["bwIntra"]) == struct.pack("f", 20.6)
+    assert data["bwIntra"] == 20.6000004

@@ -1,0 +1,263 @@
+"""Single moves of the channel search, on boards small enough to do the sums by hand. All run uncompiled."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miraccl.errors import TopologyError
+from miraccl.graph.channel_graph import GraphKind, Pattern
+from miraccl.graph.search import kernel
+from miraccl.graph.search.board import NOW, Board
+from miraccl.graph.search.nets import candidate_nets, preferred_nets
+from miraccl.graph.search.passes import MAX_DIRECT_HEADS
+from miraccl.graph.search.speeds import INTER_BLACKWELL, INTRA, first_at_most, speeds_for
+from miraccl.graph.search.table import make_board
+from miraccl.topo.queries import Nearest
+from miraccl.topo.records import (
+    CpuArch,
+    CpuNode,
+    CpuVendor,
+    GpuNode,
+    Link,
+    LinkType,
+    NetNode,
+    NodeType,
+    Path,
+    PathTable,
+    PathType,
+    System,
+)
+
+ONE = np.float32(1)
+
+
+def link(kind: LinkType, bw: float, target: int) -> Link:
+    return Link(type=kind, bw=bw, target=target)
+
+
+def pcie_pair(vendor: CpuVendor = CpuVendor.INTEL, sm: int = 80, gpus: int = 2) -> Nearest:
+    """GPUs at one CPU with 12 GB/s each, and a net of 10 GB/s at the CPU."""
+    cpu = gpus
+    nodes = (
+        *(GpuNode(id=0x10 + g, dev=g, rank=g, sm=sm, links=(link(LinkType.PCI, 12.0, cpu),)) for g in range(gpus)),
+        CpuNode(
+            id=0,
+            arch=CpuArch.X86,
+            vendor=vendor,
+            links=(*(link(LinkType.PCI, 12.0, g) for g in range(gpus)), link(LinkType.PCI, 12.0, cpu + 1)),
+        ),
+        NetNode(id=0, dev=0, bw=10.0, local_gpu=0, links=(link(LinkType.PCI, 12.0, cpu),)),
+    )
+    system = System(nodes=nodes, inter=1, max_bw=10.0, total_bw=12.0)
+    to_cpu = list(range(gpus))
+    from_cpu = [gpus + g for g in range(gpus)]
+    cpu_net, net_cpu = 2 * gpus, 2 * gpus + 1
+    loc = Path(type=PathType.LOC, bw=5000.0)
+
+    def between(a: int, b: int) -> Path:
+        return loc if a == b else Path(type=PathType.PHB, bw=12.0, hops=(to_cpu[a], from_cpu[b]))
+
+    paths = PathTable(
+        rows={
+            (NodeType.GPU, NodeType.GPU): tuple(tuple(between(a, b) for b in range(gpus)) for a in range(gpus)),
+            (NodeType.GPU, NodeType.NET): tuple((Path(type=PathType.PHB, bw=10.0, hops=(to_cpu[g], cpu_net)),) for g in range(gpus)),
+            (NodeType.NET, NodeType.GPU): (tuple(Path(type=PathType.PHB, bw=10.0, hops=(net_cpu, from_cpu[g])) for g in range(gpus)),),
+        }
+    )
+    return Nearest(system, paths)
+
+
+def board_for(nearest: Nearest, **graph: Any) -> Board:
+    board = make_board(nearest)
+    defaults = {"pattern": Pattern.RING, "type_intra": PathType.SYS, "type_inter": PathType.SYS, "bw_intra": 5.0, "bw_inter": 5.0}
+    for name, value in {**defaults, **graph}.items():
+        board.graphs[NOW][name] = value
+    return board
+
+
+def left(board: Board) -> list[float]:
+    return [float(bw) for bw in board.links["bw"]]
+
+
+@given(st.floats(0, 5000, width=32), st.floats(0, 5000, width=32))
+def test_less_rounds_to_three_decimals_in_single_precision(a: float, b: float) -> None:
+    got = kernel.less(np.float32(a), np.float32(b))
+    difference = np.float32(np.float32(a) - np.float32(b)) * np.float32(1000)
+    magnitude = int(abs(float(difference)) + 0.5)
+    want = np.float32(magnitude if difference >= 0 else -magnitude) / np.float32(1000)
+    assert got == want
+    assert isinstance(got, np.float32)
+
+
+def test_less_keeps_the_first_touch_of_a_link() -> None:
+    """20.6 x 18 has no three decimals in single precision: once it was used, it is another number."""
+    full = np.float32(20.6) * np.float32(18)
+    again = kernel.less(kernel.less(full, np.float32(60)), np.float32(-60))
+    assert struct.pack("f", full) != struct.pack("f", again)
+    assert kernel.less(kernel.less(again, np.float32(60)), np.float32(-60)) == again
+
+
+@pytest.mark.parametrize(("vendor", "takes"), [(CpuVendor.INTEL, 6.0), (CpuVendor.AMD, 5.0)])
+def test_peer_to_peer_through_an_intel_host_bridge_costs_a_fifth_more(vendor: CpuVendor, takes: float) -> None:
+    board = board_for(pcie_pair(vendor))
+    assert kernel.follow(board, 0, 1, ONE)
+    assert left(board)[0] == left(board)[3] == 12 - takes
+    assert kernel.follow(board, 0, 1, -ONE)
+    assert left(board) == [12.0] * 6
+    assert board.graphs[NOW].n_hops == 0
+
+
+def test_traffic_from_the_net_to_an_old_gpu_takes_an_eighth_of_the_way_back() -> None:
+    for sm, aside in ((70, 5 / 8), (80, 0.0)):
+        board = board_for(pcie_pair(sm=sm))
+        assert kernel.follow(board, 2, 0, ONE)
+        assert left(board)[0] == 12 - aside
+
+
+def test_a_path_that_is_too_narrow_leaves_no_trace() -> None:
+    board = board_for(pcie_pair(CpuVendor.AMD))
+    board.links[3].bw = 4.0  # the second hop
+    before = left(board)
+    assert not kernel.follow(board, 0, 1, ONE)
+    assert left(board) == before
+
+
+def test_only_whole_moves_are_held_to_the_path_type() -> None:
+    board = board_for(pcie_pair(), type_intra=PathType.PXB)
+    assert not kernel.follow(board, 0, 1, ONE)
+    assert kernel.follow(board, 0, 1, np.float32(0.5))
+
+
+def test_a_balanced_tree_takes_half_to_the_net() -> None:
+    board = board_for(pcie_pair(CpuVendor.AMD), pattern=Pattern.BALANCED_TREE)
+    assert kernel.follow_to_net(board, 0, 0, ONE)
+    assert left(board)[0] == 9.5
+    assert board.graphs[NOW].bw_inter == 5.0
+
+
+def test_parts_of_a_hop_are_cut_off_as_in_c() -> None:
+    """With a third of the bandwidth, hop counts go down faster than they went up."""
+    board = board_for(pcie_pair(gpus=4), bw_intra=3.0)
+    part = kernel.fan_part(4)
+    board.graphs[NOW].n_hops = 2
+    kernel.follow(board, 0, 1, part)
+    assert board.graphs[NOW].n_hops == 2
+    kernel.follow(board, 0, 1, -part)
+    assert board.graphs[NOW].n_hops == 1
+
+
+def test_nets_of_one_port_share_what_is_reserved() -> None:
+    board = board_for(pcie_pair())
+    kernel.reserve_net(board, 0, 4)
+    assert board.nets[0].bw == 6.0
+    kernel.reserve_net(board, 0, -4)
+    assert board.nets[0].bw == 10.0
+
+
+def test_next_gpus_begin_after_the_last_and_prefer_more_bandwidth() -> None:
+    nearest = pcie_pair(gpus=4)
+    board = board_for(nearest)
+    assert kernel.list_next_gpus(board, 1, 0, 0) == 3
+    assert list(board.choices[0, :3]) == [2, 3, 0]
+    board.paths[1, 0].bw = 13.0
+    kernel.list_next_gpus(board, 1, 0, 0)
+    assert list(board.choices[0, :3]) == [0, 2, 3]
+    board.paths[1, 0].bw = 12.9  # scores are whole numbers
+    kernel.list_next_gpus(board, 1, 0, 0)
+    assert list(board.choices[0, :3]) == [2, 3, 0]
+
+
+def test_gpus_alike_are_tried_backwards_when_a_later_one_goes_to_the_net() -> None:
+    board = board_for(pcie_pair(gpus=4))
+    kernel.list_next_gpus(board, 1, -1, 0)
+    assert list(board.choices[0, :3]) == [0, 3, 2]
+    board.used[0, 3] = 1
+    assert kernel.list_next_gpus(board, 1, -1, 0) == 2
+    assert list(board.choices[0, :2]) == [0, 2]
+
+
+@pytest.mark.parametrize(("pattern", "order"), [(Pattern.RING, [0, 2]), (Pattern.BALANCED_TREE, [2, 0]), (Pattern.TREE, [2])])
+def test_with_an_nvswitch_only_neighbours_are_tried(pattern: Pattern, order: list[int]) -> None:
+    board = board_for(pcie_pair(gpus=4), pattern=pattern)
+    board.state[0].nvs = 5
+    count = kernel.list_next_gpus(board, 1, 0, 0)
+    assert list(board.choices[0, :count]) == order
+
+
+def test_less_bandwidth_on_pci_puts_a_gpu_back() -> None:
+    board = board_for(pcie_pair(gpus=3))
+    board.links[1].bw = 3.0
+    kernel.list_next_gpus(board, 0, 1, 0)
+    assert list(board.choices[0, :2]) == [2, 1]
+
+
+# Nets
+
+
+def test_nets_are_the_preferred_ones_then_all_others_up_to_the_path_type() -> None:
+    nearest = pcie_pair()
+    assert preferred_nets(nearest, 0) == [0]
+    assert candidate_nets(nearest, [0, 1], PathType.SYS) == [0]
+
+
+def test_a_gpu_without_a_net_ends_the_search() -> None:
+    base = pcie_pair()
+    rows = {**base.paths.rows, (NodeType.GPU, NodeType.NET): (base.paths.row(NodeType.GPU, 0, NodeType.NET), ())}
+    nearest = Nearest(base.system, PathTable(rows=rows))
+    assert candidate_nets(nearest, [0, 1], PathType.SYS) == []
+    assert candidate_nets(nearest, [0], PathType.SYS) == [0]
+
+
+def several_nets(types: list[PathType], net_per_gpu: int) -> Nearest:
+    """One GPU and nets at these path types, the nearest first."""
+    nodes = (GpuNode(id=1, dev=0, rank=0, sm=80), *(NetNode(id=n, dev=n, bw=10.0) for n in range(len(types))))
+    row = tuple(Path(type=kind, bw=10.0) for kind in types)
+    rows = {(NodeType.GPU, NodeType.NET): (row,), (NodeType.NET, NodeType.GPU): tuple((path,) for path in row)}
+    return Nearest(System(nodes=nodes), PathTable(rows=rows), net_per_gpu)
+
+
+def test_farther_nets_come_last_and_only_when_allowed() -> None:
+    nearest = several_nets([PathType.PHB, PathType.PIX, PathType.SYS, PathType.PIX], 0)
+    assert candidate_nets(nearest, [0], PathType.PIX) == [1, 3]
+    assert candidate_nets(nearest, [0], PathType.PHB) == [1, 3, 0]
+    assert candidate_nets(nearest, [0], PathType.SYS) == [1, 3, 0, 2]
+
+
+def test_a_number_of_nets_per_gpu_ends_the_list() -> None:
+    types = [PathType.PIX, PathType.PIX, PathType.PHB]
+    assert candidate_nets(several_nets(types, 1), [0], PathType.SYS) == [0]
+    assert candidate_nets(several_nets(types, -1), [0], PathType.SYS) == [0, 1, 2]
+
+
+# Tables
+
+
+def test_speeds_fall_and_follow_the_generation() -> None:
+    for sm in (70, 90, 100):
+        for inter in (False, True):
+            speeds = speeds_for(sm, inter)
+            assert list(speeds) == sorted(speeds, reverse=True)
+    assert speeds_for(89, False) is INTRA
+    assert speeds_for(120, True) is INTER_BLACKWELL
+    assert first_at_most(INTRA, 19.0) == INTRA.index(18.0)
+    assert first_at_most(INTRA, 0.0) == len(INTRA) - 1
+
+
+def test_a_link_without_a_way_back_is_refused_where_it_matters() -> None:
+    nearest = pcie_pair(sm=70)
+    nodes = list(nearest.system.nodes)
+    nodes[0] = GpuNode(id=0x10, dev=0, rank=0, sm=70, links=(link(LinkType.NVL, 12.0, 2),))
+    with pytest.raises(TopologyError, match="no PCI link back"):
+        make_board(Nearest(System(nodes=tuple(nodes), inter=1), nearest.paths))
+
+
+def test_collnet_direct_has_at_most_eight_heads() -> None:
+    assert MAX_DIRECT_HEADS == 8
+    assert GraphKind.COLLNET_DIRECT.uses_collnet
+    assert not GraphKind.NVLS.uses_collnet
