@@ -113,7 +113,6 @@ def _document(
     """The plan. ``depth``: ``plan`` alone, with the ``bound``, or with both that and the reasons (``explain``)."""
     from miraccl.graph.plan import PlanRequest
     from miraccl.graph.plan_cache import cached_document, plan_key
-    from miraccl.native.cache import folder
 
     environ = os.environ
     graph_file = params.GRAPH_FILE.read(environ)
@@ -130,7 +129,16 @@ def _document(
         return cached_document(None, "", lambda: _compute(None, "this machine", request, described, depth))
     parts = [_read(name, "topology file"), *(_read(file, "description") for file in _descriptions(described, environ))]
     key = plan_key(b"\0".join(parts), request, flavour=f"{depth} {Path(name).name}")
-    return cached_document(folder() if cached else None, key, lambda: _compute(name, Path(name).name, request, described, depth))
+    return cached_document(plan_folder() if cached else None, key, lambda: _compute(name, Path(name).name, request, described, depth))
+
+
+def plan_folder() -> Path:
+    """Where plans are kept: beside compiled kernels and measured constants."""
+    from miraccl.native.cache import folder
+
+    plans = folder() / "plans"
+    plans.mkdir(mode=0o700, exist_ok=True)
+    return plans
 
 
 def _descriptions(described: Sequence[str], environ: Mapping[str, str]) -> list[str]:

@@ -1,0 +1,194 @@
+"""The whole flow: NCCL's own results end to end, what is asked for, what is kept, and the reasons."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from miraccl.errors import InvalidUsage, TopologyError
+from miraccl.graph.plan import PlanRequest, make_plan, plan, plan_to_json
+from miraccl.graph.plan_bound import bound_section
+from miraccl.graph.plan_cache import MAX_FILES, cached_document, plan_key
+from miraccl.graph.plan_explain import CURVE_SIZES, explain_plan
+from miraccl.topo.explain import PathNotes
+from miraccl.topo.records import System
+from tests.graph.golden import differences, sample
+from tests.topo.golden import TOPOLOGIES, GoldenCase
+
+SECTIONS = ("nranks", "gpus_per_node", "domains", "system", "paths", "graphs", "other_domain_graphs", "comm", "tuning")
+H100 = TOPOLOGIES / "nvidia-dgxh100.xml"
+PCIE = TOPOLOGIES / "pcie8-2s-2nic.xml"
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("case", sample(7, 2))
+def test_plans_are_those_of_nccl(case: GoldenCase) -> None:
+    want = case.load()
+    options = case.options
+    got = plan_to_json(plan(case.topology, options.nodes, options.gpus, options.collnet, options.fuse, case.env))
+    assert [line for name in SECTIONS if name in want for line in differences(want[name], got.get(name), name)] == []
+    assert got["env"] == want["env"]
+
+
+def test_a_system_gives_the_plan_of_its_file() -> None:
+    from_file = plan(PCIE, nodes=2)
+    again = plan(from_file.topology.whole, nodes=2)
+    a, b = plan_to_json(from_file), plan_to_json(again)
+    assert [name for name in SECTIONS if a.get(name) != b.get(name)] == []
+
+
+def test_gpus_are_chosen_in_a_file_only() -> None:
+    whole = plan(PCIE).topology.whole
+    assert isinstance(whole, System)
+    with pytest.raises(InvalidUsage, match="topology file"):
+        plan(whole, gpus=[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [({"nodes": 0}, InvalidUsage), ({"gpus": [99]}, TopologyError), ({"env": {"NCCL_ALGO": "rong"}}, InvalidUsage)],
+)
+def test_wrong_requests_are_refused(changes: dict[str, object], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        plan(PCIE, **changes)  # type: ignore[arg-type]
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TopologyError):
+        plan(tmp_path / "nothing.xml")
+
+
+def test_only_variables_that_matter_are_recorded() -> None:
+    environ = {"NCCL_ALGO": "ring", "NCCL_DEBUG": "INFO", "HOME": "/root", "NCCL_PROTO": " "}
+    assert PlanRequest.read(environ).variables == (("NCCL_ALGO", "ring"),)
+
+
+def test_settings_reach_their_stage() -> None:
+    settings = {"NCCL_MAX_NCHANNELS": "3", "NCCL_NTHREADS": "128", "NCCL_P2P_DISABLE": "1"}
+    limited = plan_to_json(plan(PCIE, env=settings))
+    assert limited["comm"]["nChannels"] <= 3
+    assert limited["tuning"]["maxThreads"]["Ring"][0] == 128
+    assert limited != plan_to_json(plan(PCIE))
+
+
+def test_a_thousand_nodes() -> None:
+    made = plan(H100, nodes=1024)
+    assert made.connections.rings.shape == (made.connections.channels, 8192)
+    assert made.connections.nvls is not None
+    assert plan_to_json(made)["tuning"]["choice"]["AllReduce"][-1][1] in ("NVLSTree", "Tree", "Ring")
+
+
+# Kept plans
+
+
+def key(**changes: object) -> str:
+    return plan_key(b"<system/>", PlanRequest(**changes))  # type: ignore[arg-type]
+
+
+def test_keys_follow_content_settings_and_kind() -> None:
+    keys = {
+        key(),
+        key(nodes=2),
+        key(gpus=(0, 1)),
+        PlanRequest.read({"NCCL_ALGO": "ring"}) and plan_key(b"<system/>", PlanRequest.read({"NCCL_ALGO": "ring"})),
+        plan_key(b"<system />", PlanRequest()),
+        plan_key(b"<system/>", PlanRequest(), flavour="explain"),
+    }
+    assert len(keys) == 6
+    assert key() == key()
+
+
+def test_a_plan_is_made_once(tmp_path: Path) -> None:
+    made = []
+
+    def make() -> dict[str, object]:
+        made.append(1)
+        return {"answer": 42}
+
+    first, second = (cached_document(tmp_path, "k", make) for _ in range(2))
+    assert (len(made), first.hit, second.hit) == (1, False, True)
+    assert first.text == second.text
+    assert second.data == {"answer": 42}
+
+
+@pytest.mark.parametrize("text", [b"", b'{"answer": 4', b"garbage"])
+def test_half_a_file_is_made_again(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "plan-k.json").write_bytes(text)
+    assert cached_document(tmp_path, "k", lambda: {"answer": 42}).data == {"answer": 42}
+    assert json.loads((tmp_path / "plan-k.json").read_bytes()) == {"answer": 42}
+
+
+def test_a_folder_that_is_not_there_only_costs_time(tmp_path: Path) -> None:
+    assert not cached_document(tmp_path / "none", "k", dict).hit
+    assert not cached_document(None, "k", dict).hit
+
+
+def test_old_plans_make_room(tmp_path: Path) -> None:
+    for i in range(MAX_FILES + 3):
+        (tmp_path / f"plan-{i}.json").write_bytes(b"{}\n")
+    cached_document(tmp_path, "new", dict)
+    assert len(list(tmp_path.glob("plan-*.json"))) == MAX_FILES
+    assert (tmp_path / "plan-new.json").exists()
+    assert not list(tmp_path.glob(".plan-*"))
+
+
+# Reasons
+
+
+@pytest.fixture(scope="module")
+def explained() -> dict[str, object]:
+    notes = PathNotes()
+    made = make_plan(H100, PlanRequest.read({}, nodes=2), recorder=notes)
+    return {"plan": made, "json": plan_to_json(made), "explain": explain_plan(made, notes), "bound": bound_section(made)}
+
+
+def test_reasons_are_plain_data(explained: dict[str, object]) -> None:
+    assert json.loads(json.dumps(explained["explain"])) == explained["explain"]
+
+
+def test_every_path_has_a_reason(explained: dict[str, dict]) -> None:  # type: ignore[type-arg]
+    paths = explained["json"]["paths"]
+    count = sum(
+        len(row[kind]) for source in ("GPU", "NET") for row in paths[source] for kind in ("GPU", "NET", "CPU", "NVS") if kind in row
+    )
+    assert len(explained["explain"]["paths"]) == count
+    assert all(path["type_reason"] for path in explained["explain"]["paths"])
+
+
+def test_winners_are_the_choices(explained: dict[str, dict]) -> None:  # type: ignore[type-arg]
+    choices = explained["json"]["tuning"]["choice"]
+    for name, duels in explained["explain"]["tuning"]["choices"].items():
+        for choice, duel in zip(choices[name], duels):
+            assert duel["winner"] == f"{choice[1]}/{choice[2]}"
+            assert duel["advantage"] >= 0
+            assert duel["ranking"] == sorted(duel["ranking"], key=lambda one: one[1])
+            assert duel["winner"] in duel["why"]
+
+
+def test_curves_have_all_sizes(explained: dict[str, dict]) -> None:  # type: ignore[type-arg]
+    for curves in explained["explain"]["tuning"]["curves"].values():
+        assert curves
+        assert all(len(curve) == len(CURVE_SIZES) for curve in curves.values())
+
+
+def test_the_story_names_counts_and_reasons(explained: dict[str, dict]) -> None:  # type: ignore[type-arg]
+    stories = explained["explain"]["sentences"]
+    assert "8 channels become 16: each searched channel carries both trees of a double binary tree" in stories["Channels"]
+    assert any("collectives run on 16 channels" in line for line in stories["Channels"])
+    assert any("CollNet is not in use" in line for line in stories["Choice"])
+    assert any("PXN" in line for line in stories["Paths"])
+    assert stories["Search"]
+
+
+def test_the_bound_compares_with_the_plan(explained: dict[str, dict]) -> None:  # type: ignore[type-arg]
+    bound = explained["bound"]
+    gather = bound["plan"]["AllGather"]
+    assert gather["share"] == pytest.approx(gather["busBw"] / bound["allGather"], rel=1e-6)
+    assert 0 < gather["share"] <= 1
+    assert len(bound["sentences"]) >= 4
+
+
+def test_one_gpu_has_no_bound() -> None:
+    assert bound_section(plan(TOPOLOGIES / "single-h100-1nic.xml")) is None

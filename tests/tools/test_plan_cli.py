@@ -1,0 +1,135 @@
+"""``miraccl plan`` as an engineer calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from miraccl.errors import InvalidUsage
+from miraccl.graph.channel_graph import graph_from_json, graphs_from_xml
+from miraccl.tools import plan_cli
+from miraccl.topo.jsonform import system_from_json
+from tests.topo.golden import DATA, TOPOLOGIES
+
+H100 = str(TOPOLOGIES / "nvidia-dgxh100.xml")
+PCIE = str(TOPOLOGIES / "pcie8-2s-2nic.xml")
+
+
+@pytest.fixture(autouse=True)
+def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Plans are kept in a folder of the test; compiled kernels stay where they are."""
+    folder = tmp_path / "plans"
+    folder.mkdir()
+    monkeypatch.setattr(plan_cli, "plan_folder", lambda: folder)
+    return folder
+
+
+def call(*args: str, status: int = 0, **environ: str) -> str:
+    result = CliRunner().invoke(plan_cli.plan, args, catch_exceptions=False, env={**environ, "COLUMNS": "160"})
+    assert result.exit_code == status, result.output
+    return result.stdout
+
+
+def test_help_has_examples() -> None:
+    assert "Examples" in call("--help")
+
+
+def test_tables_show_every_stage() -> None:
+    text = call("--topo", H100, "--nodes", "2")
+    for words in (
+        "nvidia-dgxh100.xml: 2 x 8 GPUs",
+        "System:",
+        "Paths of the GPUs",
+        "Channel graphs",
+        "Rings",
+        "Trees of depth 8",
+        "Model:",
+    ):
+        assert words in text
+    assert "0 8        0 7 6 5 4 3 2 1 9 10 11 12 13 14 15 8" in text
+    assert "NVL 370.8: GPU 1-7" in text
+    assert "Best possible bus bandwidth" in text
+    assert "Why:" not in text
+
+
+def test_explain_says_why() -> None:
+    text = call("--topo", H100, "--explain")
+    assert "Why: search" in text
+    assert "each searched channel carries both trees" in text
+    assert "18 NVLinks of 20.6 GB/s (sm 90)" in " ".join(text.split())  # lines are as wide as the terminal
+
+
+def test_json_is_the_plan_alone() -> None:
+    data = json.loads(call("--topo", PCIE, "--nodes", "2", "--gpus", "0,1,4", "--json", "-"))
+    assert data["topology"] == "pcie8-2s-2nic.xml"
+    assert (data["nranks"], data["gpus"], data["domains"]) == (6, [0, 1, 4], [[0, 1], [2]])
+    assert "explain" not in data
+    assert data["env"] == {}
+
+
+def test_json_with_reasons() -> None:
+    data = json.loads(call("--topo", PCIE, "--explain", "--json", "-"))
+    assert set(data["explain"]) == {"paths", "search", "channels", "tuning", "sentences"}
+    assert data["bound"]["allReduce"] > 0
+
+
+def test_settings_of_the_environment_count() -> None:
+    data = json.loads(call("--topo", PCIE, "--json", "-", NCCL_ALGO="ring", NCCL_MAX_NCHANNELS="1"))
+    assert data["comm"]["nChannels"] == 1
+    assert data["env"] == {"NCCL_ALGO": "ring", "NCCL_MAX_NCHANNELS": "1"}
+    assert {row[1] for row in data["tuning"]["choice"]["AllReduce"]} == {"Ring"}
+
+
+def test_the_second_time_it_is_known(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = call("--topo", PCIE, "--json", "-")
+    assert len(list(plans.iterdir())) == 1
+    monkeypatch.setattr(plan_cli, "_compute", lambda *args: pytest.fail("planned again"))
+    assert call("--topo", PCIE, "--json", "-") == first
+
+
+def test_without_cache_nothing_is_kept(plans: Path) -> None:
+    call("--topo", PCIE, "--no-cache", "--json", "-")
+    assert list(plans.iterdir()) == []
+
+
+def test_graphs_in_nccls_format_can_replace_the_search(tmp_path: Path) -> None:
+    file = tmp_path / "graphs.xml"
+    data = json.loads(call("--topo", H100, "--json", "-"))
+    call("--topo", H100, "--graph-xml", str(file))
+    graphs = graphs_from_xml(file.read_text(), system_from_json(data["system"]))
+    assert [graphs[g.kind].intra for g in map(graph_from_json, data["graphs"])] == [g.intra for g in map(graph_from_json, data["graphs"])]
+    again = json.loads(call("--topo", H100, "--json", "-", NCCL_GRAPH_FILE=str(file)))
+    assert again["comm"] == data["comm"]
+
+
+def test_pictures(tmp_path: Path) -> None:
+    svg, html = tmp_path / "machine.svg", tmp_path / "plan.html"
+    call("--topo", H100, "--svg", str(svg), "--html", str(html))
+    assert svg.read_text().startswith("<svg")
+    assert html.read_text().startswith("<!doctype html>")
+
+
+def test_described_accelerators() -> None:
+    sipu = DATA / "accelerators"
+    text = call("--topo", str(sipu / "sipu.xml"), "--accelerators", str(sipu / "sipu.toml"), "--json", "-")
+    assert json.loads(text)["nranks"] > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--topo", "/nowhere.xml"], "cannot be read"),
+        (["--topo", PCIE, "--gpus", "a"], "device numbers"),
+        (["--topo", PCIE, "--json", "-", "--svg", "-"], "only one output"),
+    ],
+)
+def test_wrong_calls_say_what_is_wrong(args: list[str], words: str) -> None:
+    with pytest.raises(InvalidUsage, match=words):
+        call(*args)
+
+
+def test_many_ranks_are_cut() -> None:
+    assert "more" in call("--topo", H100, "--nodes", "32")
