@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +27,17 @@ def derived(world: Communicator, label: str, **options: Any) -> Communicator:
     return Communicator.from_session(session, opts, parent=world)
 
 
-def random_cases(seed: int, number: int, algo: str, deterministic: bool, counts: list[int], window: bool) -> int:
+def act_as_hosts(ranks_per_host: int) -> None:
+    """Ranks 0, 1 ... of this machine say that they are on hosts of their own (0: they do not)."""
+    if ranks_per_host:
+        os.environ["MIRACCL_HOSTID"] = f"host{int(os.environ['MIRACCL_RANK']) // ranks_per_host}"
+
+
+def random_cases(
+    seed: int, number: int, algo: str, deterministic: bool, counts: list[int], window: bool, ranks_per_host: int = 0
+) -> int:
     """Run ``number`` random cases on an algorithm (or the model's choice); returns how many were run."""
+    act_as_hosts(ranks_per_host)
     with miraccl.init(buffsize=1) as world:
         comm = derived(world, "sweep", algo=algo, deterministic=deterministic)
         rng = np.random.default_rng(seed)

@@ -35,6 +35,7 @@ class Beliefs:
     proto: str
     deterministic: bool
     buffsize: int
+    single_copy: str
     constants: str
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,9 +60,10 @@ class Fabric:
             raise
 
     def _connect(self, beliefs: Beliefs) -> None:
+        host = params.HOSTID.read() or self.session.hosts[self.rank]
         me = Endpoint(
             rank=self.rank,
-            hostid=params.HOSTID.read() or self.session.hosts[self.rank],
+            hostid=f"{host}/rank{self.rank}" if params.SHM_DISABLE.read() else host,
             pid=os.getpid(),
             addresses=tuple(self.session.all_addresses[self.rank]) or (self.session.addresses[self.rank],),
         )
@@ -70,6 +72,7 @@ class Fabric:
         hello = {
             "beliefs": beliefs.to_dict(),
             "hostid": me.hostid,
+            "host": host,
             "pid": me.pid,
             "addresses": me.addresses,
             "cores": _cores(),
@@ -83,16 +86,15 @@ class Fabric:
         }
         names = list(dict.fromkeys(e.hostid for e in self.endpoints.values()))
         self.hosts = tuple(names.index(self.endpoints[r].hostid) for r in range(self.nranks))
-        self.local = [r for r in range(self.nranks) if self.hosts[r] == self.hosts[self.rank]]
+        self.local = [r for r in range(self.nranks) if records[r]["host"] == host]
         # Ranks that only act as several hosts share the cores of one machine.
         machines = [record["machine"] for record in records]
         self.ranks_per_core = max(machines.count(rec["machine"]) / max(1, int(rec["cores"])) for rec in records)
-        self.threaded = len({(self.hosts[r], e.pid) for r, e in self.endpoints.items()}) < self.nranks
+        self.threaded = len({(machines[r], e.pid) for r, e in self.endpoints.items()}) < self.nranks
         self._open_transports(me, beliefs)
 
     def _open_transports(self, me: Endpoint, beliefs: Beliefs) -> None:
-        use_shm = not params.SHM_DISABLE.read()
-        near = {r: self.endpoints[r] for r in self.local if r != self.rank} if use_shm else {}
+        near = {r: e for r, e in self.endpoints.items() if r != self.rank and self.hosts[r] == self.hosts[self.rank]}
         far = {r: e for r, e in self.endpoints.items() if r != self.rank and r not in near}
         shm = ShmTransport(me, near, budget=beliefs.buffsize)
         self.shm = shm
@@ -106,6 +108,8 @@ class Fabric:
         readable = [] if params.CMA_DISABLE.read() else sorted(shm.readable)
         abilities = self._exchange("abilities", {"readable": readable, "membarrier": atomics.register_membarrier()})
         self.readable = {r for r in near if self.rank in abilities[r]["readable"]}
+        #: every rank can read and write every other's private memory; all ranks see this alike
+        self.addressable = all(len(a["readable"]) == self.nranks - 1 for a in abilities)
         self.window = Window(shm.window)
         self.stream_from = last_level_cache_bytes() // max(1, len(self.local))
         policy = self._policy(all(a["membarrier"] for a in abilities))

@@ -41,6 +41,7 @@ class Options:
     proto: str
     deterministic: bool
     buffsize: int
+    single_copy: str = ""
 
     @classmethod
     def create(
@@ -60,6 +61,7 @@ class Options:
             proto=params.PROTO.read() if proto is None else proto.lower(),
             deterministic=deterministic,
             buffsize=params.BUFFSIZE.read() if buffsize is None else buffsize,
+            single_copy=params.SINGLE_COPY.read(),
         )
 
 
@@ -79,6 +81,7 @@ class Member:
             proto=options.proto,
             deterministic=options.deterministic,
             buffsize=options.buffsize,
+            single_copy=options.single_copy,
             constants=mine.to_json(),
         )
         overrides = Overrides(algo=options.algo, proto=options.proto, deterministic=options.deterministic)
@@ -98,12 +101,19 @@ class Member:
             constants=self.constants,
             overrides=overrides,
             stream_from=self.fabric.stream_from,
-            single_copy=self.constants.single_copy_from if len(self.fabric.readable) == self.nranks - 1 else -1,
+            single_copy=self.constants.single_copy_from if self.fabric.addressable else -1,
+            addressable=self.fabric.addressable,
         )
         self._worker = Worker(f"miraccl-work-{session.name}", lambda on: self.look_before_running(REASON_PENDING, on))
         self._runs: dict[Request, Run] = {}
         self._deferred: list[tuple[Transfer, Work]] = []
         self._exchange = self.context.door("exchange", Collective.SEND_RECV)
+
+    def _single_copy_from(self, asked: str) -> int:
+        """From how many bytes on private memory is read by the peer instead of copied twice; -1 where that is not allowed or slower."""
+        if len(self.fabric.readable) != self.nranks - 1 or asked == "never":
+            return -1
+        return params.parse_size(asked) if asked else self.constants.single_copy_from
 
     def _lost(self, rank: int, loss: Any) -> None:
         """From a transport: the connection to a rank is gone."""

@@ -24,8 +24,10 @@ WINDOW_ONLY = 1 << 62  # a "direct" threshold that private memory never reaches
 WINDOW_FROM = 32 << 10  # bytes of a block from which window memory is posted by address instead of copied into a slot
 ASK_FROM = 96 << 10  # bytes of a block from which ranks first tell each other whether all of them passed window memory
 STREAM_FACTOR = 1.75  # a collective reads part of what it moves from caches: it streams from this many times the cache share on
-PREFERENCE = ("one_shot", "ring", "two_shot", "chain", "pairwise", "recursive_doubling")  # among equals
-TIE = 1.03
+TIE = 1.03  # what is predicted within 3 % is taken for equal, and these names decide, below and from LARGE bytes of a block on
+LARGE = 128 << 10
+PREFERENCE = ("one_shot", "two_shot", "ring", "chain", "pairwise", "recursive_doubling")
+PREFERENCE_LARGE = ("ring", *PREFERENCE)  # of all_reduce: half of its result goes past the caches
 MEMORY_ALGORITHM = "two_shot_put"
 
 
@@ -81,10 +83,12 @@ class Planner:
         constants: Constants,
         overrides: Overrides,
         single_copy: int = -1,
+        addressable: bool = True,
         stream_from: int = 1 << 62,
     ) -> None:
         self.rank, self.shape, self.slot_bytes = rank, shape, slot_bytes
         self.constants, self.overrides, self.single_copy = constants, overrides, single_copy
+        self.addressable = addressable
         self.stream_from = stream_from
         self._programs: dict[tuple[str, Collective, int, bool], Program] = {}
         self._plans: dict[int, Candidate] = {}
@@ -105,7 +109,7 @@ class Planner:
         if not allowed:
             raise InvalidUsage(f"no algorithm is left for {collective.label} over {self.shape.nranks} ranks: {_reasons(rows)}")
         fastest = min(allowed)[0]
-        best = min((row for row in allowed if row[0] <= TIE * fastest), key=lambda row: (_preference(row[1]), row[0]))
+        best = min((row for row in allowed if row[0] <= TIE * fastest), key=lambda row: (_preference(row[1], collective, block_bytes), row[0]))
         result = []
         for time, name, barred in sorted(rows, key=lambda row: (row[1] != best[1], bool(row[2]), row[0])):
             if name == best[1]:
@@ -127,15 +131,23 @@ class Planner:
         asked = self.overrides.algo
         if uneven and collective not in algorithm.uneven:
             return "does not take uneven blocks"
-        if algorithm.needs_addressable_memory and collective is not Collective.BARRIER and algorithm.name != asked:
-            return "needs memory that peers can address; choose it by name"
+        if algorithm.needs_addressable_memory and collective is not Collective.BARRIER:
+            if not self.addressable:
+                return "needs memory that peers can address, which not all ranks have here"
+            if algorithm.name != asked:
+                return "needs memory that peers can address; choose it by name"
         if self.overrides.deterministic and collective.reduces and not algorithm.rank_ordered:
             return "does not add in the order of the ranks (deterministic)"
-        if asked and catalog.get(asked).supports(collective, self.shape.nranks) and algorithm.name != asked:
+        if asked and algorithm.name != asked and self._asked_applies(asked, collective, uneven):
             return f"{asked} was asked for"
         if collective.reduces and dtype.accumulates_in_float32 and not algorithm.rounds_once and algorithm.name != asked:
             return f"rounds {dtype.label} at every hop"
         return ""
+
+    def _asked_applies(self, asked: str, collective: Collective, uneven: bool) -> bool:
+        """Whether the algorithm that was asked for has a schedule for this; where it has none the model chooses."""
+        algorithm = catalog.get(asked)
+        return algorithm.supports(collective, self.shape.nranks) and (not uneven or collective in algorithm.uneven)
 
     def _predict(self, algorithm: Algorithm, collective: Collective, block_bytes: int, dtype: DType, root: int) -> float:
         schedule = catalog.build(algorithm.name, collective, self.shape.nranks, root)
@@ -222,8 +234,9 @@ class Planner:
         return self._plans.get(run_address)
 
 
-def _preference(name: str) -> int:
-    return PREFERENCE.index(name) if name in PREFERENCE else len(PREFERENCE)
+def _preference(name: str, collective: Collective, block_bytes: int) -> int:
+    order = PREFERENCE_LARGE if collective is Collective.ALL_REDUCE and block_bytes >= LARGE else PREFERENCE
+    return order.index(name) if name in order else len(order)
 
 
 def schedule_widest(schedule: Schedule) -> int:
