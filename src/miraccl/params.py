@@ -101,6 +101,12 @@ def parse_integer(text: str) -> int:
         raise ValueError("allowed is a whole number such as 4 or 0x10") from None
 
 
+def _parse_threshold(text: str) -> str:
+    if text.lower() != "never":
+        parse_size(text)
+    return text.lower()
+
+
 TIMEOUT = declare("TIMEOUT", 300.0, parse_seconds, "Deadline of every operation.", kind="time", unit="s")
 BOOTSTRAP_TIMEOUT = declare("BOOTSTRAP_TIMEOUT", 60.0, parse_seconds, "Deadline for all ranks to meet.", kind="time", unit="s")
 SECRET = declare("SECRET", "", str, "Shared secret of the job; without it one is made and handed out by the launcher.", kind="text")
@@ -123,6 +129,14 @@ PROTO = declare("PROTO", "", str.lower, "Protocol: simple, ll or ll128.", kind="
 BUFFSIZE = declare("BUFFSIZE", 0, parse_size, "Bytes of all FIFOs of a rank; 0 chooses.", kind="size", unit="B", nccl="BUFFSIZE")
 SHM_DISABLE = declare("SHM_DISABLE", False, parse_bool, "Do not use shared memory.", kind="flag", nccl="SHM_DISABLE")
 CMA_DISABLE = declare("CMA_DISABLE", False, parse_bool, "Do not read a peer's private memory (process_vm_readv).", kind="flag")
+SINGLE_COPY = declare(
+    "SINGLE_COPY",
+    "",
+    _parse_threshold,
+    "Size from which a peer's private memory is read directly (process_vm_readv), or never; empty: as measured.",
+    kind="size",
+    unit="B",
+)
 CACHE_DIR = declare("CACHE_DIR", "", str, "Folder of compiled kernels and measured constants.", kind="path")
 DEBUG = declare("DEBUG", "warn", str.lower, "What to log: none, warn, info or trace.", kind="text", nccl="DEBUG")
 DEBUG_SUBSYS = declare("DEBUG_SUBSYS", "", str.lower, "Subsystems to log, comma separated; empty is all.", kind="text", nccl="DEBUG_SUBSYS")

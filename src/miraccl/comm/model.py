@@ -72,21 +72,23 @@ class Shape:
         return b is not None and bool(self.hosts) and self.hosts[a] != self.hosts[b]
 
 
-#: op -> (copies, folds) of the step's bytes
-_WORK: dict[Op, tuple[int, int]] = {
-    Op.SEND: (1, 0),
-    Op.RECV: (1, 0),
-    Op.COPY: (1, 0),
-    Op.RECV_REDUCE: (0, 1),
-    Op.RECV_COPY_SEND: (2, 0),
-    Op.RECV_REDUCE_SEND: (0, 1),
-    Op.RECV_REDUCE_COPY: (0, 1),
-    Op.RECV_REDUCE_COPY_SEND: (1, 1),
-    Op.RECV_REDUCE_ALL: (0, 1),
-    Op.PUT: (1, 0),
-    Op.GET: (1, 0),
-    Op.REDUCE_FROM_PEERS: (0, 1),
+#: op -> (slot passes, user passes): how often the step's bytes go through FIFO slots, which stay in the caches, and through the
+#: user's buffers, which need not. What a step has just written or the step before has read counts as in the cache.
+_PASSES: dict[Op, tuple[int, int]] = {
+    Op.SEND: (1, 1),
+    Op.RECV: (1, 1),
+    Op.COPY: (0, 2),
+    Op.RECV_REDUCE: (1, 2),
+    Op.RECV_COPY_SEND: (2, 1),
+    Op.RECV_REDUCE_SEND: (2, 1),
+    Op.RECV_REDUCE_COPY: (1, 2),
+    Op.RECV_REDUCE_COPY_SEND: (2, 2),
+    Op.RECV_REDUCE_ALL: (1, 2),
+    Op.PUT: (0, 1),
+    Op.GET: (0, 2),
+    Op.REDUCE_FROM_PEERS: (1, 2),
 }
+_SAMPLE = 4096  # steps of a schedule from which on one rank stands for all
 
 
 def predict_us(
@@ -95,32 +97,48 @@ def predict_us(
     """Predicted time in microseconds of one operation whose blocks have ``block_bytes`` bytes."""
     chunk = min(chunk_bytes(block_bytes, schedule.parts, dtype.itemsize), max(block_bytes, 1))
     rounds = -(-chunk // round_bytes) if block_bytes else 1
-    total = sum(len(steps) for steps in schedule.channels[0])
-    ranks = range(schedule.nranks) if total <= 4096 else range(1)
-    work = max((_work_us(schedule, rank, chunk, block_bytes, rounds, shape, constants) for rank in ranks), default=0.0)
-    crowded = shape.ranks_per_core > 1
-    hop = constants.switch_us if crowded else constants.latency_us
+    whole = sum(len(steps) for steps in schedule.channels[0]) <= _SAMPLE
+    ranks = range(schedule.nranks) if whole else range(1)
+    works = [_work_us(schedule, rank, chunk, block_bytes, rounds, shape, constants) for rank in ranks]
+    total = sum(works) * schedule.nranks / len(works)
+    cores = schedule.nranks / max(1.0, shape.ranks_per_core)
+    return max(max(works), total / cores) + _waits_us(latency_steps, rounds, shape, constants)
+
+
+def _waits_us(latency_steps: int, rounds: int, shape: Shape, constants: Constants) -> float:
+    """What messages in a row cost. Rounds follow one another in a pipeline where ranks have cores; where they share them, a rank that
+    waits makes way for another every few messages."""
     if shape.hosts and len(set(shape.hosts)) > 1:
-        hop = constants.network_latency_us
-    return work * max(1.0, shape.ranks_per_core) + latency_steps * hop
+        return latency_steps * constants.network_latency_us
+    if shape.ranks_per_core > 1:
+        return latency_steps * constants.switch_us * (1 + rounds / 4)
+    return latency_steps * constants.latency_us
 
 
 def _work_us(schedule: Schedule, rank: int, chunk: int, block_bytes: int, rounds: int, shape: Shape, constants: Constants) -> float:
+    """What one rank's steps cost, waiting aside."""
     blocks = max(schedule.input_chunks, schedule.output_chunks) / schedule.parts
-    footprint = 2.0 * block_bytes * blocks  # input and output pass through the caches
-    copied = folded = wired = 0
-    steps = 0
+    cached = 1 / constants.at(constants.copy, min(256 << 10, 2.0 * chunk))
+    extra = max(0.0, 1 / constants.at(constants.copy, 2.0 * block_bytes * blocks) - cached)
+    folding = max(0.0, 1 / constants.at(constants.fold, 2.0 * chunk) - cached)
+    slots = users = folds = wired = steps = 0
+    before = None
     for channel in schedule.channels:
         for step in channel[rank]:
             steps += 1
             nbytes = step.chunks * chunk
-            copies, folds = _WORK.get(step.op, (0, 0))
-            folds *= max(1, len(step.peers) - 1)
-            copied += copies * nbytes
-            folded += folds * nbytes
+            slot, user = _PASSES.get(step.op, (0, 0))
+            slot *= max(1, len(step.peers) - 1)
+            if step.op is Op.COPY or (step.src is not None and step.src == before):
+                user -= step.op is not Op.COPY
+            slots += slot * nbytes
+            users += user * nbytes
+            folds += nbytes * max(1, len(step.peers) - 1) if step.op.reduces else 0
+            before = step.src
             if step.op.sends and shape.remote(rank, step.send_peer):
                 wired += nbytes
-    time = copied / constants.at(constants.copy, footprint) + folded / constants.at(constants.fold, footprint)
+    copies = sum(step.chunks * chunk for channel in schedule.channels for step in channel[rank] if step.op is Op.COPY)
+    time = (slots + copies) * cached + users * extra + folds * folding
     return time + wired / constants.network + steps * rounds * constants.step_us
 
 

@@ -24,7 +24,7 @@ WINDOW_ONLY = 1 << 62  # a "direct" threshold that private memory never reaches
 WINDOW_FROM = 32 << 10  # bytes of a block from which window memory is posted by address instead of copied into a slot
 ASK_FROM = 96 << 10  # bytes of a block from which ranks first tell each other whether all of them passed window memory
 STREAM_FACTOR = 1.75  # a collective reads part of what it moves from caches: it streams from this many times the cache share on
-TIE = 1.03  # what is predicted within 3 % is taken for equal, and these names decide, below and from LARGE bytes of a block on
+TIE = 1.05  # what is predicted within 5 % is taken for equal, and these names decide, below and from LARGE bytes of a block on
 LARGE = 128 << 10
 PREFERENCE = ("one_shot", "two_shot", "ring", "chain", "pairwise", "recursive_doubling")
 PREFERENCE_LARGE = ("ring", *PREFERENCE)  # of all_reduce: half of its result goes past the caches
@@ -227,7 +227,7 @@ class Planner:
             return -1
         if request.block_bytes < WINDOW_FROM:
             return -1
-        return self.single_copy if 0 <= self.single_copy <= request.block_bytes else WINDOW_ONLY
+        return at.DIRECT_PIECE if 0 <= self.single_copy <= request.block_bytes else WINDOW_ONLY
 
     def choice_of(self, run_address: int) -> Candidate | None:
         """The plan a run was made from."""

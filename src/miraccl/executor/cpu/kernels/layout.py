@@ -68,6 +68,7 @@ CONN_WANTS, CONN_BELL_FD, CONN_ASLEEP, CONN_LAST_DIRECT = 80, 88, 96, 104
 CONN_PEER_IN, CONN_PEER_OUT, CONN_PEER_MODES = 112, 120, 128  # from the peer's last SIGNAL
 CONN_DIRECT = 136  # send: 1 if the peer can read this process's private memory
 CONN_SIZE = 192
+DIRECT_PIECE = 4096  # bytes of a piece below which a copy is always cheaper than having it read by the peer
 NET_PIECE = 8 << 20  # bytes of a message of send/recv between hosts; longer ones are several messages
 KIND_NONE, KIND_SHM, KIND_NET, KIND_SELF = 0, 1, 2, 3
 

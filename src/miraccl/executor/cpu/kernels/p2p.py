@@ -51,7 +51,14 @@ def item_size(dtype: int) -> int:
 
 
 @inline
-def put_piece(ctx: int, peer: int, address: int, nbytes: int, sig: int) -> int:
+def from_bytes(ctx: int, total: int) -> int:
+    """From how many bytes on the pieces of a message of ``total`` bytes are posted by address; -1: never."""
+    threshold = load(ctx + at.CTX_P2P_DIRECT)
+    return at.DIRECT_PIECE if 0 <= threshold <= total else -1
+
+
+@inline
+def put_piece(ctx: int, peer: int, address: int, nbytes: int, sig: int, total: int) -> int:
     conn = connection(ctx, at.CTX_SEND, peer)
     code = acquire(ctx, conn, peer)
     if code != at.OK:
@@ -59,7 +66,7 @@ def put_piece(ctx: int, peer: int, address: int, nbytes: int, sig: int) -> int:
     if nbytes <= at.INLINE_BYTES:
         memcpy(post_line(conn) + at.POST_INLINE, address, nbytes)
         post(ctx, conn, sig, nbytes, at.MODE_INLINE)
-    elif can_post_address(ctx, conn, address, nbytes, load(ctx + at.CTX_P2P_DIRECT)):
+    elif can_post_address(ctx, conn, address, nbytes, from_bytes(ctx, total)):
         post_address(ctx, conn, sig, address, nbytes)
     else:
         memcpy(slot(conn), address, nbytes)
@@ -115,7 +122,7 @@ def _one_message(ctx: int, receives: bool, peer: int, address: int, count: int, 
         if receives:
             code = take_piece(ctx, peer, address + start, size, sig)
         else:
-            code = put_piece(ctx, peer, address + start, size, sig)
+            code = put_piece(ctx, peer, address + start, size, sig, nbytes)
         if code != at.OK:
             return code
         start += size
@@ -147,7 +154,7 @@ def one_round(ctx: int, table: int, count: int, kind: int, rnd: int) -> int:
         store(load(ctx + at.CTX_CTRL) + at.BOARD_P2P_COUNT, load(op + at.OP_COUNT))
         store_release(load(ctx + at.CTX_CTRL) + at.BOARD_P2P_SIG, load(op + at.OP_SIG))
         if kind == 0:
-            code = put_piece(ctx, peer, load(op + at.OP_ADDR) + start, size, load(op + at.OP_SIG))
+            code = put_piece(ctx, peer, load(op + at.OP_ADDR) + start, size, load(op + at.OP_SIG), load(op + at.OP_BYTES))
         else:
             code = take_piece(ctx, peer, load(op + at.OP_ADDR) + start, size, load(op + at.OP_SIG))
         if code != at.OK:
