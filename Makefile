@@ -6,7 +6,7 @@ PY = "$(VENV)/bin/python"
 RUN = PYTHONPATH=src $(PY)
 TESTS ?= tests
 
-.PHONY: demo test lint types bench clean help
+.PHONY: demo test lint types docs bench clean help
 
 demo: $(VENV)/.ready
 	@$(RUN) -m miraccl perf all_reduce --ranks 4 --sizes 256K,4M,16M
@@ -20,6 +20,9 @@ lint: $(VENV)/.ready-dev
 types: $(VENV)/.ready-dev
 	@$(PY) -m mypy
 
+docs: $(VENV)/.ready
+	@$(RUN) .ci/update-docs
+
 bench: $(VENV)/.ready
 	@$(RUN) bench/call_overhead.py
 	@$(RUN) bench/startup.py
@@ -28,6 +31,7 @@ help:
 	@echo "make demo   all_reduce on 4 ranks, every element checked"
 	@echo "make test   the tests"
 	@echo "make lint   ruff;  make types   mypy"
+	@echo "make docs   what is generated in docs/"
 	@echo "make bench  the quick measurements of bench/"
 	@echo "make clean  remove the environment"
 

@@ -35,7 +35,7 @@ from miraccl.tools.perf.spec import OPERATIONS, build_case
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "sendrecv")
 SIZES = "8,1K,16K,256K,1M,4M,16M,64M"
-VARIANTS = {"miraccl": {}, "persistent": {"persistent": True}, "window": {"window": True}}
+VARIANTS: dict[str, dict[str, Any]] = {"miraccl": {}, "persistent": {"persistent": True}, "window": {"window": True}}
 
 #: (ranks, operation, bytes, in place) -> library -> one time in microseconds per round
 Cells = dict[tuple[int, str, int, bool], dict[str, list[float]]]

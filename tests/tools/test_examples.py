@@ -41,7 +41,7 @@ def test_there_are_examples() -> None:
 
 def test_the_table_of_settings_is_up_to_date() -> None:
     text = (ROOT / "docs" / "env.md").read_text()
-    assert env.render_markdown() in text, "run: python -m miraccl env --markdown, and put the table into docs/env.md"
+    assert env.render_markdown() in text, "run: make docs"
 
 
 def test_links_between_documents_lead_somewhere() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.multiprocess
 
 _QUICK = ("--iters", "2", "--warmup", "0", "--batches", "1", "--timeout", "120")
-_ONE_FORM = {"broadcast": [True], "all_to_all": [False], "sendrecv": [False]}
+_ONE_FORM = {"broadcast": [True], "all_to_all": [False], "sendrecv": [False], "barrier": [False]}
 
 
 def perf(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -38,13 +39,14 @@ def test_every_operation_is_right(op: str) -> None:
     done = perf(op, "--ranks", "3", "--sizes", "1,5000", "--json", "-", *root, *_QUICK)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
-    assert [r["in_place"] for r in rows] == _ONE_FORM.get(op, [False, True]) * 2
+    assert [r["in_place"] for r in rows] == _ONE_FORM.get(op, [False, True]) * (1 if op == "barrier" else 2)
     for row in rows:
-        assert (row["op"], row["ranks"], row["wrong"], row["dtype"]) == (op, 3, 0, "float32")
+        assert (row["op"], row["ranks"], row["dtype"]) == (op, 3, "float32")
+        assert row["wrong"] == (None if op == "barrier" else 0)
         assert row["bytes"] <= max(5000, 12)
         assert row["time_us"] > 0
         assert row["root"] == (2 if op in ROOTED else -1)
-        assert bool(row["algo"]) == (op != "sendrecv")
+        assert bool(row["algo"]) == (op not in ("sendrecv", "barrier"))
 
 
 def test_the_table_and_the_explanation() -> None:
@@ -65,6 +67,25 @@ def test_types_operators_and_kinds_of_buffers(options: tuple[str, ...]) -> None:
     done = perf("all_reduce", "--ranks", "2", "--sizes", "3000", *options, *_QUICK)
     assert done.returncode == 0, done.stderr
     assert "0 OK" in done.stdout
+
+
+def test_on_a_terminal_lines_stay_whole_beside_the_progress_bar() -> None:
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "miraccl", "perf", "all_reduce", "--ranks", "1", "--sizes", "8,64", *_QUICK]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        while select.select([ours], [], [], 60)[0]:
+            try:
+                shown += os.read(ours, 1 << 16)
+            except OSError:  # EIO: the other side is closed
+                break
+        process.kill()
+    os.close(ours)
+    assert process.returncode == 0
+    assert "measuring" in shown.decode()
+    lines = [line for line in shown.decode().splitlines() if "float32" in line and "one_shot" in line.split("float32")[1]]
+    assert [len(line.split("float32")[1].split()) for line in lines] == [12, 12]
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:

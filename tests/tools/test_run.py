@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -183,3 +184,44 @@ def test_static_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environ["MIRACCL_NRANKS"] == "4"
     assert environ["MIRACCL_LOCAL_RANK"] == "1"
     assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("fe80::1", "29500")
+
+
+_MEET = """
+    import numpy as np, miraccl
+    with miraccl.init() as comm:
+        x = comm.all_reduce(np.array([comm.rank], np.int64))
+        os.write(1, b"%d of %d, local %d: %d\\n" % (comm.rank, comm.nranks, int(os.environ["MIRACCL_LOCAL_RANK"]), x[0]))
+"""
+
+
+@pytest.mark.multiprocess
+def test_ranks_meet_on_one_host(script: Script) -> None:
+    done = run("-n", "3", script(_MEET))
+    assert sorted(done.stdout.splitlines()) == [f"{r} of 3, local {r}: 3" for r in range(3)], done.stderr
+
+
+@pytest.mark.multiprocess
+def test_two_hosts_meet_at_the_master(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIRACCL_SECRET", "for this test only")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    path = script(_MEET)
+    common = ("-n", "2", "--nnodes", "2", "--master", f"127.0.0.1:{port}")
+    with Launched(*common, "--node-rank", "1", path) as second, Launched(*common, "--node-rank", "0", path) as first:
+        lines = [launched.line() for launched in (first, first, second, second)]
+        assert sorted(lines) == [f"{r} of 4, local {r % 2}: 6" for r in range(4)]
+        assert [first.process.wait(60), second.process.wait(60)] == [0, 0]
+
+
+@pytest.mark.multiprocess
+def test_the_others_report_a_rank_that_died(script: Script) -> None:
+    text = """
+        import numpy as np, miraccl
+        comm = miraccl.init()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.all_reduce(np.ones(4))
+    """
+    done = run("-n", "2", "--grace", "30", script(text))
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "PeerDied" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -66,8 +67,8 @@ _DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
 def perf(op: str, **options: Any) -> None:
     """Measure OP over sizes and print the table of nccl-tests; every element of every result is checked.
 
-    OP is all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, gather, scatter or sendrecv (every rank sends to
-    the next one and receives from the one before).
+    OP is all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, gather, scatter, barrier (which has no size) or
+    sendrecv (every rank sends to the next one and receives from the one before).
 
     Time is the median over batches of the slowest rank's mean. algbw is size/time, busbw what a link must carry for it, as in
     PERFORMANCE.md of nccl-tests. The exit status is 1 if any element is wrong.
@@ -122,8 +123,8 @@ def _check(op: str, options: dict[str, Any]) -> _Request:
         raise click.UsageError("--compare starts ranks itself: leave the launcher out and give --ranks")
     if options["peer_python"] and not options["compare"]:
         raise click.UsageError("--peer-python belongs to --compare")
-    if options["persistent"] and op == "sendrecv":
-        raise click.UsageError("--persistent: sendrecv has no persistent form")
+    if options["persistent"] and op in ("sendrecv", "barrier"):
+        raise click.UsageError(f"--persistent: {op} has no persistent form")
     cases = [
         build_case(op, size, nranks=nranks, dtype=options["dtype"], redop=options["redop"] or "sum", root=options["root"])
         for size in _sizes(options)
@@ -200,32 +201,44 @@ def _display(request: _Request) -> Iterator[Any]:
 
         def show(line: Any) -> None:
             request.rows.extend(line.rows)
-            if not request.quiet:
-                _print_line(request, line)
-            advance()
+            with advance():
+                if not request.quiet:
+                    _print_line(request, line)
 
         yield show
 
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """A bar on standard error if that is a terminal."""
+    """A bar on standard error if that is a terminal. Gives a context in which it is away, for printing, and then one step further."""
     if not sys.stderr.isatty():
-        yield lambda: None
+        yield contextlib.nullcontext
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, redirect_stdout=sys.stdout.isatty()) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda: progress.advance(task)
+    # Rich would break lines at the width of the terminal if it printed them.
+    progress = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False)
+    task = progress.add_task("", total=total)
+
+    @contextlib.contextmanager
+    def advance() -> Iterator[None]:
+        progress.stop()
+        yield
+        progress.advance(task)
+        progress.start()
+
+    try:
+        progress.start()
+        yield advance
+    finally:
+        progress.stop()
 
 
 def _print_header(request: _Request) -> None:
-    case = request.cases[0]
-    print(f"# miraccl {_version()} {request.op}, {request.nranks} ranks on {_machine()}, {case.dtype}, {_how(request.options)}")
+    ranks = f"{request.nranks} rank{'s' * (request.nranks != 1)} on {_machine(request.joins_launcher)}"
+    print(f"# miraccl {_version()} {request.op}, {ranks}, {request.cases[0].dtype}, {_how(request.options)}")
     print("\n".join(table.header(request.peer)), flush=True)
 
 
@@ -243,10 +256,10 @@ def _version() -> str:
     return miraccl.__version__
 
 
-def _machine() -> str:
-    import os
-
-    return f"{len(os.sched_getaffinity(0))} cores"
+def _machine(joined: bool) -> str:
+    """A launcher binds its ranks one by one, so that the cores of this one say nothing about the others."""
+    cores = (os.cpu_count() or 1) if joined else len(os.sched_getaffinity(0))
+    return f"{cores} core{'s' * (cores != 1)}"
 
 
 def _print_line(request: _Request, line: Any) -> None:

@@ -96,7 +96,7 @@ def run_cases(job: Job, engine: Any, turn: Callable[[], bool], report: Callable[
 
 def explain(comm: Any, case: Case) -> list[dict[str, Any]]:
     """The candidates for a case as plain dictionaries; none for operations without a choice."""
-    if case.op == "sendrecv":
+    if case.op in ("sendrecv", "barrier"):
         return []
     redop = "sum" if case.redop == "none" else case.redop
     records = comm.explain(case.op, case.nbytes, case.dtype, redop)

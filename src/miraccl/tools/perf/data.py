@@ -150,6 +150,8 @@ def expected_output(case: Case, rank: int, seed: int) -> list[Segment]:
         return [Segment(start=r * count, length=count, table=input_table(case, r, seed), phase=rank * count) for r in range(n)]
     if case.op == "scatter":
         return [Segment(start=0, length=count, table=input_table(case, case.root, seed), phase=rank * count)]
+    if case.op == "barrier":
+        return []
     source = case.root if case.op == "broadcast" else (rank - 1) % n
     return [Segment(start=0, length=count, table=input_table(case, source, seed), phase=0)]
 

@@ -145,7 +145,7 @@ def _row(case: Case, in_place: bool, options: Options, times: list[float], iters
         time_min_us=min(times) * 1e6,
         algbw=algbw,
         busbw=busbw,
-        wrong=wrong if options.check else None,
+        wrong=wrong if options.check and case.nbytes else None,
         iters=iters,
         batches=len(times),
         algo=algo,

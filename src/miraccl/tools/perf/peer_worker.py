@@ -110,6 +110,8 @@ class MPIEngine:
             return lambda: comm.Scatter(given, taken, root)
         if in_place:
             return None
+        if case.op == "barrier":
+            return lambda: comm.Barrier()
         following, previous = (self.rank + 1) % self.nranks, (self.rank - 1) % self.nranks
         return lambda: comm.Sendrecv(source, following, recvbuf=target, source=previous)
 
@@ -173,6 +175,8 @@ class GlooEngine:
         if case.op == "scatter":
             parts = list(x.chunk(n)) if self.rank == root else None
             return lambda: dist.scatter(y, parts, root)
+        if case.op == "barrier":
+            return lambda: dist.barrier()
         return lambda: self._exchange(x, y)
 
     def _exchange(self, x: Any, y: Any) -> None:

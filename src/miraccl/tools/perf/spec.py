@@ -24,6 +24,7 @@ _SHAPES: dict[str, tuple[float, bool, bool]] = {
     "gather": (1.0, False, True),
     "scatter": (1.0, True, False),
     "sendrecv": (0.0, False, False),
+    "barrier": (0.0, False, False),
 }
 OPERATIONS = tuple(_SHAPES)
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
@@ -93,7 +94,9 @@ class Case:
 
 
 def build_case(op: str, nbytes: int, *, nranks: int, dtype: str, redop: str = "sum", root: int = 0) -> Case:
-    """The case whose larger total buffer is ``nbytes``, rounded down to whole elements per rank, and at least one."""
+    """The case whose larger total buffer is ``nbytes``, rounded down to whole elements per rank, and at least one; barrier has none."""
+    if op == "barrier":
+        return Case(op=op, nranks=nranks, count=0, dtype=dtype, redop="none", root=-1)
     blockwise = _SHAPES[op][1] or _SHAPES[op][2]
     count = max(1, nbytes // ITEMSIZES[dtype] // (nranks if blockwise else 1))
     return Case(
