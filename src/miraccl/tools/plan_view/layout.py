@@ -2,7 +2,7 @@
 
 The tree of CPUs, PCI switches and devices is laid out in columns: every device has a column of its own and a parent stands above the
 middle of its children, so boxes never overlap and a wire that runs down a column meets nobody.  Rows from top: CPUs, the levels of PCI
-switches, GPUs and NICs, the nets of each NIC (one below the other), then the room for NVLinks between GPUs, then the NVSwitch as a bar
+switches, GPUs and NICs, the nets of each NIC (below each other), then the room for NVLinks between GPUs, then the NVSwitch as a bar
 below all GPUs.
 
 Coordinates are pixels, y grows downwards; a box is given by its centre.
@@ -10,7 +10,7 @@ Coordinates are pixels, y grows downwards; a box is given by its centre.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from miraccl.topo.explain import cpu_name
@@ -21,7 +21,7 @@ Point = tuple[float, float]
 SIZES = {
     NodeType.CPU: (150, 44),
     NodeType.PCI: (78, 26),
-    NodeType.GPU: (84, 48),
+    NodeType.GPU: (88, 48),
     NodeType.NIC: (78, 24),
     NodeType.NET: (78, 36),
     NodeType.NVS: (120, 36),
@@ -33,6 +33,8 @@ CPU_GAP = 48
 ROW = 66
 MARGIN = 28
 NET_STEP = 44
+NET_ROWS = 5
+"""Nets of one NIC below each other; more of them stand in further columns."""
 NVLINK_STEP = 15
 SYS_STEP = 16
 
@@ -76,7 +78,7 @@ class Wire:
     type: LinkType
     bw: float
     points: tuple[Point, ...]
-    label: Point
+    label: Point | None
     curved: bool = False
 
 
@@ -146,6 +148,29 @@ def _grow(system: System, tree: _Tree, types: Sequence[LinkType]) -> None:
             queue.append(link.target)
 
 
+def _tracks(system: System, order: Mapping[int, int], *, least: int) -> dict[tuple[int, int], int]:
+    """A height for each pair of joined devices, so that no two of one height overlap; short ones first.
+
+    ``order`` gives the places of the devices from left to right; pairs less than ``least`` places apart need no height.
+    """
+    pairs = {
+        (min(i, link.target, key=order.__getitem__), max(i, link.target, key=order.__getitem__))
+        for i in order
+        for link in system.nodes[i].links
+        if link.target in order and abs(order[link.target] - order[i]) >= least
+    }
+    taken: list[list[tuple[int, int]]] = []
+    tracks = {}
+    for length, start, pair in sorted((order[b] - order[a], order[a], (a, b)) for a, b in pairs):
+        free = (n for n, row in enumerate(taken) if all(start + length < s or e < start for s, e in row))
+        track = next(free, len(taken))
+        if track == len(taken):
+            taken.append([])
+        taken[track].append((start, start + length))
+        tracks[pair] = track
+    return tracks
+
+
 class _Placer:
     """Computes columns and rows once; ``boxes`` makes the records."""
 
@@ -160,14 +185,16 @@ class _Placer:
         self.width = max(x - CPU_GAP + MARGIN, 480.0)
         gpus = [i for i, node in enumerate(system.nodes) if node.type == NodeType.GPU]
         self.order = {i: k for k, i in enumerate(sorted(gpus, key=lambda i: self.x[i]))}
-        cpus = sum(node.type == NodeType.CPU for node in system.nodes)
-        self.top = MARGIN + SIZES[NodeType.CPU][1] / 2 + SYS_STEP * max(0, cpus - 2) + (10 if cpus > 2 else 0)
+        self.cpus = {i: k for k, i in enumerate(i for i in tree.roots if system.nodes[i].type == NodeType.CPU)}
+        self.sys_tracks = _tracks(system, self.cpus, least=2)
+        above = 10 + SYS_STEP * (1 + max(self.sys_tracks.values())) if self.sys_tracks else 0
+        self.top = MARGIN + SIZES[NodeType.CPU][1] / 2 + above
         levels = [tree.depth[i] for i, node in enumerate(system.nodes) if node.type == NodeType.PCI and i in tree.depth]
         self.leaf_y = self.top + ROW * (max(levels, default=0) + 1)
-        nets = max(self.stack.values(), default=-1) + 1
+        nets = min(NET_ROWS, max(self.stack.values(), default=-1) + 1)
         below = SIZES[NodeType.NIC][1] / 2 + 18 + NET_STEP * nets if nets else SIZES[NodeType.GPU][1] / 2
         self.overlay_top = self.leaf_y + max(below, SIZES[NodeType.GPU][1] / 2) + 8
-        self.tracks = self._nvlink_tracks()
+        self.tracks = _tracks(system, self.order, least=1)
         self.nvlink_top = self.overlay_top
         nvlinks = 22 + NVLINK_STEP * max(self.tracks.values()) if self.tracks else 0
         self.overlay_bottom = self.nvlink_top + nvlinks + min(150.0, 30 + 9.0 * len(gpus))
@@ -175,34 +202,15 @@ class _Placer:
         self.switch_y = self.overlay_bottom + SIZES[NodeType.NVS][1] / 2
         self.height = self.overlay_bottom + (SIZES[NodeType.NVS][1] if has_switch else 0) + MARGIN
 
-    def _nvlink_tracks(self) -> dict[tuple[int, int], int]:
-        """A height for each pair of GPUs with NVLinks, so that no two of one height overlap; short ones first."""
-        pairs = {
-            tuple(sorted((i, link.target), key=self.order.__getitem__))
-            for i in self.order
-            for link in self.system.nodes[i].links
-            if link.target in self.order and link.target != i
-        }
-        spans = sorted((self.order[b] - self.order[a], self.order[a], (a, b)) for a, b in pairs)
-        taken: list[list[tuple[int, int]]] = []
-        tracks = {}
-        for length, start, pair in spans:
-            free = (n for n, row in enumerate(taken) if all(start + length < s or e < start for s, e in row))
-            track = next(free, len(taken))
-            if track == len(taken):
-                taken.append([])
-            taken[track].append((start, start + length))
-            tracks[pair] = track
-        return tracks
-
     def _columns(self, node: int, x: float) -> float:
         """Give columns to a subtree from ``x`` on; returns where it ends."""
         width = SIZES[self.system.nodes[node].type][0]
         children = self.tree.children.get(node, [])
         if self.system.nodes[node].type == NodeType.NIC:
             for position, net in enumerate(children):
-                self.x[net], self.stack[net] = x + width / 2, position
-            children = []
+                self.x[net], self.stack[net] = x + width / 2 + position // NET_ROWS * (width + COLUMN_GAP), position
+            self.x[node] = x + width / 2
+            return x + width + max(0, len(children) - 1) // NET_ROWS * (width + COLUMN_GAP)
         if not children:
             self.x[node] = x + width / 2
             return x + width
@@ -239,16 +247,17 @@ class _Placer:
         if kind in (NodeType.CPU, NodeType.PCI):
             return self.top + ROW * self.tree.depth[i]
         if kind == NodeType.NET:
-            return self.leaf_y + SIZES[NodeType.NIC][1] / 2 + 18 + SIZES[NodeType.NET][1] / 2 + NET_STEP * self.stack.get(i, 0)
+            return self.leaf_y + SIZES[NodeType.NIC][1] / 2 + 18 + SIZES[NodeType.NET][1] / 2 + NET_STEP * (self.stack.get(i, 0) % NET_ROWS)
         return self.leaf_y
 
 
 def _words(system: System, i: int) -> tuple[str, str]:
     """Title and subtitle of a box."""
     node = system.nodes[i]
-    bus = f"{node.local_id >> 12 & 0xFF:02x}:{node.local_id >> 4 & 0xFF:02x}"
+    domain = node.local_id >> 20 & 0xFFFFFFFF
+    bus = (f"{domain:x}:" if domain else "") + f"{node.local_id >> 12 & 0xFF:02x}:{node.local_id >> 4 & 0xFF:02x}"
     if isinstance(node, GpuNode):
-        return f"GPU {node.rank}", f"{bus} · sm {node.sm}"
+        return f"GPU {node.rank}", f"{bus} sm {node.sm}"
     if isinstance(node, NetNode):
         return f"NET {node.dev}", f"{node.bw * 8:g} Gb/s"
     if isinstance(node, PciNode):
@@ -279,12 +288,12 @@ def _wires(system: System, tree: _Tree, boxes: dict[int, Box], placed: _Placer) 
     return result
 
 
-def _route(tree: _Tree, placed: _Placer, ports: dict[int, int], a: Box, b: Box) -> tuple[tuple[Point, ...], Point, bool]:
+def _route(tree: _Tree, placed: _Placer, ports: dict[int, int], a: Box, b: Box) -> tuple[tuple[Point, ...], Point | None, bool]:
     """Corners of the wire, where its bandwidth is written, and whether it is a curve."""
     if tree.parent.get(b.index) == a.index:
         if b.kind == NodeType.NET and placed.stack.get(b.index, 0):  # past the nets above it, along the edge of the column
-            side = b.left - 5
-            return ((a.left + 8, a.bottom), (side, a.bottom + 8), (side, b.y), (b.left, b.y)), (side + 3, b.top - 1), False
+            side = b.left - 6
+            return ((a.x, a.bottom), (a.x, a.bottom + 7), (side, a.bottom + 7), (side, b.y), (b.left, b.y)), None, False
         bus = a.bottom + (ROW - a.h) / 4 if b.kind != NodeType.NET else (a.bottom + b.top) / 2
         return ((a.x, a.bottom), (a.x, bus), (b.x, bus), (b.x, b.top)), (b.x + 4, b.top - 5), False
     kinds = {a.kind, b.kind}
@@ -320,11 +329,9 @@ def _port(ports: dict[int, int], gpu: Box) -> float:
 
 def _between_cpus(placed: _Placer, a: Box, b: Box) -> tuple[tuple[Point, ...], Point, bool]:
     first, second = (a, b) if a.x < b.x else (b, a)
-    between = [
-        i for i in placed.tree.roots if placed.system.nodes[i].type == NodeType.CPU and first.x < placed.x[i] < second.x
-    ]  # straight to the next one, over the top of others
-    if not between:
+    if placed.cpus[second.index] - placed.cpus[first.index] < 2:  # straight to the next one, over the top of others
         return ((first.right, first.y), (second.left, second.y)), ((first.right + second.left) / 2, first.y - 5), False
-    rise = first.top - 6 - SYS_STEP * len(between)
-    start, end = first.x + 8 * len(between), second.x - 8 * len(between)
+    track = placed.sys_tracks[first.index, second.index]
+    rise = first.top - 4 - SYS_STEP * (track + 1)
+    start, end = first.x + 6 + 9 * track, second.x - 6 - 9 * track
     return ((start, first.top), (start, rise), (end, rise), (end, second.top)), ((start + end) / 2, rise - 2), False

@@ -125,7 +125,7 @@
     const panel = $("details");
     panel.replaceChildren();
     if (!graph) return panel.append(el("p", "No channels were found."));
-    panel.append(el("h3", graph.name + ": " + graph.nChannels + " channels"));
+    panel.append(el("h3", graph.name.replace("_", " ") + ": " + graph.nChannels + (graph.nChannels === 1 ? " channel" : " channels")));
     const inside = num(graph.bwIntra) + " GB/s per channel inside the node (" + graph.typeIntra + ")";
     panel.append(el("p", graph.inter.length ? inside + ", " + num(graph.bwInter) + " GB/s to the network (" + graph.typeInter + ")" : inside));
     const list = el("ol", null, { start: 0 });

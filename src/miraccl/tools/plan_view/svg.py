@@ -33,7 +33,7 @@ NAMES = {
 STYLE = """
 .box rect{fill:#fff;stroke:#495057;stroke-width:1.2;rx:6}
 .box text{font:600 11.5px system-ui,sans-serif;fill:#212529;text-anchor:middle}
-.box text.sub{font:10px system-ui,sans-serif;fill:#495057}
+.box text.sub{font:10px system-ui,sans-serif;fill:#495057}.box text.tight{font-size:9.5px}
 .CPU rect{fill:#e7f5ff;stroke:#1971c2}.PCI rect{fill:#edf2ff;stroke:#4c6ef5}.GPU rect{fill:#ebfbee;stroke:#2b8a3e}
 .NIC rect{fill:#fff4e6;stroke:#e8590c}.NET rect{fill:#fff9db;stroke:#e67700}.NVS rect{fill:#d3f9d8;stroke:#2b8a3e}
 .wire path{fill:none;stroke-linejoin:round}
@@ -87,7 +87,8 @@ def _legend(drawing: Drawing, y: float) -> str:
 def _box(box: Box) -> str:
     two = bool(box.subtitle) and box.h >= 30
     title = box.title if two or not box.subtitle else f"{box.title} {box.subtitle}"
-    lines = [f'<text x="{_n(box.x)}" y="{_n(box.y + (-2 if two else 4))}">{escape(title)}</text>']
+    tight = ' class="tight"' if len(title) > 11 and box.w < 100 else ""
+    lines = [f'<text{tight} x="{_n(box.x)}" y="{_n(box.y + (-2 if two else 4))}">{escape(title)}</text>']
     if two:
         lines.append(f'<text class="sub" x="{_n(box.x)}" y="{_n(box.y + 12)}">{escape(box.subtitle)}</text>')
     return (
@@ -98,11 +99,14 @@ def _box(box: Box) -> str:
 
 def _wire(wire: Wire) -> str:
     color = COLORS[wire.type]
-    width = 1.2 + min(3.2, wire.bw / 110)
+    virtual = wire.bw >= LOC_BW
+    width = 1.2 + (0.0 if virtual else min(3.2, wire.bw / 110))
     dash = ' stroke-dasharray="5 4"' if wire.type == LinkType.LOC else ""
-    anchor = "start" if len(wire.points) > 1 and wire.label[0] > wire.points[-1][0] else "middle"
-    where = f'x="{_n(wire.label[0])}" y="{_n(wire.label[1])}"'
-    label = "" if wire.bw >= LOC_BW else f'<text {where} fill="{color}" text-anchor="{anchor}">{wire.bw:.4g}</text>'
+    label = ""
+    if wire.label and not virtual:
+        x, y = wire.label
+        anchor = "start" if x > wire.points[-1][0] else "middle"
+        label = f'<text x="{_n(x)}" y="{_n(y)}" fill="{color}" text-anchor="{anchor}">{wire.bw:.4g}</text>'
     return (
         f'<g class="wire {wire.type.name}" data-a="{wire.source}" data-b="{wire.target}">'
         f'<path d="{path_data(wire.points, curved=wire.curved)}" stroke="{color}" stroke-width="{_n(width)}"{dash}/>{label}</g>'
