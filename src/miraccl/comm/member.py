@@ -101,9 +101,10 @@ class Member:
             constants=self.constants,
             overrides=overrides,
             stream_from=self.fabric.stream_from,
-            single_copy=self.constants.single_copy_from if self.fabric.addressable else -1,
+            single_copy=self._single_copy_from(options.single_copy),
             addressable=self.fabric.addressable,
         )
+        self.context.set(at.CTX_P2P_DIRECT, self.planner.single_copy)
         self._worker = Worker(f"miraccl-work-{session.name}", lambda on: self.look_before_running(REASON_PENDING, on))
         self._runs: dict[Request, Run] = {}
         self._deferred: list[tuple[Transfer, Work]] = []
@@ -111,7 +112,7 @@ class Member:
 
     def _single_copy_from(self, asked: str) -> int:
         """From how many bytes on private memory is read by the peer instead of copied twice; -1 where that is not allowed or slower."""
-        if len(self.fabric.readable) != self.nranks - 1 or asked == "never":
+        if not self.fabric.addressable or asked == "never":
             return -1
         return params.parse_size(asked) if asked else self.constants.single_copy_from
 
