@@ -17,18 +17,27 @@ from miraccl.wire.stream import HEADER_BYTES, MAX_TEXT_BYTES, Frame, FrameType, 
 
 STAGING_BYTES = 1 << 14
 """Copying this much costs about a microsecond, less than a system call."""
-CALL_BYTES = 1 << 20
+RECEIVE_BYTES = 1 << 20
 """Most bytes per receive call: long enough to be efficient, short enough (200 us) to serve the other direction."""
 SEND_BYTES = 1 << 19
+"""Bytes per send call: on loopback, where the receiver's half of the work is done in the sender's call, larger ones lose the overlap of
+the two (6.0 GB/s with 512 KiB, 4.5 with 1 MiB and more, 64 MiB messages on a 2-core virtual machine)."""
+LOW_WATER_BYTES = 1 << 19
+"""In the middle of a large payload the kernel reports a stream as readable when this much has come: a fifth of the wake-ups."""
+LOW_WATER_MIN = 1 << 16
 MAX_VECTOR = 64
 
 
 def _upto(out: deque[memoryview | bytes], nbytes: int) -> list[memoryview | bytes]:
-    """The first buffers of a queue, cut to about ``nbytes`` in all."""
+    """The first buffers of a queue, cut to about ``nbytes`` in all: what would be left is never a small rest."""
     vector: list[memoryview | bytes] = []
     for part in islice(out, MAX_VECTOR):
-        vector.append(part[:nbytes])
-        nbytes -= len(part)
+        size = len(part)
+        if size > nbytes + nbytes // 2:
+            vector.append(part[:nbytes])
+            break
+        vector.append(part)
+        nbytes -= size
         if nbytes <= 0:
             break
     return vector
@@ -50,6 +59,7 @@ class Stream:
         self._out: deque[memoryview | bytes] = deque()
         self._frames: deque[int] = deque()
         self._ending = False
+        self._low_water = 1
         self._whole = True
         self._staging = memoryview(bytearray(STAGING_BYTES))
         self._start = 0
@@ -114,6 +124,12 @@ class Stream:
         self.left = len(target)
         self.placing = True
 
+    def _set_low_water(self, nbytes: int) -> None:
+        """Let the kernel report this stream as readable only when ``nbytes`` have come, or its end.  Lowering it reports at once."""
+        if nbytes != self._low_water:
+            self._low_water = nbytes
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+
     def fill(self) -> bool:
         """Receive what one call gives: first the current payload, then headers.  False when the stream has ended."""
         try:
@@ -130,6 +146,7 @@ class Stream:
             self.left -= placed
             self._target = self._target[placed:]
             got -= placed
+            self._set_low_water(min(self.left, LOW_WATER_BYTES) if self.left >= LOW_WATER_MIN else 1)
         self._end += got
         return True
 
@@ -140,8 +157,8 @@ class Stream:
                 self._compact()
             room = STAGING_BYTES - self._end
             return self._sock.recv_into(self._staging[self._end :]), room
-        if self.left > CALL_BYTES:
-            return self._sock.recv_into(self._target[:CALL_BYTES]), CALL_BYTES
+        if self.left > RECEIVE_BYTES:
+            return self._sock.recv_into(self._target[:RECEIVE_BYTES]), RECEIVE_BYTES
         got = self._sock.recvmsg_into([self._target, self._staging])[0]
         return got, self.left + STAGING_BYTES
 

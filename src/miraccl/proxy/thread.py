@@ -27,7 +27,8 @@ from miraccl.wire import proxy_records as wire
 
 log = trace.logger("proxy")
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 22
+"""Pieces of large messages: a frame costs some 50 us of Python; the kernel's buffer delays what is queued behind as much."""
 COMMAND_TIMEOUT_S = 10.0
 """A round of the thread takes milliseconds; longer means that it died or that somebody keeps the interpreter's lock."""
 _EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
@@ -144,10 +145,14 @@ class Proxy:
             if driver.dirty:
                 driver.dirty = False
                 self._wake(self.rank)
+        if self._closers:
+            self._tell_closers()
+        return busy
+
+    def _tell_closers(self) -> None:
         for closer in [c for c in self._closers if not any(driver.link.alive for driver in c[0])]:
             self._closers.remove(closer)
             closer[1].set()
-        return busy
 
     def _sleep(self) -> None:
         self._atomics.exchange(self.asleep, 1)

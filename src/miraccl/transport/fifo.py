@@ -65,6 +65,8 @@ class Mode(enum.IntEnum):
     """At the receiver's wanted address already."""
     OVERSIZE = 5
     """Nowhere: larger than the room that the receiver gave.  Not an answer to hope for: the ranks disagree on the operation."""
+    SIGNAL = 6
+    """No payload: words 4 and 5 say where the sender's buffers lie (shared memory only)."""
 
 
 def fifo_bytes(slot_bytes: int) -> int:
@@ -144,6 +146,13 @@ def read_words(line: int, first: int, count: int) -> list[int]:
     """``count`` words of a line, in one go; only valid after the flag was loaded with acquire."""
     start = ((line - _ORIGIN) >> 3) + first
     return _WORDS[start : start + count].tolist()
+
+
+def flags_at(ring: int) -> memoryview:
+    """The flags of all lines of a ring, as a strided view: one look tells whether any of them has changed."""
+    start = (ring - _ORIGIN) >> 3
+    words = LINE_BYTES // WORD_BYTES
+    return _WORDS[start : start + NSLOTS * words : words]
 
 
 def write_words(line: int, first: int, values: list[int]) -> None:
