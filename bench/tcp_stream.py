@@ -26,7 +26,8 @@ from miraccl.proxy import Proxy
 from miraccl.transport.base import Endpoint, FifoPair
 from miraccl.transport.ends import RecvEnd, SendEnd
 from miraccl.transport.fifo import Memory, memory_at, native_atomics
-from miraccl.transport.socket import SocketOptions, SocketTransport, tune
+from miraccl.transport.meeting import tune
+from miraccl.transport.socket import SocketOptions, SocketTransport
 
 TIMEOUT_S = 30.0
 CALL_BYTES = 1 << 20

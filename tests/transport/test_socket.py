@@ -8,12 +8,12 @@ import time
 import pytest
 
 from miraccl.errors import AuthenticationError, BootstrapError, CommunicatorClosed, InvalidUsage, ProtocolError, SystemFailure
-from miraccl.transport import socket as ts
+from miraccl.transport import meeting
 from miraccl.transport.base import TRANSPORTS, Endpoint
 from miraccl.transport.fifo import Memory, Mode, memory_at
 from miraccl.transport.socket import ConnectInfo, SocketOptions, SocketTransport
 from miraccl.wire.proxy_records import LossKind
-from miraccl.wire.stream import HELLO_BYTES
+from miraccl.wire.stream import HELLO_BYTES, InitiatorHandshake, StreamIdentity, derive_key
 from tests.transport.conformance import TransportConformance, World, pattern
 from tests.transport.socket_world import SLOT, build_rank, build_world
 
@@ -215,7 +215,7 @@ def call(transport: SocketTransport) -> socket.socket:
 def test_strangers_and_garbage_do_not_disturb_a_meeting(world):
     for rank in range(2):
         build_rank(world, rank)
-    strangers = [call(world.transports[1]) for _ in range(ts.MAX_STRANGERS + 20)]
+    strangers = [call(world.transports[1]) for _ in range(meeting.MAX_STRANGERS + 20)]
     for i, stranger in enumerate(strangers):
         stranger.sendall([b"", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 9, b"\0" * 4096, pattern(HELLO_BYTES)][i % 4])
     world.connect()
@@ -241,10 +241,8 @@ def drained(sock: socket.socket) -> bytes:
 
 def test_stranger_with_a_plausible_hello_gets_a_challenge_and_nothing_else(world, monkeypatch):
     """It does not know the secret: whatever it answers, it is dropped, and silence is dropped after the handshake's deadline."""
-    monkeypatch.setattr(ts, "HANDSHAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(meeting, "HANDSHAKE_TIMEOUT_S", 0.1)
     transport = build_rank(world, 1, timeout=0.5)
-    from miraccl.wire.stream import InitiatorHandshake, StreamIdentity, derive_key
-
     want = StreamIdentity(initiator=0, acceptor=1, stream=0, nstreams=2)
     hello = InitiatorHandshake(key=derive_key(b"guess", b"test"), nonce=b"n" * 32, deadline=1, want=want).hello
     liar, silent = call(transport), call(transport)
@@ -255,6 +253,32 @@ def test_stranger_with_a_plausible_hello_gets_a_challenge_and_nothing_else(world
             transport.connect({0: ConnectInfo(addresses=(("127.0.0.1", 9),), nstreams=2, slot_bytes=4096).encode()})
         assert len(drained(silent)) == 72
         assert len(drained(liar)) in (0, 72)  # bytes left unread turn the end into a reset
+
+
+def test_peer_with_another_number_of_streams_is_dropped_and_named(world, caplog):
+    """It knows the secret, but not what was agreed on; the right streams of the same rank are still taken."""
+    for rank in range(2):
+        build_rank(world, rank)
+    want = StreamIdentity(initiator=0, acceptor=1, stream=0, nstreams=3)
+    machine = InitiatorHandshake(key=derive_key(b"secret", b"test"), nonce=b"n" * 32, deadline=1, want=want)
+    with call(world.transports[1]) as liar:
+        liar.settimeout(10)
+        liar.sendall(machine.hello)
+        infos = {rank: transport.setup() for rank, transport in world.transports.items()}
+
+        def body(rank):
+            if rank == 1:
+                world.connect_rank(1, {0: infos[0]})
+                return
+            liar.sendall(machine.receive(liar.recv(machine.needs, socket.MSG_WAITALL)))
+            assert len(drained(liar)) == machine.needs  # the welcome, then the end
+            world.connect_rank(0, {1: infos[1]})
+
+        world.in_parallel(body)
+    assert "rank 0 opens 3 streams instead of 2" in caplog.text
+    way = world.way(0, 1)
+    way.post(b"x")
+    assert way.take()[0] == b"x"
 
 
 def test_listener_is_bound_to_the_given_address_only(world):
