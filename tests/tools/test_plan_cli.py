@@ -105,6 +105,11 @@ def test_graphs_in_nccls_format_can_replace_the_search(tmp_path: Path) -> None:
     assert again["comm"] == data["comm"]
 
 
+def test_graphs_go_where_nccls_variable_says(tmp_path: Path) -> None:
+    call("--topo", PCIE, NCCL_GRAPH_DUMP_FILE=str(tmp_path / "dump.xml"))
+    assert (tmp_path / "dump.xml").read_text().startswith('<graphs version="1">')
+
+
 def test_pictures(tmp_path: Path) -> None:
     svg, html = tmp_path / "machine.svg", tmp_path / "plan.html"
     call("--topo", H100, "--svg", str(svg), "--html", str(html))

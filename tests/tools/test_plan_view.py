@@ -181,6 +181,10 @@ TOUR = """(() => {
   out.choices = document.querySelectorAll("#choices tr").length;
   out.lines = text("ranks").split("\\n").length;
   out.why = text("why").length;
+  out.circles = document.querySelectorAll("#nodetrees circle").length;
+  const trees = buttons("nodetrees-channels");
+  if (trees.length) click(trees[trees.length - 1]);
+  out.tree = text("nodetrees");
   out.images = document.querySelectorAll("img").length;
   return out;
 })()"""
@@ -203,6 +207,8 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert seen["choices"] == 17
     assert seen["why"] > 1000
     assert "16ranks" in seen["cards"]
+    assert seen["circles"] == 2
+    assert seen["tree"] == "Tree of channel 15 over the nodes7>1501"  # rank 7 of node 0 hangs on rank 15 of node 1
 
 
 @needs_chromium

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.option("--accelerators", multiple=True, metavar="TOML", help="Description of accelerators NCCL does not know; repeatable.")
 @click.option("--explain", is_flag=True, help="Say why, stage by stage; in the JSON under the key explain.")
 @click.option("--json", "json_target", metavar="FILE", help="Write the plan; - is standard output.")
-@click.option("--graph-xml", metavar="FILE", help="Write the channel graphs in NCCL's format (NCCL_GRAPH_FILE); - is standard output.")
+@click.option("--graph-xml", metavar="FILE", help="Write the channel graphs for NCCL_GRAPH_FILE; - is standard output.")
 @click.option("--svg", metavar="FILE", help="Draw the machine.")
 @click.option("--html", metavar="FILE", help="Write one page with the machine, its channels, paths and times to look into.")
 @click.option("--no-cache", is_flag=True, help="Compute the plan even if it is known, and do not keep it.")
@@ -75,8 +75,8 @@ def plan(
     )
     if json_target:
         _write(json_target, document.text.decode())
-    if graph_xml:
-        _write(graph_xml, _graph_xml(document.data))
+    for target in filter(None, {graph_xml, params.GRAPH_DUMP_FILE.read(os.environ)}):
+        _write(target, _graph_xml(document.data))
     if svg or html:
         from miraccl.tools.plan_view import render_page, render_svg
 

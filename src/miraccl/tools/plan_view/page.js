@@ -350,6 +350,50 @@
   };
   times();
 
+  // The tree of a channel over nodes: a node's place is its number, its height its depth. Numbers at an edge are the ranks it joins.
+
+  const MAX_TREE_NODES = 64;
+  const nodeTree = (tree) => {
+    const up = {};
+    tree.up.forEach((parent, rank) => {
+      const node = comm.rankToNode[rank];
+      if (parent >= 0 && comm.rankToNode[parent] !== node) up[node] = { node: comm.rankToNode[parent], from: rank, to: parent };
+    });
+    const depth = (node) => (up[node] ? 1 + depth(up[node].node) : 0);
+    return Array.from({ length: comm.nNodes }, (_, node) => ({ node, edge: up[node], depth: depth(node) }));
+  };
+  const drawNodeTrees = (channel) => {
+    const step = comm.nNodes > 24 ? 34 : 58, row = 62;
+    const nodes = nodeTree(comm.trees[channel]);
+    const deepest = Math.max(...nodes.map((n) => n.depth));
+    const width = Math.max(200, nodes.length * step + 20), height = (deepest + 1) * row + 8;
+    const svg = svgEl("svg", { viewBox: "0 0 " + width + " " + height, width, height, role: "img", "aria-label": "tree of channel " + channel });
+    const at = (n) => [10 + step / 2 + n.node * step, 24 + n.depth * row];
+    nodes.forEach((n) => {
+      if (!n.edge) return;
+      const [x, y] = at(n), [px, py] = at(nodes[n.edge.node]);
+      svg.append(svgEl("path", { class: "edge", stroke: "#2f9e44", d: "M" + x + " " + y + "C" + x + " " + (y - row / 2) + " " + px + " " + (py + row / 2) + " " + px + " " + py }));
+      if (step > 40) svg.append(svgEl("text", { class: "via", x: (x + px) / 2, y: (y + py) / 2 + 3 }, n.edge.from + ">" + n.edge.to));
+    });
+    nodes.forEach((n) => {
+      const [x, y] = at(n);
+      svg.append(svgEl("circle", { cx: x, cy: y, r: step > 40 ? 14 : 11, fill: n.edge ? "#ebfbee" : "#2f9e44", stroke: "#2f9e44" }));
+      const label = svgEl("text", { x, y: y + 4 }, n.node);
+      if (!n.edge) label.setAttribute("style", "fill:#fff;font-weight:700");
+      svg.append(label);
+    });
+    $("nodetrees").replaceChildren(el("p", "Tree of channel " + channel + " over the nodes", { class: "muted" }), svg);
+    document.querySelectorAll("#nodetrees-channels button").forEach((b) => b.setAttribute("aria-pressed", String(Number(b.textContent) === channel)));
+  };
+  if (comm.trees && comm.nNodes > 1 && comm.nNodes <= MAX_TREE_NODES) {
+    comm.trees.forEach((_, c) => {
+      const b = el("button", c, { class: "channel", style: "--chip:#2f9e44", title: "tree of channel " + c });
+      b.onclick = () => drawNodeTrees(c);
+      $("nodetrees-channels").append(b);
+    });
+    drawNodeTrees(0);
+  }
+
   // Rings and trees over all ranks
 
   const ranks = $("ranks");
@@ -398,7 +442,7 @@
       });
       const scroll = el("div", null, { class: "scroll" });
       scroll.append(table);
-      d.append(el("summary", "Every walk of the " + g.graph.replace("_", " ") + " search (" + g.tries.length + ")"), scroll);
+      d.append(el("summary", "Every walk of the " + g.graph.replace("_", " ") + " search (" + g.walks + (g.walks > g.tries.length ? ", of which " + g.tries.length + " are listed" : "") + ")"), scroll);
       why.append(d);
     });
   }

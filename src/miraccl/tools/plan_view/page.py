@@ -19,6 +19,9 @@ from miraccl.topo.jsonform import system_from_json
 MAX_RANKS = 512
 """Rings and trees over more ranks are left out of the page; the plan's JSON has them."""
 
+MAX_TRIES = 200
+"""Walks of a search after which only those that found something better are listed."""
+
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 _PAGE = """<!doctype html>
@@ -43,7 +46,8 @@ _PAGE = """<!doctype html>
 <div class="bar"><span id="collectives" class="group"></span><span id="axes" class="group right"></span></div>
 <div class="columns"><div id="chart"></div><aside id="legend"></aside></div>
 <div id="choices"></div></section>
-<section><h2>Rings and trees over all ranks</h2><div id="ranks"></div></section>
+<section><h2>Rings and trees over all ranks</h2>
+<div class="bar"><span id="nodetrees-channels" class="group"></span></div><div id="nodetrees"></div><div id="ranks"></div></section>
 <section><h2>Why</h2><div id="why"></div></section>
 </main>
 <script type="application/json" id="plan">{data}</script>
@@ -59,7 +63,8 @@ def render_page(document: Mapping[str, Any]) -> str:
     drawing = draw_system(system)
     title = f"{document.get('topology') or 'a system'}, {document['nodes']} x {document['gpus_per_node']} GPUs"
     data = {
-        **{key: value for key, value in document.items() if key not in ("paths", "comm")},
+        **{key: value for key, value in document.items() if key not in ("paths", "comm", "explain")},
+        "explain": _small_explanation(document.get("explain")),
         "comm": _small_comm(document["comm"], document["nranks"]),
         "names": [node.name for node in system.nodes],
         "drawing": _positions(drawing),
@@ -84,6 +89,17 @@ def _small_comm(comm: Mapping[str, Any], nranks: int) -> dict[str, Any]:
     if nranks <= MAX_RANKS:
         return dict(comm)
     return {key: value for key, value in comm.items() if not isinstance(value, list | dict)}
+
+
+def _small_explanation(explain: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The first domain's searches alone, without most of the fruitless walks of a long one."""
+    if not explain:
+        return None
+    searches = [
+        {**graph, "tries": [t for i, t in enumerate(graph["tries"]) if i < MAX_TRIES or t["improved"]], "walks": len(graph["tries"])}
+        for graph in explain["search"][0]
+    ]
+    return {**explain, "search": [searches]}
 
 
 def _positions(drawing: Drawing) -> dict[str, Any]:
