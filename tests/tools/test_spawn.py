@@ -74,6 +74,38 @@ def test_the_first_failure_is_told_and_the_others_are_ended() -> None:
     assert [o.status is not None and o.status < 0 for o in ranks.outcomes] == [True, False, True]
 
 
+class _PeerTrouble(Exception):
+    fault = "peer"
+
+
+def _report_a_peer(context: Context) -> None:
+    """Rank 0 tells first that another rank failed, then rank 1 why; rank 2 never ends."""
+    if context.rank == 0:
+        raise _PeerTrouble("somebody died")
+    context.receive()
+    if context.rank == 1:
+        raise ValueError("the cause")
+    signal.pause()
+
+
+def test_the_cause_is_told_and_not_its_effects() -> None:
+    with Ranks(_report_a_peer, 3, capture=True) as ranks:
+        while ranks.outcomes[0].status is None:
+            ranks.poll(30)
+        first = ranks.first_failure()
+        assert first is not None
+        assert first.rank == 0
+        ranks.send(1, "go")
+        ranks.send(2, "go")
+        while ranks.outcomes[1].status is None:
+            ranks.poll(30)
+        ranks.stop(grace=0)
+        cause = ranks.first_failure()
+    assert cause is not None
+    assert cause.summary == "ValueError: the cause"
+    assert ranks.outcomes[2].stopped
+
+
 def test_a_killed_rank_and_exit_statuses() -> None:
     (killed,) = run(_killed, 1)
     assert killed.describe() == "rank 0 was ended by SIGKILL"

@@ -109,7 +109,7 @@ class Outcome:
     """How a rank ended.
 
     ``status`` is the exit status, or minus the signal; ``error`` the traceback, empty if there was none; ``summary`` its last
-    line; ``fault`` that of a ``MiracclError``; ``order`` says who failed first.
+    line; ``fault`` that of a ``MiracclError``; ``order`` says who failed first; ``stopped`` that it was ended by ``Ranks.stop``.
     """
 
     rank: int
@@ -120,6 +120,7 @@ class Outcome:
     fault: str = ""
     output: str = ""
     order: int = -1
+    stopped: bool = False
 
     @property
     def ok(self) -> bool:
@@ -172,6 +173,7 @@ class Ranks:
         self._selector = selectors.DefaultSelector()
         self._ranks: list[_Rank] = []
         self._ended = 0
+        self._closed = False
         _flush()
         try:
             for rank in range(nranks):
@@ -234,17 +236,23 @@ class Ranks:
         return True
 
     def first_failure(self) -> Outcome | None:
-        """The rank whose end came first among those that failed by themselves."""
-        failures = [o for o in self.outcomes if not o.ok]
-        return min(failures, key=lambda o: o.order if o.order >= 0 else sys.maxsize, default=None)
+        """The rank that failed first; those that were ended here, or that only report a peer's failure, count if there is no other.
+
+        Ranks learn of each other's failures within microseconds, so the order in which errors arrive does not tell cause from effect.
+        """
+        failures = [o for o in self.outcomes if o.error or o.status not in (None, 0)]
+        return min(failures, key=lambda o: (o.stopped, o.fault == "peer", o.order if o.order >= 0 else sys.maxsize), default=None)
 
     def stop(self, grace: float = 2.0) -> None:
-        """End what still runs: SIGTERM, ``grace`` seconds later SIGKILL; returns when nothing is left."""
+        """End what still runs: SIGTERM, ``grace`` seconds later SIGKILL; returns when nothing is left. May be called twice."""
+        if self._closed:
+            return
         for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
             if number is signal.SIGTERM and not grace:
                 continue
             for rank in self._ranks:
                 if rank.outcome.status is None:
+                    rank.outcome.stopped = True
                     signal.pidfd_send_signal(rank.pidfd, number)
             limit = time.monotonic() + patience
             while self.running and time.monotonic() < limit:
@@ -252,6 +260,7 @@ class Ranks:
         for rank in self._ranks:
             self._release(rank)
         self._selector.close()
+        self._closed = True
 
     # ------------------------------------------------------------------ inside
 
