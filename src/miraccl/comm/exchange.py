@@ -1,8 +1,13 @@
-"""Groups of sends and receives of one communicator: the table that ``kernels.p2p.exchange`` walks over."""
+"""The sends and receives of a communicator that have begun and not ended: the table that ``kernels.p2p`` advances.
+
+Rules: messages between two ranks in one direction keep the order of the calls; nothing else waits for anything else.  What a rank
+sends itself is copied as soon as the receive is there as well, the n-th send to the n-th receive.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +17,10 @@ from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.context import Wires
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.lower import Words, signature
+from miraccl.native import atomics
 from miraccl.types import Collective, RedOp
+
+_DONE, _ROUNDS, _MARK, _MUST, _AFTER = (w // 8 for w in (at.OP_DONE, at.OP_ROUNDS, at.OP_MARK, at.OP_MUST, at.OP_AFTER))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,45 +32,114 @@ class Transfer:
     memory: Memory
 
 
-def build_table(transfers: Sequence[Transfer], wires: dict[int, Wires]) -> Words:
-    """The words of a group; transfers between the same two ranks follow one another in their order."""
-    table = np.zeros((max(1, len(transfers)), at.OP_SIZE // 8), np.int64)
-    next_round: dict[tuple[int, bool], int] = {}
-    for row, transfer in zip(table, transfers, strict=False):
-        wire = wires[transfer.peer]
+@dataclass(eq=False, kw_only=True)
+class Entry:
+    """A transfer under way; ``words`` is its row of the table between calls."""
+
+    transfer: Transfer
+    words: Words
+    done: bool = False
+
+
+class Exchange:
+    """All open transfers of one rank. Calls of one thread; ``add`` may come from another thread than ``advance``."""
+
+    def __init__(self, rank: int, wires: Mapping[int, Wires], door: Callable[[int, int], int]) -> None:
+        self._rank, self._wires, self._door = rank, wires, door
+        self._open: list[Entry] = []
+        self._to_self: list[Entry] = []
+        self._lock = threading.Lock()
+
+    @property
+    def open(self) -> list[Entry]:
+        """What goes over a wire and has not ended."""
+        return list(self._open)
+
+    def add(self, transfers: Sequence[Transfer]) -> list[Entry]:
+        """Take transfers in, in their order; those to this rank itself are done at once where they find each other."""
+        entries = [Entry(transfer=t, words=self._words(t)) for t in transfers]
+        mine = [e for e in entries if e.transfer.peer == self._rank]
+        pairs = self._match([*self._to_self, *mine])
+        with self._lock:
+            self._open += [e for e in entries if e.transfer.peer != self._rank]
+            self._to_self += mine
+        for send, receive in pairs:
+            np.copyto(receive.transfer.memory.array.reshape(-1), send.transfer.memory.array.reshape(-1))
+            send.done = receive.done = True
+        self._to_self = [e for e in self._to_self if not e.done]
+        return entries
+
+    def refuse_lonely(self, transfers: Sequence[Transfer]) -> None:
+        """Raise if one of these, which are waited for together, can never end because its other half on this rank is missing."""
+        mine = [t for t in transfers if t.peer == self._rank]
+        sends = sum(not t.receives for t in mine) + sum(not e.transfer.receives for e in self._to_self)
+        receives = sum(t.receives for t in mine) + sum(e.transfer.receives for e in self._to_self)
+        if mine and sends != receives:
+            raise self._lonely(sends, receives)
+
+    def _lonely(self, sends: int, receives: int) -> InvalidUsage:
+        text = f"rank {self._rank} sends itself {sends} messages and receives {receives} of them"
+        return InvalidUsage(text, hint="a rank that sends to itself needs the receive in the same group, or before it")
+
+    def check_can_end(self, entries: Sequence[Entry]) -> None:
+        """Raise if one of these is a message of this rank to itself whose other half is missing."""
+        if any(e.transfer.peer == self._rank and not e.done for e in entries):
+            receives = sum(e.transfer.receives for e in self._to_self)
+            raise self._lonely(len(self._to_self) - receives, receives)
+
+    @staticmethod
+    def _match(entries: Sequence[Entry]) -> list[tuple[Entry, Entry]]:
+        pairs = list(zip([e for e in entries if not e.transfer.receives], [e for e in entries if e.transfer.receives], strict=False))
+        for send, receive in pairs:
+            a, b = send.transfer.memory, receive.transfer.memory
+            if a.dtype is not b.dtype or a.count != b.count:
+                raise InvalidUsage(f"a rank sends itself {a.count} x {a.dtype.label} and receives {b.count} x {b.dtype.label}")
+        return pairs
+
+    def _words(self, transfer: Transfer) -> Words:
+        row = np.zeros(at.OP_SIZE // 8, np.int64)
+        memory = transfer.memory
+        wire = self._wires.get(transfer.peer)
+        if wire is None:  # this rank itself
+            return row
         piece = wire.slot_bytes if wire.kind == at.KIND_SHM else at.NET_PIECE
-        rounds = max(1, -(-transfer.memory.nbytes // piece))
-        first = next_round.get((transfer.peer, transfer.receives), 0)
-        next_round[transfer.peer, transfer.receives] = first + rounds
         for place, value in (
             (at.OP_KIND, int(transfer.receives)),
             (at.OP_PEER, transfer.peer),
-            (at.OP_ADDR, transfer.memory.address),
-            (at.OP_BYTES, transfer.memory.nbytes),
-            (at.OP_SIG, signature(Collective.SEND_RECV, transfer.memory.dtype, RedOp.SUM, 0, transfer.memory.count)),
-            (at.OP_FIRST_ROUND, first),
-            (at.OP_ROUNDS, rounds),
-            (at.OP_COUNT, transfer.memory.count),
+            (at.OP_ADDR, memory.address),
+            (at.OP_BYTES, memory.nbytes),
+            (at.OP_SIG, signature(Collective.SEND_RECV, memory.dtype, RedOp.SUM, 0, memory.count)),
+            (at.OP_ROUNDS, max(1, -(-memory.nbytes // piece))),
+            (at.OP_COUNT, memory.count),
         ):
             row[place // 8] = value
-    return table
+        return row
 
+    def advance(self, must: Sequence[Entry]) -> int:
+        """Go on with everything until all of ``must`` has ended (without any: do what can be done at once); a result of the engine."""
+        with self._lock:
+            entries = list(self._open)
+        table = np.zeros((max(1, len(entries)), at.OP_SIZE // 8), np.int64)
+        last: dict[tuple[int, bool], int] = {}
+        wanted = {id(e) for e in must}
+        for i, entry in enumerate(entries):
+            key = entry.transfer.peer, entry.transfer.receives
+            table[i] = entry.words
+            table[i, _AFTER] = last.get(key, -1)
+            table[i, _MUST] = id(entry) in wanted
+            last[key] = i
+        code = self._door(int(table.ctypes.data), len(entries))
+        for row, entry in zip(table, entries, strict=False):
+            entry.words = row.copy()
+            waited_for = code == at.OK and id(entry) in wanted
+            entry.done = entry.done or waited_for or self._taken(row)
+        with self._lock:
+            self._open = [e for e in self._open if not e.done]
+        return code
 
-def copy_to_self(transfers: Sequence[Transfer], rank: int) -> list[Callable[[], None]]:
-    """What a rank sends to itself: copies, the n-th send to the n-th receive."""
-    sends = [t for t in transfers if t.peer == rank and not t.receives]
-    receives = [t for t in transfers if t.peer == rank and t.receives]
-    if len(sends) != len(receives):
-        text = f"rank {rank} sends itself {len(sends)} messages and receives {len(receives)} of them in one group"
-        raise InvalidUsage(text, hint="a rank that sends to itself needs the receive in the same group")
-    for a, b in zip(sends, receives, strict=True):
-        if a.memory.dtype is not b.memory.dtype or a.memory.count != b.memory.count:
-            raise InvalidUsage(
-                f"rank {rank} sends itself {a.memory.count} x {a.memory.dtype.label}"
-                f" and receives {b.memory.count} x {b.memory.dtype.label}"
-            )
-    return [_copier(a.memory, b.memory) for a, b in zip(sends, receives, strict=True)]
-
-
-def _copier(source: Memory, target: Memory) -> Callable[[], None]:
-    return lambda: np.copyto(target.array.reshape(-1), source.array.reshape(-1))
+    def _taken(self, row: Words) -> bool:
+        """Whether an operation has ended: all pieces done, and those of a send that were posted by address taken by the peer."""
+        if int(row[_DONE]) < int(row[_ROUNDS]):
+            return False
+        receives, peer = bool(row[at.OP_KIND // 8]), int(row[at.OP_PEER // 8])
+        return receives or int(row[_MARK]) <= atomics.load_acquire(self._wires[peer].send_tail)

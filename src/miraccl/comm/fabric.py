@@ -25,6 +25,8 @@ from miraccl.transport.shm import Segment, ShmTransport
 ALONE = WaitPolicy(spin=1000, yields=5)
 CROWDED = WaitPolicy(spin=30, yields=60, membarrier=False)
 
+SEQUENCE_BITS = 0xFFFF  # of a signature
+
 
 @dataclass(frozen=True, kw_only=True)
 class Beliefs:
@@ -189,6 +191,12 @@ class Fabric:
             "p2p_count": at.BOARD_P2P_COUNT,
         }
         return {name: int(words[place // 8]) for name, place in names.items()}
+
+    def history(self) -> dict[int, tuple[int, int]]:
+        """(signature, count) of the last operations by the low bits of their sequence number, as this rank ran them."""
+        words = words_at(self.shm.control + at.CTRL_HISTORY, 2 * at.HISTORY)
+        entries = [(int(words[2 * i]), int(words[2 * i + 1])) for i in range(at.HISTORY)]
+        return {sig & SEQUENCE_BITS: (sig, count) for sig, count in entries if sig}
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds for the communicator: shared FIFOs as touched, window memory in use, private memory."""

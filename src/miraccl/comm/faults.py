@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 from miraccl.bootstrap import Event, Notice, PeerLeft, PeerLost, Session
-from miraccl.comm.fabric import Fabric
+from miraccl.comm.fabric import SEQUENCE_BITS, Fabric
 from miraccl.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -29,6 +29,7 @@ _KINDS: dict[str, type[MiracclError]] = {
     "died": PeerDied,
     "system": SystemFailure,
 }
+SEND_RECV = "send_recv"
 STATUS_WAIT_S = 1.5
 NOTICE_WAIT_S = 2.0
 HINT = "this communicator is broken; shrink() makes one of the living ranks"
@@ -52,7 +53,8 @@ class Faults:
     # ---- what this rank is doing
 
     def status(self) -> dict[str, Any]:
-        return dict(self.fabric.board())
+        history = [[number, sig, count] for number, (sig, count) in self.fabric.history().items()]
+        return {**self.fabric.board(), "history": history}
 
     # ---- from the watcher's thread
 
@@ -99,7 +101,6 @@ class Faults:
             if self.fault is None:
                 self.fault = error
         self._told.set()
-        self.fabric.context.set(at.CTX_BUSY, 1)
         self.fabric.set_abort(at.ERR_ABORTED)
         return self.fault
 
@@ -131,7 +132,10 @@ class Faults:
         if self.fault is not None:
             return self.fault
         if code == at.ERR_TIMEOUT:
-            graph = self.wait_for_graph()
+            statuses = self._statuses()
+            if not board["p2p_sig"] and (differing := self._compared(board["sig"], statuses)):
+                return self.spread(CollectiveMismatch(differing, rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
+            graph = self.wait_for_graph(statuses)
             text = f"passed its deadline of {self.fabric.timeout:g} s while waiting for rank {peer} in step {step}"
             return self.spread(CollectiveTimeout(text, graph=graph, rank=self.rank, peer=peer, op=op, hint=HINT), "timeout")
         if code == at.ERR_LEFT:
@@ -150,23 +154,28 @@ class Faults:
 
     def _mismatch(self, peer: int, want: int, got: int) -> str:
         """Which field differs, and which ranks have which value."""
-        statuses = self._statuses()
-        boards = {r: s["status"] for r, s in statuses.items() if isinstance(s.get("status"), dict) and "sig" in s["status"]}
-        mine, theirs = describe_signature(want), describe_signature(got)
-        fields = [f for f in mine if mine[f] != theirs[f]]
-        lines = []
-        for field in fields:
-            values: dict[str, list[int]] = {}
-            for rank in range(self.nranks):
-                sig = want if rank == self.rank else got if rank == peer else boards.get(rank, {}).get("sig", 0)
-                if not sig:
-                    continue
-                value = describe_signature(sig)[field]
-                if field == "count" and rank in boards:
-                    value = str(boards[rank]["count"])
-                values.setdefault(value, []).append(rank)
-            lines.append(f"{field} is " + ", ".join(f"{v} on {_ranks(who)}" for v, who in values.items()))
-        return "ranks called different operations: " + ("; ".join(lines) or "the signatures differ")
+        if SEND_RECV in (describe_signature(want)["collective"], describe_signature(got)["collective"]):
+            return self._unlike(peer, want, got)
+        return self._compared(want, self._statuses()) or self._unlike(peer, want, got)
+
+    def _compared(self, sig: int, statuses: dict[int, dict[str, Any]]) -> str:
+        """How the ranks' operations with the sequence number of ``sig`` differ; empty if they do not, as far as is known."""
+        found = {self.rank: self.fabric.history().get(sig & SEQUENCE_BITS, (sig, -1))}
+        for rank, answer in statuses.items():
+            status = answer.get("status")
+            for entry in status.get("history", ()) if isinstance(status, dict) else ():
+                if isinstance(entry, list) and len(entry) == 3 and entry[0] == sig & SEQUENCE_BITS:
+                    found[rank] = (int(entry[1]), int(entry[2]))
+        return _differences({rank: _fields(s, count) for rank, (s, count) in sorted(found.items()) if s})
+
+    def _unlike(self, peer: int, want: int, got: int) -> str:
+        """Two ranks whose messages do not belong together."""
+        board = self.fabric.board()
+        count = board["p2p_count"] if board["p2p_sig"] == want else board["count"] if board["sig"] == want else -1
+        both = {self.rank: _fields(want, count), peer: _fields(got, -1)}
+        if describe_signature(want)["collective"] != describe_signature(got)["collective"]:
+            both = {rank: {"collective": fields["collective"]} for rank, fields in both.items()}
+        return _differences(both) or "ranks called different operations: the signatures differ"
 
     def _statuses(self) -> dict[int, dict[str, Any]]:
         try:
@@ -174,9 +183,8 @@ class Faults:
         except MiracclError:
             return {}
 
-    def wait_for_graph(self) -> tuple[str, ...]:
+    def wait_for_graph(self, statuses: dict[int, dict[str, Any]]) -> tuple[str, ...]:
         """One line per rank: what it is doing, for whom it waits, and where its program is."""
-        statuses = self._statuses()
         seqs = [s["status"]["seq"] for s in statuses.values() if isinstance(s.get("status"), dict) and "seq" in s["status"]]
         newest = max(seqs, default=0)
         lines = []
@@ -192,9 +200,27 @@ class Faults:
         return tuple(lines)
 
 
+def _fields(sig: int, count: int) -> dict[str, str]:
+    """The fields of a signature; ``count`` -1 leaves the hash of the count, of which only the difference is told."""
+    return {**describe_signature(sig), **({"count": str(count)} if count >= 0 else {})}
+
+
+def _differences(fields_of: dict[int, dict[str, str]]) -> str:
+    """Which fields differ between ranks, and who has which value; empty if none does."""
+    parts = []
+    for field in next(iter(fields_of.values()), {}):
+        values: dict[str, list[int]] = {}
+        for rank, fields in sorted(fields_of.items()):
+            value = fields.get(field, "")
+            values.setdefault("another" if value.startswith("hash ") else value, []).append(rank)
+        if len(values) > 1:
+            parts.append(f"{field} is " + ", ".join(f"{v} on {_ranks(who)}" for v, who in values.items()))
+    return "ranks called different operations: " + "; ".join(parts) if parts else ""
+
+
 def describe_operation(board: dict[str, int]) -> str:
     """``all_reduce #17 (1024 x float32, sum)`` for what is on a board."""
-    if board.get("p2p_sig") and board.get("state") != at.STATE_RUNNING:
+    if board.get("p2p_sig"):
         fields = describe_signature(board["p2p_sig"])
         return f"send/recv ({board['p2p_count']} x {fields['dtype']})"
     if not board.get("sig"):

@@ -7,27 +7,28 @@ everything queues behind it.  The word ``CTX_BUSY`` of the context shuts the doo
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from miraccl import __version__, params
 from miraccl.bootstrap import Session
 from miraccl.comm.arguments import ALLOWED
 from miraccl.comm.calls import Call, Place, barrier
-from miraccl.comm.exchange import Transfer, build_table, copy_to_self
+from miraccl.comm.exchange import Entry, Exchange, Transfer
 from miraccl.comm.fabric import Beliefs, Fabric
 from miraccl.comm.faults import Faults
 from miraccl.comm.model import Constants, Shape, default_block_bytes
 from miraccl.comm.planner import Candidate, Overrides, Planner, Request
 from miraccl.comm.tuning import load_constants
 from miraccl.comm.work import Work, Worker
-from miraccl.errors import CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError
+from miraccl.errors import CollectiveTimeout, CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.lower import Run
 from miraccl.types import Collective, DType, RedOp
 
-REASON_BROKEN, REASON_GROUP, REASON_PENDING, REASON_CLOSED = 1, 2, 4, 8
+REASON_BROKEN, REASON_GROUP, REASON_PENDING, REASON_CLOSED, REASON_OPEN = 1, 2, 4, 8, 16
 MAX_RUNS = 2048
 CLOSE_WAIT_S = 10.0
 
@@ -107,8 +108,7 @@ class Member:
         self.context.set(at.CTX_P2P_DIRECT, self.planner.single_copy)
         self._worker = Worker(f"miraccl-work-{session.name}", lambda on: self.look_before_running(REASON_PENDING, on))
         self._runs: dict[Request, Run] = {}
-        self._deferred: list[tuple[Transfer, Work]] = []
-        self._exchange = self.context.door("exchange", Collective.SEND_RECV)
+        self._exchange = Exchange(self.rank, self.context.wires, self.context.door("exchange", Collective.SEND_RECV))
 
     def _single_copy_from(self, asked: str) -> int:
         """From how many bytes on private memory is read by the peer instead of copied twice; -1 where that is not allowed or slower."""
@@ -133,7 +133,7 @@ class Member:
     def check(self, code: int, name: str) -> None:
         """Raise if the communicator cannot run ``name``; ``code`` is what a door said."""
         if code >= at.ERR_ABORTED:
-            raise self.faults.explain(code)
+            self._fail(code, name)
         if self.faults.fault is not None and not self.closed:
             raise self.faults.fault
         if self.closed:
@@ -147,7 +147,14 @@ class Member:
         if code == at.BUSY:
             raise InvalidUsage(f"{name}: another thread is inside this communicator", hint="give each thread its own with split()")
         if code != at.OK:
-            raise self.faults.explain(code)
+            self._fail(code, name)
+
+    def _fail(self, code: int, name: str) -> NoReturn:
+        if code == at.ERR_INTERRUPTED:
+            # What was under way cannot be taken up again: the others are told before the exception goes its way.
+            self.abort(f"a signal handler raised an exception in {name}")
+            self.context.raise_kept()
+        raise self.faults.explain(code)
 
     # ---- collectives
 
@@ -167,8 +174,9 @@ class Member:
 
     def run(self, call: Call, name: str) -> Any:
         """Run a call now (after what is pending) and give its result."""
-        if self._worker.pending or self._deferred:
+        if self._worker.pending:
             return self.submit(call, name).wait()
+        self.flush()
         return self._run(call, self.plan(call), name)
 
     def _run(self, call: Call, run: Run, name: str) -> Any:
@@ -180,54 +188,63 @@ class Member:
     def run_prepared(self, run: Run, call: Call, name: str, code: int) -> Any:
         """A persistent operation whose door was shut."""
         self.check(code, name)
-        if self._worker.pending or self._deferred:
+        if self._worker.pending:
             self.flush()
             return self._worker.submit(name, lambda: self._run(call, run, name)).wait()
+        self.flush()
         return self._run(call, run, name)
 
     def submit(self, call: Call, name: str) -> Work:
         """Run a call in the background, in order."""
-        self.flush()
+        self.flush(background=True)
         run = self.plan(call)
         return self._worker.submit(name, lambda: self._run(call, run, name))
 
     # ---- sends and receives
 
     def exchange(self, transfers: Sequence[Transfer], result: Any, name: str, async_op: bool) -> Any:
-        """Run sends and receives together. In the background they start with the next call or the first ``wait``, all that were
-        collected by then as one group: two ranks may both start with their receive."""
-        if async_op:
-            work = _LazyWork(name, self)
-            self._deferred += [(transfer, work) for transfer in transfers]
-            work.result = result
-            self.look_before_running(REASON_PENDING, True)
-            return work
-        if self._worker.pending or self._deferred:
-            self.flush()
-            self._worker.submit(name, lambda: self._exchange_now(transfers, name)).wait()
-        else:
-            self._exchange_now(transfers, name)
-        return result
+        """Run sends and receives together. Those in the background begin at once, as far as they can, and go on inside later calls
+        of this communicator; they are waited for before a collective, whose messages take the same ways."""
+        if not async_op:
+            self._exchange.refuse_lonely(transfers)
+        entries = self._exchange.add(transfers)
+        if not async_op:
+            self.finish(entries, name)
+            return result
+        if not self._worker.pending:
+            self._advance([], name)
+        return _OpenWork(name, self, entries, result)
 
-    def _exchange_now(self, transfers: Sequence[Transfer], name: str) -> None:
-        copies = copy_to_self(transfers, self.rank)
-        others = [t for t in transfers if t.peer != self.rank]
-        for copy in copies:
-            copy()
-        if others:
-            table = build_table(others, self.context.wires)
-            self._conclude(self._exchange(int(table.ctypes.data), len(others)), name)
+    def finish(self, entries: Sequence[Entry], name: str) -> bool:
+        """Go on until these have ended."""
+        self.check(0, name)
+        self._exchange.check_can_end(entries)
+        if self._worker.pending:
+            self._worker.submit(name, lambda: self._advance(entries, name)).wait()
+        elif not all(e.done for e in entries):
+            self._advance(entries, name)
+        return True
 
-    def flush(self) -> None:
-        """Hand the sends and receives that were deferred to the worker, as one group."""
-        batch, self._deferred = self._deferred, []
-        if not batch:
+    def _advance(self, must: Sequence[Entry], name: str) -> None:
+        code = self._exchange.advance([e for e in must if not e.done])
+        self.look_before_running(REASON_OPEN, bool(self._exchange.open))
+        self._conclude(code, name)
+
+    def progress(self, entries: Sequence[Entry], name: str) -> bool:
+        """Do what can be done at once; whether these have ended."""
+        if not self._worker.pending and not all(e.done for e in entries):
+            self.check(0, name)
+            self._advance([], name)
+        return all(e.done for e in entries)
+
+    def flush(self, background: bool = False) -> None:
+        """End what is open of sends and receives: now, or in the background before what comes next."""
+        if not self._exchange.open:
             return
-        transfers = [transfer for transfer, _ in batch]
-        inner = self._worker.submit("send/recv", lambda: self._exchange_now(transfers, "send/recv"))
-        for _, work in batch:
-            work.attach(inner)
-        self.look_before_running(REASON_PENDING, self._worker.pending > 0)
+        if background or self._worker.pending:
+            self._worker.submit("send/recv", lambda: self._advance(self._exchange.open, "send/recv"))
+        else:
+            self._advance(self._exchange.open, "send/recv")
 
     def barrier_door(self) -> Any:
         """The builtin that runs a barrier."""
@@ -291,7 +308,7 @@ class Member:
             self.faults.closing = True
             if self.faults.fault is None:
                 try:
-                    self.flush()
+                    self.flush(background=True)
                 except MiracclError:  # what was pending has failed and says so in its Work
                     pass
             if not self._worker.close(CLOSE_WAIT_S):
@@ -303,33 +320,41 @@ class Member:
             self.fabric.close(abort=broken)
             self.session.close(broken or "finalized")
 
-class _LazyWork(Work):
-    """A background send or receive that is started when somebody asks for it."""
 
-    def __init__(self, name: str, member: Member) -> None:
+class _OpenWork(Work):
+    """A send or receive in the background. It goes on inside calls of its communicator, ``wait`` and ``done`` among them."""
+
+    def __init__(self, name: str, member: Member, entries: Sequence[Entry], result: Any) -> None:
         super().__init__(name)
-        self._member: Member | None = member
-        self._inner: Work | None = None
-        self.result: Any = None
-
-    def attach(self, inner: Work) -> None:
-        self._inner, self._member = inner, None
-
-    def _started(self) -> Work:
-        if self._inner is None and self._member is not None:
-            self._member.flush()
-        if self._inner is None:
-            raise CommunicatorClosed("the communicator was closed before this was started", op=self.name)
-        return self._inner
+        self._member, self._entries = member, entries
+        self._result = result
 
     def wait(self, timeout: float | None = None) -> Any:
-        self._started().wait(timeout)
-        return self.result
+        if timeout is not None:
+            self._poll_until(timeout)
+        if not self.done():
+            self._settle(self._member.finish)
+        return super().wait(0)
+
+    def _poll_until(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while not self.done():
+            if time.monotonic() >= deadline:
+                raise CollectiveTimeout(f"not finished within {timeout:g} s; it goes on", op=self.name)
+            time.sleep(0.0005)
 
     def done(self) -> bool:
-        return self._started().done()
+        if not super().done():
+            self._settle(self._member.progress)
+        return super().done()
 
     is_completed = done
 
-    def exception(self) -> BaseException | None:
-        return self._started().exception()
+    def _settle(self, go_on: Callable[[Sequence[Entry], str], bool]) -> None:
+        try:
+            if go_on(self._entries, self.name):
+                self._finish(self._result, None)
+        except InvalidUsage:  # another thread is inside, say: nothing has happened to the operation
+            raise
+        except MiracclError as error:
+            self._finish(None, error)

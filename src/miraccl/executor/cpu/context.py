@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
@@ -87,6 +87,9 @@ def scale_kernel(dtype: DType, divides: bool) -> int:
     return native.library(FOLDS, (name,)).address(native.PREFIX + name)
 
 
+_restore_exception = ctypes.pythonapi.PyErr_Restore
+_restore_exception.restype = None
+_restore_exception.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
 _FUNCTION4 = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -192,6 +195,16 @@ class Context:
 
     def set(self, place: int, value: int) -> None:
         self.words[place // 8] = value
+
+    def raise_kept(self) -> NoReturn:
+        """Raise the exception that a signal handler raised while the engine was waiting."""
+        first = at.CTX_EXCEPTION // 8
+        kept = [int(word) or None for word in self.words[first : first + 3]]
+        self.words[first : first + 3] = 0
+        if kept[0] is None:
+            raise KeyboardInterrupt
+        _restore_exception(*kept)  # ctypes finds the exception set when the call returns, and raises it
+        raise AssertionError("unreachable")
 
     def private_bytes(self) -> int:
         """Bytes of the context's own arrays and of all runs."""

@@ -15,6 +15,7 @@ from miraccl.executor.cpu.kernels.p2p import exchange_all, one_message
 from miraccl.executor.cpu.kernels.steps import all_in_windows, do_step
 from miraccl.executor.cpu.kernels.waiting import fail, release_gil, restore_gil
 from miraccl.native.intrinsics import (
+    PyErr_Clear,
     PyLong_AsLong,
     PyLong_FromLong,
     call4,
@@ -85,6 +86,9 @@ def operate(ctx: int, run: int, template: int, unused: int) -> int:
     store(run + at.RUN_SIG, sig)
     store(ctrl + at.BOARD_SIG, sig)
     store(ctrl + at.BOARD_COUNT, load(run + at.RUN_COUNT))
+    entry = ctrl + at.CTRL_HISTORY + (seq & (at.HISTORY - 1)) * 16
+    store(entry, sig)
+    store(entry + 8, load(run + at.RUN_COUNT))
     store_release(ctrl + at.BOARD_SEQ, seq)
     store_release(ctrl + at.BOARD_STATE, at.STATE_RUNNING)
     if load_acquire(ctrl + at.CTRL_ABORT) != 0:
@@ -148,11 +152,14 @@ WRITABLE = READABLE | at.ARRAY_WRITEABLE
 
 
 @inline
-def small_int(ctx: int, thing: int) -> int:
-    kind = load(thing + at.OB_TYPE)
-    if kind == load(ctx + at.CTX_INT_TYPE) or kind == load(ctx + at.CTX_REDOP_TYPE):
-        return PyLong_AsLong(thing)
-    return -1
+def small_int(ctx: int, thing: int, kind: int) -> int:
+    """The value of an object of exactly the type ``CTX_*_TYPE``; -1 for any other."""
+    if load(thing + at.OB_TYPE) != load(ctx + kind):
+        return -1
+    value = PyLong_AsLong(thing)
+    if value == -1:  # negative, or larger than a word: then an exception is set
+        PyErr_Clear()
+    return value
 
 
 @inline
@@ -162,7 +169,7 @@ def parse_and_run(door: int, ctx: int, args: int) -> int:
     x, out, third = load(args), load(args + 8), load(args + 16)
     if not usable(ctx, x, READABLE):
         return at.NEED_PLAN
-    arg = small_int(ctx, third)
+    arg = small_int(ctx, third, at.CTX_REDOP_TYPE if coll == ALL_REDUCE or coll == REDUCE_SCATTER else at.CTX_INT_TYPE)
     dtype = dtype_code(ctx, x)
     if dtype < 0 or arg < 0:
         return at.NEED_PLAN
@@ -202,8 +209,6 @@ def enter(ctx: int) -> bool:
 def leave(ctx: int, code: int) -> int:
     restore_gil(ctx)
     store(ctx + at.CTX_INSIDE, 0)
-    if code == at.ERR_INTERRUPTED:
-        return 0  # NULL: a signal handler has set the exception
     return PyLong_FromLong(code)
 
 
@@ -255,7 +260,7 @@ def point_to_point(door: int, ctx: int, args: int) -> int:
     receives = load(door + DOOR_ARG) != 0
     if not usable(ctx, x, WRITABLE if receives else READABLE):
         return at.NEED_PLAN
-    peer = small_int(ctx, load(args + 8))
+    peer = small_int(ctx, load(args + 8), at.CTX_INT_TYPE)
     dtype = dtype_code(ctx, x)
     if dtype < 0 or peer < 0 or peer >= load(ctx + at.CTX_NRANKS) or peer == load(ctx + at.CTX_RANK):
         return at.NEED_PLAN

@@ -26,6 +26,8 @@ CTRL_BOARD = 128  # the board: what the rank is doing, for those who wait for it
 BOARD_SEQ, BOARD_SIG, BOARD_COUNT, BOARD_STEP, BOARD_PEER, BOARD_STATE = 128, 136, 144, 152, 160, 168
 BOARD_P2P_SIG, BOARD_P2P_COUNT, BOARD_CPU = 176, 184, 192  # CPU: 1 + where the rank last waited, 0 unknown
 STATE_IDLE, STATE_RUNNING, STATE_WAITING = 0, 1, 2
+CTRL_HISTORY = 1024  # (signature, count) of the last HISTORY operations, by sequence number: late ranks are compared with what was
+HISTORY = 32
 
 # ---- context, one a communicator and rank, private
 CTX_RANK, CTX_NRANKS, CTX_SEQ, CTX_CTRL, CTX_CTRLS = 0, 8, 16, 24, 32  # CTRLS: table of peers' control pages (0: not mapped here)
@@ -57,6 +59,7 @@ CTX_STEP_ASIDE = 344  # 1: a rank that finds itself on a peer's core moves to a 
 CTX_OPERATE = 352  # address of ``engine.operate``, which all doors call
 CTX_STREAM = 360  # 1: the operation under way writes more than the caches hold
 CTX_STREAM_FROM = 368  # bytes from which a send or receive does
+CTX_EXCEPTION = 480  # type, value and traceback that a signal handler raised (3 words)
 CTX_SIZE = 512
 CPU_SET_BYTES = 128  # glibc's cpu_set_t: 1024 CPUs
 
@@ -96,8 +99,9 @@ EVERY_ROUND, FIRST_ROUND, LAST_ROUND, NEVER = 0, 1, 2, 3
 STEP_SIZE = 96
 
 # ---- one send or receive of an exchange
-OP_KIND, OP_PEER, OP_ADDR, OP_BYTES, OP_SIG, OP_FIRST_ROUND, OP_ROUNDS, OP_COUNT = 0, 8, 16, 24, 32, 40, 48, 56
-OP_SIZE = 64
+OP_KIND, OP_PEER, OP_ADDR, OP_BYTES, OP_SIG, OP_AFTER, OP_ROUNDS, OP_COUNT = 0, 8, 16, 24, 32, 40, 48, 56
+OP_DONE, OP_MARK, OP_MUST = 64, 72, 80  # pieces done; see kernels.p2p; 1 if the call returns only when this one has ended
+OP_SIZE = 96
 
 # ---- results of a kernel
 OK, NEED_PLAN, BUSY = 0, 1, 2

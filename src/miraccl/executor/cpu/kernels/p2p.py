@@ -1,12 +1,12 @@
-"""Sends and receives: one alone, and groups that go on together.
+"""Sends and receives: one alone, and any number that go on together.
 
-A message is cut into pieces of a slot; both ends cut alike, whether they are in a group or not.  A group goes round by round: in
-each round every send that has a piece left posts it, then every receive takes one.  Messages between the same two ranks follow
-one another (``OP_FIRST_ROUND``), so the order on a FIFO is that of the program.
+A message is cut into pieces of a slot; both ends cut alike, however each of them groups its calls.  What goes on together is a
+table of operations; the messages between two ranks in one direction follow one another (``OP_AFTER``), so the order on a FIFO is
+that of the program, and everything else goes in whatever order it can: no operation ever waits for another one of the table.  A
+call ends when the operations marked ``OP_MUST`` have, the others keep their progress (``OP_DONE``) for the next call.
 
-Why a group cannot deadlock: take the rank that is in the smallest round k.  Its sends need peers to have taken the pieces of
-round k - 8 or earlier, and all peers are at k or later.  Its receives need the pieces of round k, which peers post before they
-receive in round k, and posting is never blocked for the same reason.
+Why this cannot deadlock where the program does not: a rank that waits here waits only because each of its operations needs its
+peer, and each that could go has gone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,22 @@ from miraccl.executor.cpu.kernels.messages import (
     take,
     want,
 )
-from miraccl.executor.cpu.kernels.waiting import fail
-from miraccl.native.intrinsics import inline, load, memcpy, store, store_release
+from miraccl.executor.cpu.kernels.waiting import expired, fail, futex_wait, interrupted, now_ns, release_gil
+from miraccl.native.intrinsics import (
+    MEMBARRIER_GLOBAL_EXPEDITED,
+    SYS_MEMBARRIER,
+    exchange,
+    inline,
+    load,
+    load32,
+    load_acquire,
+    memcpy,
+    pause,
+    sched_yield,
+    store,
+    store_release,
+    syscall,
+)
 from miraccl.types import Collective
 
 SEND_RECV = int(Collective.SEND_RECV)
@@ -83,8 +97,13 @@ def announce(ctx: int, peer: int, address: int, nbytes: int) -> None:
 
 @inline
 def take_piece(ctx: int, peer: int, address: int, nbytes: int, sig: int) -> int:
-    conn = connection(ctx, at.CTX_RECV, peer)
     announce(ctx, peer, address, nbytes)
+    return take_announced(ctx, peer, address, nbytes, sig)
+
+
+@inline
+def take_announced(ctx: int, peer: int, address: int, nbytes: int, sig: int) -> int:
+    conn = connection(ctx, at.CTX_RECV, peer)
     code = receive(ctx, conn, peer, sig)
     if code != at.OK:
         return code
@@ -133,6 +152,7 @@ def _one_message(ctx: int, receives: bool, peer: int, address: int, count: int, 
         if code != at.OK:
             return code
     store_release(ctrl + at.BOARD_P2P_SIG, 0)
+    store_release(ctrl + at.BOARD_STATE, at.STATE_IDLE)
     return at.OK
 
 
@@ -140,49 +160,166 @@ one_message = inline(_one_message)
 
 
 @inline
-def one_round(ctx: int, table: int, count: int, kind: int, rnd: int) -> int:
-    """All sends, or all receives, of a round."""
+def finished(ctx: int, op: int) -> bool:
+    """All pieces are done and, for a send, taken where they were posted by address (``OP_MARK`` is then the count of messages)."""
+    if load(op + at.OP_DONE) < load(op + at.OP_ROUNDS):
+        return False
+    if load(op + at.OP_KIND) != 0 or load(op + at.OP_MARK) == 0:
+        return True
+    conn = connection(ctx, at.CTX_SEND, load(op + at.OP_PEER))
+    return load_acquire(load(conn + at.CONN_TAIL_ADDR)) >= load(op + at.OP_MARK)
+
+
+@inline
+def can_go(ctx: int, table: int, op: int) -> bool:
+    """Whether the next piece can be posted or taken now. Tells the proxy where a piece may land (``OP_MARK``: pieces told)."""
+    done = load(op + at.OP_DONE)
+    if done >= load(op + at.OP_ROUNDS):
+        return False
+    after = load(op + at.OP_AFTER)
+    if after >= 0:
+        before = table + after * at.OP_SIZE
+        if load(before + at.OP_DONE) < load(before + at.OP_ROUNDS):
+            return False
+    peer = load(op + at.OP_PEER)
+    if load(op + at.OP_KIND) == 0:
+        conn = connection(ctx, at.CTX_SEND, peer)
+        return load_acquire(load(conn + at.CONN_TAIL_ADDR)) >= load(conn + at.CONN_COUNT) - (at.NSLOTS - 1)
+    conn = connection(ctx, at.CTX_RECV, peer)
+    if load(op + at.OP_MARK) <= done:
+        start = done * piece_bytes(ctx, peer)
+        announce(ctx, peer, load(op + at.OP_ADDR) + start, min(piece_bytes(ctx, peer), load(op + at.OP_BYTES) - start))
+        store(op + at.OP_MARK, done + 1)
+    return load_acquire(post_line(conn) + at.POST_FLAG) >= load(conn + at.CONN_COUNT) + 1
+
+
+@inline
+def go(ctx: int, op: int) -> int:
+    """The next piece of an operation that can go."""
+    peer, done = load(op + at.OP_PEER), load(op + at.OP_DONE)
+    piece = piece_bytes(ctx, peer)
+    start = done * piece
+    address, size = load(op + at.OP_ADDR) + start, min(piece, load(op + at.OP_BYTES) - start)
+    if load(op + at.OP_KIND) == 0:
+        code = put_piece(ctx, peer, address, size, load(op + at.OP_SIG), load(op + at.OP_BYTES))
+        conn = connection(ctx, at.CTX_SEND, peer)
+        if load(conn + at.CONN_LAST_DIRECT) == load(conn + at.CONN_COUNT):
+            store(op + at.OP_MARK, load(conn + at.CONN_COUNT))
+    else:
+        code = take_announced(ctx, peer, address, size, load(op + at.OP_SIG))
+    store(op + at.OP_DONE, done + 1)
+    return code
+
+
+@inline
+def advance(ctx: int, table: int, count: int) -> tuple[int, int]:
+    """One piece of every operation that can go: (result, how many went)."""
+    went = 0
     for i in range(count):
         op = table + i * at.OP_SIZE
-        number = rnd - load(op + at.OP_FIRST_ROUND)
-        if load(op + at.OP_KIND) != kind or number < 0 or number >= load(op + at.OP_ROUNDS):
-            continue
-        peer, piece = load(op + at.OP_PEER), piece_bytes(ctx, load(op + at.OP_PEER))
-        start = number * piece
-        size = min(piece, load(op + at.OP_BYTES) - start)
-        store(ctx + at.CTX_STEP, i)
-        store(load(ctx + at.CTX_CTRL) + at.BOARD_P2P_COUNT, load(op + at.OP_COUNT))
-        store_release(load(ctx + at.CTX_CTRL) + at.BOARD_P2P_SIG, load(op + at.OP_SIG))
-        if kind == 0:
-            code = put_piece(ctx, peer, load(op + at.OP_ADDR) + start, size, load(op + at.OP_SIG), load(op + at.OP_BYTES))
-        else:
-            code = take_piece(ctx, peer, load(op + at.OP_ADDR) + start, size, load(op + at.OP_SIG))
-        if code != at.OK:
-            return code
-    return at.OK
+        if can_go(ctx, table, op):
+            code = go(ctx, op)
+            if code != at.OK:
+                return code, went
+            went += 1
+    return at.OK, went
+
+
+@inline
+def awaited(ctx: int, table: int, count: int) -> int:
+    """The first operation that must end and has not; -1 if there is none."""
+    for i in range(count):
+        op = table + i * at.OP_SIZE
+        if load(op + at.OP_MUST) != 0 and not finished(ctx, op):
+            return i
+    return -1
+
+
+@inline
+def ready(ctx: int, table: int, count: int) -> bool:
+    """Whether anything has changed for the better."""
+    for i in range(count):
+        if can_go(ctx, table, table + i * at.OP_SIZE):
+            return True
+    first = awaited(ctx, table, count)
+    return first < 0 or first != load(ctx + at.CTX_STEP)
+
+
+def _sleep_any(ctx: int, table: int, count: int) -> int:
+    """As ``waiting.sleep``, for the first of many events: whoever brings one about rings this rank's bell."""
+    ctrl = load(ctx + at.CTX_CTRL)
+    op = table + load(ctx + at.CTX_STEP) * at.OP_SIZE
+    peer = load(op + at.OP_PEER)
+    store(ctrl + at.BOARD_PEER, peer)
+    store(ctrl + at.BOARD_STEP, load(ctx + at.CTX_STEP))
+    store(ctrl + at.BOARD_P2P_COUNT, load(op + at.OP_COUNT))
+    store_release(ctrl + at.BOARD_P2P_SIG, load(op + at.OP_SIG))
+    store_release(ctrl + at.BOARD_STATE, at.STATE_WAITING)
+    nap = 1000000
+    result = at.OK
+    while True:
+        bell = load32(ctrl + at.CTRL_BELL)
+        exchange(ctrl + at.CTRL_SLEEP, 1)
+        if load(ctx + at.CTX_MEMBARRIER) != 0:
+            syscall(SYS_MEMBARRIER, MEMBARRIER_GLOBAL_EXPEDITED, 0, 0, 0, 0, 0)
+        if ready(ctx, table, count):
+            break
+        if load_acquire(ctrl + at.CTRL_ABORT) != 0:
+            result = fail(ctx, at.ERR_ABORTED, peer, 0, load(ctrl + at.CTRL_ABORT))
+            break
+        now = now_ns(ctx)
+        if expired(ctx, now):
+            result = fail(ctx, at.ERR_TIMEOUT, peer, 0, 0)
+            break
+        left = load(ctx + at.CTX_DEADLINE) - now
+        futex_wait(ctx, ctrl + at.CTRL_BELL, bell, max(1, min(nap, left)))
+        store(ctrl + at.CTRL_SLEEP, 0)
+        if ready(ctx, table, count):
+            break
+        if load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0 and not ready(ctx, table, count):
+            result = fail(ctx, at.ERR_LEFT, peer, 0, 0)
+            break
+        if interrupted(ctx):
+            result = fail(ctx, at.ERR_INTERRUPTED, peer, 0, 0)
+            break
+        nap = min(2 * nap, load(ctx + at.CTX_NAP_NS))
+    store(ctrl + at.CTRL_SLEEP, 0)
+    store_release(ctrl + at.BOARD_STATE, at.STATE_IDLE)
+    return result
+
+
+sleep_any = inline(_sleep_any)
 
 
 @inline
 def exchange_all(ctx: int, table: int, count: int) -> int:
-    """Run a group of ``count`` sends and receives to their end."""
+    """Advance ``count`` sends and receives until those that must have ended; without any such, do what can be done at once."""
     store(ctx + at.CTX_DEADLINE, 0)
-    rounds, total = 0, 0
+    total = 0
     for i in range(count):
-        op = table + i * at.OP_SIZE
-        rounds = max(rounds, load(op + at.OP_FIRST_ROUND) + load(op + at.OP_ROUNDS))
-        total += load(op + at.OP_BYTES)
+        total += load(table + i * at.OP_SIZE + at.OP_BYTES)
     store(ctx + at.CTX_STREAM, 1 if total >= load(ctx + at.CTX_STREAM_FROM) else 0)
-    for rnd in range(rounds):
-        for kind in range(2):
-            code = one_round(ctx, table, count, kind, rnd)
+    idle, passes = 0, 0
+    while True:
+        code, went = advance(ctx, table, count)
+        if code != at.OK:
+            return code
+        first = awaited(ctx, table, count)
+        passes += 1
+        if first < 0 and (went == 0 or passes > at.NSLOTS):
+            break
+        store(ctx + at.CTX_STEP, max(first, 0))
+        idle = 0 if went > 0 else idle + 1
+        if first < 0 or idle <= load(ctx + at.CTX_SPIN) // 8:
+            pause()
+        elif idle <= load(ctx + at.CTX_SPIN) // 8 + load(ctx + at.CTX_YIELDS):
+            release_gil(ctx)
+            sched_yield()
+        else:
+            release_gil(ctx)
+            code = sleep_any(ctx, table, count)
             if code != at.OK:
                 return code
-    for i in range(count):
-        op = table + i * at.OP_SIZE
-        if load(op + at.OP_KIND) == 0:
-            peer = load(op + at.OP_PEER)
-            code = drain(ctx, connection(ctx, at.CTX_SEND, peer), peer)
-            if code != at.OK:
-                return code
+            idle = 0
     store_release(load(ctx + at.CTX_CTRL) + at.BOARD_P2P_SIG, 0)
     return at.OK

@@ -22,6 +22,7 @@ from miraccl.native.intrinsics import (
     SYS_FUTEX,
     SYS_MEMBARRIER,
     PyErr_CheckSignals,
+    PyErr_Fetch,
     PyEval_RestoreThread,
     PyEval_SaveThread,
     add32,
@@ -44,6 +45,7 @@ from miraccl.native.intrinsics import (
 )
 
 SPIN_BETWEEN_YIELDS = 16
+SEQ_MASK = 0xFFFF  # of a signature
 
 
 @inline
@@ -117,23 +119,29 @@ def interrupted(ctx: int) -> bool:
         return False
     PyEval_RestoreThread(state)
     raised = PyErr_CheckSignals() != 0
+    if raised:  # kept for Python, which ends the communicator before it raises it
+        kept = ctx + at.CTX_EXCEPTION
+        PyErr_Fetch(kept, kept + 8, kept + 16)
     store(ctx + at.CTX_TSTATE, PyEval_SaveThread())
     return raised
 
 
 @inline
 def differs(ctx: int, peer: int) -> int:
-    """The signature of the operation the peer is in, if it is this one's number and another operation; else 0."""
+    """The signature of the operation that the peer ran or runs under this one's number, if it is another operation; else 0.
+
+    The peer may have finished it already and be further on: its history says what it was, for the last ``HISTORY`` operations.
+    """
     table = load(ctx + at.CTX_CTRLS)
     theirs = load(table + 8 * peer)
     if theirs == 0:
         return 0
     mine = load(ctx + at.CTX_CTRL)
-    seq = load_acquire(theirs + at.BOARD_SEQ)
-    sig = load_acquire(theirs + at.BOARD_SIG)
-    if seq != load(mine + at.BOARD_SEQ) or load_acquire(theirs + at.BOARD_SEQ) != seq:
+    seq = load(mine + at.BOARD_SEQ)
+    if load_acquire(theirs + at.BOARD_SEQ) < seq:
         return 0
-    if load_acquire(theirs + at.BOARD_STATE) == at.STATE_IDLE or sig == load(mine + at.BOARD_SIG):
+    sig = load_acquire(theirs + at.CTRL_HISTORY + (seq & (at.HISTORY - 1)) * 16)
+    if sig & SEQ_MASK != seq & SEQ_MASK or sig == load(mine + at.BOARD_SIG):  # of another number: overwritten by a later one
         return 0
     return sig
 

@@ -1,0 +1,259 @@
+"""Sends, receives, groups and background work: what MPI and NCCL programs do with them, on real ranks.
+
+Each rank function is a list of patterns that follow one another on one communicator, so that one start of ranks pays for all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import miraccl
+from miraccl import Communicator, DType
+from miraccl.errors import InvalidUsage
+
+from tests.comm import reference as ref
+from tests.comm.sweep_ranks import act_as_hosts
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+BIG = 700_000  # float32: far more than the slots of a FIFO hold
+
+
+def data(rank: int, count: int, tag: int = 0) -> np.ndarray:
+    return (np.arange(count) % 1000 + 1000.0 * rank + 7 * tag).astype(np.float32)
+
+
+def expect(got: np.ndarray, rank: int, tag: int = 0) -> None:
+    assert ref.same(got, data(rank, got.size, tag)), f"not what rank {rank} sent with tag {tag}"
+
+
+def ring(comm: Communicator, count: int) -> None:
+    """Everybody sends to the next and receives from the one before, with sendrecv and in a group."""
+    to, frm = (comm.rank + 1) % comm.nranks, (comm.rank - 1) % comm.nranks
+    out = np.zeros(count, np.float32)
+    assert comm.sendrecv(data(comm.rank, count), to, out, frm) is out
+    expect(out, frm)
+    out[:] = 0
+    with miraccl.group():
+        comm.send(data(comm.rank, count, 1), to)
+        comm.recv(out, frm)
+    expect(out, frm, 1)
+
+
+def receive_first(comm: Communicator, count: int) -> None:
+    """Both ranks start with their receive; the receive is waited for after a send, before it, or polled."""
+    peer = comm.rank ^ 1
+    if peer >= comm.nranks:
+        return
+    for way in ("sync send", "background send", "wait the send first", "poll"):
+        out = np.zeros(count, np.float32)
+        receive = comm.recv(out, peer, async_op=True)
+        if way == "sync send":
+            comm.send(data(comm.rank, count), peer)
+        else:
+            send = comm.send(data(comm.rank, count), peer, async_op=True)
+            if way == "wait the send first":
+                send.wait()
+        if way == "poll":
+            while not receive.done():
+                pass
+        assert receive.wait() is out
+        expect(out, peer)
+        if way != "sync send":
+            assert send.wait() is None
+            assert send.exception() is None
+
+
+def many_in_flight(comm: Communicator) -> None:
+    """More messages than a FIFO is deep, waited for in the opposite order."""
+    to, frm = (comm.rank + 1) % comm.nranks, (comm.rank - 1) % comm.nranks
+    outs = [np.zeros(1 + 900 * tag, np.float32) for tag in range(20)]
+    receives = [comm.recv(out, frm, async_op=True) for out in outs]
+    sends = [comm.send(data(comm.rank, out.size, tag), to, async_op=True) for tag, out in enumerate(outs)]
+    for work in reversed([*sends, *receives]):
+        work.wait()
+    for tag, out in enumerate(outs):
+        expect(out, frm, tag)
+
+
+def send_while_receive_is_open(comm: Communicator) -> None:
+    """A send must not wait for an older receive whose message depends on it."""
+    if comm.nranks < 2 or comm.rank > 1:
+        return
+    if comm.rank == 0:
+        answer = np.zeros(5, np.float32)
+        receive = comm.recv(answer, 1, async_op=True)
+        assert not receive.done()
+        comm.send(data(0, BIG), 1)
+        comm.send(data(0, 3, 1), 1)
+        receive.wait()
+        expect(answer, 1)
+    else:
+        big, small = np.zeros(BIG, np.float32), np.zeros(3, np.float32)
+        comm.recv(big, 0)
+        comm.recv(small, 0)
+        expect(big, 0)
+        expect(small, 0, 1)
+        comm.send(data(1, 5), 0)
+
+
+def different_groups(comm: Communicator, count: int) -> None:
+    """One end groups what the other does one by one, in both directions, with messages larger than the FIFO."""
+    if comm.rank > 1 or comm.nranks < 2:
+        return
+    peer = 1 - comm.rank
+    outs = [np.zeros(count, np.float32) for _ in range(2)]
+    if comm.rank == 0:
+        with miraccl.group():
+            for tag in range(2):
+                comm.recv(outs[tag], peer)
+            for tag in range(2):
+                comm.send(data(0, count, tag), peer)
+    else:
+        comm.send(data(1, count, 0), peer)
+        comm.recv(outs[0], peer)
+        with miraccl.group():
+            comm.send(data(1, count, 1), peer)
+            comm.recv(outs[1], peer)
+    for tag in range(2):
+        expect(outs[tag], peer, tag)
+
+
+def everybody_to_everybody(comm: Communicator) -> None:
+    """A group with several messages of different types to each rank, this rank itself among them."""
+    dtypes = (np.float32, np.uint8, ref.DTYPES[DType.BFLOAT16])
+    outs = {(r, t): np.zeros(17 + 3000 * t, d) for r in range(comm.nranks) for t, d in enumerate(dtypes)}
+    with miraccl.group():
+        for (r, t), out in outs.items():
+            comm.recv(out, r)
+            del t
+        for (r, t), out in outs.items():
+            comm.send(np.full(out.size, (10 * comm.rank + r + t) % 128, out.dtype), r)
+    for (r, t), out in outs.items():
+        assert (out.astype(np.float32) == (10 * r + comm.rank + t) % 128).all()
+
+
+def to_oneself(comm: Communicator) -> None:
+    x, out = data(comm.rank, 9), np.zeros(9, np.float32)
+    comm.sendrecv(x, comm.rank, out, comm.rank)
+    expect(out, comm.rank)
+    out[:] = 0
+    receive = comm.recv(out, comm.rank, async_op=True)
+    comm.send(x, comm.rank)
+    receive.wait()
+    expect(out, comm.rank)
+    with pytest.raises(InvalidUsage, match="sends itself 1 messages and receives 0"):
+        comm.send(x, comm.rank)
+    with pytest.raises(InvalidUsage, match="sends itself 9 x float32 and receives 8"), miraccl.group():
+        comm.send(x, comm.rank)
+        comm.recv(out[:8], comm.rank)
+
+
+def groups_of_all_kinds(comm: Communicator) -> None:
+    """Collectives inside groups, nested groups, two communicators in one group, an exception inside."""
+    a, b = np.full(5, comm.rank, np.int64), np.zeros(5, np.int64)
+    to, frm = (comm.rank + 1) % comm.nranks, (comm.rank - 1) % comm.nranks
+    with miraccl.group():
+        summed = comm.all_reduce(a.copy())
+        with miraccl.group():
+            comm.send(a, to)
+            gathered = comm.all_gather(a)
+        comm.recv(b, frm)
+    assert (summed == comm.nranks * (comm.nranks - 1) // 2).all()
+    assert gathered.tolist() == [r for r in range(comm.nranks) for _ in range(5)]
+    assert (b == frm).all()
+    with pytest.raises(ZeroDivisionError), miraccl.group():
+        comm.send(a, to)
+        1 / 0  # noqa: B018 - nothing of the group was sent
+    with pytest.raises(InvalidUsage, match="async_op has no meaning"), miraccl.group():
+        comm.all_reduce(a, async_op=True)
+    with miraccl.group():
+        pass
+    comm.barrier()
+    b[:] = -1
+    comm.sendrecv(a, to, b, frm)
+    assert (b == frm).all()
+
+
+def background_collectives(comm: Communicator) -> None:
+    """Results and order of background work mixed with sync calls; what is wrong with arguments is said at once."""
+    n = comm.nranks
+    xs = [np.full(1000 * (i + 1), comm.rank + i, np.float32) for i in range(6)]
+    works = [comm.all_reduce(x, async_op=True) for x in xs[:3]]
+    assert comm.all_reduce(xs[3]) is xs[3]  # after those before it
+    assert all(w.done() for w in works)
+    gather = comm.all_gather(xs[4], async_op=True)
+    bcast = comm.broadcast(xs[5], n - 1, async_op=True)
+    barrier = comm.barrier(async_op=True)
+    with pytest.raises(InvalidUsage):
+        comm.all_reduce([1, 2], async_op=True)
+    assert barrier.wait() is None
+    assert gather.wait(10.0).size == n * 5000
+    assert bcast.wait() is xs[5]
+    assert (xs[5] == n - 1 + 5).all()
+    for i, work in enumerate(works):
+        assert work.wait() is xs[i]
+        assert work.exception() is None
+        assert "all_reduce" in repr(work)
+    for i in range(4):
+        assert (xs[i] == n * (n - 1) / 2 + n * i).all()
+    out = np.zeros(4, np.float32)
+    to, frm = (comm.rank + 1) % n, (comm.rank - 1) % n
+    if n > 1:  # sends and receives while background work is pending go in order as well
+        work = comm.all_reduce(np.ones(50000, np.float32), async_op=True)
+        receive = comm.recv(out, frm, async_op=True)
+        send = comm.send(data(comm.rank, 4), to, async_op=True)
+        assert (work.wait() == n).all()
+        receive.wait()
+        send.wait()
+        expect(out, frm)
+        receive = comm.recv(out, frm, async_op=True)
+        send = comm.send(data(comm.rank, 4, 1), to, async_op=True)
+        assert (comm.all_reduce(np.ones(10, np.int32)) == n).all()  # ends what is open before it
+        expect(out, frm, 1)
+        assert receive.done()
+        assert send.done()
+
+
+def persistent_operations(comm: Communicator) -> None:
+    n = comm.nranks
+    x, small = np.zeros(3000, np.float32), np.zeros(3, np.float32)
+    reduce_x, reduce_small = comm.all_reduce_init(x), comm.all_reduce_init(small, op=miraccl.MAX)
+    scaled = comm.all_reduce_init(small, np.zeros(3, np.float32), miraccl.PreMulSum(0.5))
+    gather = comm.all_gather_init(small)
+    for turn in range(3):
+        x[:] = comm.rank + turn
+        small[:] = comm.rank - turn
+        assert reduce_x() is x
+        assert (scaled() == sum(0.5 * (r - turn) for r in range(n))).all()
+        assert gather().tolist() == [r - turn for r in range(n) for _ in range(3)]
+        assert (comm.all_reduce(np.ones(3000, np.float32)) == n).all()
+        work = comm.all_reduce(np.ones(3, np.float32), async_op=True)
+        assert (reduce_small() == n - 1 - turn).all()
+        assert (work.wait() == n).all()
+        assert (x == n * (n - 1) / 2 + n * turn).all()
+        assert (comm.broadcast_init(x, 0)() == n * (n - 1) / 2 + n * turn).all()
+    assert "all_reduce" in repr(reduce_x)
+
+
+def all_patterns(ranks_per_host: int) -> None:
+    act_as_hosts(ranks_per_host)
+    with miraccl.init(timeout=20) as comm:
+        for count in (1, 8, 5000, BIG):
+            ring(comm, count)
+            receive_first(comm, count)
+            different_groups(comm, count)
+        many_in_flight(comm)
+        send_while_receive_is_open(comm)
+        everybody_to_everybody(comm)
+        to_oneself(comm)
+        groups_of_all_kinds(comm)
+        background_collectives(comm)
+        persistent_operations(comm)
+
+
+@pytest.mark.parametrize(("nranks", "ranks_per_host"), [(1, 0), (2, 0), (3, 0), (2, 1), (4, 2)])
+def test_patterns(nranks: int, ranks_per_host: int) -> None:
+    run_ranks(all_patterns, nranks, ranks_per_host, timeout=60)
