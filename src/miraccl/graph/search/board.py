@@ -18,6 +18,14 @@ import numpy as np
 NOW: Final = 0
 BEST: Final = 1
 
+# Patterns as plain numbers, for compiled code; the values are those of ``Pattern``.
+BALANCED_TREE: Final = 1
+SPLIT_TREE: Final = 2
+TREE: Final = 3
+RING: Final = 4
+NVLS: Final = 5
+COLLNET_DIRECT: Final = 6
+
 # What is decided at a choice point.
 PICK_NET: Final = 0  # the net where the next channel starts
 PICK_FIRST: Final = 1  # the GPU where it starts

@@ -1,7 +1,8 @@
 """The inner search: a depth-first walk over channels, one move of bandwidth at a time.
 
-Owns the meaning of a move. The functions here are ordinary Python over the arrays of ``board`` and are compiled as they stand (see
-``channel_search``); a test runs both and compares.
+Owns the walk: choice points, their alternatives, the budget, and what counts as better; ``moves`` and ``order`` hold the rest of it.
+All three are ordinary Python over the arrays of ``board`` and are compiled as they stand (see ``channel_search``); a test runs both and
+compares.
 
 How it goes on (NCCL 2.28 ``src/graph/search.cc``, whose decisions this reproduces to the last digit)
 - A channel is laid GPU by GPU. Each move takes its bandwidth from every link of the path and is taken back when all that follows it was
@@ -14,317 +15,47 @@ How it goes on (NCCL 2.28 ``src/graph/search.cc``, whose decisions this reproduc
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from miraccl.graph.search.board import (
+    BALANCED_TREE,
     BEST,
     CLOSE_RING,
+    COLLNET_DIRECT,
     FAN_DIRECT,
     FAN_NVLS,
     FINISH,
     FREE,
     NEXT_CHANNEL,
     NOW,
+    NVLS,
     PCI_ORDER,
     PICK_EXIT,
     PICK_FIRST,
     PICK_NET,
     PICK_NEXT,
     REPLAY,
+    RING,
+    SPLIT_TREE,
     Board,
 )
-
-# Patterns and path types by number: compiled code sees plain integers.
-BALANCED_TREE, SPLIT_TREE, TREE, RING, NVLS, COLLNET_DIRECT = 1, 2, 3, 4, 5, 6
-DISCONNECTED = 11
+from miraccl.graph.search.moves import (
+    MOVES,
+    ONE,
+    follow,
+    follow_fan_direct,
+    follow_fan_nvls,
+    follow_to_net,
+    reserve_net,
+    undo_fan_direct,
+    undo_fan_nvls,
+)
+from miraccl.graph.search.order import ORDER, list_next_gpus, may_leave, may_start
 
 PCI_ORDER_BUDGET = 1 << 10
 """Visits of the first walk from a net, in PCI order; they do not count."""
-
-ONE = np.float32(1.0)
-TWO = np.float32(2.0)
-HALF = np.float32(0.5)
-FIVE = np.float32(5.0)
-SIX = np.float32(6.0)
-THOUSAND = np.float32(1000.0)
-
-
-# Bandwidth
-
-
-def less(a: Any, b: Any) -> Any:
-    """``a - b`` in single precision, rounded to three decimals, halves away from zero."""
-    scaled = float((a - b) * THOUSAND)
-    if scaled < 0.0:
-        return -np.float32(math.floor(0.5 - scaled)) / THOUSAND
-    return np.float32(math.floor(scaled + 0.5)) / THOUSAND
-
-
-def take(board: Board, path: Any, steps: int, bw: Any) -> int:
-    """Take ``bw`` from the first ``steps`` links of a path; stops before a link that has less and says how many were done."""
-    wide = bw * SIX / FIVE if path.wide else bw
-    for step in range(steps):
-        hop = board.hops[path.first + step]
-        link = board.links[hop.link]
-        ahead = wide if link.pci else bw
-        if link.bw < ahead:
-            return step
-        if hop.share > 0:
-            back = board.links[hop.back]
-            aside = ahead * hop.share
-            if back.bw < aside:
-                return step
-            link.bw = less(link.bw, ahead)
-            back.bw = less(back.bw, aside)
-        else:
-            link.bw = less(link.bw, ahead)
-    return steps
-
-
-def follow(board: Board, start: int, end: int, times: Any) -> bool:
-    """Move from one vertex to another with ``times`` the bandwidth of the graph; negative gives a move back.
-
-    Only a move with ``times`` exactly 1 is held to the path types allowed, as in NCCL.
-    """
-    graph = board.graphs[NOW]
-    ngpus = board.state[0].ngpus
-    nvs = board.state[0].nvs
-    path = board.paths[start, end]
-    inside = (start < ngpus or start == nvs) and (end < ngpus or end == nvs)
-    bw = graph.bw_intra if inside else graph.bw_inter
-    worst = graph.type_intra if inside else graph.type_inter
-    if path.type >= DISCONNECTED:
-        return False
-    if times == ONE:
-        if path.type > worst:
-            return False
-        if graph.pattern <= TREE and board.paths[end, start].type > worst:  # trees carry data both ways
-            return False
-    bw = bw * times
-    done = take(board, path, path.count, bw)
-    if done < path.count:
-        take(board, path, done, -bw)
-        return False
-    graph.n_hops = int(np.float32(graph.n_hops) + times * np.float32(path.count))
-    return True
-
-
-def follow_to_net(board: Board, gpu: int, net: int, times: Any) -> bool:
-    """A move from a GPU to a net. A balanced tree spreads this traffic over two GPUs, half each."""
-    graph = board.graphs[NOW]
-    whole = graph.bw_inter
-    if graph.pattern == BALANCED_TREE:
-        graph.bw_inter = whole * HALF
-    possible = follow(board, gpu, board.state[0].ngpus + net, times)
-    graph.bw_inter = whole
-    return possible
-
-
-def follow_fan_nvls(board: Board, head: int) -> bool:
-    """All GPUs to and from the NVSwitch, the head twice; either all of it is on the board or nothing."""
-    state = board.state[0]
-    for gpu in range(state.ngpus):
-        if not follow(board, state.nvs, gpu, TWO if gpu == head else ONE):
-            undo_fan_nvls(board, head, 0, gpu)
-            return False
-    for gpu in range(state.ngpus):
-        if not follow(board, gpu, state.nvs, TWO if gpu == head else ONE):
-            undo_fan_nvls(board, head, gpu, state.ngpus)
-            return False
-    return True
-
-
-def undo_fan_nvls(board: Board, head: int, ups: int, downs: int) -> None:
-    state = board.state[0]
-    for gpu in range(ups - 1, -1, -1):
-        follow(board, gpu, state.nvs, -TWO if gpu == head else -ONE)
-    for gpu in range(downs - 1, -1, -1):
-        follow(board, state.nvs, gpu, -TWO if gpu == head else -ONE)
-
-
-def fan_part(ngpus: int) -> Any:
-    """Part of a head's bandwidth that each other GPU carries."""
-    return np.float32(1.0 / (ngpus - 1))
-
-
-def follow_fan_direct(board: Board, head: int) -> bool:
-    """The head to and from each GPU with an equal part of the bandwidth; either all of it is on the board or nothing."""
-    ngpus = board.state[0].ngpus
-    part = fan_part(ngpus)
-    for gpu in range(ngpus):
-        if not follow(board, head, gpu, part):
-            undo_fan_direct(board, head, 0, gpu)
-            return False
-    for gpu in range(ngpus):
-        if not follow(board, gpu, head, part):
-            undo_fan_direct(board, head, gpu, ngpus)
-            return False
-    return True
-
-
-def undo_fan_direct(board: Board, head: int, ups: int, downs: int) -> None:
-    part = fan_part(board.state[0].ngpus)
-    for gpu in range(ups - 1, -1, -1):
-        follow(board, gpu, head, -part)
-    for gpu in range(downs - 1, -1, -1):
-        follow(board, head, gpu, -part)
-
-
-def reserve_net(board: Board, net: int, bw: int) -> None:
-    """Take whole GB/s from all nets that share an adapter's port."""
-    for other in range(len(board.nets)):
-        if board.nets[other].asic == board.nets[net].asic:
-            board.nets[other].bw = board.nets[other].bw - np.float32(bw)
-
-
-# The order in which GPUs are tried
-
-
-def gpu_pci_bw(board: Board, gpu: int) -> int:
-    """What a GPU's PCI link has left, whole GB/s of the worse direction; -1 without one."""
-    if board.gpus[gpu].pci_link < 0:
-        return -1
-    up = board.links[board.gpus[gpu].pci_link].bw
-    down = board.links[board.gpus[gpu].pci_back].bw
-    return int(min(up, down))
-
-
-def before(board: Board, here: int, net: int, a: int, b: int) -> int:
-    """Below 0 if GPU a is tried before GPU b, above 0 if after, 0 if their scores are equal; ``net`` -1 leaves the network out.
-
-    More bandwidth to the net, on PCI, fewer hops to the net, more bandwidth from here, fewer hops from here. Scores are whole numbers.
-    """
-    ngpus = board.state[0].ngpus
-    if net >= 0:
-        net_a = board.paths[ngpus + net, a]
-        net_b = board.paths[ngpus + net, b]
-        if int(net_a.bw) != int(net_b.bw):
-            return int(net_b.bw) - int(net_a.bw)
-        pci_a = gpu_pci_bw(board, a)
-        pci_b = gpu_pci_bw(board, b)
-        if pci_a != pci_b:
-            return pci_b - pci_a
-        if net_a.count != net_b.count:
-            return int(net_a.count - net_b.count)
-    path_a = board.paths[here, a]
-    path_b = board.paths[here, b]
-    if int(path_a.bw) != int(path_b.bw):
-        return int(path_b.bw) - int(path_a.bw)
-    return int(path_a.count - path_b.count)
-
-
-def list_next_gpus(board: Board, here: int, sort_net: int, row: int) -> int:
-    """Write the GPUs to try after this one into a row of choices, best first; returns how many.
-
-    ``sort_net``: 1 if the next GPU goes to the network, -1 if a later one does, 0 if none will.
-    """
-    state = board.state[0]
-    channel = board.graphs[NOW].n_channels
-    choices = board.choices[row]
-    net = -1
-    if sort_net != 0:
-        net = find_net(board, board.ends[NOW, channel, 0])
-    count = 0
-    for offset in range(1, state.ngpus):
-        gpu = (here + offset) % state.ngpus
-        if board.paths[here, gpu].count == 0 or board.used[channel, gpu]:
-            continue
-        at = count  # insertion sort; equal scores keep the order of the ring of indices
-        while at > 0 and before(board, here, net, gpu, choices[at - 1]) < 0:
-            choices[at] = choices[at - 1]
-            at -= 1
-        choices[at] = gpu
-        count += 1
-    if sort_net == -1 and same_distance(board, here, row, count):
-        for i in range(count // 2):
-            other = choices[count - 1 - i]
-            choices[count - 1 - i] = choices[i]
-            choices[i] = other
-    return neighbours_first(board, here, row, count) if state.nvs >= 0 else count
-
-
-def same_distance(board: Board, here: int, row: int, count: int) -> bool:
-    """All these GPUs are equally far from here."""
-    for i in range(1, count):
-        first = board.paths[here, board.choices[row, 0]]
-        other = board.paths[here, board.choices[row, i]]
-        if int(first.bw) != int(other.bw) or first.count != other.count:
-            return False
-    return True
-
-
-def neighbours_first(board: Board, here: int, row: int, count: int) -> int:
-    """With an NVSwitch only the neighbours by index are tried: it prefers traffic among few peers. Returns how many remain."""
-    ngpus = board.state[0].ngpus
-    pattern = board.graphs[NOW].pattern
-    following = (here + 1) % ngpus
-    preceding = (here - 1 + ngpus) % ngpus
-    kept = 0
-    if pattern == RING:
-        kept += move_to_front(board, row, count, following)
-        if preceding != following:
-            kept += move_to_front(board, row, count, preceding)
-    elif pattern in (SPLIT_TREE, BALANCED_TREE):
-        kept += move_to_front(board, row, count, preceding)
-        if preceding != following:
-            kept += move_to_front(board, row, count, following)
-    else:
-        kept += move_to_front(board, row, count, following)
-    return kept
-
-
-def move_to_front(board: Board, row: int, count: int, gpu: int) -> int:
-    """1 if the GPU was among the choices."""
-    choices = board.choices[row]
-    for i in range(count):
-        if choices[i] == gpu:
-            for j in range(i, 0, -1):
-                choices[j] = choices[j - 1]
-            choices[0] = gpu
-            return 1
-    return 0
-
-
-# Which net may be used
-
-
-def find_net(board: Board, id: int) -> int:
-    """The first net of this id."""
-    for net in range(len(board.nets)):
-        if board.nets[net].id == id:
-            return net
-    return -1
-
-
-def may_start(board: Board, net: int, bw: int) -> bool:
-    """The next channel may come in by this net."""
-    graph = board.graphs[NOW]
-    if graph.collnet and board.nets[net].collnet == 0:
-        return False
-    if board.nets[net].bw < bw:
-        return False
-    if graph.pattern == RING and graph.cross_nic == 2 and graph.n_channels % 2 == 1:  # odd channels mirror the one before
-        return bool(board.nets[net].id == board.ends[NOW, graph.n_channels - 1, 1])
-    return True
-
-
-def may_leave(board: Board, net: int, step: int) -> bool:
-    """The channel may leave by this net, at this step."""
-    graph = board.graphs[NOW]
-    channel = graph.n_channels
-    id = board.nets[net].id
-    start = find_net(board, board.ends[NOW, channel, 0])
-    if graph.pattern == TREE and id != board.nets[start].id:  # its traffic is symmetric
-        return False
-    if graph.pattern == RING and graph.cross_nic == 2:
-        if channel % 2 == 1 and id != board.ends[NOW, channel - 1, 0]:
-            return False
-    elif graph.cross_nic == 0 and board.nets[net].asic != board.nets[start].asic:
-        return False
-    return not (graph.pattern == BALANCED_TREE and step != 0 and id != board.ends[NOW, channel, 1])
 
 
 # Choice points
@@ -684,25 +415,8 @@ def undo_move(board: Board, frame: Any) -> None:
 
 
 FUNCTIONS = (
-    less,
-    take,
-    follow,
-    follow_to_net,
-    undo_fan_nvls,
-    follow_fan_nvls,
-    fan_part,
-    undo_fan_direct,
-    follow_fan_direct,
-    reserve_net,
-    gpu_pci_bw,
-    before,
-    find_net,
-    same_distance,
-    move_to_front,
-    neighbours_first,
-    list_next_gpus,
-    may_start,
-    may_leave,
+    *MOVES,
+    *ORDER,
     push,
     add_first,
     free_head,

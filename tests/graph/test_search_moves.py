@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from miraccl.errors import TopologyError
 from miraccl.graph.channel_graph import GraphKind, Pattern
-from miraccl.graph.search import kernel
+from miraccl.graph.search import moves, order
 from miraccl.graph.search.board import NOW, Board
 from miraccl.graph.search.nets import candidate_nets, preferred_nets
 from miraccl.graph.search.passes import MAX_DIRECT_HEADS
@@ -87,7 +87,7 @@ def left(board: Board) -> list[float]:
 
 @given(st.floats(0, 5000, width=32), st.floats(0, 5000, width=32))
 def test_less_rounds_to_three_decimals_in_single_precision(a: float, b: float) -> None:
-    got = kernel.less(np.float32(a), np.float32(b))
+    got = moves.less(np.float32(a), np.float32(b))
     difference = np.float32(np.float32(a) - np.float32(b)) * np.float32(1000)
     magnitude = int(abs(float(difference)) + 0.5)
     want = np.float32(magnitude if difference >= 0 else -magnitude) / np.float32(1000)
@@ -98,17 +98,17 @@ def test_less_rounds_to_three_decimals_in_single_precision(a: float, b: float) -
 def test_less_keeps_the_first_touch_of_a_link() -> None:
     """20.6 x 18 has no three decimals in single precision: once it was used, it is another number."""
     full = np.float32(20.6) * np.float32(18)
-    again = kernel.less(kernel.less(full, np.float32(60)), np.float32(-60))
+    again = moves.less(moves.less(full, np.float32(60)), np.float32(-60))
     assert struct.pack("f", full) != struct.pack("f", again)
-    assert kernel.less(kernel.less(again, np.float32(60)), np.float32(-60)) == again
+    assert moves.less(moves.less(again, np.float32(60)), np.float32(-60)) == again
 
 
 @pytest.mark.parametrize(("vendor", "takes"), [(CpuVendor.INTEL, 6.0), (CpuVendor.AMD, 5.0)])
 def test_peer_to_peer_through_an_intel_host_bridge_costs_a_fifth_more(vendor: CpuVendor, takes: float) -> None:
     board = board_for(pcie_pair(vendor))
-    assert kernel.follow(board, 0, 1, ONE)
+    assert moves.follow(board, 0, 1, ONE)
     assert left(board)[0] == left(board)[3] == 12 - takes
-    assert kernel.follow(board, 0, 1, -ONE)
+    assert moves.follow(board, 0, 1, -ONE)
     assert left(board) == [12.0] * 6
     assert board.graphs[NOW].n_hops == 0
 
@@ -116,7 +116,7 @@ def test_peer_to_peer_through_an_intel_host_bridge_costs_a_fifth_more(vendor: Cp
 def test_traffic_from_the_net_to_an_old_gpu_takes_an_eighth_of_the_way_back() -> None:
     for sm, aside in ((70, 5 / 8), (80, 0.0)):
         board = board_for(pcie_pair(sm=sm))
-        assert kernel.follow(board, 2, 0, ONE)
+        assert moves.follow(board, 2, 0, ONE)
         assert left(board)[0] == 12 - aside
 
 
@@ -124,19 +124,19 @@ def test_a_path_that_is_too_narrow_leaves_no_trace() -> None:
     board = board_for(pcie_pair(CpuVendor.AMD))
     board.links[3].bw = 4.0  # the second hop
     before = left(board)
-    assert not kernel.follow(board, 0, 1, ONE)
+    assert not moves.follow(board, 0, 1, ONE)
     assert left(board) == before
 
 
 def test_only_whole_moves_are_held_to_the_path_type() -> None:
     board = board_for(pcie_pair(), type_intra=PathType.PXB)
-    assert not kernel.follow(board, 0, 1, ONE)
-    assert kernel.follow(board, 0, 1, np.float32(0.5))
+    assert not moves.follow(board, 0, 1, ONE)
+    assert moves.follow(board, 0, 1, np.float32(0.5))
 
 
 def test_a_balanced_tree_takes_half_to_the_net() -> None:
     board = board_for(pcie_pair(CpuVendor.AMD), pattern=Pattern.BALANCED_TREE)
-    assert kernel.follow_to_net(board, 0, 0, ONE)
+    assert moves.follow_to_net(board, 0, 0, ONE)
     assert left(board)[0] == 9.5
     assert board.graphs[NOW].bw_inter == 5.0
 
@@ -144,56 +144,56 @@ def test_a_balanced_tree_takes_half_to_the_net() -> None:
 def test_parts_of_a_hop_are_cut_off_as_in_c() -> None:
     """With a third of the bandwidth, hop counts go down faster than they went up."""
     board = board_for(pcie_pair(gpus=4), bw_intra=3.0)
-    part = kernel.fan_part(4)
+    part = moves.fan_part(4)
     board.graphs[NOW].n_hops = 2
-    kernel.follow(board, 0, 1, part)
+    moves.follow(board, 0, 1, part)
     assert board.graphs[NOW].n_hops == 2
-    kernel.follow(board, 0, 1, -part)
+    moves.follow(board, 0, 1, -part)
     assert board.graphs[NOW].n_hops == 1
 
 
 def test_nets_of_one_port_share_what_is_reserved() -> None:
     board = board_for(pcie_pair())
-    kernel.reserve_net(board, 0, 4)
+    moves.reserve_net(board, 0, 4)
     assert board.nets[0].bw == 6.0
-    kernel.reserve_net(board, 0, -4)
+    moves.reserve_net(board, 0, -4)
     assert board.nets[0].bw == 10.0
 
 
 def test_next_gpus_begin_after_the_last_and_prefer_more_bandwidth() -> None:
     nearest = pcie_pair(gpus=4)
     board = board_for(nearest)
-    assert kernel.list_next_gpus(board, 1, 0, 0) == 3
+    assert order.list_next_gpus(board, 1, 0, 0) == 3
     assert list(board.choices[0, :3]) == [2, 3, 0]
     board.paths[1, 0].bw = 13.0
-    kernel.list_next_gpus(board, 1, 0, 0)
+    order.list_next_gpus(board, 1, 0, 0)
     assert list(board.choices[0, :3]) == [0, 2, 3]
     board.paths[1, 0].bw = 12.9  # scores are whole numbers
-    kernel.list_next_gpus(board, 1, 0, 0)
+    order.list_next_gpus(board, 1, 0, 0)
     assert list(board.choices[0, :3]) == [2, 3, 0]
 
 
 def test_gpus_alike_are_tried_backwards_when_a_later_one_goes_to_the_net() -> None:
     board = board_for(pcie_pair(gpus=4))
-    kernel.list_next_gpus(board, 1, -1, 0)
+    order.list_next_gpus(board, 1, -1, 0)
     assert list(board.choices[0, :3]) == [0, 3, 2]
     board.used[0, 3] = 1
-    assert kernel.list_next_gpus(board, 1, -1, 0) == 2
+    assert order.list_next_gpus(board, 1, -1, 0) == 2
     assert list(board.choices[0, :2]) == [0, 2]
 
 
-@pytest.mark.parametrize(("pattern", "order"), [(Pattern.RING, [0, 2]), (Pattern.BALANCED_TREE, [2, 0]), (Pattern.TREE, [2])])
-def test_with_an_nvswitch_only_neighbours_are_tried(pattern: Pattern, order: list[int]) -> None:
+@pytest.mark.parametrize(("pattern", "expected"), [(Pattern.RING, [0, 2]), (Pattern.BALANCED_TREE, [2, 0]), (Pattern.TREE, [2])])
+def test_with_an_nvswitch_only_neighbours_are_tried(pattern: Pattern, expected: list[int]) -> None:
     board = board_for(pcie_pair(gpus=4), pattern=pattern)
     board.state[0].nvs = 5
-    count = kernel.list_next_gpus(board, 1, 0, 0)
-    assert list(board.choices[0, :count]) == order
+    count = order.list_next_gpus(board, 1, 0, 0)
+    assert list(board.choices[0, :count]) == expected
 
 
 def test_less_bandwidth_on_pci_puts_a_gpu_back() -> None:
     board = board_for(pcie_pair(gpus=3))
     board.links[1].bw = 3.0
-    kernel.list_next_gpus(board, 0, 1, 0)
+    order.list_next_gpus(board, 0, 1, 0)
     assert list(board.choices[0, :2]) == [2, 1]
 
 
