@@ -33,7 +33,7 @@ class P2pChannels:
 def count_p2p_channels(system: System, paths: PathTable, *, channels: int, nranks: int, settings: ConnectSettings) -> P2pChannels:
     """``channels`` is the number of collective channels; ``system`` and ``paths`` are those of the rank's own domain."""
     total = max(min(channels, settings.max_p2p_channels), settings.min_p2p_channels)
-    least, why = total, "all channels"
+    least, why = total, "nothing but their number"
     beyond = nranks > len(system.gpus)
     for g, gpu in enumerate(system.gpus):
         candidates = [

@@ -22,6 +22,7 @@ from miraccl.graph.plan import Plan
 from miraccl.graph.search.explain import explain_search
 from miraccl.graph.tuning import TuningModel
 from miraccl.graph.tuning_choice import TABLE_SIZES, Candidate, at_size, candidates, choose
+from miraccl.graph.words import bytes_in_words, time_in_words
 from miraccl.topo.explain import PathNotes, explain_paths
 from miraccl.topo.jsonform import number
 from miraccl.types import Collective
@@ -83,8 +84,9 @@ def _channels(connections: Connections) -> Json:
 
 def channel_sentences(connections: Connections) -> list[str]:
     """From what the search found to what runs."""
-    ring = connections.graphs[GraphKind.RING]
-    result = [f"the search found {_graph_in_words(ring)} for rings and {_graph_in_words(connections.graphs[GraphKind.TREE])} for trees"]
+    several = connections.layout.nnodes > 1
+    rings, trees = (_graph_in_words(connections.graphs[kind], several) for kind in (GraphKind.RING, GraphKind.TREE))
+    result = [f"the search found {rings} for rings and {trees} for trees"]
     result += [f"{step.before} channels become {step.after}: {step.why}" for step in connections.count.steps]
     result.append(f"collectives run on {connections.channels} channels")
     p2p = connections.p2p
@@ -96,11 +98,10 @@ def channel_sentences(connections: Connections) -> list[str]:
     return result
 
 
-def _graph_in_words(graph: ChannelGraph) -> str:
-    return (
-        f"{graph.n_channels} channels of {graph.bw_intra:g} GB/s inside ({graph.type_intra.name}) "
-        f"and {graph.bw_inter:g} GB/s between nodes ({graph.type_inter.name})"
-    )
+def _graph_in_words(graph: ChannelGraph, several: bool) -> str:
+    """``several``: there are several nodes, so the network counts."""
+    inside = f"{graph.n_channels} channels of {graph.bw_intra:g} GB/s inside ({graph.type_intra.name})"
+    return f"{inside} and {graph.bw_inter:g} GB/s between nodes ({graph.type_inter.name})" if several else inside
 
 
 # Tuning
@@ -166,26 +167,19 @@ def _duel(model: TuningModel, coll: Collective, nbytes: int) -> Json:
 def _why(model: TuningModel, coll: Collective, ranked: list[Candidate], nbytes: int) -> Iterator[str]:
     """Time, latency and bandwidth of the winner at this size, and what it has over the next one."""
     winner = ranked[0]
-    yield f"{_name(winner)} takes {winner.time or 0.0:.4g} us"
+    yield f"{_name(winner)} takes {time_in_words(winner.time or 0.0)}"
     if not winner.time:
         return
     latency, bw = at_size(model, coll, winner.algorithm, winner.protocol, nbytes)
-    yield f" ({latency:.4g} us latency, then {nbytes_in_words(nbytes)} at {bw:.4g} GB/s)"
+    yield f" ({time_in_words(latency)} latency, then {bytes_in_words(nbytes)} at {bw:.4g} GB/s)"
     if len(ranked) > 1:
         other_latency, other_bw = at_size(model, coll, ranked[1].algorithm, ranked[1].protocol, nbytes)
         better = ["less latency"] * (latency < other_latency) + ["more bandwidth"] * (bw > other_bw)
         yield (
             f"; {_name(ranked[1])} would take {((ranked[1].time or 0.0) / winner.time - 1) * 100:.3g} % more "
-            f"({other_latency:.4g} us, {other_bw:.4g} GB/s)"
+            f"({time_in_words(other_latency)}, {other_bw:.4g} GB/s)"
         )
         yield f": the winner has {' and '.join(better)}" if better else ""
-
-
-def nbytes_in_words(nbytes: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:g} {unit}"
-    return f"{nbytes} B"
 
 
 def choice_sentences(model: TuningModel) -> list[str]:
@@ -198,8 +192,12 @@ def choice_sentences(model: TuningModel) -> list[str]:
             winner = _name(ranked[0]) if ranked else "nothing"
             if winner != last:
                 reason = "".join(_why(model, coll, ranked, nbytes)) if ranked else "no algorithm and protocol is left"
-                result.append(f"{name} from {nbytes_in_words(nbytes)}: {reason}")
+                result.append(f"{name} from {bytes_in_words(nbytes)}: {reason}")
                 last = winner
+        if ranked := _ranked(model, coll, TABLE_SIZES[-1]):
+            estimate = model.estimate(coll, ranked[0].algorithm, ranked[0].protocol)
+            if estimate.limits:
+                result.append(f"{name}, the {estimate.bandwidth:.4g} GB/s of {_name(ranked[0])}: {'; '.join(estimate.limits)}")
         if off := sorted({c.off for c in candidates(model, coll, TABLE_SIZES[-1]) if c.off}):
             result.append(f"{name}, not available: " + "; ".join(off))
     return result

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from miraccl.graph.channel_graph import Pattern
+from miraccl.graph.words import bytes_in_words, time_in_words
 
 Json = Mapping[str, Any]
 
@@ -222,22 +223,8 @@ def _model(document: Json) -> Table:
 
 def _choices(document: Json) -> Table:
     choice = document["tuning"]["choice"]
-    table = _table("Choice: algorithm/protocol, time, channels x warps", "bytes", *choice, numbers=("bytes",))
+    table = _table("Choice: algorithm/protocol, time, channels x warps", "size", *choice, numbers=("size",))
     for row in zip(*choice.values()):
         size = next((entry[0] for entry in row if entry), 0)
-        table.add_row(_size(size), *(f"{e[1]}/{e[2]} {_time(e[3])} {e[4]}x{e[5]}" if e else "-" for e in row))
+        table.add_row(bytes_in_words(size), *(f"{e[1]}/{e[2]} {time_in_words(e[3])} {e[4]}x{e[5]}" if e else "-" for e in row))
     return table
-
-
-def _size(nbytes: int) -> str:
-    for unit, size in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:g}{unit}"
-    return str(nbytes)
-
-
-def _time(us: float) -> str:
-    for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if us >= size:
-            return f"{us / size:.4g} {unit}"
-    return f"{us:.4g} us"
