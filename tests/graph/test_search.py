@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from miraccl.errors import TopologyError
 from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern, graph_to_json, graphs_to_xml
 from miraccl.graph.search import End, Origin, SearchResult, SearchSettings, Stop, search_channels
-from miraccl.graph.search.board import Board
 from miraccl.graph.search.explain import explain_search
+from miraccl.graph.search.kernel.board import Board
 from miraccl.graph.search.records import Phase, Reason
 from miraccl.graph.search.run import walk_compiled, walk_interpreted
 from miraccl.topo.analyse import Domain
@@ -146,6 +146,7 @@ def test_reports_tell_what_happened(domain: Domain) -> None:
         if report.tries:
             assert report.tries[0].reason is Reason.START
             assert (report.stop is Stop.PERFECT) == any(t.end is End.PERFECT and t.phase is Phase.FIND for t in report.tries)
+        assert all(0 <= link.left < link.bw for link in report.full_links)
         explained = explain_search(report)
         assert json.loads(json.dumps(explained)) == explained
         assert len(explained["tries"]) == len(report.tries)
@@ -190,6 +191,15 @@ def test_hopper_rings_are_doubled() -> None:
     assert report.duplication is not None
     assert report.duplication.after == 2 * report.duplication.before == result.graph(GraphKind.RING).n_channels
     assert any("became" in line for line in explain_search(report)["sentences"])
+
+
+def test_full_links_say_why_there_is_no_further_channel() -> None:
+    result = _search("device-8xH200-vm.1n")
+    full = result.reports[GraphKind.RING].full_links
+    assert len(full) == 16  # every GPU to the NVSwitch and back: 12 channels of 30 GB/s on 370.8
+    assert {(round(link.bw, 1), link.left) for link in full} == {(370.8, 10.8)}
+    assert "10.8 of 370.8 GB/s left" in explain_search(result.reports[GraphKind.RING])["sentences"][-1]
+    assert result.reports[GraphKind.NVLS].full_links == ()
 
 
 def test_nvls_can_be_switched_off_and_needs_a_switch() -> None:

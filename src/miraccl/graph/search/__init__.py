@@ -1,7 +1,7 @@
 """The channel search: which rings, trees, NVLS and CollNet channels NCCL 2.28.9 would make on a machine, and why.
 
 ``search_channels`` is the whole interface, a pure function of its arguments. Inside: ``passes`` decides which walks are made, ``kernel``
-makes one walk on the ``board``, ``nets`` says which nets are tried, ``explain`` puts the records into sentences.
+makes one walk on a board that ``table`` set up, ``nets`` says which nets are tried, ``explain`` and ``room`` give the reasons.
 """
 
 from __future__ import annotations

@@ -10,13 +10,6 @@ from miraccl.topo.jsonform import number
 
 Json = dict[str, Any]
 
-_STOPS = {
-    Stop.PERFECT: "as many channels as allowed were found",
-    Stop.SATURATED: "channels times bandwidth reach the {total:g} GB/s of a GPU",
-    Stop.BUDGET: "the visits of the first pass were used up",
-    Stop.SPEEDS: "no slower channel could be better",
-}
-
 _ENDS = {
     End.PERFECT: "ended at once with as many channels as allowed",
     End.BUDGET: "used up its visits",
@@ -30,14 +23,18 @@ def explain_search(report: SearchReport) -> Json:
         "graph": report.kind.label,
         "origin": report.origin.value,
         "visits": report.visits,
-        "tries": [_try(t) for t in report.tries],
+        "tries": [_try(t, report.inter) for t in report.tries],
         "stop": report.stop.value if report.stop else None,
         "duplication": _duplication(report.duplication),
+        "fullLinks": [
+            {"from": link.source, "to": link.target, "type": link.type.name, "bw": number(link.bw), "left": number(link.left)}
+            for link in report.full_links
+        ],
         "sentences": list(search_sentences(report)),
     }
 
 
-def _try(t: Try) -> Json:
+def _try(t: Try, inter: bool) -> Json:
     return {
         "pass": int(t.phase),
         "why": t.reason.value,
@@ -60,7 +57,7 @@ def _try(t: Try) -> Json:
             "bwInter": number(t.found_bw_inter),
             "total": number(t.found_channels * t.found_bw_intra),
         },
-        "sentence": try_sentence(t),
+        "sentence": try_sentence(t, inter),
     }
 
 
@@ -75,13 +72,15 @@ def _duplication(duplication: Duplication | None) -> Json | None:
     }
 
 
-def try_sentence(t: Try) -> str:
+def try_sentence(t: Try, inter: bool) -> str:
     """One walk: why, what was asked for, how it ended."""
     bw = f"{t.bw_intra:g} GB/s" if t.bw_intra == t.bw_inter else f"{t.bw_intra:g} GB/s inside and {t.bw_inter:g} to the network"
+    paths = f"{t.type_intra.name} inside and {t.type_inter.name} to the network" if inter else t.type_intra.name
     found = f"best so far {t.found_channels} x {t.found_bw_intra:g} GB/s" if t.found_channels else "nothing found so far"
+    kind = "equal channels" if t.same_channels else "channels"
     return (
-        f"{_reason(t)}: {'equal' if t.same_channels else 'different'} channels of {bw} over paths up to {t.type_intra.name} and "
-        f"{t.type_inter.name}; {_ENDS[t.end]} ({t.visits} visits of {t.budget}), {'better; ' if t.improved else ''}{found}"
+        f"{_reason(t)}: {kind} of {bw} over paths up to {paths}; {_ENDS[t.end]} ({t.visits} visits, allowed {t.budget}); "
+        f"{'better: ' if t.improved else ''}{found}"
     )
 
 
@@ -110,27 +109,54 @@ def search_sentences(report: SearchReport) -> list[str]:
             return [f"{name}: {_in_words(report)}, from the graph file"]
         case Origin.NO_NVSWITCH:
             return [f"{name}: not possible, it needs an NVSwitch and GPUs of sm 90 or more (here sm {report.sm})"]
-    tries = report.tries
-    lines = [f"{name}: {_in_words(report)}, after {len(tries)} walks and {report.visits} visits"]
-    lines.append(f"{name}: the first walk asked for {_first_speed(report)}")
-    lines += [f"{name}: pass {int(t.phase)}, {try_sentence(t)}" for t in tries if t.improved]
+    find = [t for t in report.tries if t.phase is Phase.FIND]
+    improve = [t for t in report.tries if t.phase is Phase.IMPROVE]
+    lines = [f"{_in_words(report)}, after {_count(len(report.tries), 'walk')} and {_count(report.visits, 'visit')}", _first_speed(report)]
+    lines += [f"pass 1, {try_sentence(t, report.inter)}" for t in find if t.improved]
     if report.stop is not None:
-        lines.append(f"{name}: pass 1 ended because {_STOPS[report.stop].format(total=report.total_bw)}")
-    lines += [f"{name}: {_in_words_of(report.duplication)}"] if report.duplication else []
+        lines.append(f"pass 1 ended after {_count(len(find), 'walk')}: {_stop(report)}")
+    if report.duplication:
+        lines.append(_in_words_of(report.duplication))
+    lines += [f"pass 2, {try_sentence(t, report.inter)}" for t in improve if t.improved]
+    if improve and not improve[-1].improved:
+        lines.append(f"pass 2 found nothing at {max(improve[-1].bw_intra, improve[-1].bw_inter):g} GB/s per channel and ended")
     if report.origin is Origin.FALLBACK:
-        lines.append(f"{name}: no walk found a channel, so one in the order of the GPUs was made, at 0.1 GB/s")
-    faster = [t for t in tries if t.phase is Phase.IMPROVE]
-    if faster and not faster[-1].improved:
-        lines.append(f"{name}: pass 2 gave up at {max(faster[-1].bw_intra, faster[-1].bw_inter):g} GB/s per channel")
-    return lines
+        lines.append("no walk found a channel, so one in the order of the GPUs was made, at 0.1 GB/s")
+    if report.full_links:
+        lines.append(_full(report))
+    return [f"{name}: {line}" for line in lines]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _stop(report: SearchReport) -> str:
+    match report.stop:
+        case Stop.PERFECT:
+            return "there are as many channels as allowed"
+        case Stop.SATURATED:
+            return f"channels times bandwidth reach the {report.total_bw:g} GB/s that a GPU carries"
+        case Stop.BUDGET:
+            return "all its visits were used up"
+    if report.next_bw and report.graph.n_channels:
+        return f"the next slower channel, {report.next_bw:g} GB/s, is less than half as fast as what was found"
+    return "the slowest channel was tried"
+
+
+def _full(report: SearchReport) -> str:
+    """Where one more channel would not fit."""
+    shown = ", ".join(f"{link.source} to {link.target} ({link.left:g} of {link.bw:g} GB/s left)" for link in report.full_links[:3])
+    more = len(report.full_links) - 3
+    return f"no room for another channel on {shown}" + (f" and {_count(more, 'more link')}" if more > 0 else "")
 
 
 def _first_speed(report: SearchReport) -> str:
     first = report.tries[0]
     where = "GPU to a net" if report.inter else "GPU to another"
     return (
-        f"{first.bw_intra:g} GB/s per channel: a path from one {where} carries {report.max_bw:g} GB/s, "
-        f"a GPU {report.total_bw:g}, and there have to be at least {first.min_channels} channels"
+        f"the first walk asked for {first.bw_intra:g} GB/s per channel: a path from one {where} carries {report.max_bw:g} GB/s, "
+        f"a GPU {report.total_bw:g}, and there have to be at least {_count(first.min_channels, 'channel')}"
     )
 
 

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern, start_graph
-from miraccl.graph.search.board import BEST, NOW, Board
+from miraccl.graph.search.kernel.board import BEST, NOW, Board
 from miraccl.graph.search.records import Duplication, End, Origin, Phase, Reason, SearchReport, Stop, Try
+from miraccl.graph.search.room import full_links
 from miraccl.graph.search.run import Walk
 from miraccl.graph.search.settings import SearchSettings
 from miraccl.graph.search.speeds import first_at_most, speeds_for
@@ -273,6 +274,7 @@ class _Search:
 
     def run(self) -> SearchReport:
         stop = self._find()
+        slower = self.speeds[self.speed + 1 :]
         duplication = self._duplicate()
         self._improve()
         origin = Origin.SEARCH
@@ -280,8 +282,10 @@ class _Search:
         if not graph.n_channels and not graph.kind.uses_collnet and graph.pattern is not Pattern.NVLS:
             origin = Origin.FALLBACK
             graph = self._fallback(graph)
+        full = full_links(self.machine.system, self.machine.paths, graph) if origin is Origin.SEARCH else ()
         report = _report(self.machine, graph, origin)
-        return replace(report, tries=tuple(self.tries), stop=stop, duplication=duplication)
+        next_bw = slower[0] if slower else 0.0
+        return replace(report, tries=tuple(self.tries), stop=stop, next_bw=next_bw, duplication=duplication, full_links=full)
 
     def _find(self) -> Stop:
         """Pass 1."""

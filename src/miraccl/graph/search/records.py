@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern
-from miraccl.topo.records import PathType
+from miraccl.topo.records import LinkType, PathType
 
 
 class Phase(enum.IntEnum):
@@ -98,9 +98,21 @@ class Duplication:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FullLink:
+    """A link without room for one more channel: from, to, GB/s in all and left."""
+
+    source: str
+    target: str
+    type: LinkType
+    bw: float
+    left: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class SearchReport:
     """How one graph came about. ``inter``: channels enter and leave the node; ``max_bw``, ``total_bw`` GB/s as the search used them;
-    ``duplication`` is None where channels stayed as found."""
+    ``next_bw``: GB/s of the next slower channel it could have asked for, 0 if there is none listed; ``duplication`` is None where
+    channels stayed as found."""
 
     kind: GraphKind
     origin: Origin
@@ -110,7 +122,9 @@ class SearchReport:
     sm: int
     tries: tuple[Try, ...] = ()
     stop: Stop | None = None
+    next_bw: float = 0.0
     duplication: Duplication | None = None
+    full_links: tuple[FullLink, ...] = ()
     graph: ChannelGraph
 
     @property

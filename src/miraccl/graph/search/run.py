@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.graph.search import kernel
-from miraccl.graph.search.board import ROW, Board
+from miraccl.graph.search.kernel import walk
+from miraccl.graph.search.kernel.board import ROW, Board
 
 Walk = Callable[[Board], None]
 
 
 def walk_interpreted(board: Board) -> None:
     """The kernel as ordinary Python: about a thousand times slower, and what the compiled one has to agree with."""
-    kernel.search(board)
+    walk.search(board)
 
 
 def walk_compiled(board: Board) -> None:
@@ -33,5 +33,5 @@ def walk_compiled(board: Board) -> None:
 def _entry() -> Any:
     from miraccl.native import library
 
-    address = library("miraccl.graph.search.channel_search").address("miraccl_search")
+    address = library("miraccl.graph.search.kernel.channel_search").address("miraccl_search")
     return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(address)

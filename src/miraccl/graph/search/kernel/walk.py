@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.graph.search.board import (
+from miraccl.graph.search.kernel.board import (
     BALANCED_TREE,
     BEST,
     CLOSE_RING,
@@ -41,7 +41,7 @@ from miraccl.graph.search.board import (
     SPLIT_TREE,
     Board,
 )
-from miraccl.graph.search.moves import (
+from miraccl.graph.search.kernel.moves import (
     MOVES,
     ONE,
     follow,
@@ -52,7 +52,7 @@ from miraccl.graph.search.moves import (
     undo_fan_direct,
     undo_fan_nvls,
 )
-from miraccl.graph.search.order import ORDER, list_next_gpus, may_leave, may_start
+from miraccl.graph.search.kernel.order import ORDER, list_next_gpus, may_leave, may_start
 
 PCI_ORDER_BUDGET = 1 << 10
 """Visits of the first walk from a net, in PCI order; they do not count."""
@@ -414,7 +414,7 @@ def undo_move(board: Board, frame: Any) -> None:
         undo_fan_direct(board, frame.gpu, state.ngpus, state.ngpus)
 
 
-FUNCTIONS = (
+WALK = (
     *MOVES,
     *ORDER,
     push,

@@ -1,12 +1,12 @@
 """What the search tries next: the order of GPUs, and which nets are allowed where.
 
-Ordinary Python over the arrays of ``board``, compiled as it stands (see ``kernel``). The rules are NCCL 2.28's (``src/graph/search.cc``
+Ordinary Python over the arrays of ``board``, compiled as it stands (see ``walk``). The rules are NCCL 2.28's (``src/graph/search.cc``
 ncclTopoSearchNextGpuSort, ncclTopoSearchRecNet, ncclTopoSearchCheckNet).
 """
 
 from __future__ import annotations
 
-from miraccl.graph.search.board import BALANCED_TREE, NOW, RING, SPLIT_TREE, TREE, Board
+from miraccl.graph.search.kernel.board import BALANCED_TREE, NOW, RING, SPLIT_TREE, TREE, Board
 
 
 def gpu_pci_bw(board: Board, gpu: int) -> int:

@@ -1,6 +1,6 @@
 """Moves of the search: bandwidth taken from links and given back.
 
-Ordinary Python over the arrays of ``board``, compiled as it stands (see ``kernel``). The rules are NCCL 2.28's (``src/graph/search.cc``
+Ordinary Python over the arrays of ``board``, compiled as it stands (see ``walk``). The rules are NCCL 2.28's (``src/graph/search.cc``
 followPath, ncclTopoFollowPath): single precision throughout, rounded to three decimals each time a link is touched.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.graph.search.board import BALANCED_TREE, NOW, TREE, Board
+from miraccl.graph.search.kernel.board import BALANCED_TREE, NOW, TREE, Board
 
 DISCONNECTED = 11
 """``PathType.DIS`` as a plain number, for compiled code."""

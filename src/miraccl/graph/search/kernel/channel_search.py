@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from miraccl.graph.search import kernel
-from miraccl.graph.search.board import DIMENSIONS, RECORDS, ROW, Board
+from miraccl.graph.search.kernel.board import DIMENSIONS, RECORDS, ROW, Board
+from miraccl.graph.search.kernel.walk import WALK
+from miraccl.graph.search.kernel.walk import search as walk
 
 numba: Any = import_module("numba")  # its annotations do not describe intrinsics and overloads, so it stays untyped here
 extending: Any = import_module("numba.extending")
 carray = numba.carray
 types: Any = numba.types
 
-walk = kernel.search
 
-for function in kernel.FUNCTIONS:
+for function in WALK:
     extending.register_jitable(error_model="numpy")(function)
 
 

@@ -1,0 +1,62 @@
+"""Which links the channels of a graph leave full: the answer to "why not one channel more?"."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+
+from miraccl.graph.channel_graph import ChannelGraph, Pattern
+from miraccl.graph.search.records import FullLink
+from miraccl.topo.records import Path, PathTable, System
+
+
+def full_links(system: System, paths: PathTable, graph: ChannelGraph) -> tuple[FullLink, ...]:
+    """The links that have less left than one more channel of this graph would take from them, fullest first.
+
+    Counts what the channels send in the direction of the search (rings and trees; none for heads of NVLS and CollNet). What peer-to-peer
+    through Intel host bridges and old GPUs cost besides is left out.
+    """
+    if graph.pattern in (Pattern.NVLS, Pattern.COLLNET_DIRECT):
+        return ()
+    taken: dict[int, float] = defaultdict(float)
+    most: dict[int, float] = defaultdict(float)
+    for path, bw in _traffic(system, paths, graph):
+        for hop in path.hops:
+            taken[hop] += bw
+            most[hop] = max(most[hop], bw)
+    full = []
+    for number, bw in taken.items():
+        link = system.links[number]
+        left = link.bw - bw
+        if left < most[number]:
+            source, target = system.nodes[system.link_source[number]].name, system.nodes[link.target].name
+            full.append(FullLink(source=source, target=target, type=link.type, bw=link.bw, left=max(0.0, round(left, 3))))
+    return tuple(sorted(full, key=lambda link: link.left / link.bw))
+
+
+def _traffic(system: System, paths: PathTable, graph: ChannelGraph) -> Iterator[tuple[Path, float]]:
+    """The paths of all channels with the bandwidth each carries."""
+    position = {gpu.rank: i for i, gpu in enumerate(system.gpus)}
+    nets = {net.id: i for i, net in reversed(list(enumerate(system.nets)))}
+    for c, ranks in enumerate(graph.intra):
+        order = [position[rank] for rank in ranks]
+        for a, b in pairwise(order):
+            yield paths.gpu_gpu(a, b), graph.bw_intra
+        if not graph.inter:
+            if graph.pattern is Pattern.RING:
+                yield paths.gpu_gpu(order[-1], order[0]), graph.bw_intra
+            continue
+        first, last = (nets[id] for id in graph.inter[c])
+        yield paths.net_gpu(first, order[0]), graph.bw_inter
+        for gpu, part in _exits(graph.pattern, order):
+            yield paths.gpu_net(gpu, last), graph.bw_inter * part
+
+
+def _exits(pattern: Pattern, order: list[int]) -> list[tuple[int, float]]:
+    """The GPUs that send to the network, and which part."""
+    if pattern is Pattern.RING:
+        return [(order[-1], 1.0)]
+    if pattern is Pattern.BALANCED_TREE and len(order) > 1:
+        return [(order[0], 0.5), (order[1], 0.5)]
+    return [(order[min(1, len(order) - 1)] if pattern is Pattern.SPLIT_TREE else order[0], 1.0)]
