@@ -39,10 +39,12 @@ class Proxy:
 
     ``wake(rank)`` is called after flags or tails were published, ``on_lost(peer, loss)`` once per lost peer; both run in the proxy's
     thread.  ``close`` ends the thread; until it or ``abort`` or ``detach`` has returned, memory given to FIFOs may still be touched.
+    ``rounds`` counts the rounds of the thread, for whoever asks why it is busy.
     """
 
     def __init__(self, *, rank: int, wake: Wake, on_lost: OnLost, atomics: Atomics | None = None, piece_bytes: int = PIECE_BYTES) -> None:
         self.rank = rank
+        self.rounds = 0
         self._wake = wake
         self._on_lost = on_lost
         self._atomics = atomics or native_atomics()
@@ -137,6 +139,7 @@ class Proxy:
 
     def _round(self) -> bool:
         """One call per stream and direction; True when some stream is ready for another."""
+        self.rounds += 1
         self._run_commands()
         busy = False
         for driver in self._drivers.values():
