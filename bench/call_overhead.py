@@ -21,8 +21,6 @@ import miraccl
 from miraccl.tools import launch
 from miraccl.tools.spawn import Context, Ranks
 
-CALLS = 20000
-
 
 def time_calls(call: Callable[[], Any], calls: int) -> float:
     """Microseconds per call; the loop's own cost (about 0.01 us) is in it."""
@@ -49,18 +47,18 @@ def subjects(comm: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-def rank_main(context: Context, rounds: int) -> dict[str, list[float]]:
+def rank_main(context: Context, rounds: int, calls: int) -> dict[str, list[float]]:
     with miraccl.init() as comm:
         times: dict[str, list[float]] = {}
         for _ in range(rounds):
             for name, call in subjects(comm).items():
                 comm.barrier()
-                times.setdefault(name, []).append(time_calls(call, CALLS))
+                times.setdefault(name, []).append(time_calls(call, calls))
         return times
 
 
-def measure(nranks: int, rounds: int) -> dict[str, list[float]]:
-    with launch.local_job(nranks) as environ, Ranks(rank_main, nranks, (rounds,), environ=environ) as ranks:
+def measure(nranks: int, rounds: int, calls: int) -> dict[str, list[float]]:
+    with launch.local_job(nranks) as environ, Ranks(rank_main, nranks, (rounds, calls), environ=environ) as ranks:
         ranks.wait(time.monotonic() + 600)
         failure = ranks.first_failure()
         if failure:
@@ -72,13 +70,14 @@ def measure(nranks: int, rounds: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--calls", type=int, default=20000, help="in a row, in a round")
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks")
     common.add_output_option(parser)
     args = parser.parse_args()
     machine = common.describe_machine()
     launch.warm_up()
     counts = [int(n) for n in args.ranks.split(",")]
-    results = {n: measure(n, args.rounds) for n in counts}
+    results = {n: measure(n, args.rounds, args.calls) for n in counts}
     columns = ["call", *(f"{n} rank{'s' * (n > 1)}: median (smallest) us" for n in counts)]
     rows = [
         [name, *(f"{common.median(results[n][name]):.3f} ({min(results[n][name]):.3f})" for n in counts)] for name in results[counts[0]]

@@ -13,7 +13,10 @@ from click.testing import CliRunner, Result
 
 import miraccl
 from miraccl.errors import MiracclError
+from miraccl.schedule import catalog
 from miraccl.tools import cli, doctor, env
+from miraccl.tools.schedule_draw import compute_timeline, draw_svg
+from miraccl.types import Collective
 
 
 def invoke(*args: str, env: dict[str, str] | None = None) -> Result:
@@ -91,6 +94,32 @@ def test_schedule_commands(tmp_path: Path) -> None:
     target = tmp_path / "ring.svg"
     assert invoke("schedule", "draw", "ring", "--ranks", "4", "--out", str(target)).exit_code == 0
     assert ET.parse(target).getroot().tag.endswith("svg")
+
+
+def _every_schedule() -> list[tuple[str, Collective, int]]:
+    return [
+        (name, collective, nranks)
+        for name in catalog.names()
+        for collective in sorted(catalog.get(name).collectives)
+        for nranks in (1, 4, 5)
+        if catalog.get(name).supports(collective, nranks)
+    ]
+
+
+@pytest.mark.parametrize(("name", "collective", "nranks"), _every_schedule())
+def test_every_algorithm_can_be_drawn(name: str, collective: Collective, nranks: int) -> None:
+    schedule = catalog.build(name, collective, nranks)
+    timeline = compute_timeline(schedule)
+    steps = sum(len(steps) for channel in schedule.channels for steps in channel)
+    assert len(timeline.events) == steps
+    for arrow in timeline.arrows:
+        assert arrow.sender.end <= arrow.receiver.start
+    per_lane: dict[tuple[int, int], list[int]] = {}
+    for event in timeline.events:
+        per_lane.setdefault((event.channel, event.rank), []).append(event.start)
+    assert all(sorted(set(starts)) == starts for starts in per_lane.values()), "a rank does one step at a time, in order"
+    drawing = ET.fromstring(draw_svg(schedule))
+    assert sum(element.tag.endswith("}g") and element.find("{*}title") is not None for element in drawing.iter()) == steps
 
 
 _WRONG_PLUGIN = """

@@ -139,7 +139,7 @@ def draw_svg(schedule: Schedule) -> str:
     def middle(event: Event) -> float:
         return _TOP + event.rank * height_of_rank + event.channel * _LANE + _LANE / 2
 
-    title = f"{schedule.name}: {schedule.collective.label}, {schedule.nranks} ranks, {schedule.nchannels} channels, {schedule.parts} parts"
+    title = f"{schedule.name}: {schedule.collective.label}, nranks {schedule.nranks}, channels {schedule.nchannels}, parts {schedule.parts}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="11">',

@@ -48,6 +48,7 @@ _DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
 @click.option("--no-check", is_flag=True, help="Do not check results.")
 @click.option("--algo", help="Algorithm to use for everything, such as ring.")
 @click.option("--proto", help="Protocol to use for everything: simple, ll or ll128.")
+@click.option("--deterministic", is_flag=True, help="Results that depend on neither size, algorithm nor layout.")
 @click.option("--window", is_flag=True, help="Take buffers from comm.empty(), memory that the ranks share.")
 @click.option("--persistent", is_flag=True, help="Time operations that were prepared once, as all_reduce_init() does.")
 @click.option(
@@ -157,7 +158,7 @@ def _job(request: _Request) -> Any:
     return Job(
         cases=request.cases,
         options=Options(iters=o["iters"], warmup=o["warmup"], batches=o["batches"], check=not o["no_check"], fresh=o["fresh"]),
-        init={name: o[name] for name in ("algo", "proto") if o[name]},
+        init={name: o[name] for name in ("algo", "proto", "deterministic") if o[name]},
         window=o["window"],
         persistent=o["persistent"],
         explain=o["explain"],
@@ -244,7 +245,7 @@ def _print_header(request: _Request) -> None:
 
 def _how(options: dict[str, Any]) -> str:
     iters = f"{options['iters']} calls" if options["iters"] else "about 20 ms of calls"
-    kinds = [name for name in ("fresh", "window", "persistent") if options[name]]
+    kinds = [name for name in ("fresh", "window", "persistent", "deterministic") if options[name]]
     if options["hosts"] > 1:
         kinds.append(f"as if on {options['hosts']} hosts")
     return ", ".join([f"median of {options['batches']} batches of {iters}", *kinds])

@@ -1,0 +1,31 @@
+"""The benchmarks still run; what they measure is nobody's business here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.mark.parametrize(
+    ("script", "args"),
+    [
+        ("call_overhead.py", ["--rounds", "1", "--calls", "20"]),
+        ("startup.py", ["--rounds", "1", "--ranks", "2"]),
+        ("idle_cpu.py", ["--seconds", "0.05"]),
+        ("memory.py", ["--ranks", "2", "--bytes", "100000"]),
+        ("peers.py", ["--rounds", "1", "--ranks", "2", "--ops", "all_reduce", "--sizes", "8", "--batches", "1", "--variants", "window"]),
+    ],
+)
+def test_a_benchmark_writes_its_results(script: str, args: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "bench" / script), *args, "--out", str(tmp_path / "result")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "result.json").read_text())["machine"]["cores"] >= 1
+    assert "|" in (tmp_path / "result.md").read_text()
