@@ -43,11 +43,10 @@ def test_fifo_is_the_one_of_the_transports() -> None:
     assert at.POST_MODE == fifo.WORD_MODE * words
     assert at.POST_ADDR == fifo.WORD_ADDRESS * words
     assert at.POST_INLINE == fifo.WORD_INLINE * words
-    shared = {"SLOT", "INLINE", "WINDOW", "ADDRESS", "LANDED", "OVERSIZE"}
+    shared = {"SLOT", "INLINE", "WINDOW", "ADDRESS", "LANDED", "OVERSIZE", "SIGNAL"}
     assert {mode.name for mode in fifo.Mode} == shared
     for mode in fifo.Mode:
         assert getattr(at, f"MODE_{mode.name}") == mode
-    assert at.MODE_SIGNAL not in set(fifo.Mode)
 
 
 def test_results_of_kernels_differ() -> None:

@@ -19,7 +19,10 @@ from miraccl.executor.cpu.context import Context, WaitPolicy, Wires, words_at
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.native import atomics
 from miraccl.transport.base import Endpoint, FifoKind, FifoPair, Transport
-from miraccl.transport.shm import Segment, ShmTransport
+from miraccl.transport.shm import LARGEST_SLOT, Segment, ShmTransport, slot_bytes_for
+
+#: slots of FIFOs to other hosts: a message costs the proxy some 100 us, so pieces are large; all of a direction share the budget
+NET_SLOT, NET_BUDGET = 1 << 20, 16 << 20
 
 #: how ranks wait that have a core each, and how if they share cores
 ALONE = WaitPolicy(spin=1000, yields=5)
@@ -98,10 +101,11 @@ class Fabric:
     def _open_transports(self, me: Endpoint, beliefs: Beliefs) -> None:
         near = {r: e for r, e in self.endpoints.items() if r != self.rank and self.hosts[r] == self.hosts[self.rank]}
         far = {r: e for r, e in self.endpoints.items() if r != self.rank and r not in near}
-        shm = ShmTransport(me, near, budget=beliefs.buffsize)
+        largest = NET_SLOT if far else LARGEST_SLOT
+        shm = ShmTransport(me, near, budget=beliefs.buffsize, largest_slot=largest)
         self.shm = shm
         self._transports.append(shm)
-        network = self._network(me, shm) if far else None
+        network = self._network(me, len(far)) if far else None
         blob = {"shm": shm.setup().decode(), "net": network.setup().hex() if network else ""}
         infos = self._exchange("connect", blob)
         pairs: dict[int, FifoPair] = shm.connect({r: infos[r]["shm"].encode() for r in near})
@@ -129,10 +133,11 @@ class Fabric:
         slot_bytes = min([w.slot_bytes for w in wires.values()], default=shm.slot_bytes)
         self.slot_bytes = min(int(n) for n in self._exchange("ready", slot_bytes))  # hosts with many ranks have smaller slots
 
-    def _network(self, me: Endpoint, shm: ShmTransport) -> Transport:
+    def _network(self, me: Endpoint, nfar: int) -> Transport:
         from miraccl.comm.network import open_network
 
-        transport, self._proxy = open_network(self.session, me, shm.slot_bytes, self.wake, self._on_lost)
+        slots = slot_bytes_for(nfar, NET_BUDGET, NET_SLOT)
+        transport, self._proxy = open_network(self.session, me, slots, self.wake, self._on_lost)
         self._transports.append(transport)
         return transport
 
@@ -201,7 +206,7 @@ class Fabric:
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds for the communicator: shared FIFOs as touched, window memory in use, private memory."""
         resident = self.shm.resident_bytes()
-        network = sum(2 * t for t in [self.slot_bytes * at.NSLOTS] * sum(w.kind == at.KIND_NET for w in self.context.wires.values()))
+        network = sum(2 * at.NSLOTS * wire.slot_bytes for wire in self.context.wires.values() if wire.kind == at.KIND_NET)
         return {
             "fifo": resident["fifo"],
             "fifo_reserved": self.shm.segment.nbytes,

@@ -28,11 +28,11 @@ SMALLEST_SLOT, LARGEST_SLOT = 2 * fifo.PAGE_BYTES, 64 << 10
 MAGIC = 0x6D697261
 
 
-def slot_bytes_for(npeers: int, budget: int = 0) -> int:
-    """Slot size with ``npeers`` local peers: a power of two, the same on all ranks because all count the same peers."""
+def slot_bytes_for(npeers: int, budget: int = 0, largest: int = LARGEST_SLOT) -> int:
+    """Slot size with ``npeers`` peers that share ``budget`` bytes: a power of two, the same on all ranks that count the same peers."""
     share = (budget or DEFAULT_BUDGET) // max(1, npeers) // fifo.NSLOTS
     size = SMALLEST_SLOT
-    while size * 2 <= min(share, LARGEST_SLOT):
+    while size * 2 <= min(share, largest):
         size *= 2
     return size
 
@@ -90,14 +90,25 @@ def default_window_bytes() -> int:
 
 @TRANSPORTS.register("shm")
 class ShmTransport(Transport):
-    """Shared memory between the ranks of a host. ``peers`` are the other local ranks, in any order."""
+    """Shared memory between the ranks of a host. ``peers`` are the other local ranks, in any order.
+
+    ``largest_slot`` in bytes is for communicators that reach other hosts too, where larger pieces pay.
+    """
 
     name = "shm"
 
-    def __init__(self, endpoint: Endpoint, peers: Mapping[int, Endpoint], *, budget: int = 0, window_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        peers: Mapping[int, Endpoint],
+        *,
+        budget: int = 0,
+        window_bytes: int | None = None,
+        largest_slot: int = LARGEST_SLOT,
+    ) -> None:
         self.endpoint = endpoint
         self._order = sorted(peers)
-        self.slot_bytes = slot_bytes_for(len(self._order), budget)
+        self.slot_bytes = slot_bytes_for(len(self._order), budget, largest_slot)
         self._fifo_bytes = fifo.fifo_bytes(self.slot_bytes)
         size = CONTROL_BYTES + len(self._order) * self._fifo_bytes
         self.segment = Segment.create(f"miraccl-rank{endpoint.rank}", size)

@@ -86,8 +86,8 @@ def post_address(ctx: int, conn: int, sig: int, address: int, nbytes: int) -> No
 @inline
 def can_post_address(ctx: int, conn: int, address: int, nbytes: int, threshold: int) -> bool:
     """Window memory is always posted; private memory from ``threshold`` bytes on, where the peer (or the proxy) can read it."""
-    if load(conn + at.CONN_KIND) == at.KIND_NET and nbytes > load(conn + at.CONN_SLOT_BYTES):
-        return True
+    if load(conn + at.CONN_KIND) == at.KIND_NET:  # the proxy sends straight from the user's memory
+        return nbytes > load(conn + at.CONN_SLOT_BYTES) or (threshold >= 0 and nbytes >= at.DIRECT_PIECE)
     if nbytes <= at.INLINE_BYTES or threshold < 0:
         return False
     if load(conn + at.CONN_KIND) == at.KIND_SHM:
