@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import defaultdict
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from miraccl.topo.jsonform import paths_from_json, system_from_json
 from miraccl.topo.records import PathTable, PathType, System
 from tests.graph.golden import differences, sample
 from tests.graph.machines import domains
-from tests.topo.golden import GoldenCase
+from tests.topo.golden import DATA, GoldenCase, golden_cases
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -46,6 +47,20 @@ def test_graphs_are_those_of_nccl(case: GoldenCase) -> None:
         others = [search_channels(domain.system, domain.paths, _settings(case, want)) for domain in case.analyse().domains[1:]]
         got = [[graph_to_json(graph) for graph in other.graphs] for other in others]
         assert differences(want["other_domain_graphs"], got, "other_domain_graphs") == []
+
+
+def _machines() -> list[Any]:
+    cases = json.loads(gzip.decompress((DATA / "search" / "machines.json.gz").read_bytes()))
+    return [pytest.param(case, id=case["name"]) for case in cases]
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("case", _machines())
+def test_graphs_of_unusual_machines_are_those_of_nccl(case: dict[str, Any]) -> None:
+    system = system_from_json(case["system"])
+    asked = SearchSettings(cross_nic=case["cross_nic"], net_per_gpu=case["net_per_gpu"], collnet=case["collnet"])
+    result = search_channels(system, paths_from_json(case["paths"], system), asked)
+    assert differences(case["graphs"], [graph_to_json(graph) for graph in result.graphs], "graphs") == []
 
 
 def _settings(case: GoldenCase, want: dict[str, Any]) -> SearchSettings:
@@ -180,8 +195,6 @@ def _search(name: str, **changes: Any) -> SearchResult:
 
 
 def _case(name: str) -> GoldenCase:
-    from tests.topo.golden import DATA, golden_cases
-
     return next(case for case in golden_cases(DATA / "golden") if case.name == name)
 
 
