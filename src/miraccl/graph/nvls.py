@@ -15,10 +15,6 @@ import numpy as np
 from miraccl.graph.layout import Ints, RankLayout
 from miraccl.graph.plan_settings import ConnectSettings
 from miraccl.graph.trees import TREE_ARITY, NodeTree
-from miraccl.topo.records import System
-
-NVLS_SM = 90
-"""First compute capability whose GPUs take part in multicast."""
 
 _CHANNELS_HOPPER = 16
 _CHANNELS_BLACKWELL = 32
@@ -35,13 +31,6 @@ class NvlsPlan:
     head_rank: Ints
     up: tuple[Ints, ...] = ()
     down: tuple[Ints, ...] = ()
-
-
-def nvls_available(system: System, enable: int) -> bool:
-    """Whether a rank on this machine tries NVLS: switched on, two GPUs or more, and GPUs that have it (``enable`` 2) or are said to (1)."""
-    if not enable or len(system.gpus) < 2:
-        return False
-    return enable == 1 or all(gpu.sm >= NVLS_SM for gpu in system.gpus)
 
 
 def nvls_channel_count(sm: int, hosts: int, settings: ConnectSettings) -> int:

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from miraccl.graph.channel_graph import Pattern
 from miraccl.graph.layout import Ints, RankLayout
@@ -60,14 +62,19 @@ def binary_tree(n: int) -> NodeTree:
 def double_binary_tree(n: int) -> tuple[NodeTree, NodeTree]:
     """Both trees over n nodes."""
     first = binary_tree(n)
+    nodes = np.arange(n)
     if n % 2:
-        origin = (np.arange(n) - 1) % n  # whose place in the first tree a node takes in the second
-        image = [(getattr(first, name)[origin], lambda x: (x + 1) % n) for name in ("up", "down0", "down1")]
+        place = (nodes - 1) % n  # the one in the first tree that a node takes in the second
+        owner = (nodes + 1) % n  # and the node that takes a place
     else:
-        origin = n - 1 - np.arange(n)
-        image = [(getattr(first, name)[origin], lambda x: n - 1 - x) for name in ("up", "down0", "down1")]
-    up, down0, down1 = (_i32(np.where(value < 0, -1, rename(value))) for value, rename in image)
-    return first, NodeTree(up=up, down0=down0, down1=down1, second_child=first.second_child[origin])
+        place = owner = n - 1 - nodes
+
+    def image(values: Ints) -> Ints:
+        moved = values[place]
+        return _i32(np.where(moved < 0, -1, owner[moved]))
+
+    second = NodeTree(up=image(first.up), down0=image(first.down0), down1=image(first.down1), second_child=first.second_child[place])
+    return first, second
 
 
 def tree_depth(layout: RankLayout) -> int:
@@ -109,7 +116,8 @@ def connect_tree(layout: RankLayout, chains: Sequence[TreeOrder], trees: tuple[N
     parent = layout.per_node([c.to_parent for c in chains])
     child0 = layout.per_node([c.to_child0 for c in chains])
     child1 = layout.per_node([c.to_child1 for c in chains])
-    return tuple(_attach(up.copy(), down.copy(), tree, parent, child0, child1) for tree in trees)  # type: ignore[return-value]
+    first, second = (_attach(up.copy(), down.copy(), tree, parent, child0, child1) for tree in trees)
+    return first, second
 
 
 def _chains(layout: RankLayout, orders: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
@@ -135,5 +143,5 @@ def _attach(up: Ints, down: Ints, tree: NodeTree, parent: Ints, child0: Ints, ch
     return RankTree(up=up, down=down)
 
 
-def _i32(values: np.ndarray) -> Ints:  # type: ignore[type-arg]
+def _i32(values: NDArray[Any]) -> Ints:
     return values.astype(np.int32)
