@@ -100,6 +100,16 @@ def test_data_may_overtake_the_announcement_on_another_stream():
     assert link.alive
 
 
+def test_data_may_overtake_the_announcement_by_so_much_that_they_are_consumed():
+    link = Link(CONFIG)
+    link.handle(rec.Wanted(0, BIG))
+    link.handle(rec.FrameIn(1, data(0, BIG, stream=1)))
+    assert link.handle(rec.Placed(1)) == [rec.Deliver(0, 5, BIG, rec.Placement.WANTED)]
+    link.handle(rec.Consumed(1))
+    assert link.handle(rec.FrameIn(0, Frame(FrameType.ANNOUNCE, 0, 0, 5, BIG))) == []
+    assert link.alive
+
+
 @pytest.mark.parametrize("want_first", [True, False])
 def test_room_that_is_too_small_is_delivered_as_oversize_and_no_byte_is_sent(want_first):
     world = World(CONFIG, ([BIG], []), ({}, {0: SLOT + 1}))

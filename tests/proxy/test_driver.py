@@ -1,0 +1,131 @@
+"""The driver of one link without its thread: what it sees in memory, and when."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from miraccl.proxy.driver import Driver
+from miraccl.transport.base import Fifo, FifoKind, FifoPair, NetConnection
+from miraccl.transport.ends import RecvEnd, SendEnd
+from miraccl.transport.fifo import NSLOTS, FifoMemory, Memory, Mode, PlainAtomics
+from miraccl.wire.proxy_records import Loss, LossKind
+from miraccl.wire.stream import Frame, FrameType, encode_frame
+
+SLOT = 4096
+
+
+class StaleOnce(PlainAtomics):
+    """The load of one word may return an old value, as on a processor whose other core has just stored a new one."""
+
+    def __init__(self):
+        self.stale: dict[int, int] = {}
+
+    def load_acquire(self, address, /):
+        return self.stale.pop(address) if address in self.stale else super().load_acquire(address)
+
+
+class Desk:
+    def __init__(self):
+        self.atomics = StaleOnce()
+        self.memory = FifoMemory(SLOT), FifoMemory(SLOT)
+        pair = FifoPair(
+            send=Fifo.at(self.memory[0].address, SLOT, kind=FifoKind.NET), recv=Fifo.at(self.memory[1].address, SLOT, kind=FifoKind.NET)
+        )
+        here, self.there = socket.socketpair()
+        self.losses: list[tuple[int, Loss]] = []
+        self.driver = Driver(
+            NetConnection(peer=3, streams=[here], pair=pair, peer_slot_bytes=SLOT),
+            atomics=self.atomics,
+            on_lost=lambda peer, loss: self.losses.append((peer, loss)),
+            piece_bytes=1 << 20,
+        )
+        self.send, self.recv = SendEnd(pair.send, self.atomics), RecvEnd(pair.recv, self.atomics)
+
+    def advance(self):
+        self.driver.streams[0].edge(1)
+        while self.driver.advance():
+            pass
+
+
+@pytest.fixture
+def desk():
+    desk = Desk()
+    yield desk
+    desk.driver.close()
+    desk.there.close()
+
+
+def frames(*numbers):
+    return b"".join(encode_frame(Frame(FrameType.DATA, 0, n, 1, 1, 0, 1)) + b"x" for n in numbers)
+
+
+def test_want_beyond_the_tail_that_was_seen_is_found_at_the_next_look(desk):
+    """The executor consumes all messages and wants the next one; the driver looks at the tail just before and at the want just after."""
+    desk.there.sendall(frames(*range(NSLOTS)))
+    desk.advance()
+    for _ in range(NSLOTS):
+        assert desk.recv.peek()
+        desk.recv.consume()
+    target = Memory(1 << 16)
+    desk.recv.want(target.address, 1 << 16)
+    desk.atomics.stale[desk.recv.end.tail] = 0
+    desk.driver.scan()
+    desk.driver.scan()
+    desk.advance()
+    got = desk.there.recv(4096)
+    assert encode_frame(Frame(FrameType.WANT, 0, NSLOTS, 0, 1 << 16, ack=NSLOTS)) in got
+
+
+def test_scan_reports_news_once(desk):
+    assert not desk.driver.scan()
+    desk.send.post(b"a")
+    desk.recv.want(Memory(SLOT).address, SLOT)
+    assert desk.driver.scan()
+    assert not desk.driver.scan()
+
+
+def test_advance_says_whether_more_can_be_done_at_once(desk):
+    desk.there.sendall(frames(0) + b"\0" * 7)
+    desk.driver.streams[0].edge(1)
+    assert not desk.driver.advance()  # a short read: the stream is empty
+    assert desk.driver.dirty
+    memory = Memory(1 << 24)
+    desk.send.post_address(memory.address, 1 << 24)
+    desk.there.sendall(encode_frame(Frame(FrameType.WANT, 0, 0, 0, 1 << 24))[7:])  # the header begins with the 7 bytes above
+    desk.driver.streams[0].edge(1)
+    desk.driver.advance()
+    assert desk.losses[0][1].kind is LossKind.PROTOCOL  # and with them it is no frame
+
+
+@pytest.mark.parametrize(
+    ("mode", "nbytes", "address"),
+    [
+        (Mode.WINDOW, 10, 1 << 20),
+        (Mode.LANDED, 10, 1 << 20),
+        (99, 10, 1 << 20),
+        (Mode.ADDRESS, 10, 5),
+        (Mode.SLOT, SLOT + 1, 0),
+        (Mode.INLINE, 33, 0),
+    ],
+)
+def test_post_that_makes_no_sense_is_an_internal_loss(desk, mode, nbytes, address):
+    desk.send._publish(0, nbytes, mode, [address])
+    desk.driver.scan()
+    assert [(peer, loss.kind) for peer, loss in desk.losses] == [(3, LossKind.INTERNAL)]
+    assert not desk.driver.scan()
+
+
+@pytest.mark.parametrize(("address", "room"), [(5, 10), (0, 1), (1 << 20, -1)])
+def test_want_that_makes_no_sense_is_an_internal_loss(desk, address, room):
+    desk.recv.want(address, room)
+    desk.driver.scan()
+    assert [(peer, loss.kind) for peer, loss in desk.losses] == [(3, LossKind.INTERNAL)]
+
+
+def test_closed_driver_touches_nothing(desk):
+    desk.driver.close()
+    desk.driver.close()
+    desk.there.close()
+    assert not desk.driver.advance()
