@@ -72,8 +72,9 @@ def test_the_least_connection_is_the_least_cut_between_ranks(graph: FlowNetwork)
 @settings(deadline=None, max_examples=100)
 @given(networks())
 def test_a_flow_is_as_large_as_the_least_cut(graph: FlowNetwork) -> None:
-    flow = MaxFlow(len(graph.names), graph.edges)
-    value = flow.push(0, 1)
+    flow = MaxFlow(len(graph.names), graph.pairs)
+    flow.push(1, 0, graph.capacities)  # what was pushed before does not matter
+    value = Fraction(flow.push(0, 1, graph.capacities), graph.unit)
     assert value == min(leaving for s, leaving in cuts(graph) if 0 in s and 1 not in s)
     side = flow.reachable(0)
     assert value == sum((c for a, b, c in graph.edges if a in side and b not in side), Fraction(0))

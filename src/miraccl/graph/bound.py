@@ -14,9 +14,10 @@ Rules kept here
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from math import lcm
 
 from miraccl.errors import InvalidUsage, TopologyError
@@ -44,6 +45,19 @@ class FlowNetwork:
             raise InvalidUsage("a bound needs at least 2 ranks")
         if any(capacity < 0 for _, _, capacity in self.edges):
             raise TopologyError("a link has a negative bandwidth")
+
+    @cached_property
+    def pairs(self) -> list[tuple[int, int]]:
+        return [(start, end) for start, end, _ in self.edges]
+
+    @cached_property
+    def unit(self) -> int:
+        """Parts of a GB/s in which all capacities are whole numbers."""
+        return lcm(1, *(capacity.denominator for _, _, capacity in self.edges))
+
+    @cached_property
+    def capacities(self) -> list[int]:
+        return [int(capacity * self.unit) for _, _, capacity in self.edges]
 
     @property
     def images(self) -> tuple[int, ...]:
@@ -135,13 +149,17 @@ def bound_of_network(graph: FlowNetwork) -> BandwidthBound:
 def narrowest_cut(graph: FlowNetwork) -> Bottleneck:
     """The set S with the least ``capacity leaving S / ranks in S`` among those that lack a rank (1/x* in the paper)."""
     everything = frozenset(range(len(graph.names)))
-    best = min((_bottleneck(graph, everything - {rank}) for rank in graph.ranks), key=lambda cut: cut.rate)
+    best = min((_bottleneck(graph, everything - {rank}) for rank in graph.images), key=lambda cut: cut.rate)
+    source = len(graph.names)
+    flow = MaxFlow(source + 1, [*graph.pairs, *((source, vertex) for vertex in graph.ranks)])
     for sink in graph.images:
+        # Every rank can send ``rate`` to this one, or the least cut is a set whose ranks cannot all send it out.
         while best.rate:
-            inside = _violated(graph, sink, best.rate)
-            if inside is None:
+            rate = best.rate * graph.unit
+            feeds = [rate.numerator] * len(graph.ranks)
+            if flow.push(source, sink, [*(rate.denominator * c for c in graph.capacities), *feeds]) == sum(feeds):
                 break
-            best = _bottleneck(graph, inside)
+            best = _bottleneck(graph, flow.reachable(source) - {source})
     return best
 
 
@@ -151,16 +169,6 @@ def _bottleneck(graph: FlowNetwork, inside: frozenset[int]) -> Bottleneck:
     capacity = sum((edge[2] for edge in across), Fraction(0))
     links = tuple((graph.names[start], graph.names[end], bw) for start, end, bw in across)
     return Bottleneck(inside=ranks, links=links, capacity=capacity, rate=capacity / len(ranks))
-
-
-def _violated(graph: FlowNetwork, sink: int, rate: Fraction) -> frozenset[int] | None:
-    """A set without ``sink`` whose ranks cannot all send ``rate`` out of it; None if every rank can send it to ``sink``."""
-    source = len(graph.names)
-    feeds = [(source, vertex, rate) for vertex in graph.ranks]
-    flow = MaxFlow(source + 1, [*graph.edges, *feeds])
-    if flow.push(source, sink) == len(graph.ranks) * rate:
-        return None
-    return flow.reachable(source) - {source}
 
 
 def all_reduce_ceiling(graph: FlowNetwork) -> Fraction:
@@ -180,19 +188,19 @@ def all_reduce_ceiling(graph: FlowNetwork) -> Fraction:
 
 def _entering(graph: FlowNetwork, group: Sequence[int]) -> Fraction:
     """The most that can enter a group of ranks: the least cut between all other ranks and it."""
-    rest = [vertex for vertex in graph.ranks if vertex not in group]
-    total = sum((capacity for _, _, capacity in graph.edges), Fraction(1))
     source, sink = len(graph.names), len(graph.names) + 1
-    ends = [(source, vertex, total) for vertex in rest] + [(vertex, sink, total) for vertex in group]
-    return MaxFlow(sink + 1, [*graph.edges, *ends]).push(source, sink)
+    ends = [(vertex, sink) if vertex in group else (source, vertex) for vertex in graph.ranks]
+    plenty = [sum(graph.capacities) + 1] * len(ends)
+    flow = MaxFlow(sink + 1, [*graph.pairs, *ends])
+    return Fraction(flow.push(source, sink, [*graph.capacities, *plenty]), graph.unit)
 
 
 def least_connection(graph: FlowNetwork) -> Fraction:
     """The least maximal flow from a rank to another one."""
-    size = len(graph.names)
+    flow = MaxFlow(len(graph.names), graph.pairs)
     first = graph.ranks[0]
-    flows = [MaxFlow(size, graph.edges).push(*pair) for other in graph.others for pair in ((first, other), (other, first))]
-    return min(flows)
+    ends = [pair for other in graph.others for pair in ((first, other), (other, first))]
+    return Fraction(min(flow.push(*pair, graph.capacities) for pair in ends), graph.unit)
 
 
 # From a system to a graph
@@ -251,28 +259,27 @@ def _join_network(system: System, nodes: int, names: list[str], join: Callable[[
 
 
 class MaxFlow:
-    """Dinic's algorithm on whole numbers; fractions are brought to a common denominator first."""
+    """Dinic's algorithm on whole numbers, again and again over the same edges."""
 
-    def __init__(self, size: int, edges: Iterable[tuple[int, int, Fraction]]) -> None:
-        edges = list(edges)
-        self.unit = lcm(*(capacity.denominator for _, _, capacity in edges)) if edges else 1
+    def __init__(self, size: int, edges: Sequence[tuple[int, int]]) -> None:
         self.leaving: list[list[int]] = [[] for _ in range(size)]  # arcs by vertex; arc a ^ 1 is arc a turned round
         self.end: list[int] = []
         self.left: list[int] = []
-        for start, end, capacity in edges:
-            for vertex, other, amount in ((start, end, int(capacity * self.unit)), (end, start, 0)):
+        for start, end in edges:
+            for vertex, other in ((start, end), (end, start)):
                 self.leaving[vertex].append(len(self.end))
                 self.end.append(other)
-                self.left.append(amount)
 
-    def push(self, source: int, sink: int) -> Fraction:
-        """Send as much as possible; returns how much."""
+    def push(self, source: int, sink: int, capacities: Sequence[int]) -> int:
+        """Send as much as possible over edges of these capacities; returns how much."""
+        self.left = [0] * len(self.end)
+        self.left[::2] = capacities
         total = 0
         while (level := self._levels(source))[sink] >= 0:
             begun = [0] * len(self.leaving)
             while amount := self._augment(source, sink, level, begun):
                 total += amount
-        return Fraction(total, self.unit)
+        return total
 
     def reachable(self, source: int) -> frozenset[int]:
         """After :meth:`push`: the side of the source in a least cut."""
