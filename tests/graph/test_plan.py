@@ -65,6 +65,11 @@ def test_only_variables_that_matter_are_recorded() -> None:
     assert PlanRequest.read(environ).variables == (("NCCL_ALGO", "ring"),)
 
 
+def test_algorithms_of_ours_alone_are_no_wish_to_the_model() -> None:
+    ours = {"MIRACCL_ALGO": "recursive_doubling"}
+    assert plan_to_json(plan(PCIE, env=ours)) == plan_to_json(plan(PCIE))
+
+
 def test_settings_reach_their_stage() -> None:
     settings = {"NCCL_MAX_NCHANNELS": "3", "NCCL_NTHREADS": "128", "NCCL_P2P_DISABLE": "1"}
     limited = plan_to_json(plan(PCIE, env=settings))

@@ -81,8 +81,8 @@ class TuningSettings:
     def read(cls, environ: Mapping[str, str]) -> TuningSettings:
         overhead = params.NET_OVERHEAD.read(environ)
         return cls(
-            algo=params.ALGO.read(environ),
-            proto=params.PROTO.read(environ),
+            algo=_of_nccl(params.ALGO, environ),
+            proto=_of_nccl(params.PROTO, environ),
             threads=params.NTHREADS.read(environ),
             ll128_threads=params.LL128_NTHREADS.read(environ),
             thread_thresholds=_leading_integers(params.THREAD_THRESHOLDS.read(environ))[:6],
@@ -90,6 +90,11 @@ class TuningSettings:
             pat=params.PAT_ENABLE.read(environ),
             net_overhead_us=None if overhead == -2 else overhead * 0.001,
         )
+
+
+def _of_nccl(param: params.Param[str], environ: Mapping[str, str]) -> str:
+    """NCCL's variable alone: ours of the same meaning may name algorithms that the model does not know."""
+    return param.parse(environ.get(f"NCCL_{param.nccl}", "").strip())
 
 
 def _leading_integers(text: str) -> tuple[int, ...]:
