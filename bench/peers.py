@@ -10,7 +10,9 @@ median over rounds of the median over batches of the slowest rank's mean.  Every
 A peer is NAME=LIBRARY:PYTHON; the library is gloo (through torch) or mpi (through mpi4py, with the mpirun beside that Python, else the
 one on PATH).  ``--peers-dir`` takes every virtual environment in a folder that has one of them.  The variants of miraccl: plain calls,
 ``persistent`` operations, ``window`` buffers.  ``--fresh`` rewrites inputs before each call: without it, window buffers stay in the
-caches and look faster than an application sees.  Needs a quiet machine; says how busy it was.
+caches and look faster than an application sees.  Where there is a core for each rank, every rank of every library is bound to one
+after it has started: a scheduler may leave two ranks that poll on one core after they have slept.  Needs a quiet machine; says how
+busy it was.
 """
 
 from __future__ import annotations
@@ -144,6 +146,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--variants", default="miraccl", help=f"of {', '.join(VARIANTS)}; miraccl is always there")
     parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--no-bind", action="store_true", help="let the scheduler place the ranks, of miraccl and of the peers")
     parser.add_argument("--hosts", type=int, default=1, help="let miraccl's ranks behave as if on so many hosts (sockets)")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one operation in one round")
     common.add_output_option(parser)
@@ -163,7 +166,7 @@ def main() -> None:
         find_python(peer.library, peer.python)
     machine = common.describe_machine()
     launch.warm_up()
-    options = Options(batches=args.batches, fresh=args.fresh)
+    options = Options(batches=args.batches, fresh=args.fresh, bind=not args.no_bind)
     cells: Cells = defaultdict(lambda: defaultdict(list))
     for number in range(args.rounds):
         for nranks in (int(n) for n in args.ranks.split(",")):

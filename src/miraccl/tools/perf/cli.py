@@ -59,6 +59,7 @@ _DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
     help="Own ranks act as if on so many hosts.",
 )
 @click.option("--devices", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True, help="Where the data is.")
+@click.option("--bind/--no-bind", default=None, help="Keep each own rank on a core, if there are enough.  [default: only with --compare]")
 @click.option("--explain", is_flag=True, help="Print, for each size, all candidates with their predicted times and the reason.")
 @click.option("--compare", type=click.Choice(("gloo", "mpi")), help="Measure this library too, in turns with miraccl, and print the ratio.")
 @click.option("--peer-python", metavar="PATH", help="Python that has the library of --compare; without it this one.")
@@ -157,7 +158,9 @@ def _job(request: _Request) -> Any:
     o = request.options
     return Job(
         cases=request.cases,
-        options=Options(iters=o["iters"], warmup=o["warmup"], batches=o["batches"], check=not o["no_check"], fresh=o["fresh"]),
+        options=Options(
+            iters=o["iters"], warmup=o["warmup"], batches=o["batches"], check=not o["no_check"], fresh=o["fresh"], bind=_binds(o)
+        ),
         init={name: o[name] for name in ("algo", "proto", "deterministic") if o[name]},
         window=o["window"],
         persistent=o["persistent"],
@@ -165,6 +168,11 @@ def _job(request: _Request) -> Any:
         in_turns=bool(o["compare"]),
         hosts=o["hosts"],
     )
+
+
+def _binds(options: dict[str, Any]) -> bool:
+    """Ranks that take turns sleep and wake up, after which a scheduler may leave two that poll on one core: bind both sides."""
+    return bool(options["compare"]) if options["bind"] is None else bool(options["bind"])
 
 
 # ---------------------------------------------------------------------- own ranks
@@ -246,6 +254,8 @@ def _print_header(request: _Request) -> None:
 def _how(options: dict[str, Any]) -> str:
     iters = f"{options['iters']} calls" if options["iters"] else "about 20 ms of calls"
     kinds = [name for name in ("fresh", "window", "persistent", "deterministic") if options[name]]
+    if _binds(options):
+        kinds.append("bound if cores suffice")
     if options["hosts"] > 1:
         kinds.append(f"as if on {options['hosts']} hosts")
     return ", ".join([f"median of {options['batches']} batches of {iters}", *kinds])
@@ -313,5 +323,5 @@ def _run_joined(request: _Request) -> None:
         sys.exit(1)
 
 
-def _no_turns() -> bool:
-    return False
+def _no_turns() -> None:
+    """Nobody to take turns with."""

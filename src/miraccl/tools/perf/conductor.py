@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from miraccl.errors import Fault, MiracclError
 from miraccl.tools import launch
-from miraccl.tools.perf.measure import Options, measure, settle
+from miraccl.tools.perf.measure import Options, Pace, bind_to_core, measure
 from miraccl.tools.perf.spec import Case, Row
 from miraccl.tools.spawn import Context, Outcome, Ranks
 
@@ -84,9 +84,8 @@ class Group(Protocol):
     def stop(self) -> None: ...
 
 
-def run_cases(job: Job, engine: Any, turn: Callable[[], bool], report: Callable[[Line], None]) -> None:
+def run_cases(job: Job, engine: Any, turn: Callable[[], None], report: Callable[[Line], None]) -> None:
     """The life of one rank; ``report`` is called on every rank with the same line."""
-    settle(engine, 0.1)
     for number, case in enumerate(job.cases):
         out_of_place = measure(engine, case, False, job.options, turn)
         in_place = measure(engine, case, True, job.options, turn)
@@ -110,14 +109,19 @@ def rank_main(context: Context, job: Job) -> None:
     import miraccl
     from miraccl.tools.perf.engine_miraccl import MiracclEngine
 
-    def turn() -> bool:
-        if job.in_turns:
-            context.emit("ready")
-            context.receive()
-        return job.in_turns
-
     with miraccl.init(**job.init) as comm:
         engine = MiracclEngine(comm, window=job.window, persistent=job.persistent)
+        if job.options.bind:
+            bind_to_core(engine)
+        pace = Pace(engine)
+        pace.settle(0.3 if job.in_turns else 0.1, 1.0)
+
+        def turn() -> None:
+            if job.in_turns:
+                context.emit("ready")
+                context.receive()
+                pace.settle()
+
         run_cases(job, engine, turn, context.emit if comm.rank == 0 else lambda line: None)
 
 

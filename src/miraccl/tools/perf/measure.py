@@ -11,6 +11,7 @@ Needs numpy; processes of a peer load this file by its path.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -22,26 +23,30 @@ from miraccl.tools.perf.spec import REDUCING, Case, Row
 
 _BATCH_SECONDS = 0.02
 _MAX_CALLS = 5000
-_SETTLE_SECONDS = 0.02
+_BARRIERS = 20
+_AS_QUICK = 2.0
 _SMALL_BYTES = 4 << 20  # up to here a warm-up costs nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """``iters`` and ``warmup`` are calls, None chooses: batches of about 20 ms. ``fresh`` rewrites the input before each call."""
+    """``iters`` and ``warmup`` are calls, None chooses: batches of about 20 ms. ``fresh`` rewrites the input before each call.
+
+    ``bind`` keeps each rank on a core of its own, if there are enough.
+    """
 
     iters: int | None = None
     warmup: int | None = None
     batches: int = 5
     check: bool = True
     fresh: bool = False
+    bind: bool = False
 
 
-def measure(engine: Engine, case: Case, in_place: bool, options: Options, turn: Callable[[], bool]) -> Row | None:
+def measure(engine: Engine, case: Case, in_place: bool, options: Options, turn: Callable[[], None]) -> Row | None:
     """Measure one form of one case; every rank gets the same row. None if the library does not have the form.
 
-    ``turn`` is called before each stretch of work and may block there, so that libraries that are compared take turns; it returns
-    whether it did.
+    ``turn`` is called before each stretch of work and may block there, so that libraries that are compared take turns.
     """
     turn()
     bound = engine.bind(case, in_place)
@@ -53,8 +58,7 @@ def measure(engine: Engine, case: Case, in_place: bool, options: Options, turn: 
     iters = _warm_up(engine, case, bound, options)
     times = []
     for _ in range(options.batches):
-        if turn():
-            settle(engine, _SETTLE_SECONDS)
+        turn()
         times.append(_time_batch(engine, case, bound, iters, options.fresh))
     turn()
     chosen = bound.chosen()
@@ -64,12 +68,37 @@ def measure(engine: Engine, case: Case, in_place: bool, options: Options, turn: 
     return _row(case, in_place, options, times, iters, int(total_wrong), chosen)
 
 
-def settle(engine: Engine, seconds: float) -> None:
-    """Barriers until ``seconds`` have passed: ranks that have just woken up may share a core until the scheduler spreads them."""
-    start = time.perf_counter()
-    while engine.reduce_list([time.perf_counter() - start], how="max")[0] < seconds:
-        for _ in range(20):
-            engine.barrier()
+def bind_to_core(engine: Engine) -> None:
+    """Keep the calling thread on one core. After start-up, so that threads which the library has made stay free."""
+    cores = sorted(os.sched_getaffinity(0))
+    fits = engine.nranks <= len(cores)
+    if engine.reduce_list([0.0 if fits else 1.0], how="max")[0] == 0.0:  # all or none: a launcher may have bound them already
+        os.sched_setaffinity(0, {cores[engine.rank]})
+
+
+class Pace:
+    """Barriers until they are as quick as they have been: ranks that have just woken up may share a core.
+
+    It takes the scheduler up to some 100 ms to spread ranks that poll, and until then a barrier costs a time slice instead of a
+    microsecond.  Ranks decide together, from the slowest one's times.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._best = float("inf")
+
+    def settle(self, least: float = 0.005, most: float = 0.25) -> None:
+        """Between ``least`` and ``most`` seconds."""
+        start = time.perf_counter()
+        while True:
+            before = time.perf_counter()
+            for _ in range(_BARRIERS):
+                self._engine.barrier()
+            now = time.perf_counter()
+            slowest, elapsed = self._engine.reduce_list([now - before, now - start], how="max")
+            self._best = min(self._best, slowest)
+            if elapsed >= most or (elapsed >= least and slowest <= _AS_QUICK * self._best):
+                return
 
 
 def _check(engine: Engine, case: Case, bound: Bound, in_place: bool, seed: int) -> int:

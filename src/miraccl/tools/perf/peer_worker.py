@@ -29,7 +29,7 @@ import numpy as np
 
 from miraccl.tools.perf.data import numpy_dtype
 from miraccl.tools.perf.engine import Bound, place_buffers
-from miraccl.tools.perf.measure import Options, measure
+from miraccl.tools.perf.measure import Options, Pace, bind_to_core, measure
 from miraccl.tools.perf.spec import Case
 
 if TYPE_CHECKING:
@@ -193,21 +193,28 @@ class _Conductor:
         self._socket.connect(path)
         self._lines = self._socket.makefile("r", encoding="utf-8")
 
-    def turn(self) -> bool:
+    def wait_for_turn(self) -> None:
         self.say(kind="ready")
         if self._lines.readline().strip() != "go":
             sys.exit("the tool that started this process has gone")
-        return True
 
     def say(self, **message: Any) -> None:
         self._socket.sendall((json.dumps(message) + "\n").encode())
 
 
 def work(engine: Engine, conductor: _Conductor, job: dict[str, Any]) -> None:
-    options = Options(**job["options"])
+    options, pace = Options(**job["options"]), Pace(engine)
+    if options.bind:
+        bind_to_core(engine)
+    pace.settle(0.3, 1.0)
+
+    def turn() -> None:
+        conductor.wait_for_turn()
+        pace.settle()
+
     for number, fields in enumerate(job["cases"]):
         for in_place in (False, True):
-            row = measure(engine, Case(**fields), in_place, options, conductor.turn)
+            row = measure(engine, Case(**fields), in_place, options, turn)
             if engine.rank == 0 and row is not None:
                 conductor.say(kind="row", case=number, in_place=in_place, time_us=row.time_us, wrong=row.wrong)
         if engine.rank == 0:  # whose rows came before it
