@@ -46,9 +46,9 @@
   card(comm.nvlsSupport ? comm.nvlsChannels : "off", "NVLS channels");
   const bound = plan.bound;
   if (bound) {
-    card(num(bound.allReduce), "GB/s best possible all-reduce (bus)");
+    card(num(bound.allReduce), "GB/s best all-reduce (bus) without reducing switches");
     const mine = bound.plan.AllReduce;
-    if (mine) card(num(mine.busBw), "GB/s this plan, " + mine.with);
+    if (mine) card(num(mine.busBw), "GB/s this plan, " + mine.with + (mine.switchReduces ? " (the switch reduces)" : ""));
   }
 
   // Machine: channels
