@@ -68,6 +68,7 @@ class Communicator:
         self._all_to_all = context.door("collective", Collective.ALL_TO_ALL)
         self._send = context.door("send_recv", Collective.SEND_RECV, arg=0)
         self._recv = context.door("send_recv", Collective.SEND_RECV, arg=1)
+        self._sendrecv = context.door("sendrecv", Collective.SEND_RECV)
         self._barrier: Callable[[], int] = member.barrier_door()
         self._splits = 0
         groups.join(self)
@@ -163,6 +164,9 @@ class Communicator:
 
     def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, async_op: bool = False) -> Any:
         """Send ``x`` to ``dst`` and receive ``out`` from ``src`` at the same time."""
+        if not async_op and not (code := self._sendrecv(x, dst, out, src)):
+            return out
+        self._member.check(0 if async_op else code, "sendrecv")
         pair = [self._checked(x, dst, False, "sendrecv"), self._checked(out, src, True, "sendrecv")]
         group = groups.current()
         if group is not None:

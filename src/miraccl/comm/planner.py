@@ -116,6 +116,8 @@ class Planner:
                 reason = "asked for" if name == self.overrides.algo else "lowest predicted time" if len(allowed) > 1 else "the only one"
             else:
                 reason = barred or f"{time / best[0]:.2f} times the predicted time of {best[1]}"
+                if not barred and time <= TIE * fastest:
+                    reason += f", which is taken among equals (within {TIE - 1:.0%})"
             proto = self._protocol(block_bytes)
             result.append(
                 Candidate(algo=name, proto=proto, channels=1, predicted_us=time, chosen=name == best[1], reason=reason)
@@ -126,6 +128,9 @@ class Planner:
         """LL puts flag and data on one cache line: one miss instead of two for what fits. Larger messages are always Simple."""
         return "ll" if block_bytes <= at.INLINE_BYTES and self.overrides.proto != "simple" else "simple"
 
+    def _for_windows(self, algorithm: Algorithm, collective: Collective) -> bool:
+        return algorithm.name == MEMORY_ALGORITHM and not self.overrides.algo and algorithm.supports(collective, self.shape.nranks)
+
     def _barred(self, algorithm: Algorithm, collective: Collective, dtype: DType, uneven: bool) -> str:
         """Why an algorithm may not be used, or nothing."""
         asked = self.overrides.algo
@@ -135,7 +140,9 @@ class Planner:
             if not self.addressable:
                 return "needs memory that peers can address, which not all ranks have here"
             if algorithm.name != asked:
-                return "needs memory that peers can address; choose it by name"
+                return "taken when all ranks pass window memory (comm.empty)" if self._for_windows(algorithm, collective) else (
+                    "needs memory that peers can address; choose it by name"
+                )
         if self.overrides.deterministic and collective.reduces and not algorithm.rank_ordered:
             return "does not add in the order of the ranks (deterministic)"
         if asked and algorithm.name != asked and self._asked_applies(asked, collective, uneven):

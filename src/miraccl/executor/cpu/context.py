@@ -121,6 +121,7 @@ class Context:
         self._ctrls = np.zeros(nranks, np.int64)
         self._scratch = np.zeros(256 + 4 * nranks, np.int64)
         self._stage = np.zeros(stage_bytes + 64, np.int8)
+        self._pair = np.zeros(2 * at.OP_SIZE // 8, np.int64)
         self._masks = np.zeros(2 * at.CPU_SET_BYTES // 8, np.int64)
         self.gone = np.zeros(nranks, np.int64)
         self._keep = np.zeros(at.BLOCK, np.int64)
@@ -144,6 +145,7 @@ class Context:
             (at.CTX_SCRATCH, self._scratch.ctypes.data),
             (at.CTX_STAGE, (self._stage.ctypes.data + 63) // 64 * 64),
             (at.CTX_STAGE_BYTES, stage_bytes),
+            (at.CTX_PAIR, self._pair.ctypes.data),
             (at.CTX_MASKS, self._masks.ctypes.data),
             (at.CTX_STREAM_FROM, stream_from),
             (at.CTX_OPERATE, _engine("operate")),

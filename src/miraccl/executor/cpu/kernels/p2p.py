@@ -284,7 +284,8 @@ def _sleep_any(ctx: int, table: int, count: int) -> int:
             break
         nap = min(2 * nap, load(ctx + at.CTX_NAP_NS))
     store(ctrl + at.CTRL_SLEEP, 0)
-    store_release(ctrl + at.BOARD_STATE, at.STATE_IDLE)
+    if result == at.OK:
+        store_release(ctrl + at.BOARD_STATE, at.STATE_IDLE)
     return result
 
 

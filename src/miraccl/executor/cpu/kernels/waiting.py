@@ -251,7 +251,8 @@ def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
                 break
             nap = min(2 * nap, load(ctx + at.CTX_NAP_NS))
     store(ctrl + at.CTRL_SLEEP, 0)
-    store_release(ctrl + at.BOARD_STATE, at.STATE_RUNNING)
+    if result == at.OK:  # else the board goes on telling where this rank got stuck
+        store_release(ctrl + at.BOARD_STATE, at.STATE_RUNNING)
     return result
 
 
