@@ -78,6 +78,23 @@ def _premultiply(call: Call, memory: Memory, op: RedOp, scalar: float, writes_in
     return call
 
 
+# ---- results that the library makes, for the quick way; None where only the long way can tell
+
+
+def new_stacked(x: Any, nranks: int) -> Array | None:
+    return np.empty((nranks * x.shape[0], *x.shape[1:]), x.dtype) if type(x) is np.ndarray and x.ndim else None
+
+
+def new_share(x: Any, nranks: int) -> Array | None:
+    if type(x) is not np.ndarray or not x.ndim or x.shape[0] % nranks:
+        return None
+    return np.empty((x.shape[0] // nranks, *x.shape[1:]), x.dtype)
+
+
+def new_like(x: Any) -> Array | None:
+    return np.empty(x.shape, x.dtype) if type(x) is np.ndarray else None
+
+
 # ---- one function a collective: (place, arguments) -> Call
 
 

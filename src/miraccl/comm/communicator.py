@@ -83,15 +83,20 @@ class Communicator:
 
     def all_gather(self, x: Any, out: Any = None, *, async_op: bool = False) -> Any:
         """All ranks' ``x`` (equal counts), one after another along the first axis, on every rank."""
-        if not async_op and out is not None and not (code := self._all_gather(x, out, 0)):
-            return out
-        return self._long_way(lambda p: calls.all_gather(p, x, out), "all_gather", async_op, 0 if async_op or out is None else code)
+        code = 0
+        if not async_op:
+            target = calls.new_stacked(x, self.nranks) if out is None else out
+            if target is not None and not (code := self._all_gather(x, target, 0)):
+                return target
+        return self._long_way(lambda place: calls.all_gather(place, x, out), "all_gather", async_op, code)
 
     def reduce_scatter(self, x: Any, out: Any = None, op: Any = SUM, *, async_op: bool = False) -> Any:
         """Reduce ``x`` over all ranks; rank r gets the r-th of nranks equal shares (cut along the first axis)."""
-        if not async_op and out is not None and not (code := self._reduce_scatter(x, out, op)):
-            return out
-        code = 0 if async_op or out is None else code
+        code = 0
+        if not async_op:
+            target = calls.new_share(x, self.nranks) if out is None else out
+            if target is not None and not (code := self._reduce_scatter(x, target, op)):
+                return target
         return self._long_way(lambda place: calls.reduce_scatter(place, x, out, op), "reduce_scatter", async_op, code)
 
     def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False) -> Any:
@@ -106,9 +111,12 @@ class Communicator:
 
     def all_to_all(self, x: Any, out: Any = None, *, async_op: bool = False) -> Any:
         """Block j of rank i's ``x`` becomes block i of rank j's result; ``x`` has nranks equal blocks."""
-        if not async_op and out is not None and not (code := self._all_to_all(x, out, 0)):
-            return out
-        return self._long_way(lambda p: calls.all_to_all(p, x, out), "all_to_all", async_op, 0 if async_op or out is None else code)
+        code = 0
+        if not async_op:
+            target = calls.new_like(x) if out is None else out
+            if target is not None and not (code := self._all_to_all(x, target, 0)):
+                return target
+        return self._long_way(lambda place: calls.all_to_all(place, x, out), "all_to_all", async_op, code)
 
     def gather(self, x: Any, root: int = 0, out: Any = None, *, async_op: bool = False) -> Any:
         """All ranks' ``x`` on rank ``root``, as ``all_gather`` puts them; the others get None."""
