@@ -11,6 +11,7 @@ import numpy as np
 
 import miraccl
 from miraccl.errors import MiracclError
+from miraccl.executor.cpu.kernels import layout as at
 
 from tests.comm.sweep_ranks import act_as_hosts
 
@@ -64,3 +65,301 @@ def mismatch(field: str, odd: int, count: int, ranks_per_host: int) -> dict[str,
         return {**seen(error), "seconds": time.monotonic() - start}
     finally:
         comm.finalize()
+
+
+# ---- death
+
+
+def die(path: str) -> None:
+    """End this process the hard way, and leave the time in ``path``."""
+    with open(path, "w") as file:
+        file.write(repr(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def survive(comm: miraccl.Communicator, path: str, action: Any) -> dict[str, Any]:
+    """Run ``action`` until it raises; says what it raised and how long after the death that was."""
+    try:
+        while True:
+            action()
+    except MiracclError as error:
+        now = time.monotonic()
+        with open(path) as file:
+            after = now - float(file.read())
+        again = ""
+        try:
+            comm.barrier()
+        except MiracclError as second:
+            again = type(second).__name__
+        return {**seen(error), "after": after, "again": again}
+
+
+def killed(phase: str, victim: int, path: str, ranks_per_host: int) -> Any:
+    """Rank ``victim`` is killed in a phase; the others say what they saw, then go on without it if they can."""
+    act_as_hosts(ranks_per_host)
+    rank = int(os.environ["MIRACCL_RANK"])
+    if phase == "bootstrap" and rank == victim:
+        from miraccl.comm.fabric import Fabric
+
+        Fabric._open_transports = lambda self, me, beliefs: die(path)  # type: ignore[method-assign, assignment]
+    if phase == "bootstrap":
+        try:
+            miraccl.init(timeout=30)
+        except MiracclError as error:
+            with open(path) as file:
+                return {**seen(error), "after": time.monotonic() - float(file.read())}
+        return {"type": "none"}
+    comm = miraccl.init(timeout=30)
+    n = comm.nranks
+    big = np.ones(4_000_000 if phase in ("large", "window") else 9, np.float32)
+    if phase == "window":
+        big = comm.empty(big.size, np.float32)
+        big[:] = 0
+    comm.barrier()
+    if rank == victim:
+        if phase in ("large", "window", "p2p", "async"):
+            watch_and_die(comm, path)
+        else:
+            die(path)
+    if phase in ("waiting", "spawned"):
+        result = survive(comm, path, lambda: comm.all_reduce(big))
+    elif phase == "p2p":
+        x, out = np.ones(3_000_000, np.float32), np.ones(3_000_000, np.float32)
+        result = survive(comm, path, lambda: comm.sendrecv(x, (rank + 1) % n, out, (rank - 1) % n))
+    elif phase == "async":
+        result = survive(comm, path, lambda: comm.all_reduce(big, async_op=True).wait())
+    elif phase == "barrier":
+        result = survive(comm, path, comm.barrier)
+    else:
+        result = survive(comm, path, lambda: comm.all_reduce(big))
+    smaller = comm.shrink()
+    result["shrunk"] = [smaller.rank, smaller.nranks, float(smaller.all_reduce(np.full(70000, smaller.rank + 1.0))[-1])]
+    smaller.barrier()
+    smaller.finalize()
+    comm.finalize()
+    return result
+
+
+def watch_and_die(comm: miraccl.Communicator, path: str) -> None:
+    """A thread that kills this process in the middle of its fourth operation or so."""
+    import threading
+
+    def watch() -> None:
+        calls = 0
+        while calls < 40:
+            calls += bool(comm._member.context.get(320))  # inside the engine
+            time.sleep(0)
+        die(path)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def exits(how: str, ranks_per_host: int) -> Any:
+    """Rank 1 ends without finalize; the others need it."""
+    act_as_hosts(ranks_per_host)
+    comm = miraccl.init(timeout=30)
+    comm.all_reduce(np.ones(5))
+    if comm.rank == 1:
+        if how == "pending":
+            comm.all_reduce(np.ones(5), async_op=True)
+        if how == "finalize":
+            comm.finalize()
+        return "left"
+    if how == "pending":
+        comm.all_reduce(np.ones(5))
+    try:
+        comm.all_reduce(np.ones(5))
+    except MiracclError as error:
+        return seen(error)
+    return "nothing"
+
+
+# ---- never arrives
+
+
+def absent(where: str, ranks_per_host: int) -> Any:
+    """Rank 1 does not come to an operation: it sleeps in Python, or sits in C code and keeps the interpreter's lock."""
+    act_as_hosts(ranks_per_host)
+    comm = miraccl.init(timeout=1.0)
+    comm.all_reduce(np.ones(3, np.float32))
+    start = time.monotonic()
+    try:
+        if comm.rank == 1:
+            if where == "python":
+                return elsewhere(comm)
+            if where == "c":
+                import ctypes
+
+                ctypes.PyDLL(None).usleep(2_500_000)  # with the interpreter's lock
+                comm.all_reduce(np.ones(3, np.float32))
+        if where == "recv":
+            if comm.rank == 0:
+                comm.recv(np.ones(3, np.float32), 1)
+            elif comm.rank == 1:
+                return elsewhere(comm)
+            else:
+                comm.barrier()
+        comm.all_reduce(np.ones(3, np.float32))
+    except MiracclError as error:
+        return {**seen(error), "seconds": time.monotonic() - start}
+    return "nothing"
+
+
+def elsewhere(comm: miraccl.Communicator) -> Any:
+    """Wait, in a line that the others should name, until the communicator is broken."""
+    limit = time.monotonic() + 20
+    while comm._member.faults.fault is None and time.monotonic() < limit:
+        time.sleep(0.01)  # the line where rank 1 is
+    try:
+        comm.barrier()
+    except MiracclError as error:
+        return {**seen(error), "seconds": 0.0}
+    return "nothing"
+
+
+# ---- from outside: a signal, abort, the end of a with block
+
+
+def interrupted(what: str, ranks_per_host: int) -> Any:
+    """Rank 1 waits for rank 0 and gets a SIGINT there; the others must hear of it, and rank 1's own next call as well."""
+    import threading
+
+    act_as_hosts(ranks_per_host)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ranks of the test server ignore it
+    comm = miraccl.init(timeout=20)
+    comm.barrier()
+    x = np.ones(40_000, np.float32)
+
+    def interrupt_when_waiting() -> None:
+        wait_until(lambda: comm._member.fabric.board()["state"] == at.STATE_WAITING)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    if comm.rank == 1:
+        threading.Thread(target=interrupt_when_waiting, daemon=True).start()
+    try:
+        if comm.rank == 0:
+            wait_until(lambda: comm._member.faults.fault is not None)
+        if what == "recv":
+            comm.recv(x, 0 if comm.rank == 1 else 1)
+        elif what == "group":
+            with miraccl.group():
+                comm.send(x, (comm.rank + 1) % 3)
+                comm.recv(x.copy(), 0 if comm.rank == 1 else 1)
+        else:
+            comm.all_reduce(x)
+    except KeyboardInterrupt:
+        try:
+            comm.barrier()
+        except MiracclError as error:
+            return {"first": "KeyboardInterrupt", **seen(error)}
+    except MiracclError as error:
+        return {"first": "", **seen(error)}
+    return "nothing"
+
+
+def wait_until(condition: Any, seconds: float = 15.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > limit:
+            raise AssertionError("the condition did not come true")
+        time.sleep(0.002)
+
+
+def handled(ranks_per_host: int) -> int:
+    """A signal whose handler does not raise leaves a wait as it is."""
+    import threading
+
+    act_as_hosts(ranks_per_host)
+    calls = []
+    signal.signal(signal.SIGUSR1, lambda *_: calls.append(1))
+    with miraccl.init(timeout=20) as comm:
+        comm.barrier()
+        if comm.rank == 1:
+
+            def poke() -> None:
+                wait_until(lambda: comm._member.fabric.board()["state"] == at.STATE_WAITING)
+                os.kill(os.getpid(), signal.SIGUSR1)
+                wait_until(lambda: bool(calls))
+                comm._member.session.notify({"kind": "go"})
+
+            threading.Thread(target=poke, daemon=True).start()
+        else:
+            heard = threading.Event()
+            comm._member.session.on_event(lambda event: heard.set() if getattr(event, "payload", {}).get("kind") == "go" else None)
+            assert heard.wait(15)
+        assert comm.all_reduce(np.ones(3))[0] == comm.nranks
+        return len(calls)
+
+
+def aborted(how: str, ranks_per_host: int) -> Any:
+    """Rank 0 ends the communicator while the others wait for it: by abort() in another thread, or by leaving a with block."""
+    import threading
+
+    act_as_hosts(ranks_per_host)
+    comm = miraccl.init(timeout=20)
+    comm.barrier()
+    try:
+        if comm.rank == 0 and how == "with":
+            with comm:
+                raise ZeroDivisionError("of the application")
+        if comm.rank == 0 and how == "abort":
+            comm.abort("enough of it")
+        if comm.rank == 0 and how == "thread":
+            threading.Timer(0.05, comm.abort, ["from a thread"]).start()
+            comm.recv(np.zeros(3), 1)
+        if how == "async":
+            work = comm.all_reduce(np.ones(3), async_op=True) if comm.rank else None
+            if comm.rank == 0:
+                comm.abort("while others wait in the background")
+            else:
+                assert work is not None
+                work.wait()
+        comm.all_reduce(np.ones(3))
+    except ZeroDivisionError:
+        return {"type": "ZeroDivisionError", "closed": repr(comm)}
+    except MiracclError as error:
+        result = seen(error)
+        comm.finalize()
+        comm.finalize()
+        return result
+    return "nothing"
+
+
+def after_finalize() -> None:
+    """Every operation of a closed communicator says so; finalize, abort and the end of a with block may come again."""
+    with miraccl.init() as comm:
+        x = comm.empty(10)
+        x[:] = comm.rank
+        op = comm.all_reduce_init(x)
+        op()
+        work = comm.all_reduce(np.ones(3), async_op=True)
+        comm.finalize()
+        assert work.done()
+        comm.finalize()
+        comm.abort()
+        a = np.ones(comm.nranks)
+        calls = [
+            lambda: comm.all_reduce(x),
+            lambda: comm.all_reduce(x, async_op=True),
+            lambda: comm.barrier(),
+            lambda: comm.send(a, 0),
+            lambda: comm.recv(a, 0, async_op=True),
+            lambda: comm.sendrecv(a, 0, a.copy(), 0),
+            lambda: comm.all_to_all(a),
+            lambda: comm.broadcast(a),
+            lambda: comm.gather(a),
+            lambda: comm.empty(3),
+            lambda: comm.split(0),
+            lambda: comm.all_reduce_init(a),
+            op,
+        ]
+        for number, call in enumerate(calls):
+            try:
+                call()
+            except miraccl.errors.CommunicatorClosed:
+                continue
+            raise AssertionError(f"call {number} of a closed communicator did not complain")
+    assert "closed" in repr(comm)
+    assert x.sum() == 10 * (comm.nranks * (comm.nranks - 1) // 2)  # window memory lives on with its array
+    x[:] = 5
+

@@ -10,7 +10,7 @@ import numpy as np
 
 import miraccl
 from miraccl import Communicator
-from miraccl.comm.member import Options
+from miraccl.executor.cpu.kernels import layout as at
 from miraccl.schedule import catalog
 from miraccl.types import Collective
 
@@ -64,3 +64,66 @@ def random_cases(
             done += 1
         comm.finalize()
         return done
+
+
+def single_copy_cases(seed: int, number: int, algo: str, counts: list[int], threshold: int) -> None:
+    """As ``random_cases``, where private memory is read by the peer from ``threshold`` bytes on."""
+    with miraccl.init(buffsize=1) as world:
+        comm = derived(world, "single copy", algo=algo)
+        member = comm._member
+        assert member.fabric.addressable
+        member.planner.single_copy = threshold
+        member.context.set(at.CTX_P2P_DIRECT, threshold)
+        comm.barrier()
+        rng = np.random.default_rng(seed)
+        names = [n for n in cases.EVEN if not algo or catalog.get(algo).supports(COLLECTIVE[n], comm.nranks)]
+
+        def ordered(case: cases.Case) -> bool:
+            return bool(algo and catalog.get(algo).rank_ordered)
+
+        for _ in range(number):
+            case = cases.random_case(rng, comm.nranks, counts, names, ordered=ordered)
+            cases.perform(comm, case)
+            cases.perform(comm, case)
+        peer, frm = (comm.rank + 1) % comm.nranks, (comm.rank - 1) % comm.nranks
+        for count in (100, 5000, 300_000):
+            x, out = np.full(count, float(comm.rank)), np.zeros(count)
+            work = comm.recv(out, frm, async_op=True)
+            comm.send(x, peer)
+            x[:] = -1
+            work.wait()
+            assert (out == frm).all()
+
+
+def rewritten() -> None:
+    """Change every input right after the call returns; results must be those of before."""
+    with miraccl.init() as comm:
+        n = comm.nranks
+        for count in (16, 20_000, 300_000):
+            x = comm.empty(count * n, np.float32)
+            out = comm.empty(count * n, np.float32)
+            for turn in range(6):
+                x[:] = comm.rank + turn
+                comm.all_reduce(x, out)
+                x[:] = -5
+                assert (out == n * (n - 1) / 2 + n * turn).all()
+                x[:] = comm.rank + turn
+                comm.all_gather(x[:count], out)
+                x[:] = -5
+                assert (out.reshape(n, count) == np.arange(n)[:, None] + turn).all()
+                x[:] = comm.rank + turn
+                comm.reduce_scatter(x, out[:count])
+                x[:] = -5
+                assert (out[:count] == n * (n - 1) / 2 + n * turn).all()
+                x[:] = comm.rank + turn
+                comm.all_to_all(x, out)
+                x[:] = -5
+                assert (out.reshape(n, count) == np.arange(n)[:, None] + turn).all()
+                x[:] = comm.rank + turn
+                comm.broadcast(x, turn % n)
+                assert (x == turn % n + turn).all()
+                x[:] = comm.rank + turn
+                got = comm.gather(x[:count], turn % n, out if comm.rank == turn % n else None)
+                x[:] = -5
+                assert got is None or (got.reshape(n, count) == np.arange(n)[:, None] + turn).all()
+                comm.sendrecv(out[:count], (comm.rank + 1) % n, x[:count], (comm.rank - 1) % n)

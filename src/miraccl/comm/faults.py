@@ -128,6 +128,8 @@ class Faults:
         op = describe_operation(board)
         if code == at.ERR_ABORTED:
             self._told.wait(NOTICE_WAIT_S)
+            if self.fault is not None and self.fault.op is None:  # a death: it is told what it has interrupted
+                self.fault.op = op
             return self.fault or self.settle(CommunicatorAborted("the operation was aborted", rank=self.rank, op=op, hint=HINT))
         if self.fault is not None:
             return self.fault
@@ -136,7 +138,7 @@ class Faults:
             if not board["p2p_sig"] and (differing := self._compared(board["sig"], statuses)):
                 return self.spread(CollectiveMismatch(differing, rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
             graph = self.wait_for_graph(statuses)
-            text = f"passed its deadline of {self.fabric.timeout:g} s while waiting for rank {peer} in step {step}"
+            text = f"rank {self.rank} passed the deadline of {self.fabric.timeout:g} s while waiting for rank {peer} in step {step}"
             return self.spread(CollectiveTimeout(text, graph=graph, rank=self.rank, peer=peer, op=op, hint=HINT), "timeout")
         if code == at.ERR_LEFT:
             text = f"rank {peer} has left the communicator ({self.left.get(peer, 'finalized')}) and will not take part"
