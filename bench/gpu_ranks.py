@@ -1,0 +1,120 @@
+"""What the GPU benchmarks share: ranks as processes, timing in CUDA graphs and streams, the slowest rank's median.
+
+A benchmark calls ``spawn(module, nranks, arguments)`` in the parent and ``Timer`` in the ranks.  NCCL, where it is compared, runs through
+torch.distributed in the same processes; NVLink multicast is switched off (NCCL_NVLS_ENABLE=0).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def spawn(script: str, nranks: int, arguments: Sequence[str], timeout: float = 560.0) -> int:
+    """Run ``script`` once per rank with the variables of torchrun; the exit status of the first that failed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with socket.socket() as probe:  # torch.distributed listens at a port of its own
+        probe.bind(("127.0.0.1", 0))
+        torch_port = probe.getsockname()[1]
+    workers = []
+    for rank in range(nranks):
+        settings = {"RANK": rank, "WORLD_SIZE": nranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nranks, "MASTER_PORT": port}
+        environment = {
+            **os.environ,
+            **{name: str(value) for name, value in settings.items()},
+            "MASTER_ADDR": "127.0.0.1",
+            "BENCH_TORCH_PORT": str(torch_port),
+            "NCCL_NVLS_ENABLE": "0",
+            "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
+        }
+        workers.append(subprocess.Popen([sys.executable, script, *arguments], env=environment))
+    try:
+        deadline = time.monotonic() + timeout
+        while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
+            if any(worker.poll() for worker in workers):
+                time.sleep(3)  # the others say what they saw
+                break
+            time.sleep(0.05)
+        codes = [worker.poll() if worker.poll() is not None else 1 for worker in workers]
+    finally:
+        for worker in workers:
+            if worker.poll() is None:
+                worker.kill()
+                worker.wait()
+    return next((code for code in codes if code), 0)
+
+
+def start_nccl(dist: Any, torch: Any, rank: int, nranks: int) -> None:
+    """A process group of NCCL beside our own communicator."""
+    where = f"tcp://127.0.0.1:{os.environ['BENCH_TORCH_PORT']}"
+    dist.init_process_group("nccl", init_method=where, rank=rank, world_size=nranks, device_id=torch.device("cuda", rank))
+
+
+class Timer:
+    """Times operations on this rank's GPU. ``barrier`` aligns the ranks; ``slowest`` turns each rank's times into the slowest rank's."""
+
+    def __init__(self, torch: Any, session: Any) -> None:
+        self.torch, self.session = torch, session
+        self.stream = torch.cuda.Stream()
+        self._calls = 0
+
+    def barrier(self) -> None:
+        self.torch.cuda.synchronize()
+        self._calls += 1
+        self.session.barrier("bench")
+
+    def graph(self, operation: Callable[[], Any], iterations: int, repeats: int = 7) -> list[float]:
+        """Microseconds per operation of each replay of a graph of ``iterations`` operations."""
+        torch = self.torch
+        with torch.cuda.stream(self.stream):
+            for _ in range(2):
+                operation()
+            self.barrier()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self.stream):
+                for _ in range(iterations):
+                    operation()
+            graph.replay()
+            return [self._once(graph.replay, iterations) for _ in range(repeats)]
+
+    def plain(self, operation: Callable[[], Any], iterations: int, repeats: int = 7) -> list[float]:
+        """Microseconds per operation, called back to back on a stream."""
+
+        def run() -> None:
+            for _ in range(iterations):
+                operation()
+
+        with self.torch.cuda.stream(self.stream):
+            run()
+            return [self._once(run, iterations) for _ in range(repeats)]
+
+    def _once(self, run: Callable[[], Any], iterations: int) -> float:
+        torch = self.torch
+        self.barrier()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record(self.stream)
+        run()
+        end.record(self.stream)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / iterations * 1e3
+
+    def slowest(self, times: Sequence[float]) -> float:
+        """Median over repeats of the slowest rank."""
+        rows = self.session.all_gather(",".join(f"{t:.4f}" for t in times).encode(), "times")
+        columns = zip(*([float(t) for t in row.decode().split(",")] for row in rows), strict=True)
+        return statistics.median(max(column) for column in columns)
+
+
+def iterations_for(nbytes: int) -> int:
+    return 50 if nbytes <= 1 << 20 else 20 if nbytes <= 64 << 20 else 5

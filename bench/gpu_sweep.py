@@ -1,0 +1,275 @@
+"""Which shape of launch is fastest at which size: the measurement behind the thresholds of ``executor/cuda/plan.py``.
+
+``python bench/gpu_sweep.py --ranks 2 [--out FILE]`` runs every candidate at every size in a CUDA graph, next to NCCL, and prints the best few.
+``--limits`` first measures what the links give: copy engine, stores and bulk copies of the multiprocessors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gpu_ranks import Timer, iterations_for, spawn, start_nccl
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = [16, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1 << 30]
+
+PROBE = """
+typedef unsigned long long u64;
+extern "C" __global__ void push(uint4* dst, const uint4* src, u64 n, u64 window) {
+  u64 stride = (u64)gridDim.x * blockDim.x;
+  for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += 4 * stride) {
+    uint4 v[4];
+    #pragma unroll
+    for (int u = 0; u < 4; u++) if (i + u * stride < n) v[u] = src[i + u * stride];
+    #pragma unroll
+    for (int u = 0; u < 4; u++) if (i + u * stride < n) dst[(i + u * stride) % window] = v[u];
+  }
+}
+#define ST 8
+#define AHEAD 4
+extern "C" __global__ void bulk(char* dst, const char* src, u64 n, u64 window) {
+  extern __shared__ __align__(128) char buf[];
+  __shared__ __align__(8) u64 bars[ST];
+  if (threadIdx.x) return;
+  unsigned b0 = (unsigned)__cvta_generic_to_shared(buf), m0 = (unsigned)__cvta_generic_to_shared(bars);
+  for (int s = 0; s < ST; s++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(m0 + 8 * s));
+  asm volatile("fence.proxy.async;" ::: "memory");
+  u64 chunks = n / CHUNK, mine = 0;
+  auto load = [&](u64 k) {
+    u64 c = blockIdx.x + k * gridDim.x; if (c >= chunks) return;
+    unsigned s = k % ST, m = m0 + 8 * s;
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(m), "r"(CHUNK) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(b0 + s * CHUNK), "l"(src + c * CHUNK), "r"(CHUNK), "r"(m) : "memory");
+  };
+  for (u64 k = 0; k < AHEAD; k++) load(k);
+  for (u64 k = 0; blockIdx.x + k * gridDim.x < chunks; k++) {
+    unsigned s = k % ST, m = m0 + 8 * s, ok = 0, parity = (k / ST) & 1;
+    while (!ok) asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(ok) : "r"(m), "r"(parity) : "memory");
+    u64 c = blockIdx.x + k * gridDim.x;
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" :: "l"(dst + (c * CHUNK) % window), "r"(b0 + s * CHUNK), "r"(CHUNK) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(ST - AHEAD) : "memory");
+    load(k + AHEAD);
+  }
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+"""
+
+
+def plans(nbytes: int, nranks: int, wide: bool) -> Iterator[dict[str, Any]]:
+    """Candidates for an all_reduce of ``nbytes`` of a 16-bit float."""
+    vectors = -(-nbytes // 16)
+    algos = ["one_shot"] if nranks == 2 else ["one_shot", "two_shot"]
+    for algo in algos:
+        if algo == "one_shot" and nranks > 2 and nbytes > 2 * MIB:
+            continue
+        each = -(-vectors // nranks) if algo == "two_shot" else vectors
+        shots = 2 if algo == "two_shot" else 1
+        seen = set()
+        for threads, unroll, dense in SHAPES:
+            for cap in (128 * dense, 64 * dense) if each > 128 * threads * unroll else (128 * dense,):
+                blocks = max(1, min(cap, -(-each // (threads * unroll))))
+                largest = 16 * MIB // (shots * (nranks - 1) * 16)
+                pieces = -(-each // (blocks * threads * unroll))
+                while pieces > 1 and blocks * threads * unroll * min(4, pieces) > largest and blocks > 16:
+                    blocks -= 8
+                    pieces = -(-each // (blocks * threads * unroll))
+                if blocks * threads * unroll * min(4, pieces) > largest or (blocks, threads, unroll) in seen:
+                    continue
+                if nbytes <= 64 * KIB and unroll > 1:
+                    continue
+                seen.add((blocks, threads, unroll))
+                yield {"algo": algo, "proto": "ll128", "blocks": blocks, "threads": threads, "unroll": unroll, "min_blocks": dense}
+    if nbytes >= 4 * MIB or wide:
+        for algo in ("ring", "two_shot") if nranks > 2 else ("one_shot",):
+            for blocks in (32, 64, 128):
+                for threads, unroll in ((512, 4), (512, 8), (1024, 2)):
+                    yield {"algo": algo, "proto": "simple", "blocks": blocks, "threads": threads, "unroll": unroll, "min_blocks": 1}
+
+
+SHAPES = (
+    (64, 1, 1), (128, 1, 1), (256, 1, 1), (512, 1, 1), (1024, 1, 1), (256, 1, 4), (512, 1, 2), (1024, 1, 2),
+    (128, 2, 4), (256, 2, 2), (256, 2, 4), (512, 2, 1), (512, 2, 2), (256, 4, 2), (512, 4, 1),
+)  # fmt: skip
+
+
+def specs(nranks: int) -> list[Any]:
+    """Kernels that the sweep needs: compile them beforehand."""
+    from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
+    from miraccl.types import Collective, DType, RedOp
+
+    found = {}
+    for size in SIZES:
+        request = Request(collective=Collective.ALL_REDUCE, dtype=DType.BFLOAT16, op=RedOp.SUM, count=size // 2, nranks=nranks)
+        for plan in plans(size, nranks, False):
+            found[kernel_spec(DevicePlan(**plan), request)] = None
+    return list(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sizes", default="")
+    parser.add_argument("--limits", action="store_true")
+    parser.add_argument("--no-nccl", action="store_true")
+    parser.add_argument("--out", default="")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        sys.exit(spawn(__file__, options.ranks, sys.argv[1:]))
+    run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from miraccl.bootstrap.launch import detect_launch, meet
+    from miraccl.comm.device import DeviceCommunicator
+    from miraccl.executor.cuda.plan import DevicePlan
+    from miraccl.types import Collective, DType
+
+    rank, nranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank)
+    session = meet(detect_launch(os.environ))
+    comm = DeviceCommunicator(session, rank)
+    if not options.no_nccl:
+        start_nccl(dist, torch, rank, nranks)
+    timer = Timer(torch, session)
+    if options.limits:
+        limits(torch, comm, timer)
+    record = []
+    sizes = [int(s) for s in options.sizes.split(",")] if options.sizes else SIZES
+    for size in sizes:
+        x = torch.randn(size // 2, device="cuda").to(torch.bfloat16)
+        y = torch.empty_like(x)
+        iterations = iterations_for(size)
+        graph = size <= 16 * MIB
+        time = timer.graph if graph else timer.plain
+        nccl = 0.0 if options.no_nccl else timer.slowest(time(lambda: dist.all_reduce(y), iterations))
+        reference = x.clone()
+        if not options.no_nccl:
+            dist.all_reduce(reference)
+        rows = []
+        for plan in plans(size, nranks, False):
+            comm.use_plan(Collective.ALL_REDUCE, DType.BFLOAT16, size // 2, DevicePlan(**plan))
+            try:
+                comm.all_reduce(x, y)
+                torch.cuda.synchronize()
+                wrong = 0 if options.no_nccl else int(((y.float() - reference.float()).abs() > 0.02 * nranks * reference.float().abs().clamp(min=1)).sum())
+                us = timer.slowest(time(lambda: comm.all_reduce(x, y), iterations, 5))
+                comm.check()
+            except Exception as error:
+                if comm._host[0]:
+                    raise
+                print(f"rank {rank} {size} {plan}: {error}", flush=True)
+                continue
+            rows.append((us, wrong, plan))
+        rows.sort(key=lambda row: row[0])
+        record.append({"bytes": size, "nccl_us": nccl, "rows": rows})
+        if rank == 0:
+            print(f"{size:>11} B  nccl {nccl:9.2f} us", flush=True)
+            shown = rows[:3] + [r for r in rows[3:] if r[2]["proto"] == "simple"][:1]
+            for us, wrong, p in shown:
+                shape = f"{p['algo']} {p['proto']} {p['blocks']}x{p['threads']}u{p['unroll']}b{p['min_blocks']}"
+                print(f"      {us:9.2f} us  x{nccl / us:5.2f}  {size / us / 1e3:7.1f} GB/s  {shape} wrong {wrong}", flush=True)
+        del x, y, reference
+    host_cost(torch, comm, timer, dist if not options.no_nccl else None)
+    if rank == 0 and options.out:
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.out).write_text(json.dumps(record))
+    comm.close()
+    session.close()
+    if not options.no_nccl:
+        dist.destroy_process_group()
+
+
+def host_cost(torch: Any, comm: Any, timer: Timer, dist: Any) -> None:
+    """Microseconds of the calling thread per call (the GPU keeps up or not: few calls, then a pause)."""
+    import time
+
+    x = torch.zeros(8, device="cuda")
+    launch = next(iter(comm._launches.values()))
+    torch.cuda.current_stream()
+
+    def cost(call: Any, number: int = 200) -> float:
+        best = 1e9
+        for _ in range(5):
+            timer.barrier()
+            begin = time.perf_counter()
+            for _ in range(number):
+                call()
+            best = min(best, (time.perf_counter() - begin) / number * 1e6)
+            torch.cuda.synchronize()
+        return best
+
+    comm.all_reduce(x)
+    rows = {"all_reduce": cost(lambda: comm.all_reduce(x))}
+    launch = comm._launches[next(k for k in comm._launches if k[2] == 8)]
+    address = x.data_ptr()
+    rows["launch alone"] = cost(lambda: launch.run(address, address, 0))
+    rows["arguments alone"] = cost(lambda: comm._stream_number(None))
+    if dist is not None:
+        rows["torch nccl all_reduce"] = cost(lambda: dist.all_reduce(x))
+    if comm.rank == 0:
+        print("host cost, us per call:", {name: round(us, 2) for name, us in rows.items()}, flush=True)
+
+
+def limits(torch: Any, comm: Any, timer: Timer) -> None:
+    """What one direction between neighbours gives while all ranks do the same: copy engine, stores, bulk copies."""
+    from miraccl.executor.cuda import toolkit
+    from miraccl.executor.cuda.driver import check
+
+    gpu, rank, nranks = comm.gpu, comm.rank, comm.nranks
+    window = 256 * MIB
+    own = gpu.allocate(window)
+    handles = comm.session.all_gather(gpu.export(own), "probe")
+    peer = gpu.map_peer(handles[(rank + 1) % nranks])
+    source = torch.randn(window // 4, device="cuda")
+    stream = timer.stream.cuda_stream
+    cuda = gpu.cuda
+    bases = source.data_ptr()
+    rows = {}
+    for total in (256 * MIB,):
+        rows["copy engine"] = timer.slowest(timer.plain(lambda: cuda.cuMemcpyDtoDAsync(peer, bases, total, stream), 8))
+        for chunk in (4096, 16384):
+            function = gpu.load(toolkit.compile_cubin(f"#define CHUNK {chunk}\n" + PROBE, gpu.arch, "probe"), "bulk")
+            check(cuda.cuFuncSetAttribute(function, cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 8 * chunk), "attr")
+            for blocks in (16, 32, 64, 128):
+                call = launcher(cuda, function, blocks, 32, 8 * chunk, stream, (peer, bases, total, window))
+                rows[f"bulk {chunk} x{blocks}"] = timer.slowest(timer.plain(call, 8))
+        function = gpu.load(toolkit.compile_cubin("#define CHUNK 4096\n" + PROBE, gpu.arch, "probe"), "push")
+        for blocks, threads in ((16, 1024), (32, 1024), (64, 1024), (128, 512), (128, 1024), (256, 1024)):
+            call = launcher(cuda, function, blocks, threads, 0, stream, (peer, bases, total // 16, window // 16))
+            rows[f"stores {blocks}x{threads}"] = timer.slowest(timer.plain(call, 8))
+    if rank == 0:
+        print("limits, GB/s:", {name: round(256 * MIB / us / 1e3, 1) for name, us in rows.items()}, flush=True)
+    timer.barrier()
+    gpu.unmap_peer(peer)
+    gpu.free(own)
+
+
+def launcher(cuda: Any, function: Any, blocks: int, threads: int, shared: int, stream: int, values: tuple[int, ...]) -> Any:
+    """A call that launches a kernel of 64-bit arguments."""
+    import ctypes
+
+    from miraccl.executor.cuda.driver import check
+
+    words = (ctypes.c_uint64 * len(values))(*values)
+    pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(words) + 8 * i for i in range(len(values))))
+
+    def call() -> None:
+        check(cuda.cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared, stream, ctypes.addressof(pointers), 0), "launch")
+        _ = words
+
+    return call
+
+
+if __name__ == "__main__":
+    main()

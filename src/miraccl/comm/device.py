@@ -1,0 +1,269 @@
+"""Collectives on GPU memory: one process per GPU, all GPUs of one host.
+
+``DeviceCommunicator`` owns the symmetric memory, the kernels and the plans.  A call finds its plan by (collective, dtype, count, operator),
+writes two pointers and launches one kernel in the caller's stream: no host synchronisation, nothing allocated, and a CUDA graph may capture
+it and be replayed any number of times.  The first call of a kind plans and perhaps compiles.
+
+Calls of one communicator are ordered: ranks make them in the same order, and a call in another stream than the one before waits for that one.
+While kernels wait they look at an abort word and at the operation's deadline; ``check`` turns what they found into an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from miraccl import params
+from miraccl.bootstrap import Session
+from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
+from miraccl.errors import CollectiveTimeout, CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError
+from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.launch import Kernels, Launch
+from miraccl.executor.cuda.lower import Fixed
+from miraccl.executor.cuda.plan import DevicePlan, Request, choose
+from miraccl.transport.cuda_p2p import SymmetricMemory
+from miraccl.types import Collective, DType, RedOp
+
+SUM = RedOp.SUM
+
+
+class DeviceCommunicator:
+    """The GPU side of a communicator; made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU."""
+
+    def __init__(self, session: Session, ordinal: int, *, timeout: float | None = None, algo: str | None = None, proto: str | None = None) -> None:
+        self.session, self.rank, self.nranks = session, session.rank, session.nranks
+        if self.nranks > layout.MAX_RANKS or len(set(session.hosts)) > 1:
+            raise InvalidUsage(f"GPU memory is communicated among 1 to {layout.MAX_RANKS} ranks of one host", rank=self.rank)
+        self.algo = params.ALGO.read() if algo is None else algo
+        self.proto = params.PROTO.read() if proto is None else proto
+        timeout = params.TIMEOUT.read() if timeout is None else timeout
+        self.gpu = Gpu(ordinal)
+        self.memory = SymmetricMemory(self.gpu, self.rank, self.nranks)
+        self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
+        self.memory.connect(session.all_gather(self.memory.setup(), "gpu memory"))
+        # nobody sends before everybody has mapped and filled its memory
+        sizes = session.all_gather(str(self.gpu.multiprocessors).encode(), "gpu ready")
+        self.multiprocessors = min(int(size) for size in sizes)
+        self._fixed = Fixed(rank=self.rank, bases=tuple(self.memory.bases), host=host_on_gpu, timeout_ns=int(timeout * 1e9))
+        self._timeout = timeout
+        self._kernels = Kernels(self.gpu)
+        self._launches: dict[tuple[Any, ...], Launch] = {}
+        self._plans: dict[tuple[Any, ...], DevicePlan] = {}
+        self._stream = -1
+        self._current_stream: Callable[[int], int] | None = None
+        self.last_plan: DevicePlan | None = None
+        self.closed = False
+
+    # ---- collectives
+
+    def all_reduce(self, x: Any, out: Any = None, op: RedOp = SUM, *, stream: Any = None) -> Any:
+        """Reduce ``x`` over all ranks into ``out``, or into ``x`` itself."""
+        source = device_view(x, "x", "all_reduce")
+        target = source if out is None else self._like(out, source, source.count, "all_reduce")
+        self._run(Collective.ALL_REDUCE, source, target, source.count, op, 0, stream)
+        return x if out is None else out
+
+    def reduce_scatter(self, x: Any, out: Any = None, op: RedOp = SUM, *, stream: Any = None) -> Any:
+        """Reduce ``x`` over all ranks; rank r gets the r-th of nranks equal shares in ``out``."""
+        source = device_view(x, "x", "reduce_scatter")
+        count = self._share(source, "reduce_scatter")
+        out = empty_like(x, count, "reduce_scatter") if out is None else out
+        target = self._like(out, source, count, "reduce_scatter")
+        self._run(Collective.REDUCE_SCATTER, source, target, count, op, 0, stream)
+        return out
+
+    def all_gather(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
+        """All ranks' ``x``, one after another, on every rank."""
+        source = device_view(x, "x", "all_gather")
+        out = empty_like(x, source.count * self.nranks, "all_gather") if out is None else out
+        target = self._like(out, source, source.count * self.nranks, "all_gather")
+        self._run(Collective.ALL_GATHER, source, target, source.count, SUM, 0, stream)
+        return out
+
+    def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
+        """Block j of rank i's ``x`` becomes block i of rank j's ``out``."""
+        source = device_view(x, "x", "all_to_all")
+        count = self._share(source, "all_to_all")
+        out = empty_like(x, source.count, "all_to_all") if out is None else out
+        target = self._like(out, source, source.count, "all_to_all")
+        if source.nbytes and source.address < target.address + target.nbytes and target.address < source.address + source.nbytes:
+            raise InvalidUsage("all_to_all has no in-place form: x and out must not overlap", rank=self.rank)
+        self._run(Collective.ALL_TO_ALL, source, target, count, SUM, 0, stream)
+        return out
+
+    def broadcast(self, x: Any, root: int = 0, *, stream: Any = None) -> Any:
+        """``x`` of rank ``root`` into ``x`` of every rank."""
+        source = device_view(x, "x", "broadcast")
+        self._run(Collective.BROADCAST, source, source, source.count, SUM, self._root(root), stream)
+        return x
+
+    def reduce(self, x: Any, root: int = 0, out: Any = None, op: RedOp = SUM, *, stream: Any = None) -> Any:
+        """Reduce ``x`` over all ranks into ``x`` or ``out`` of rank ``root``; the others' stays as it is."""
+        chief = self._root(root)
+        source = device_view(x, "x", "reduce")
+        target = source if out is None or self.rank != chief else self._like(out, source, source.count, "reduce")
+        self._run(Collective.REDUCE, source, target, source.count, op, chief, stream)
+        return x if target is source else out
+
+    # ---- running
+
+    def _run(self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: RedOp, root: int, stream: Any) -> None:
+        if self.nranks == 1 or count == 0:
+            self._run_alone(source, target, stream, collective)
+            return
+        key = (collective, source.dtype, count, op, root)
+        launch = self._launches.get(key) or self._prepare(key)
+        self._start(launch, source.address, target.address, stream, collective)
+
+    def _start(self, launch: Launch, source: int, target: int, stream: Any, collective: Collective) -> None:
+        if self._host[layout.HOST_ABORT] or self.closed:
+            self.check(collective.label)
+        number = self._stream_number(stream)
+        if number != self._stream:
+            self._change_stream(number)
+        launch.run(source, target, number)
+        self.last_plan = launch.plan
+
+    def _run_alone(self, source: DeviceMemory, target: DeviceMemory, stream: Any, collective: Collective) -> None:
+        """One rank, or nothing to do: the result is the input."""
+        self.check(collective.label)
+        if source.nbytes and source.address != target.address:
+            self.gpu.copy(target.address, source.address, source.nbytes, self._stream_number(stream))
+
+    def _prepare(self, key: tuple[Any, ...]) -> Launch:
+        collective, dtype, count, op, root = key
+        if not isinstance(op, RedOp):
+            raise InvalidUsage(f"{collective.label}: op is {op!r}; on GPU memory SUM, PROD, MIN, MAX and AVG are supported", rank=self.rank)
+        request = self.request(collective, dtype, count, op, root)
+        self.gpu.make_current()
+        launch = self.prepare(self.plan(request), request)
+        self._launches[key] = launch
+        return launch
+
+    def request(self, collective: Collective, dtype: DType, count: int, op: RedOp = SUM, root: int = 0) -> Request:
+        """What ``choose`` decides about; ``count`` are the elements of a block."""
+        return Request(
+            collective=collective,
+            dtype=dtype,
+            op=op,
+            count=count,
+            nranks=self.nranks,
+            root=root,
+            algo=self.algo,
+            proto=self.proto,
+            multiprocessors=self.multiprocessors,
+        )
+
+    def plan(self, request: Request) -> DevicePlan:
+        """The plan for a request: one given with ``use_plan``, else what ``choose`` says."""
+        given = self._plans.get((request.collective, request.dtype, request.count, request.op))
+        return given or choose(request)
+
+    def use_plan(self, collective: Collective, dtype: DType, count: int, plan: DevicePlan, op: RedOp = SUM) -> None:
+        """Run operations of this kind with ``plan`` from now on; all ranks give the same."""
+        self._plans[collective, dtype, count, op] = plan
+        self._launches = {key: value for key, value in self._launches.items() if key[:4] != (collective, dtype, count, op)}
+
+    def prepare(self, plan: DevicePlan, request: Request) -> Launch:
+        """A launch of ``plan``."""
+        launch = self._kernels.prepare(plan, request, self._fixed)
+        return launch
+
+    def _stream_number(self, stream: Any) -> int:
+        """A stream as the driver's number: a number, PyTorch's or CuPy's stream, anything with ``__cuda_stream__``; None is the current one."""
+        if stream is None:
+            if self._current_stream is None:
+                self._current_stream = _find_current_stream()
+            return self._current_stream(self.gpu.ordinal)
+        if isinstance(stream, int):
+            return stream
+        for name in ("cuda_stream", "ptr"):
+            number = getattr(stream, name, None)
+            if number is not None:
+                return int(number)
+        if hasattr(stream, "__cuda_stream__"):
+            return int(stream.__cuda_stream__()[1])
+        raise InvalidUsage(f"stream is {stream!r}; allowed are a CUstream as a number and objects that have one", rank=self.rank)
+
+    def _change_stream(self, number: int) -> None:
+        """The first call in another stream waits for what this communicator did in the last one."""
+        before, self._stream = self._stream, number
+        if before != -1 and not (self.gpu.is_capturing(number) or self.gpu.is_capturing(before)):
+            self.gpu.order_streams(before, number)
+
+    # ---- arguments
+
+    def _like(self, out: Any, source: DeviceMemory, count: int, where: str) -> DeviceMemory:
+        target = device_view(out, "out", where)
+        if target.dtype is not source.dtype or target.count != count:
+            raise InvalidUsage(f"{where}: out has {target.count} x {target.dtype.label}, but needs {count} x {source.dtype.label}", rank=self.rank)
+        return target
+
+    def _share(self, source: DeviceMemory, where: str) -> int:
+        if source.count % self.nranks:
+            raise InvalidUsage(f"{where}: x has {source.count} elements, which {self.nranks} ranks cannot share evenly", rank=self.rank)
+        return source.count // self.nranks
+
+    def _root(self, root: Any) -> int:
+        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.nranks:
+            raise InvalidUsage(f"root is {root!r}; allowed are the ranks 0 to {self.nranks - 1}", rank=self.rank)
+        return root
+
+    # ---- failure and end
+
+    def check(self, name: str = "") -> None:
+        """Raise if the communicator is closed, was aborted, or a kernel passed its deadline. Does not wait for kernels."""
+        if self.closed:
+            raise CommunicatorClosed("the communicator has been finalized", rank=self.rank, op=name or None)
+        if self._host[layout.HOST_ERROR] == layout.ERROR_TIMEOUT:
+            peer, what = int(self._host[layout.HOST_PEER]), layout.WHAT_TEXT.get(int(self._host[layout.HOST_WHAT]), "something")
+            text = f"waited longer than {self._timeout:.3g} s for {what} from rank {peer}"
+            hint = f"rank {peer} has not come to this operation, or is stuck before it on its stream"
+            raise CollectiveTimeout(text, rank=self.rank, peer=peer, op=name or None, hint=hint)
+        if self._host[layout.HOST_ABORT]:
+            raise CommunicatorAborted("the communicator was aborted", rank=self.rank, op=name or None)
+
+    def abort(self) -> None:
+        """End the kernels of this rank that wait; later calls raise. Any thread may call it."""
+        if not self.closed:
+            self._host[layout.HOST_ABORT] = 1
+
+    def synchronize(self) -> None:
+        """Wait for this rank's GPU, then ``check``."""
+        self.gpu.make_current()
+        self.gpu.synchronize()
+        self.check()
+
+    def close(self) -> None:
+        """Free everything, after all ranks have come here and their kernels have ended; may be called twice."""
+        if self.closed:
+            return
+        broken = bool(self._host[layout.HOST_ABORT])
+        self.closed = True
+        try:
+            self.gpu.make_current()
+            self.gpu.synchronize()
+            if not broken:
+                self.session.barrier("gpu close")
+        except MiracclError:  # a peer is gone, or the context is broken: what can be freed is freed
+            pass
+        self.memory.close()
+        try:
+            self.gpu.free_host(self._host_address)
+            self.gpu.close()
+        except MiracclError:
+            pass
+
+
+def _find_current_stream() -> Callable[[int], int]:
+    """How to ask for the current stream of a device: PyTorch's, CuPy's, or the legacy default stream."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        raw: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        return raw
+    cupy = sys.modules.get("cupy")
+    if cupy is not None:
+        return lambda ordinal: int(cupy.cuda.get_current_stream().ptr)
+    return lambda ordinal: 0

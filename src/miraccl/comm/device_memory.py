@@ -1,0 +1,117 @@
+"""Arrays on a GPU as users pass them: PyTorch tensors, anything with ``__cuda_array_interface__``, CUDA DLPack.
+
+Only headers are read; nothing is copied.  PyTorch is recognised without being imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from miraccl.errors import InvalidUsage
+from miraccl.types import DType
+
+_TORCH_NAMES = {
+    "int8": DType.INT8,
+    "uint8": DType.UINT8,
+    "bool": DType.UINT8,
+    "int32": DType.INT32,
+    "uint32": DType.UINT32,
+    "int64": DType.INT64,
+    "uint64": DType.UINT64,
+    "float16": DType.FLOAT16,
+    "float32": DType.FLOAT32,
+    "float64": DType.FLOAT64,
+    "bfloat16": DType.BFLOAT16,
+    "float8_e4m3fn": DType.FLOAT8_E4M3,
+    "float8_e5m2": DType.FLOAT8_E5M2,
+}
+_torch_dtypes: dict[Any, DType] = {}
+_CUDA_KINDS = (2, 13)  # DLDeviceType: kDLCUDA, kDLCUDAManaged
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A contiguous buffer on the GPU ``ordinal`` (-1: the array does not say)."""
+
+    address: int
+    count: int
+    dtype: DType
+    ordinal: int = -1
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+
+def lies_on_gpu(thing: Any) -> bool:
+    """Whether ``thing`` is an array in GPU memory; cheap, never raises, imports nothing."""
+    if isinstance(thing, np.ndarray):
+        return False
+    flag = getattr(thing, "is_cuda", None)
+    if flag is not None:
+        return bool(flag)
+    if hasattr(type(thing), "__cuda_array_interface__"):
+        return True
+    ask = getattr(thing, "__dlpack_device__", None)
+    return ask is not None and int(ask()[0]) in _CUDA_KINDS
+
+
+def device_view(thing: Any, name: str, where: str) -> DeviceMemory:
+    """The memory of ``thing``, or ``InvalidUsage`` that says what is wrong with the argument ``name`` of ``where``."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(thing, torch.Tensor):
+        return _view_tensor(thing, torch, name, where)
+    interface = getattr(thing, "__cuda_array_interface__", None)
+    if interface is not None:
+        return _view_interface(interface, name, where)
+    raise InvalidUsage(f"{where}: {name} is a {type(thing).__name__}; allowed is GPU memory with __cuda_array_interface__, or a PyTorch tensor")
+
+
+def _view_tensor(tensor: Any, torch: Any, name: str, where: str) -> DeviceMemory:
+    if not _torch_dtypes:
+        _torch_dtypes.update({getattr(torch, label): code for label, code in _TORCH_NAMES.items() if hasattr(torch, label)})
+    dtype = _torch_dtypes.get(tensor.dtype)
+    if dtype is None:
+        raise InvalidUsage(f"{where}: {name} has dtype {tensor.dtype}; allowed are {', '.join(code.label for code in DType)}")
+    if not tensor.is_cuda:
+        raise InvalidUsage(f"{where}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU")
+    if not tensor.is_contiguous():
+        raise InvalidUsage(f"{where}: {name} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()})", hint="pass x.contiguous()")
+    return DeviceMemory(tensor.data_ptr(), tensor.numel(), dtype, tensor.get_device())
+
+
+def _view_interface(interface: dict[str, Any], name: str, where: str) -> DeviceMemory:
+    shape, typestr = interface["shape"], interface["typestr"]
+    try:
+        dtype = _TORCH_NAMES[np.dtype(typestr).name]
+    except (TypeError, KeyError):
+        raise InvalidUsage(f"{where}: {name} has type {typestr!r}; allowed are {', '.join(code.label for code in DType)}") from None
+    strides, size, expected = interface.get("strides"), dtype.itemsize, dtype.itemsize
+    if strides is not None:
+        for length, stride in zip(reversed(shape), reversed(strides)):
+            if length != 1 and stride != expected:
+                raise InvalidUsage(f"{where}: {name} is not contiguous (shape {shape}, strides {strides} bytes)")
+            expected *= length
+    count = 1
+    for length in shape:
+        count *= int(length)
+    if interface["data"][0] % size:
+        raise InvalidUsage(f"{where}: {name} is not aligned to its element size of {size} bytes")
+    return DeviceMemory(int(interface["data"][0] or 0), count, dtype)
+
+
+def empty_like(thing: Any, count: int, where: str) -> Any:
+    """A flat array of the same library, dtype and device with ``count`` elements."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(thing, torch.Tensor):
+        return torch.empty(count, dtype=thing.dtype, device=thing.device)
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(thing, cupy.ndarray):
+        make: Callable[..., Any] = cupy.empty
+        return make(count, dtype=thing.dtype)
+    raise InvalidUsage(f"{where}: give out, an array for the result, with arrays of type {type(thing).__name__}")

@@ -1,0 +1,65 @@
+"""A launch with everything but the pointers decided, and the kernels that are loaded on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+from miraccl.executor.cuda import lower, toolkit
+from miraccl.executor.cuda.driver import Gpu, check
+from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
+from miraccl.executor.cuda.source import KernelSpec, write_source
+from miraccl.schedule import catalog
+
+_pointers = struct.Struct("<QQ")
+
+
+class Launch:
+    """One collective of one size. ``run`` enqueues it; it neither waits nor allocates."""
+
+    def __init__(self, gpu: Gpu, function: Any, plan: DevicePlan, blocks: int, args: bytearray) -> None:
+        self.plan, self.blocks = plan, blocks
+        self._args = (ctypes.c_char * len(args)).from_buffer(args)
+        self._params = (ctypes.c_void_p * 1)(ctypes.addressof(self._args))
+        self._address = ctypes.addressof(self._params)
+        self._function = function
+        self._launch = gpu.cuda.cuLaunchKernel
+        self._stream_type = gpu.cuda.CUstream
+        self._stream, self._stream_object = -1, None
+        self._keep = args
+
+    def run(self, source: int, target: int, stream: int) -> None:
+        """Enqueue in ``stream`` (a CUstream as a number): read at ``source``, write at ``target``."""
+        _pointers.pack_into(self._args, 0, source, target)
+        if stream != self._stream:
+            self._stream, self._stream_object = stream, self._stream_type(stream)
+        code = self._launch(self._function, self.blocks, 1, 1, self.plan.threads, 1, 1, 0, self._stream_object, self._address, 0)
+        if code[0]:
+            check(code, "cuLaunchKernel")
+
+
+class Kernels:
+    """Compiled and loaded kernels of one GPU, by what they are for."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self._functions: dict[KernelSpec, Any] = {}
+
+    def function(self, spec: KernelSpec) -> Any:
+        """The loaded kernel, compiled now if this machine never needed it."""
+        if spec not in self._functions:
+            cubin = toolkit.compile_cubin(write_source(spec, self.gpu.arch), self.gpu.arch, spec.name)
+            self._functions[spec] = self.gpu.load(cubin, spec.entry)
+        return self._functions[spec]
+
+    def prepare(self, plan: DevicePlan, request: Request, fixed: lower.Fixed) -> Launch:
+        """Compile, load and lower. May be called while a stream is captured."""
+        spec = kernel_spec(plan, request)
+        if plan.packets:
+            schedule, args = None, lower.lower_packets(plan, request, fixed)
+        else:
+            schedule = catalog.build(plan.algo, request.collective, request.nranks, request.root)
+            args = lower.lower_steps(schedule, plan, request, fixed)
+        function = self.function(spec)
+        return Launch(self.gpu, function, plan, lower.grid_of(plan, schedule), args)

@@ -1,0 +1,101 @@
+"""Where things lie in a rank's symmetric memory, and how the arguments of a launch look: what Python and CUDA agree on.
+
+The symmetric memory is one allocation per rank, mapped by every other rank:
+
+======== ============================================================ ======================
+part     holds                                                        written by
+======== ============================================================ ======================
+state    number of the launch, ticket of its blocks                   its rank
+sent     messages sent, per (peer, block)                             its rank
+taken    messages taken, per (peer, block)                            its rank
+tail     messages that have come, per (peer, block)                   the peer
+head     messages that the peer has taken, per (peer, block)          the peer
+packets  two banks of packets, full of ones when nothing is there     peers; cleared by its rank
+fifo     slots of the FIFOs into this rank, per (peer, block)         peers
+======== ============================================================ ======================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_RANKS = 8
+BLOCKS = 128  # blocks that have FIFOs; a multiple of every number of channels in use, below the 132 multiprocessors of a Hopper GPU
+WORD_STRIDE = 64  # bytes from one counter to the next
+NSTEPS = 4  # slots of a FIFO
+MAX_CHANNELS = 4
+MAX_STEPS = 120  # of one rank, so that the arguments stay below 4 KiB
+
+KIB, MIB = 1 << 10, 1 << 20
+_COUNTERS = MAX_RANKS * BLOCKS * WORD_STRIDE
+STATE_OFFSET = 0
+STATE_LAUNCH, STATE_TICKET = 0, 8  # words (of 8 bytes) from STATE_OFFSET, on lines of their own
+SENT_OFFSET = 4 * KIB
+TAKEN_OFFSET = SENT_OFFSET + _COUNTERS
+TAIL_OFFSET = TAKEN_OFFSET + _COUNTERS
+HEAD_OFFSET = TAIL_OFFSET + _COUNTERS
+PACKETS_OFFSET = 1 * MIB
+BANK_BYTES = 16 * MIB
+FIFO_OFFSET = PACKETS_OFFSET + 2 * BANK_BYTES
+FIFO_BYTES = 30 * MIB
+TOTAL_BYTES = FIFO_OFFSET + FIFO_BYTES
+assert HEAD_OFFSET + _COUNTERS <= PACKETS_OFFSET
+
+# Words (of 4 bytes) in host memory that the GPU reads and writes while it waits.
+HOST_ABORT, HOST_ERROR, HOST_PEER, HOST_WHAT = 0, 1, 2, 3
+HOST_BYTES = 64
+ERROR_TIMEOUT = 1
+WHAT_FIRST_SHOT, WHAT_SECOND_SHOT, WHAT_MESSAGE, WHAT_ROOM = 0, 1, 2, 3
+WHAT_TEXT = {
+    WHAT_FIRST_SHOT: "a packet of the first shot",
+    WHAT_SECOND_SHOT: "a packet of the second shot",
+    WHAT_MESSAGE: "a message",
+    WHAT_ROOM: "room in its FIFO",
+}
+
+
+def slot_bytes(nranks: int) -> int:
+    """Bytes of one slot of a FIFO: the FIFOs from all peers share ``FIFO_BYTES``."""
+    return FIFO_BYTES // (max(1, nranks - 1) * BLOCKS * NSTEPS) // 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a struct: ``struct`` code and offset in bytes."""
+
+    code: str
+    offset: int
+
+
+#: struct Args of source/common.cuh; ``base`` is an array of nranks pointers
+ARGS = {
+    "in": Field("Q", 0),
+    "out": Field("Q", 8),
+    "count": Field("Q", 16),
+    "rank": Field("I", 24),
+    "root": Field("I", 28),
+    "nslots": Field("I", 32),
+    "ahead": Field("I", 36),
+    "timeout_ns": Field("Q", 40),
+    "host": Field("Q", 48),
+    "base": Field("Q", 56),
+}
+
+
+def args_bytes(nranks: int) -> int:
+    return ARGS["base"].offset + 8 * nranks
+
+
+#: struct Step of source/steps.cuh: op, src_buf, dst_buf, npeers, recv_peer, send_peer, chunks, -, src, dst, -, peers
+STEP = "<BBBBbbBxHHxxxxQ"
+#: what follows Args in struct Program: scratch, part, piece, parts, channels, first[MAX_CHANNELS + 1], -; then the steps
+PROGRAM_HEAD = f"<QQQII{MAX_CHANNELS + 1}Ixxxx"
+
+
+def defines(nranks: int) -> dict[str, int]:
+    """The constants of this file that CUDA sources use."""
+    names = (
+        "BLOCKS WORD_STRIDE NSTEPS MAX_CHANNELS MAX_STEPS STATE_OFFSET STATE_LAUNCH STATE_TICKET SENT_OFFSET TAKEN_OFFSET TAIL_OFFSET "
+        "HEAD_OFFSET PACKETS_OFFSET BANK_BYTES FIFO_OFFSET HOST_ABORT HOST_ERROR HOST_PEER HOST_WHAT ERROR_TIMEOUT WHAT_MESSAGE WHAT_ROOM"
+    )
+    return {name: int(globals()[name]) for name in names.split()} | {"RANKS": nranks, "SLOT_BYTES": slot_bytes(nranks)}

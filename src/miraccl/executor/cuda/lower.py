@@ -1,0 +1,132 @@
+"""From a plan to the arguments of a launch.
+
+``one_shot`` and ``two_shot`` on packets are recognised by name: their kernels are the schedules with send and receive fused, one thread per
+packet.  Every other schedule, and these in protocol Simple, is lowered step by step for the kernel ``steps``.  What is lowered depends on
+rank and size; pointers are filled in by whoever launches.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.plan import DevicePlan, Request
+from miraccl.schedule.ir import Buffer, Op, Schedule, Step
+from miraccl.types import Collective
+
+_FIFO_OPS = tuple(op for op in Op if op <= Op.RECV_REDUCE_ALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """What the arguments of all launches of a communicator have in common."""
+
+    rank: int
+    bases: tuple[int, ...]
+    host: int
+    timeout_ns: int
+
+
+def pack_args(fixed: Fixed, *, count: int, root: int = 0, nslots: int = 1, ahead: int = 0) -> bytearray:
+    """struct Args with empty ``in`` and ``out``."""
+    block = bytearray(layout.args_bytes(len(fixed.bases)))
+    values = {
+        "count": count,
+        "rank": fixed.rank,
+        "root": root,
+        "nslots": nslots,
+        "ahead": ahead,
+        "timeout_ns": fixed.timeout_ns,
+        "host": fixed.host,
+    }
+    for name, value in values.items():
+        field = layout.ARGS[name]
+        struct.pack_into("<" + field.code, block, field.offset, value)
+    struct.pack_into(f"<{len(fixed.bases)}Q", block, layout.ARGS["base"].offset, *fixed.bases)
+    return block
+
+
+def lower_packets(plan: DevicePlan, request: Request, fixed: Fixed) -> bytearray:
+    """Arguments of the kernel ``packets``. Raises ``InvalidUsage`` for a shape that the banks cannot hold."""
+    vec = 8 if plan.proto == "ll" else 16
+    count = request.count if request.reduces else request.block_bytes
+    vectors = -(-request.block_bytes // vec)
+    shots = 1
+    if plan.algo == "two_shot" and request.collective is Collective.ALL_REDUCE:
+        shots, vectors = 2, -(-vectors // request.nranks)
+    piece = plan.blocks * plan.threads * plan.unroll
+    pieces = -(-vectors // piece)
+    nslots = layout.BANK_BYTES // (shots * (request.nranks - 1) * piece * 16)
+    if nslots < min(pieces, 4):
+        raise InvalidUsage(f"{plan.blocks} blocks of {plan.threads} x {plan.unroll} packets do not fit into a bank {min(pieces, 4)} times")
+    nslots = min(nslots, pieces) if pieces <= nslots else nslots
+    ahead = pieces - 1 if pieces <= nslots else nslots // 2 - 1
+    if plan.ahead:
+        ahead = min(ahead, plan.ahead)
+    return pack_args(fixed, count=count, root=request.root, nslots=nslots, ahead=ahead)
+
+
+def part_elements(count: int, parts: int, itemsize: int) -> int:
+    """Elements of a part: equal for all but the last ones, and a whole number of vectors, so that parts begin on 16 bytes."""
+    per_vector = max(1, 16 // itemsize)
+    return max(1, -(-count // (parts * per_vector))) * per_vector
+
+
+def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, fixed: Fixed) -> bytearray:
+    """Arguments of the kernel ``steps``; raises ``InvalidUsage`` for what it cannot run."""
+    itemsize = request.dtype.itemsize if request.reduces else 1
+    count = request.count if request.reduces else request.block_bytes
+    channels = [channel[fixed.rank] for channel in schedule.channels]
+    _check(schedule, channels)
+    widest = max((step.chunks for channel in schedule.channels for steps in channel for step in steps), default=1) or 1
+    lanes = max(1, plan.blocks // schedule.nchannels)
+    part = part_elements(count, schedule.parts, itemsize)
+    vector = 16 // itemsize
+    room = layout.slot_bytes(request.nranks) // widest // 16 * vector
+    piece = max(vector, min(room, -(-part // (lanes * vector)) * vector))
+    first, encoded = [0], b""
+    for steps in channels:
+        encoded += b"".join(_encode(step) for step in steps)
+        first.append(first[-1] + len(steps))
+    first += [first[-1]] * (layout.MAX_CHANNELS + 1 - len(first))
+    head = struct.pack(layout.PROGRAM_HEAD, 0, part, piece, schedule.parts, schedule.nchannels, *first)
+    table = encoded.ljust(layout.MAX_STEPS * struct.calcsize(layout.STEP), b"\0")
+    return pack_args(fixed, count=count, root=request.root) + bytearray(head + table)
+
+
+def grid_of(plan: DevicePlan, schedule: Schedule | None) -> int:
+    """Blocks of the launch: a multiple of the schedule's channels."""
+    if schedule is None:
+        return plan.blocks
+    return max(1, plan.blocks // schedule.nchannels) * schedule.nchannels
+
+
+def _check(schedule: Schedule, channels: Sequence[Sequence[Step]]) -> None:
+    if schedule.nchannels > layout.MAX_CHANNELS or sum(map(len, channels)) > layout.MAX_STEPS:
+        raise InvalidUsage(f"schedule {schedule.name!r} has more than {layout.MAX_CHANNELS} channels or {layout.MAX_STEPS} steps on a rank")
+    for steps in channels:
+        for step in steps:
+            if step.op not in _FIFO_OPS:
+                raise InvalidUsage(f"schedule {schedule.name!r} uses {step.op.name}, which needs memory registered with all ranks")
+            if Buffer.SCRATCH in ((step.src.buffer if step.src else None), (step.dst.buffer if step.dst else None)):
+                raise InvalidUsage(f"schedule {schedule.name!r} needs scratch memory, which GPU ranks do not have yet")
+
+
+def _encode(step: Step) -> bytes:
+    order = sum(peer << (4 * place) for place, peer in enumerate(step.peers))
+    return struct.pack(
+        layout.STEP,
+        step.op,
+        step.src.buffer if step.src else 0,
+        step.dst.buffer if step.dst else 0,
+        len(step.peers),
+        -1 if step.recv_peer is None else step.recv_peer,
+        -1 if step.send_peer is None else step.send_peer,
+        step.chunks,
+        step.src.index if step.src else 0,
+        step.dst.index if step.dst else 0,
+        order,
+    )

@@ -1,0 +1,151 @@
+"""Which kernel, in which shape, for which size: decided from what all ranks know alike.
+
+``choose`` returns a ``DevicePlan``: algorithm, protocol and the shape of the launch.  Thresholds were measured on one host with H200 GPUs and
+NVLink (docs/performance.md says how); an algorithm or protocol that the user names wins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.source import KernelSpec, can_spare_a_nan
+from miraccl.schedule import catalog
+from miraccl.types import Collective, DType, RedOp
+
+KIB, MIB = layout.KIB, layout.MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlan:
+    """One way to run a collective. ``blocks`` of ``threads`` threads; each thread handles ``unroll`` vectors of 16 (LL: 8) bytes at a time;
+    ``ahead`` pieces are pushed ahead where the operation has several (0: as many as memory allows)."""
+
+    algo: str
+    proto: str
+    blocks: int
+    threads: int
+    unroll: int
+    min_blocks: int = 1
+    ahead: int = 0
+    reason: str = ""
+
+    @property
+    def packets(self) -> bool:
+        return self.proto in ("ll", "ll128")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be run. ``count`` are the elements of a block (``schedule.ir``), ``multiprocessors`` those of the smallest GPU."""
+
+    collective: Collective
+    dtype: DType
+    op: RedOp
+    count: int
+    nranks: int
+    root: int = 0
+    algo: str = ""
+    proto: str = ""
+    multiprocessors: int = 132
+
+    @property
+    def block_bytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+    @property
+    def reduces(self) -> bool:
+        return self.collective.reduces
+
+
+_PACKET_COLLECTIVES = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_ALL)
+
+
+def choose(request: Request) -> DevicePlan:
+    """The plan for a request, or ``InvalidUsage`` where what was asked for does not exist."""
+    algo, proto = request.algo, request.proto
+    if proto not in ("", "simple", "ll", "ll128"):
+        raise InvalidUsage(f"protocol {proto!r} does not exist on GPU memory; allowed are simple, ll and ll128")
+    if not algo:
+        algo = _algorithm(request)
+    if not proto:
+        proto = _protocol(request, algo)
+    fits = request.collective in _PACKET_COLLECTIVES and algo in ("one_shot", "two_shot")
+    if proto != "simple" and not fits:
+        proto = "simple"
+    if proto == "ll128" and not (request.reduces and can_spare_a_nan(request.dtype)):
+        proto = "ll"
+    return _packet_shape(request, algo, proto) if proto != "simple" else _simple_shape(request, algo)
+
+
+def _algorithm(request: Request) -> str:
+    nbytes, nranks = request.block_bytes, request.nranks
+    match request.collective:
+        case Collective.ALL_REDUCE:
+            if nranks == 2:
+                return "one_shot"
+            return "one_shot" if nbytes <= ONE_SHOT_UP_TO.get(nranks, 128 * KIB) else "two_shot"
+        case Collective.REDUCE_SCATTER | Collective.ALL_GATHER | Collective.ALL_TO_ALL:
+            return "one_shot"
+        case _:
+            names = [a.name for a in catalog.algorithms_for(request.collective, nranks)]
+            for name in ("one_shot", "chain", "ring"):
+                if name in names:
+                    return name
+            raise InvalidUsage(f"no algorithm for {request.collective.label} on GPU memory")
+
+
+ONE_SHOT_UP_TO = {2: 1 << 62, 3: 256 * KIB, 4: 256 * KIB}
+LL_UP_TO = 512 * KIB  # of a block, for types whose packets need words for flags
+
+
+def _protocol(request: Request, algo: str) -> str:
+    if request.reduces and can_spare_a_nan(request.dtype):
+        return "ll128"
+    return "ll" if request.block_bytes <= LL_UP_TO else "simple"
+
+
+def _packet_shape(request: Request, algo: str, proto: str) -> DevicePlan:
+    """Many small blocks for short messages, so that each multiprocessor has little to do; fuller ones where bandwidth counts."""
+    vec = 8 if proto == "ll" else 16
+    vectors = -(-request.block_bytes // vec)
+    if algo == "two_shot":
+        vectors = -(-vectors // request.nranks)
+    shape = 512, 1, 2
+    if vectors <= 32 * 128:
+        shape = 128, 1, 1
+    elif vectors <= 128 * 256:
+        shape = 256, 1, 1
+    threads, unroll, min_blocks = shape
+    # an operation of several pieces needs four slots in a bank (lower.lower_packets)
+    shots = 2 if algo == "two_shot" and request.collective is Collective.ALL_REDUCE else 1
+    largest = layout.BANK_BYTES // (4 * shots * (request.nranks - 1) * 16)
+    limit = max(1, min(min_blocks * 128, largest // (threads * unroll)))
+    blocks = max(1, min(limit, -(-vectors // (threads * unroll))))
+    return DevicePlan(algo=algo, proto=proto, blocks=blocks, threads=threads, unroll=unroll, min_blocks=min_blocks)
+
+
+def _simple_shape(request: Request, algo: str) -> DevicePlan:
+    total = request.block_bytes
+    blocks = max(1, min(layout.BLOCKS, total // (16 * KIB)))
+    return DevicePlan(algo=algo, proto="simple", blocks=blocks, threads=512, unroll=4)
+
+
+def kernel_spec(plan: DevicePlan, request: Request) -> KernelSpec:
+    """What to compile for a plan."""
+    mode = ""
+    if plan.packets:
+        mode = "two_shot" if plan.algo == "two_shot" and request.collective is Collective.ALL_REDUCE else request.collective.label
+    return KernelSpec(
+        family="packets" if plan.packets else "steps",
+        mode=mode,
+        nranks=request.nranks,
+        dtype=request.dtype if request.reduces else DType.UINT8,
+        op=request.op if request.reduces else RedOp.SUM,
+        reduces=request.reduces,
+        flagged=plan.proto == "ll",
+        threads=plan.threads,
+        unroll=plan.unroll,
+        min_blocks=plan.min_blocks,
+    )

@@ -1,0 +1,211 @@
+// What all kernels share: the arguments of a launch, element types, operators, vectors, and waiting that ends.
+//
+// The generator (executor/cuda/source.py) puts before this text: RANKS, THREADS, UNROLL, TYPE_<dtype>, OP_<operator>,
+// FLAGGED (0 or 1), MODE_<collective>, ARCH and the offsets of executor/cuda/layout.py. No header is included: the text
+// compiles with NVRTC alone.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct Args {          // layout.ARGS
+  const void* in;
+  void* out;
+  u64 count;           // elements of a block
+  u32 rank, root;
+  u32 nslots, ahead;   // packet kernels: slots of a bank, pieces that are pushed ahead
+  u64 timeout_ns;
+  u32* host;           // layout.HOST_*: words in host memory
+  char* base[RANKS];   // every rank's symmetric memory, mapped here
+};
+
+// ---- element types: T as it lies in memory, A as it is added up
+
+#if defined(TYPE_FLOAT32)
+typedef float T; typedef float A;
+#define IS_FLOAT 1
+__device__ __forceinline__ A widen(T x) { return x; }
+__device__ __forceinline__ T narrow(A x) { return x; }
+#elif defined(TYPE_FLOAT64)
+typedef double T; typedef double A;
+#define IS_FLOAT 1
+__device__ __forceinline__ A widen(T x) { return x; }
+__device__ __forceinline__ T narrow(A x) { return x; }
+#elif defined(TYPE_BFLOAT16)
+typedef u16 T; typedef float A;
+#define IS_FLOAT 1
+__device__ __forceinline__ A widen(T x) { return __uint_as_float((u32)x << 16); }
+__device__ __forceinline__ T narrow(A x) {
+#if ARCH >= 80
+  T y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y;
+#else
+  u32 b = __float_as_uint(x);
+  if ((b & 0x7fffffffu) > 0x7f800000u) return 0x7fff;      // a NaN stays one
+  return (T)((b + 0x7fffu + ((b >> 16) & 1u)) >> 16);      // round to nearest, ties to even
+#endif
+}
+#elif defined(TYPE_FLOAT16)
+typedef u16 T; typedef float A;
+#define IS_FLOAT 1
+__device__ __forceinline__ A widen(T x) { A y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
+__device__ __forceinline__ T narrow(A x) { T y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
+#else
+#define IS_FLOAT 0
+#if defined(TYPE_INT8)
+typedef signed char T;
+#elif defined(TYPE_UINT8)
+typedef u8 T;
+#elif defined(TYPE_INT32)
+typedef int T;
+#elif defined(TYPE_UINT32)
+typedef u32 T;
+#elif defined(TYPE_INT64)
+typedef i64 T;
+#elif defined(TYPE_UINT64)
+typedef u64 T;
+#endif
+typedef T A;
+__device__ __forceinline__ A widen(T x) { return x; }
+__device__ __forceinline__ T narrow(A x) { return x; }
+#endif
+
+__device__ __forceinline__ A combine(A a, A b) {
+#if defined(OP_PROD)
+  return (A)(a * b);
+#elif defined(OP_MIN) || defined(OP_MAX)
+#if IS_FLOAT
+  if (a != a || b != b) return a + b;                       // NaN goes through
+#endif
+#if defined(OP_MIN)
+  return b < a ? b : a;
+#else
+  return a < b ? b : a;
+#endif
+#else
+  return (A)(a + b);                                        // sums, also those that will be averages
+#endif
+}
+
+__device__ __forceinline__ A finish(A a) {
+#if defined(OP_AVG)
+  return (A)(a / (A)RANKS);                                 // integers are truncated towards zero
+#else
+  return a;
+#endif
+}
+
+// ---- vectors: what one thread handles at a time. A packet is 16 bytes on the wire; see packets.cuh
+
+#if FLAGGED
+#define VEC_BYTES 8
+#else
+#define VEC_BYTES 16
+#endif
+#define VEC_WORDS (VEC_BYTES / 4)
+#define ELEMS ((int)(VEC_BYTES / sizeof(T)))
+
+union Vec {
+  u32 w[VEC_WORDS];
+  T e[ELEMS];
+};
+
+// Elements [first, first + ELEMS) of an array of ``count``; what lies beyond its end is zero.
+__device__ __forceinline__ Vec load_vec(const T* p, u64 first, u64 count, bool aligned) {
+  Vec v;
+  if (aligned && first + ELEMS <= count) {
+#if FLAGGED
+    uint2 q = *(const uint2*)(p + first); v.w[0] = q.x; v.w[1] = q.y;
+#else
+    uint4 q = *(const uint4*)(p + first); v.w[0] = q.x; v.w[1] = q.y; v.w[2] = q.z; v.w[3] = q.w;
+#endif
+  } else {
+#pragma unroll
+    for (int j = 0; j < VEC_WORDS; j++) v.w[j] = 0;
+#pragma unroll
+    for (int j = 0; j < ELEMS; j++) if (first + j < count) v.e[j] = p[first + j];
+  }
+  return v;
+}
+
+__device__ __forceinline__ void store_vec(T* p, u64 first, u64 count, bool aligned, const Vec& v) {
+  if (aligned && first + ELEMS <= count) {
+#if FLAGGED
+    *(uint2*)(p + first) = make_uint2(v.w[0], v.w[1]);
+#else
+    *(uint4*)(p + first) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]);
+#endif
+  } else {
+#pragma unroll
+    for (int j = 0; j < ELEMS; j++) if (first + j < count) p[first + j] = v.e[j];
+  }
+}
+
+struct Sum {
+  A a[ELEMS];
+  __device__ __forceinline__ void begin(const Vec& v) {
+#pragma unroll
+    for (int j = 0; j < ELEMS; j++) a[j] = widen(v.e[j]);
+  }
+  __device__ __forceinline__ void add(const Vec& v) {
+#pragma unroll
+    for (int j = 0; j < ELEMS; j++) a[j] = combine(a[j], widen(v.e[j]));
+  }
+  __device__ __forceinline__ Vec end() const {
+    Vec v;
+#pragma unroll
+    for (int j = 0; j < ELEMS; j++) v.e[j] = narrow(finish(a[j]));
+    return v;
+  }
+};
+
+// ---- memory that other GPUs see
+
+__device__ __forceinline__ uint4 load_packet(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_packet(uint4* p, uint4 v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0],{%1,%2,%3,%4};" :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ u64 load_word(const u64* p) {
+  u64 v; asm volatile("ld.relaxed.sys.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory"); return v;
+}
+__device__ __forceinline__ u64 load_acquire(const u64* p) {
+  u64 v; asm volatile("ld.acquire.sys.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory"); return v;
+}
+__device__ __forceinline__ void store_release(u64* p, u64 v) {
+  asm volatile("st.release.sys.global.u64 [%0],%1;" :: "l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ __forceinline__ u64 now_ns() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
+
+// ---- waiting: every loop looks at the abort word and at its own deadline, rarely
+
+struct Watch {
+  u64 since;
+  u32 spins;
+  bool dead;
+};
+#define LOOK_EVERY 2048u  // polls; about a millisecond
+
+// Whether to stop waiting. ``peer`` is who is waited for, ``what`` a code of layout.WHAT_*.
+__device__ __noinline__ bool look(const Args& a, Watch& w, u32 peer, u32 what) {
+  w.spins = 0;
+  u64 t = now_ns();
+  if (w.since == 0) w.since = t;
+  volatile u32* host = a.host;
+  if (host[HOST_ABORT] != 0) { w.dead = true; return true; }
+  if (t - w.since > a.timeout_ns) {
+    if (atomicCAS_system(a.host + HOST_ERROR, 0u, ERROR_TIMEOUT) == 0u) { host[HOST_PEER] = peer; host[HOST_WHAT] = what; }
+    host[HOST_ABORT] = 1u;  // the other threads of this rank need not wait for their own deadlines
+    w.dead = true;
+    return true;
+  }
+  return false;
+}
+__device__ __forceinline__ bool give_up(const Args& a, Watch& w, u32 peer, u32 what) {
+  return w.dead || (++w.spins == LOOK_EVERY && look(a, w, peer, what));
+}

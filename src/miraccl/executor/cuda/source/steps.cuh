@@ -1,0 +1,186 @@
+// Any schedule of FIFO primitives, protocol Simple: a block walks over the steps of its rank.
+//
+// Blocks are independent: block b belongs to channel b % channels and moves the pieces lane, lane + lanes, ... of every chunk, where lane
+// is b / channels; a piece has ``piece`` elements, the same on all ranks. Between two ranks each block has a FIFO of NSTEPS slots in the
+// memory of the receiver. The sender writes a slot, fences and raises the tail there; the receiver reads and raises the head in the
+// memory of the sender (NCCL src/device/prims_simple.h). Heads and tails count messages since the communicator began: they lie in
+// device memory, so captured launches can be replayed, and launches of any shape follow one another.
+
+struct Step {            // layout.STEP
+  u8 op, src_buf, dst_buf, npeers;
+  signed char recv_peer, send_peer;
+  u8 chunks, unused;
+  u16 src, dst;
+  u32 unused2;
+  u64 peers;             // four bits each, in the order of the additions
+};
+
+struct Program {         // layout.PROGRAM
+  Args a;
+  void* scratch;
+  u64 part;              // elements of a part of a block; the last ones may be shorter or empty
+  u64 piece;             // elements that a block moves of one chunk at a time
+  u32 parts, channels;
+  u32 first[MAX_CHANNELS + 1];
+  u32 unused;
+  Step steps[MAX_STEPS];
+};
+
+enum { SEND, RECV, COPY, RECV_REDUCE, RECV_COPY_SEND, RECV_REDUCE_SEND, RECV_REDUCE_COPY, RECV_REDUCE_COPY_SEND, RECV_REDUCE_ALL };
+
+struct Ends {            // shared memory: where this block stands with every peer
+  u64 sent[RANKS], taken[RANKS];
+  u32 dead;
+};
+
+__device__ __forceinline__ u64* word_of(char* base, u64 offset, u32 peer) { return (u64*)(base + offset + ((u64)peer * BLOCKS + blockIdx.x) * WORD_STRIDE); }
+
+__device__ __forceinline__ char* slot_of(const Args& a, u32 dst, u32 src, u64 message) {
+  u64 fifo = (u64)(src < dst ? src : src - 1) * BLOCKS + blockIdx.x;
+  return a.base[dst] + FIFO_OFFSET + (fifo * NSTEPS + message % NSTEPS) * SLOT_BYTES;
+}
+
+// Thread 0: until a message from ``peer`` is there.
+__device__ __forceinline__ void wait_message(const Args& a, Ends& e, Watch& w, u32 peer) {
+  u64* tail = word_of(a.base[a.rank], TAIL_OFFSET, peer);
+  while (load_acquire(tail) <= e.taken[peer]) if (give_up(a, w, peer, WHAT_MESSAGE)) { e.dead = 1; return; }
+}
+// Thread 0: until ``peer`` has room.
+__device__ __forceinline__ void wait_room(const Args& a, Ends& e, Watch& w, u32 peer) {
+  u64* head = word_of(a.base[a.rank], HEAD_OFFSET, peer);
+  while (load_acquire(head) + NSTEPS <= e.sent[peer]) if (give_up(a, w, peer, WHAT_ROOM)) { e.dead = 1; return; }
+}
+
+// Elements [0, n) of up to RANKS sources are added up (one source: copied bit by bit) into one or two places.
+struct Move {
+  const T* src[RANKS];
+  int nsrc;
+  T* dst;
+  T* far;
+  u64 n;
+};
+
+__device__ __forceinline__ Vec load_raw(const T* p, u64 i) {
+  Vec v; uint4 q = load_packet((const uint4*)(p + i)); v.w[0] = q.x; v.w[1] = q.y; v.w[2] = q.z; v.w[3] = q.w; return v;
+}
+__device__ __forceinline__ void store_raw(T* p, u64 i, const Vec& v) { *(uint4*)(p + i) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]); }
+
+template <int U> __device__ __forceinline__ void move_vectors(const Move& m, u64 first, u64 stride) {
+  Vec v[U];
+#pragma unroll
+  for (int u = 0; u < U; u++) v[u] = load_raw(m.src[0], (first + u * stride) * ELEMS);
+#if REDUCES
+  if (m.nsrc > 1) {
+    Sum sum[U];
+#pragma unroll
+    for (int u = 0; u < U; u++) sum[u].begin(v[u]);
+    for (int s = 1; s < m.nsrc; s++) {
+#pragma unroll
+      for (int u = 0; u < U; u++) v[u] = load_raw(m.src[s], (first + u * stride) * ELEMS);
+#pragma unroll
+      for (int u = 0; u < U; u++) sum[u].add(v[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < U; u++) v[u] = sum[u].end();
+  }
+#endif
+  if (m.far) {
+#pragma unroll
+    for (int u = 0; u < U; u++) store_raw(m.far, (first + u * stride) * ELEMS, v[u]);
+  }
+  if (m.dst) {
+#pragma unroll
+    for (int u = 0; u < U; u++) store_raw(m.dst, (first + u * stride) * ELEMS, v[u]);
+  }
+}
+
+__device__ __forceinline__ void move(const Move& m) {
+  u64 all = (u64)m.dst | (u64)m.far;
+  for (int s = 0; s < m.nsrc; s++) all |= (u64)m.src[s];
+  u64 whole = (all & 15) ? 0 : m.n / ELEMS, i = threadIdx.x;
+  for (; i + (UNROLL - 1) * THREADS < whole; i += UNROLL * THREADS) move_vectors<UNROLL>(m, i, THREADS);
+  for (; i < whole; i += THREADS) move_vectors<1>(m, i, THREADS);
+  for (u64 j = whole * ELEMS + threadIdx.x; j < m.n; j += THREADS) {  // the rest, or everything where addresses are odd
+    T x = m.src[0][j];
+#if REDUCES
+    if (m.nsrc > 1) {
+      A sum = widen(x);
+      for (int s = 1; s < m.nsrc; s++) sum = combine(sum, widen(m.src[s][j]));
+      x = narrow(finish(sum));
+    }
+#endif
+    if (m.far) m.far[j] = x;
+    if (m.dst) m.dst[j] = x;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) steps(const __grid_constant__ Program p) {
+  const Args& a = p.a;
+  __shared__ Ends e;
+  if (threadIdx.x < RANKS) {
+    e.sent[threadIdx.x] = *word_of(a.base[a.rank], SENT_OFFSET, threadIdx.x);
+    e.taken[threadIdx.x] = *word_of(a.base[a.rank], TAKEN_OFFSET, threadIdx.x);
+  }
+  if (threadIdx.x == 0) e.dead = 0;
+  __syncthreads();
+  Watch watch = {0, 0, false};
+  u32 channel = blockIdx.x % p.channels, lane = blockIdx.x / p.channels, lanes = gridDim.x / p.channels;
+  u64 longest = p.part < a.count ? p.part : a.count;  // of any chunk
+  for (u64 at = lane * p.piece; at < longest; at += lanes * p.piece) {
+    for (u32 number = p.first[channel]; number < p.first[channel + 1]; number++) {
+      const Step& s = p.steps[number];
+      bool sends = s.op == SEND || s.op == RECV_COPY_SEND || s.op == RECV_REDUCE_SEND || s.op == RECV_REDUCE_COPY_SEND;
+      bool local = s.op == SEND || s.op == COPY || s.op == RECV_REDUCE_SEND || s.op == RECV_REDUCE_COPY || s.op == RECV_REDUCE_COPY_SEND;
+      u32 from = s.recv_peer, to = s.send_peer;
+      if (threadIdx.x == 0) {
+        if (s.op == RECV_REDUCE_ALL) {
+          for (u32 j = 0; j < s.npeers; j++) { u32 peer = (s.peers >> (4 * j)) & 15; if (peer != a.rank) wait_message(a, e, watch, peer); }
+        } else if (s.recv_peer >= 0) wait_message(a, e, watch, from);
+        if (sends) wait_room(a, e, watch, to);
+      }
+      __syncthreads();
+      if (e.dead) return;
+      for (u32 c = 0; c < s.chunks; c++) {
+        u32 src = s.src + c, dst = s.dst + c;
+        u32 which = (s.op == RECV || s.op == RECV_COPY_SEND || s.op == RECV_REDUCE ? dst : src) % p.parts;
+        u64 begin = which * p.part + at, end = (which + 1) * p.part;
+        if (end > a.count) end = a.count;
+        if (end > begin + p.piece) end = begin + p.piece;
+        if (begin >= end) continue;
+        Move m;
+        m.n = end - begin; m.nsrc = 0; m.dst = nullptr; m.far = nullptr;
+        T* base[3] = {(T*)a.in, (T*)a.out, (T*)p.scratch};
+        T* near_src = base[s.src_buf] + (u64)(src / p.parts) * a.count + begin;
+        T* near_dst = base[s.dst_buf] + (u64)(dst / p.parts) * a.count + (u64)(dst % p.parts) * p.part + at;
+        if (s.op == RECV_REDUCE_ALL) {
+          for (u32 j = 0; j < s.npeers; j++) {
+            u32 peer = (s.peers >> (4 * j)) & 15;
+            m.src[m.nsrc++] = peer == a.rank ? near_src : (T*)slot_of(a, a.rank, peer, e.taken[peer]) + c * p.piece;
+          }
+        } else {
+          if (local) m.src[m.nsrc++] = near_src;
+          if (s.op == RECV_REDUCE) m.src[m.nsrc++] = near_dst;
+          if (s.recv_peer >= 0) m.src[m.nsrc++] = (T*)slot_of(a, a.rank, from, e.taken[from]) + c * p.piece;
+        }
+        if (s.op != SEND && s.op != RECV_REDUCE_SEND) m.dst = near_dst;
+        if (sends) m.far = (T*)slot_of(a, to, a.rank, e.sent[to]) + c * p.piece;
+        move(m);
+      }
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        if (sends) { store_release(word_of(a.base[to], TAIL_OFFSET, a.rank), ++e.sent[to]); }
+        if (s.op == RECV_REDUCE_ALL) {
+          for (u32 j = 0; j < s.npeers; j++) {
+            u32 peer = (s.peers >> (4 * j)) & 15;
+            if (peer != a.rank) store_release(word_of(a.base[peer], HEAD_OFFSET, a.rank), ++e.taken[peer]);
+          }
+        } else if (s.recv_peer >= 0) store_release(word_of(a.base[from], HEAD_OFFSET, a.rank), ++e.taken[from]);
+      }
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < RANKS) {
+    *word_of(a.base[a.rank], SENT_OFFSET, threadIdx.x) = e.sent[threadIdx.x];
+    *word_of(a.base[a.rank], TAKEN_OFFSET, threadIdx.x) = e.taken[threadIdx.x];
+  }
+}

@@ -1,0 +1,91 @@
+"""NVRTC: CUDA text in, machine code out, kept on disk.
+
+The compiler comes from ``cuda.bindings`` and is imported when the first kernel is needed.  The key of the cache is what the code depends
+on: the text with its definitions, the architecture, the options and the version of NVRTC.  Neither a GPU nor a driver is needed here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Any
+
+from miraccl.errors import MiracclError, MissingDependency
+from miraccl.native import cache
+
+INSTALL = "pip install 'miraccl[cuda]'"
+OPTIONS = ("--std=c++17", "-lineinfo")
+
+
+class CompileError(MiracclError):
+    """NVRTC refused a kernel; the message is its log. A bug of this package."""
+
+
+@functools.cache
+def bindings(name: str) -> Any:
+    """``cuda.bindings.<name>`` ("nvrtc" or "driver"), or ``MissingDependency`` that says what to install."""
+    import importlib
+
+    try:
+        return importlib.import_module(f"cuda.bindings.{name}")
+    except Exception as error:  # the package is missing, or it finds no library
+        raise MissingDependency(f"GPU memory needs cuda.bindings.{name}: {error}", hint=INSTALL) from error
+
+
+def _checked(result: tuple[Any, ...], what: str) -> Any:
+    code, *rest = result
+    if int(code) != 0:
+        raise CompileError(f"{what}: {code.name}")
+    return rest[0] if len(rest) == 1 else tuple(rest)
+
+
+@functools.cache
+def version() -> tuple[int, int]:
+    """Of NVRTC; raises ``MissingDependency`` where its library cannot be loaded."""
+    nvrtc = bindings("nvrtc")
+    try:
+        major, minor = _checked(nvrtc.nvrtcVersion(), "nvrtcVersion")
+    except CompileError:
+        raise
+    except Exception as error:
+        raise MissingDependency(f"the library of NVRTC cannot be loaded: {error}", hint=INSTALL) from error
+    return int(major), int(minor)
+
+
+@functools.cache
+def supported_archs() -> tuple[int, ...]:
+    """Architectures that this NVRTC compiles for, as 90 for sm_90."""
+    version()
+    nvrtc = bindings("nvrtc")
+    count = _checked(nvrtc.nvrtcGetNumSupportedArchs(), "nvrtcGetNumSupportedArchs")
+    listed = _checked(nvrtc.nvrtcGetSupportedArchs(), "nvrtcGetSupportedArchs")
+    return tuple(int(arch) for arch in listed)[: int(count)]
+
+
+def compile_cubin(source: str, arch: int, name: str) -> bytes:
+    """Machine code of ``source`` for sm_``arch``, from the cache if it is there. ``name`` is for messages and file names."""
+    words = "\0".join((source, str(arch), *OPTIONS, ".".join(map(str, version()))))
+    key = f"cuda-{name}-sm{arch}-{hashlib.sha256(words.encode()).hexdigest()[:20]}.cubin"
+    found = cache.read(key)
+    if found is not None and len(found) > 32 and hashlib.sha256(found[32:]).digest() == found[:32]:
+        return found[32:]
+    code = _compile(source, arch, name)
+    cache.write(key, hashlib.sha256(code).digest() + code)
+    return code
+
+
+def _compile(source: str, arch: int, name: str) -> bytes:
+    nvrtc = bindings("nvrtc")
+    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], []), "nvrtcCreateProgram")
+    try:
+        options = [option.encode() for option in (f"--gpu-architecture=sm_{arch}", *OPTIONS)]
+        (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if int(code) != 0:
+            log = b" " * int(_checked(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize"))
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise CompileError(f"{name} for sm_{arch}: {code.name}\n{log.decode(errors='replace').strip()}")
+        cubin = b" " * int(_checked(nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize"))
+        _checked(nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
+        return cubin
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)

@@ -1,0 +1,56 @@
+"""The cases of the GPU tests: collective, type, operator, size, place, algorithm, protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+Case = dict[str, Any]
+
+
+def name_of(case: Case) -> str:
+    return "-".join(f"{key}={value}" if key not in ("collective", "dtype") else str(value) for key, value in case.items())
+
+
+def _all_reduce() -> Iterator[Case]:
+    for dtype in ("float32", "bfloat16", "float16", "int32"):
+        for count in (1, 7, 1000, 65536 + 3):
+            for algo in ("one_shot", "two_shot"):
+                yield {"collective": "all_reduce", "dtype": dtype, "count": count, "algo": algo}
+    for algo in ("one_shot", "two_shot"):
+        for proto in ("ll", "ll128", "simple"):
+            for offset, out_offset in ((0, 0), (1, 0), (3, 5)):
+                case = {"collective": "all_reduce", "dtype": "bfloat16", "count": 10001, "algo": algo, "proto": proto}
+                yield case | {"offset": offset, "out_offset": out_offset}
+        # many pieces, so that slots are used again
+        plan = {"algo": algo, "proto": "ll128", "blocks": 64, "threads": 256, "unroll": 1}
+        yield {"collective": "all_reduce", "dtype": "bfloat16", "count": (6 << 20) + 5, "plan": plan, "repeat": 3}
+        yield {"collective": "all_reduce", "dtype": "float32", "count": 5000, "algo": algo, "graph": 5, "in_place": True}
+        yield {"collective": "all_reduce", "dtype": "bfloat16", "count": 300000, "algo": algo, "repeat": 50, "in_place": True}
+    for dtype in ("int8", "uint8", "uint32", "int64", "uint64", "float64"):
+        yield {"collective": "all_reduce", "dtype": dtype, "count": 4099}
+    for op in ("PROD", "MIN", "MAX", "AVG"):
+        for dtype in ("float32", "bfloat16", "int32"):
+            yield {"collective": "all_reduce", "dtype": dtype, "count": 3001, "op": op}
+    for algo in ("ring", "one_shot", "two_shot", "double_binary_tree"):
+        for count in (9, 70001, 3 << 20):
+            yield {"collective": "all_reduce", "dtype": "float32", "count": count, "algo": algo, "proto": "simple", "close": True, "repeat": 3}
+    yield {"collective": "all_reduce", "dtype": "float32", "count": 1 << 18, "algo": "ring", "proto": "simple", "graph": 4, "close": True}
+
+
+def _others() -> Iterator[Case]:
+    for collective in ("reduce_scatter", "all_gather", "all_to_all"):
+        for dtype in ("float32", "bfloat16", "uint8"):
+            for count in (1, 1000, 30011):
+                for proto in ("", "simple"):
+                    yield {"collective": collective, "dtype": dtype, "count": count, "proto": proto}
+        yield {"collective": collective, "dtype": "float32", "count": 2000, "graph": 3}
+        yield {"collective": collective, "dtype": "float32", "count": 1 << 20, "repeat": 3}
+    for collective in ("broadcast", "reduce"):
+        for root in (0, 1):
+            for count in (1, 30011, 1 << 20):
+                yield {"collective": collective, "dtype": "float32", "count": count, "root": root, "repeat": 3, "close": True}
+    yield {"collective": "all_gather", "dtype": "float8_e4m3", "count": 999}
+
+
+CASES: list[Case] = [*_all_reduce(), *_others()]

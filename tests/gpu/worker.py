@@ -1,0 +1,166 @@
+"""One rank of the GPU tests: runs cases given as JSON and says for each what was wrong, or nothing.
+
+Every rank makes the inputs of all ranks from a seed, computes what the collective is defined to give (``schedule.interpret.expected``) on the
+CPU, and compares its own result bit by bit.  Run by ``tests.gpu.ranks``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+import numpy as np
+
+from miraccl.bootstrap.launch import detect_launch, meet
+from miraccl.comm.device import DeviceCommunicator
+from miraccl.executor.cuda.plan import DevicePlan
+from miraccl.schedule.interpret import expected
+from miraccl.schedule.reduction import NUMPY_DTYPE
+from miraccl.types import Collective, DType, RedOp
+
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def make_input(rank: int, count: int, dtype: DType, seed: int) -> Any:
+    """Random elements of one rank, some of them NaN, infinite or minus zero where the type has these."""
+    kind = NUMPY_DTYPE[dtype]
+    rng = np.random.default_rng((seed, rank))
+    if not dtype.is_float:
+        return rng.integers(-100 if dtype in (DType.INT8, DType.INT32, DType.INT64) else 0, 100, count).astype(kind)
+    values = (rng.standard_normal(count) * 4).astype(kind)
+    if count > 64:
+        values[rank::61] = np.array(-0.0).astype(kind)
+    return values
+
+
+def to_gpu(torch: Any, array: Any, dtype: DType, offset: int) -> Any:
+    """A tensor with the bits of ``array``, ``offset`` elements into its allocation."""
+    signed = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}[dtype.itemsize]
+    whole = torch.full((array.size + offset,), 7, dtype=getattr(torch, np.dtype(signed).name), device="cuda")
+    whole[offset:] = torch.from_numpy(array.view(signed).copy()).cuda()
+    return whole.view(torch_dtype(torch, dtype))[offset:]
+
+
+def torch_dtype(torch: Any, dtype: DType) -> Any:
+    return getattr(torch, {DType.FLOAT8_E4M3: "float8_e4m3fn"}.get(dtype, dtype.label))
+
+
+def to_cpu(torch: Any, tensor: Any, dtype: DType) -> Any:
+    signed = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}[dtype.itemsize]
+    return tensor.view(getattr(torch, signed)).cpu().numpy().view(NUMPY_DTYPE[dtype])
+
+
+class Rank:
+    """A communicator with its case runner."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+        launch = detect_launch(os.environ)
+        self.ordinal = launch.local_rank % torch.cuda.device_count()
+        torch.cuda.set_device(self.ordinal)
+        torch.zeros(1, device="cuda")
+        self.session = meet(launch)
+        self.comm = DeviceCommunicator(self.session, self.ordinal, timeout=float(os.environ.get("TEST_TIMEOUT", "60")))
+
+    def run(self, case: dict[str, Any]) -> str:
+        comm, torch = self.comm, self.torch
+        collective, dtype = Collective[case["collective"].upper()], DType[case["dtype"].upper()]
+        op, count, root = RedOp[case.get("op", "SUM")], case["count"], case.get("root", 0)
+        comm.algo, comm.proto = case.get("algo", ""), case.get("proto", "")
+        comm._launches.clear()
+        comm._plans.clear()
+        if "plan" in case:
+            comm.use_plan(collective, dtype, count, DevicePlan(**case["plan"]), op)
+        blocks = comm.nranks if collective in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL) else 1
+        inputs = [make_input(r, count * blocks, dtype, case.get("seed", 1)) for r in range(comm.nranks)]
+        whole = [i if collective is not Collective.BROADCAST or r == root else None for r, i in enumerate(inputs)]
+        want = expected(collective, whole, op=op, root=root)[comm.rank]
+        x = to_gpu(torch, inputs[comm.rank], dtype, case.get("offset", 0))
+        run = self.call(collective, x, dtype, op, root, case, want)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            result = run()
+            if case.get("graph"):
+                stream.synchronize()
+                x.copy_(to_gpu(torch, inputs[comm.rank], dtype, 0))
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    result = run()
+                for _ in range(case["graph"]):
+                    x.copy_(to_gpu(torch, inputs[comm.rank], dtype, 0))
+                    graph.replay()
+            for _ in range(case.get("repeat", 0)):
+                if result is x:
+                    x.copy_(to_gpu(torch, inputs[comm.rank], dtype, 0))
+                result = run()
+        stream.synchronize()
+        comm.check()
+        got = to_cpu(torch, result, dtype)
+        if want is None:
+            want = inputs[comm.rank]
+        return compare(got, want, dtype, bool(case.get("close")))
+
+    def call(self, collective: Collective, x: Any, dtype: DType, op: RedOp, root: int, case: dict[str, Any], want: Any) -> Any:
+        comm, torch = self.comm, self.torch
+        out = None
+        if not case.get("in_place") and collective is not Collective.BROADCAST and not (collective is Collective.REDUCE and want is None):
+            out = to_gpu(torch, np.zeros(want.size, NUMPY_DTYPE[dtype]), dtype, case.get("out_offset", 0))
+        match collective:
+            case Collective.ALL_REDUCE:
+                return lambda: comm.all_reduce(x, out, op)
+            case Collective.REDUCE_SCATTER:
+                return lambda: comm.reduce_scatter(x, out, op)
+            case Collective.ALL_GATHER:
+                return lambda: comm.all_gather(x, out)
+            case Collective.ALL_TO_ALL:
+                return lambda: comm.all_to_all(x, out)
+            case Collective.BROADCAST:
+                return lambda: comm.broadcast(x, root)
+            case Collective.REDUCE:
+                return lambda: comm.reduce(x, root, out, op)
+        raise ValueError(collective)
+
+
+def compare(got: Any, want: Any, dtype: DType, close: bool) -> str:
+    """What differs: bits (NaNs are alike), or with ``close`` more than the rounding of a sum at every hop."""
+    if got.size != want.size:
+        return f"{got.size} elements instead of {want.size}"
+    bits = _BITS[dtype.itemsize]
+    wrong = got.view(bits) != want.view(bits)
+    if dtype.is_float:
+        with np.errstate(invalid="ignore"):
+            a, b = got.astype(np.float64), want.astype(np.float64)
+            wrong &= ~(np.isnan(a) & np.isnan(b))
+            if close:
+                unit = {2: 2.0**-7, 4: 2.0**-22, 8: 2.0**-50}[dtype.itemsize]
+                wrong &= ~(np.abs(a - b) <= 8 * unit * np.maximum(1.0, np.abs(b)))
+    if not wrong.any():
+        return ""
+    first = int(np.flatnonzero(wrong)[0])
+    return f"{int(wrong.sum())} of {wrong.size} wrong, the first at {first}: {got[first]!r} instead of {want[first]!r}"
+
+
+def main() -> None:
+    cases = json.loads(sys.stdin.read())
+    rank, answers = Rank(), []
+    for case in cases:
+        try:
+            answers.append(rank.run(case))
+        except Exception as error:
+            answers.append(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+            if rank.comm._host[0]:  # broken: nothing after it can run
+                answers += ["not run"] * (len(cases) - len(answers))
+                break
+    rank.comm.close()
+    rank.session.close()
+    print("RESULT " + json.dumps(answers), flush=True)
+
+
+if __name__ == "__main__":
+    main()
