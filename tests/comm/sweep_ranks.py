@@ -93,6 +93,7 @@ def single_copy_cases(seed: int, number: int, algo: str, counts: list[int], thre
             x[:] = -1
             work.wait()
             assert (out == frm).all()
+        comm.finalize()
 
 
 def rewritten() -> None:

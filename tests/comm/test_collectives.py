@@ -1,0 +1,79 @@
+"""Collectives on real ranks against NumPy: every algorithm, all types and operators, in place and not, sizes around every border.
+
+Hypothesis draws seeds; the ranks of one run draw many cases from a seed (``tests.comm.cases``), so that starting ranks is not what
+the time goes into. ``buffsize=1`` makes the slots of FIFOs as small as they get (8 KiB), so that a few thousand elements take several
+rounds.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from miraccl.schedule import catalog
+
+from tests.comm import sweep_ranks
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+SLOT = 8192
+COUNTS = [0, 1, 2, 3, 7, 31, 32, 33, 127, 128, 129, 511, 1000, 2047, 2048, 2049, SLOT - 1, SLOT, SLOT + 1, 2 * SLOT + 1, 40_001]
+ALGORITHMS = [name for name in catalog.names() if name != "dissemination"]  # which is a barrier
+
+once = settings(max_examples=1, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+quick = settings(once, max_examples=2)
+seeds = st.integers(0, 1 << 30)
+
+
+@pytest.mark.parametrize("nranks", [1, 2, 3, 4, 5, 6, 7, 8])
+@quick
+@given(seed=seeds)
+def test_the_choice_of_the_model(nranks: int, seed: int) -> None:
+    run_ranks(sweep_ranks.random_cases, nranks, seed, 160 // nranks, "", False, COUNTS, True)
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+@quick
+@given(seed=seeds, nranks=st.integers(2, 5))
+def test_every_algorithm(algo: str, seed: int, nranks: int) -> None:
+    assert run_ranks(sweep_ranks.random_cases, nranks, seed, 40, algo, False, COUNTS, True) == [40] * nranks
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+@once
+@given(seed=seeds, nranks=st.integers(6, 7))
+def test_every_algorithm_with_many_ranks(algo: str, seed: int, nranks: int) -> None:
+    run_ranks(sweep_ranks.random_cases, nranks, seed, 8, algo, False, COUNTS, True)
+
+
+def test_nine_ranks() -> None:
+    run_ranks(sweep_ranks.random_cases, 9, 9, 12, "", False, COUNTS[:-2], True)
+
+
+@quick
+@given(seed=seeds, nranks=st.integers(2, 5))
+def test_deterministic_sums_have_the_order_of_the_ranks(seed: int, nranks: int) -> None:
+    """Every bit pattern, every float type: the one right result."""
+    run_ranks(sweep_ranks.random_cases, nranks, seed, 40, "", True, COUNTS, True)
+
+
+@pytest.mark.parametrize("settings_of", [{"MIRACCL_CMA_DISABLE": "1"}, {"MIRACCL_SHM_DISABLE": "1"}, {"MIRACCL_PROTO": "simple"}], ids=str)
+@once
+@given(seed=seeds)
+def test_with_settings(settings_of: dict[str, str], seed: int) -> None:
+    run_ranks(sweep_ranks.random_cases, 3, seed, 40, "", False, COUNTS, True, env=settings_of)
+
+
+@pytest.mark.parametrize("threshold", [0, 4096])
+@pytest.mark.parametrize("algo", ["", "ring", "two_shot", "one_shot", "chain", "pat", "bruck"])
+def test_payloads_read_from_private_memory(algo: str, threshold: int) -> None:
+    """Single copy wherever an algorithm allows it, whatever the measured constants say."""
+    run_ranks(sweep_ranks.single_copy_cases, 3, 7 + threshold, 25, algo, COUNTS, threshold)
+
+
+def test_window_memory_rewritten_directly_after_the_call() -> None:
+    """A sender whose window memory was posted by address may overwrite it as soon as its call has returned."""
+    for nranks in (2, 4):
+        run_ranks(sweep_ranks.rewritten, nranks)
