@@ -16,7 +16,7 @@ from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.arrays import NUMPY_DTYPES, dtype_of
 from miraccl.types import DType, PreMulSum, RedOp
 
-Array = np.ndarray  # type: ignore[type-arg]
+Array = np.ndarray
 
 ALLOWED = ", ".join(code.label for code in DType)
 

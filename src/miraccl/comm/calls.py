@@ -95,6 +95,11 @@ def new_like(x: Any) -> Array | None:
     return np.empty(x.shape, x.dtype) if type(x) is np.ndarray else None
 
 
+def _uneven_share(memory: Memory, place: Place, other: str) -> InvalidUsage:
+    text = f"{place.where}: x has {memory.count} elements, which {place.nranks} ranks cannot share evenly"
+    return InvalidUsage(text, hint=f"use {other}")
+
+
 # ---- one function a collective: (place, arguments) -> Call
 
 
@@ -154,7 +159,7 @@ def reduce_scatter(place: Place, x: Any, out: Any, op: Any) -> Call:
     source = view(x, "x", writes=False, where=place.where)
     kind, scalar = operator(op, source.dtype, place.where)
     if source.count % place.nranks:
-        raise InvalidUsage(f"{place.where}: x has {source.count} elements, which {place.nranks} ranks cannot share evenly", hint="use reduce_scatter_v")
+        raise _uneven_share(source, place, "reduce_scatter_v")
     count = source.count // place.nranks
     target = _result(out, source, _share(source.array, place.nranks), place)
     expect_count(target, count, "out", f"x shared by {place.nranks} ranks", place.where)
@@ -178,7 +183,7 @@ def reduce_scatter_v(place: Place, x: Any, counts: Any, out: Any, op: Any) -> Ca
 def all_to_all(place: Place, x: Any, out: Any) -> Call:
     source = view(x, "x", writes=False, where=place.where)
     if source.count % place.nranks:
-        raise InvalidUsage(f"{place.where}: x has {source.count} elements, which {place.nranks} ranks cannot share evenly", hint="use all_to_all_v")
+        raise _uneven_share(source, place, "all_to_all_v")
     target = _result(out, source, source.array.shape, place)
     expect_count(target, source.count, "out", "as many as x", place.where)
     _no_overlap(source, target, None, place)
@@ -190,8 +195,8 @@ def all_to_all_v(place: Place, x: Any, send_counts: Any, recv_counts: Any, out: 
     sends = counts_of(send_counts, "send_counts", place.nranks, place.where)
     receives = counts_of(recv_counts, "recv_counts", place.nranks, place.where)
     if sends[place.rank] != receives[place.rank]:
-        text = f"a rank sends itself what it receives: send_counts[{place.rank}] is {sends[place.rank]}, recv_counts[{place.rank}] is {receives[place.rank]}"
-        raise InvalidUsage(f"{place.where}: {text}")
+        mine = f"send_counts[{place.rank}] is {sends[place.rank]}, recv_counts[{place.rank}] is {receives[place.rank]}"
+        raise InvalidUsage(f"{place.where}: a rank sends itself what it receives: {mine}")
     source = view(x, "x", writes=False, where=place.where)
     expect_count(source, sum(sends), "x", "the sum of send_counts", place.where)
     target = _result(out, source, (sum(receives),), place)
@@ -225,9 +230,7 @@ def scatter(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Ca
     if place.rank == chief:
         source = view(x, "x", writes=False, where=place.where)
         if counts is None and source.count % place.nranks:
-            raise InvalidUsage(
-                f"{place.where}: x has {source.count} elements, which {place.nranks} ranks cannot share evenly", hint="use scatter_v"
-            )
+            raise _uneven_share(source, place, "scatter_v")
         sizes = [source.count // place.nranks] * place.nranks if counts is None else counts_of(counts, "counts", place.nranks, place.where)
         expect_count(source, sum(sizes), "x", "the sum of counts", place.where)
         shape = _share(source.array, place.nranks) if counts is None else (sizes[place.rank],)

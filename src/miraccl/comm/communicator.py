@@ -42,6 +42,7 @@ class Communicator:
 
     rank: int
     nranks: int
+    _member: Member
 
     def __init__(self, nranks: int, unique_id: UniqueId | bytes | str, rank: int, **options: Any) -> None:
         from miraccl.comm.start import meet_by_id
@@ -58,7 +59,7 @@ class Communicator:
 
     def _start(self, session: Session, options: Options, parent: Communicator | None = None) -> None:
         self.rank, self.nranks = session.rank, session.nranks
-        self._member = member = Member(session, options, constants=parent._member.constants if parent else None)
+        member = self._member = Member(session, options, constants=parent._member.constants if parent else None)
         self._lock = threading.RLock()
         context = member.context
         self._all_reduce = context.door("collective", Collective.ALL_REDUCE)
@@ -123,7 +124,7 @@ class Communicator:
         return self._long_way(lambda place: calls.gather(place, x, root, out), "gather", async_op)
 
     def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, async_op: bool = False) -> Any:
-        """Rank r gets the r-th of nranks equal shares of the root's ``x``; ranks other than the root give ``out`` (``x`` is not looked at)."""
+        """Rank r gets the r-th of nranks equal shares of the root's ``x``; the other ranks give ``out`` (``x`` is not looked at)."""
         return self._long_way(lambda place: calls.scatter(place, x, root, out), "scatter", async_op)
 
     def barrier(self, *, async_op: bool = False) -> Any:
@@ -145,7 +146,7 @@ class Communicator:
     def all_to_all_v(
         self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None, *, async_op: bool = False
     ) -> Any:
-        """As ``all_to_all``; block j of ``x`` has ``send_counts[j]`` elements, block j of the result ``recv_counts[j]`` (each rank's own)."""
+        """As ``all_to_all``; block j of ``x`` has ``send_counts[j]`` elements, block j of the result ``recv_counts[j]``, each rank's own."""
         return self._long_way(lambda p: calls.all_to_all_v(p, x, send_counts, recv_counts, out), "all_to_all_v", async_op)
 
     def gather_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, async_op: bool = False) -> Any:

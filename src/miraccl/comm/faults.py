@@ -6,6 +6,7 @@ raise the same error.  The first fault of a communicator stays: later calls rais
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -90,7 +91,8 @@ class Faults:
         if kind is None:
             return
         peer = payload.get("peer")
-        where: dict[str, Any] = {"rank": self.rank, "op": payload.get("op"), "peer": peer if isinstance(peer, int) else source, "hint": HINT}
+        about = peer if isinstance(peer, int) else source
+        where: dict[str, Any] = {"rank": self.rank, "op": payload.get("op"), "peer": about, "hint": HINT}
         if kind is CollectiveTimeout:
             where["graph"] = tuple(str(line) for line in payload.get("graph", ()))
         self.settle(kind(str(payload.get("message", "")), **where))
@@ -111,10 +113,8 @@ class Faults:
             payload: dict[str, Any] = {"kind": kind, "message": error.message, "op": error.op, "peer": error.peer}
             if isinstance(error, CollectiveTimeout):
                 payload["graph"] = list(error.graph)
-            try:
+            with contextlib.suppress(MiracclError):  # the control plane may be gone as well; the others find out by themselves
                 self.session.notify(payload)
-            except MiracclError:  # the control plane is gone as well; the others find out by themselves
-                pass
         return settled
 
     # ---- from the thread that was waiting

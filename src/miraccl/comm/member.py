@@ -6,6 +6,7 @@ everything queues behind it.  The word ``CTX_BUSY`` of the context shuts the doo
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -307,10 +308,8 @@ class Member:
                 return
             self.faults.closing = True
             if self.faults.fault is None:
-                try:
+                with contextlib.suppress(MiracclError):  # what was pending may have failed: its Work says so
                     self.flush(background=True)
-                except MiracclError:  # what was pending has failed and says so in its Work
-                    pass
             if not self._worker.close(CLOSE_WAIT_S):
                 self.fabric.set_abort(at.ERR_ABORTED)
                 self._worker.close(CLOSE_WAIT_S)

@@ -109,7 +109,8 @@ class Planner:
         if not allowed:
             raise InvalidUsage(f"no algorithm is left for {collective.label} over {self.shape.nranks} ranks: {_reasons(rows)}")
         fastest = min(allowed)[0]
-        best = min((row for row in allowed if row[0] <= TIE * fastest), key=lambda row: (_preference(row[1], collective, block_bytes), row[0]))
+        equals = [row for row in allowed if row[0] <= TIE * fastest]
+        best = min(equals, key=lambda row: (_preference(row[1], collective, block_bytes), row[0]))
         result = []
         for time, name, barred in sorted(rows, key=lambda row: (row[1] != best[1], bool(row[2]), row[0])):
             if name == best[1]:

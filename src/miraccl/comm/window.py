@@ -31,7 +31,7 @@ class Window:
         self._lock = threading.Lock()
         self.allocated = 0
 
-    def empty(self, shape: Any, dtype: Any) -> np.ndarray:  # type: ignore[type-arg]
+    def empty(self, shape: Any, dtype: Any) -> Any:
         """An uninitialised array (zero where its pages are new) in window memory, aligned to a page."""
         kind = np.dtype(dtype)
         dims = (int(shape),) if isinstance(shape, int | np.integer) else tuple(int(n) for n in shape)

@@ -2,13 +2,14 @@
 
 ``library(module)`` is the whole interface.  The first process that needs a library compiles it under a lock, tells the user on
 stderr, and leaves the object code in the cache; the other ranks wait for it; every later process loads it through llvmlite alone.
-The key of the cache is what the code depends on: the text of every kernel source, the versions of Numba, llvmlite and Python, and
-the processor with its features.
+The key of the cache is what the code depends on: the text of the kernel's package, of this one and of the modules that the package
+lists as ``SOURCES``, the versions of Numba, llvmlite and Python, and the processor with its features.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import platform
 import sys
@@ -21,8 +22,6 @@ from miraccl.native.loader import CodeLibrary, builtin, cpu_features
 
 __all__ = ["CodeLibrary", "builtin", "library"]
 
-#: every file whose text ends up in compiled code
-SOURCES = ("miraccl.native", "miraccl.executor.cpu.kernels")
 PREFIX = "miraccl_"
 
 _loaded: dict[tuple[str, tuple[str, ...] | None], CodeLibrary] = {}
@@ -89,10 +88,17 @@ def _key(module: str) -> str:
     digest = hashlib.sha256()
     for part in (version("numba"), version("llvmlite"), sys.version, platform.machine(), cpu_features()):
         digest.update(part.encode() + b"\0")
-    for source in (*SOURCES, module):
-        spec = importlib.util.find_spec(source)
-        if spec is None or spec.origin is None:
-            continue
-        for path in sorted(Path(spec.origin).parent.glob("*.py")):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    package = module.rpartition(".")[0]
+    more = getattr(importlib.import_module(package), "SOURCES", ())
+    for source in (*_files_of("miraccl.native"), *_files_of(package), *(path for name in more for path in _files_of(name))):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:20]
+
+
+def _files_of(name: str) -> list[Path]:
+    """The sources of a package, or the one of a module."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        return []
+    origin = Path(spec.origin)
+    return sorted(origin.parent.glob("*.py")) if spec.submodule_search_locations else [origin]
