@@ -146,7 +146,7 @@ class Communicator:
     def all_to_all_v(
         self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None, *, async_op: bool = False
     ) -> Any:
-        """As ``all_to_all``; block j of ``x`` has ``send_counts[j]`` elements, block j of the result ``recv_counts[j]``, each rank's own."""
+        """As ``all_to_all``; block j of ``x`` has ``send_counts[j]`` elements, block j of the result ``recv_counts[j]`` (own counts)."""
         return self._long_way(lambda p: calls.all_to_all_v(p, x, send_counts, recv_counts, out), "all_to_all_v", async_op)
 
     def gather_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, async_op: bool = False) -> Any:
