@@ -17,6 +17,7 @@ from miraccl.comm import group as groups
 from miraccl.comm.arguments import peer_rank, view
 from miraccl.comm.calls import Call, Place
 from miraccl.comm.exchange import Transfer
+from miraccl.comm.meeting import meet_by_id
 from miraccl.comm.member import Member, Options
 from miraccl.comm.persistent import Persistent
 from miraccl.comm.planner import Candidate
@@ -45,8 +46,6 @@ class Communicator:
     _member: Member
 
     def __init__(self, nranks: int, unique_id: UniqueId | bytes | str, rank: int, **options: Any) -> None:
-        from miraccl.comm.start import meet_by_id
-
         opts = Options.create(**options)
         self._start(meet_by_id(nranks, unique_id, rank, opts), opts)
 
