@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from miraccl.errors import InvalidUsage
-from miraccl.executor.cpu.arrays import NUMPY_DTYPES, dtype_of
+from miraccl.executor.cpu.arrays import dtype_of
+from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DType, PreMulSum, RedOp
 
 Array = np.ndarray
@@ -47,7 +48,7 @@ def view(thing: Any, name: str, *, writes: bool, where: str) -> Memory:
     array = _as_array(thing, name, where)
     dtype = dtype_of(array)
     if dtype is None:
-        reason = "has the other byte order" if array.dtype.newbyteorder() in NUMPY_DTYPES.values() else f"has dtype {array.dtype}"
+        reason = "has the other byte order" if array.dtype.newbyteorder() in NUMPY_DTYPE.values() else f"has dtype {array.dtype}"
         raise InvalidUsage(f"{where}: {name} {reason}; allowed are {ALLOWED}")
     if not array.flags.c_contiguous:
         hint = "pass numpy.ascontiguousarray(...) and copy the result back if you need it there"
@@ -128,7 +129,7 @@ def _from_dlpack(thing: Any, name: str, where: str) -> Array:
     if code is None:
         raise InvalidUsage(f"{where}: {name} has DLPack type ({tensor.code}, {tensor.bits} bits); allowed are {ALLOWED}")
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
-    dtype = NUMPY_DTYPES[code]
+    dtype = NUMPY_DTYPE[code]
     strides = tuple(tensor.strides[i] * dtype.itemsize for i in range(tensor.ndim)) if tensor.strides else None
     start = (tensor.data or 0) + tensor.byte_offset
     if 0 in shape:

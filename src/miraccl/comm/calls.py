@@ -109,7 +109,7 @@ def all_reduce(place: Place, x: Any, out: Any, op: Any) -> Call:
     target = source if out is None else _result(out, source, source.array.shape, place)
     expect_count(target, source.count, "out", "as many as x", place.where)
     in_place = out is None or _no_overlap(source, target, 0, place)
-    call = _call(place, Collective.ALL_REDUCE, source, target, [source.count], [source.count], kind, in_place=in_place)
+    call = _call(Collective.ALL_REDUCE, source, target, [source.count], [source.count], kind, in_place=in_place)
     return _premultiply(call, source, kind, scalar, in_place)
 
 
@@ -120,7 +120,7 @@ def reduce(place: Place, x: Any, root: Any, out: Any, op: Any) -> Call:
     target = source if out is None or place.rank != chief else _result(out, source, source.array.shape, place)
     expect_count(target, source.count, "out", "as many as x", place.where)
     in_place = target is source or _no_overlap(source, target, 0, place)
-    call = _call(place, Collective.REDUCE, source, target, [source.count], [source.count], kind, chief, in_place=in_place)
+    call = _call(Collective.REDUCE, source, target, [source.count], [source.count], kind, chief, in_place=in_place)
     if place.rank != chief:
         call.result = x
         scratch = np.empty_like(source.array)  # algorithms may use the output of a rank that gets no result
@@ -133,7 +133,7 @@ def broadcast(place: Place, x: Any, root: Any) -> Call:
     chief = place.root(root)
     memory = view(x, "x", writes=place.rank != chief, where=place.where)
     return _call(
-        place, Collective.BROADCAST, memory, memory, [memory.count], [memory.count], RedOp.SUM, chief, in_place=True, plan_arg=chief
+        Collective.BROADCAST, memory, memory, [memory.count], [memory.count], RedOp.SUM, chief, in_place=True, plan_arg=chief
     )
 
 
@@ -142,7 +142,7 @@ def all_gather(place: Place, x: Any, out: Any) -> Call:
     target = _result(out, source, _stacked(source.array, place.nranks), place)
     expect_count(target, source.count * place.nranks, "out", f"{place.nranks} times x", place.where)
     _no_overlap(target, source, place.rank * source.nbytes, place)
-    return _call(place, Collective.ALL_GATHER, source, target, [source.count], [source.count] * place.nranks)
+    return _call(Collective.ALL_GATHER, source, target, [source.count], [source.count] * place.nranks)
 
 
 def all_gather_v(place: Place, x: Any, counts: Any, out: Any) -> Call:
@@ -152,7 +152,7 @@ def all_gather_v(place: Place, x: Any, counts: Any, out: Any) -> Call:
     target = _result(out, source, (sum(sizes),), place)
     expect_count(target, sum(sizes), "out", "the sum of counts", place.where)
     _no_overlap(target, source, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
-    return _uneven(place, Collective.ALL_GATHER, source, target, [source.count], sizes, agreed=sizes)
+    return _call(Collective.ALL_GATHER, source, target, [source.count], sizes, agreed=sizes, uneven=True)
 
 
 def reduce_scatter(place: Place, x: Any, out: Any, op: Any) -> Call:
@@ -164,7 +164,7 @@ def reduce_scatter(place: Place, x: Any, out: Any, op: Any) -> Call:
     target = _result(out, source, _share(source.array, place.nranks), place)
     expect_count(target, count, "out", f"x shared by {place.nranks} ranks", place.where)
     in_place = _no_overlap(source, target, place.rank * target.nbytes, place)
-    call = _call(place, Collective.REDUCE_SCATTER, source, target, [count] * place.nranks, [count], kind, in_place=in_place)
+    call = _call(Collective.REDUCE_SCATTER, source, target, [count] * place.nranks, [count], kind, in_place=in_place)
     return _premultiply(call, source, kind, scalar, False)
 
 
@@ -176,7 +176,7 @@ def reduce_scatter_v(place: Place, x: Any, counts: Any, out: Any, op: Any) -> Ca
     target = _result(out, source, (sizes[place.rank],), place)
     expect_count(target, sizes[place.rank], "out", f"counts[{place.rank}]", place.where)
     in_place = _no_overlap(source, target, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
-    call = _uneven(place, Collective.REDUCE_SCATTER, source, target, sizes, [target.count], kind, agreed=sizes, in_place=in_place)
+    call = _call(Collective.REDUCE_SCATTER, source, target, sizes, [target.count], kind, agreed=sizes, uneven=True, in_place=in_place)
     return _premultiply(call, source, kind, scalar, False)
 
 
@@ -188,7 +188,7 @@ def all_to_all(place: Place, x: Any, out: Any) -> Call:
     expect_count(target, source.count, "out", "as many as x", place.where)
     _no_overlap(source, target, None, place)
     count = source.count // place.nranks
-    return _call(place, Collective.ALL_TO_ALL, source, target, [count] * place.nranks, [count] * place.nranks)
+    return _call(Collective.ALL_TO_ALL, source, target, [count] * place.nranks, [count] * place.nranks)
 
 
 def all_to_all_v(place: Place, x: Any, send_counts: Any, recv_counts: Any, out: Any) -> Call:
@@ -202,7 +202,7 @@ def all_to_all_v(place: Place, x: Any, send_counts: Any, recv_counts: Any, out: 
     target = _result(out, source, (sum(receives),), place)
     expect_count(target, sum(receives), "out", "the sum of recv_counts", place.where)
     _no_overlap(source, target, None, place)
-    return _uneven(place, Collective.ALL_TO_ALL, source, target, sends, receives, agreed=[])
+    return _call(Collective.ALL_TO_ALL, source, target, sends, receives, agreed=[], uneven=True)
 
 
 def gather(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Call:
@@ -218,7 +218,7 @@ def gather(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Cal
     else:
         target = source
     mine = sizes if place.rank == chief else [0] * place.nranks
-    call = _uneven(place, Collective.GATHER, source, target, [source.count], mine, root=chief, agreed=sizes, uneven=counts is not None)
+    call = _call(Collective.GATHER, source, target, [source.count], mine, root=chief, agreed=sizes, uneven=counts is not None)
     if place.rank != chief:
         call.result = None
     return call
@@ -245,21 +245,22 @@ def scatter(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Ca
         expect_count(target, sizes[place.rank], "out", f"counts[{place.rank}]", place.where)
         source = target
     blocks = sizes if place.rank == chief else [0] * place.nranks
-    return _uneven(
-        place, Collective.SCATTER, source, target, blocks, [target.count], root=chief, agreed=sizes, uneven=counts is not None
+    return _call(
+        Collective.SCATTER, source, target, blocks, [target.count], root=chief, agreed=sizes, uneven=counts is not None
     )
 
 
 def barrier(place: Place) -> Call:
     nothing = Memory(_NOTHING, _UINT8, None)
-    return _call(place, Collective.BARRIER, nothing, nothing, [], [])
+    return _call(Collective.BARRIER, nothing, nothing, [], [])
 
 
 # ---- building
 
+UNKNOWN_BYTES = 1 << 20
+
 
 def _call(
-    place: Place,
     collective: Collective,
     source: Memory,
     target: Memory,
@@ -268,10 +269,13 @@ def _call(
     op: RedOp = RedOp.SUM,
     root: int = 0,
     *,
+    agreed: Sequence[int] | None = None,
+    uneven: bool = False,
     in_place: bool = False,
     plan_arg: int | None = None,
 ) -> Call:
-    largest = max([*in_counts, *out_counts], default=0)
+    """``agreed`` are the counts of blocks that all ranks know: None where all blocks are equal, empty where each knows only its own."""
+    largest = max([*in_counts, *out_counts] if agreed is None else agreed, default=0)
     request = Request(
         collective=collective,
         dtype=source.dtype,
@@ -279,45 +283,9 @@ def _call(
         root=root,
         in_counts=tuple(in_counts),
         out_counts=tuple(out_counts),
-        block_bytes=largest * source.dtype.itemsize,
-        count=largest,
-        in_place=in_place,
-    )
-    return Call(
-        request=request,
-        source=source.address,
-        target=target.address,
-        result=target.given,
-        keep=[source, target],
-        plan_arg=int(op) if plan_arg is None else plan_arg,
-    )
-
-
-def _uneven(
-    place: Place,
-    collective: Collective,
-    source: Memory,
-    target: Memory,
-    in_counts: Sequence[int],
-    out_counts: Sequence[int],
-    op: RedOp = RedOp.SUM,
-    root: int = 0,
-    *,
-    agreed: Sequence[int],
-    in_place: bool = False,
-    uneven: bool = True,
-) -> Call:
-    """``agreed`` are the counts that all ranks know (empty: each knows only its own)."""
-    largest = max(agreed, default=0) if agreed else 0
-    request = Request(
-        collective=collective,
-        dtype=source.dtype,
-        op=op,
-        root=root,
-        in_counts=tuple(in_counts),
-        out_counts=tuple(out_counts),
-        block_bytes=largest * source.dtype.itemsize if agreed else 1 << 20,
-        count=sum(agreed) if uneven else largest,
+        # all ranks must choose alike: without counts that all know, every size is planned as if it were this one
+        block_bytes=UNKNOWN_BYTES if agreed == [] else largest * source.dtype.itemsize,
+        count=sum(agreed or ()) if uneven else largest,
         in_place=in_place,
         uneven=uneven,
     )
@@ -327,7 +295,8 @@ def _uneven(
         target=target.address,
         result=target.given,
         keep=[source, target],
-        cacheable=False,
+        cacheable=agreed is None,
+        plan_arg=int(op) if plan_arg is None else plan_arg,
     )
 
 

@@ -11,27 +11,13 @@ import ctypes
 import functools
 import sys
 
-import ml_dtypes
 import numpy as np
 
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DType
 
-NUMPY_DTYPES: dict[DType, np.dtype] = {
-    DType.INT8: np.dtype(np.int8),
-    DType.UINT8: np.dtype(np.uint8),
-    DType.INT32: np.dtype(np.int32),
-    DType.UINT32: np.dtype(np.uint32),
-    DType.INT64: np.dtype(np.int64),
-    DType.UINT64: np.dtype(np.uint64),
-    DType.FLOAT16: np.dtype(np.float16),
-    DType.FLOAT32: np.dtype(np.float32),
-    DType.FLOAT64: np.dtype(np.float64),
-    DType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
-    DType.FLOAT8_E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
-    DType.FLOAT8_E5M2: np.dtype(ml_dtypes.float8_e5m2),
-}
-_CODES = {dtype: code for code, dtype in NUMPY_DTYPES.items()}
+_CODES = {dtype: code for code, dtype in NUMPY_DTYPE.items()}
 
 
 def dtype_of(array: np.ndarray) -> DType | None:
@@ -41,7 +27,7 @@ def dtype_of(array: np.ndarray) -> DType | None:
 
 def descriptor_addresses() -> np.ndarray:
     """One word per DType: the address of its descriptor object, which arrays of that type point to."""
-    return np.array([id(NUMPY_DTYPES[code]) for code in DType], np.int64)
+    return np.array([id(NUMPY_DTYPE[code]) for code in DType], np.int64)
 
 
 @functools.cache
