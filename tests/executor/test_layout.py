@@ -37,12 +37,12 @@ def test_fifo_is_the_one_of_the_transports() -> None:
     assert at.PAGE == fifo.PAGE_BYTES
     assert at.INLINE_BYTES == fifo.INLINE_BYTES
     words = fifo.WORD_BYTES
-    assert at.POST_FLAG == fifo.WORD_FLAG * words
-    assert at.POST_SIG == fifo.WORD_SIGNATURE * words
-    assert at.POST_BYTES == fifo.WORD_NBYTES * words
-    assert at.POST_MODE == fifo.WORD_MODE * words
-    assert at.POST_ADDR == fifo.WORD_ADDRESS * words
-    assert at.POST_INLINE == fifo.WORD_INLINE * words
+    assert fifo.WORD_FLAG * words == at.POST_FLAG
+    assert fifo.WORD_SIGNATURE * words == at.POST_SIG
+    assert fifo.WORD_NBYTES * words == at.POST_BYTES
+    assert fifo.WORD_MODE * words == at.POST_MODE
+    assert fifo.WORD_ADDRESS * words == at.POST_ADDR
+    assert fifo.WORD_INLINE * words == at.POST_INLINE
     shared = {"SLOT", "INLINE", "WINDOW", "ADDRESS", "LANDED", "OVERSIZE", "SIGNAL"}
     assert {mode.name for mode in fifo.Mode} == shared
     for mode in fifo.Mode:
