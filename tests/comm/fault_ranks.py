@@ -67,6 +67,35 @@ def mismatch(field: str, odd: int, count: int, ranks_per_host: int) -> dict[str,
         comm.finalize()
 
 
+def unlike_messages(what: str, ranks_per_host: int) -> Any:
+    """Rank 0 sends rank 1 something else than it expects; rank 2 waits for rank 1."""
+    act_as_hosts(ranks_per_host)
+    comm = miraccl.init(timeout=10)
+    comm.barrier()
+    try:
+        if comm.rank == 0:
+            comm.send(np.ones(12, np.int32 if what == "dtype" else np.float32), 1)
+        elif comm.rank == 1:
+            if what == "collective":
+                comm.all_reduce(np.ones(12, np.float32))
+            comm.recv(np.ones({"count": 13, "size": 100_000}.get(what, 12), np.float32), 0)
+        comm.barrier()
+    except MiracclError as error:
+        return seen(error)
+    return {"type": "none"}
+
+
+def other_settings(field: str) -> Any:
+    """Rank 1 was started with another setting than the others."""
+    odd = os.environ["MIRACCL_RANK"] == "1"
+    given = {"algo": "ring", "deterministic": True, "buffsize": 1 << 20}[field]
+    try:
+        miraccl.init(timeout=10, **({field: given} if odd else {}))
+    except MiracclError as error:
+        return seen(error)
+    return {"type": "none"}
+
+
 # ---- death
 
 
@@ -102,7 +131,13 @@ def killed(phase: str, victim: int, path: str, ranks_per_host: int) -> Any:
         from miraccl.comm.fabric import Fabric
 
         Fabric._open_transports = lambda self, me, beliefs: die(path)  # type: ignore[method-assign, assignment]
-    if phase == "bootstrap":
+    if phase == "connect" and rank == victim:
+        from miraccl.transport.shm import ShmTransport
+        from miraccl.transport.socket import SocketTransport
+
+        for transport in (ShmTransport, SocketTransport):  # after its peers were told where to find it
+            transport.connect = lambda self, infos: die(path) if infos else {}  # type: ignore[method-assign, assignment, return-value]
+    if phase in ("bootstrap", "connect"):
         try:
             miraccl.init(timeout=30)
         except MiracclError as error:
@@ -140,6 +175,26 @@ def killed(phase: str, victim: int, path: str, ranks_per_host: int) -> Any:
     return result
 
 
+def hub_in_rank_0(path: str) -> Any:
+    """Ranks that meet at an id made by rank 0, which is killed."""
+    rank, nranks = int(os.environ["MIRACCL_RANK"]), int(os.environ["MIRACCL_NRANKS"])
+    world = miraccl.init(timeout=30)
+    made = str(miraccl.get_unique_id()) if rank == 0 else ""
+    ident = world._member.session.all_gather(made.encode(), "id")[0].decode()
+    comm = miraccl.Communicator(nranks, ident, rank, timeout=30)
+    world.finalize()
+    comm.all_reduce(np.ones(4))
+    if rank == 0:
+        die(path)
+    result = survive(comm, path, lambda: comm.all_reduce(np.ones(4)))
+    try:
+        comm.shrink()
+        result["shrink"] = "worked"
+    except MiracclError as error:
+        result["shrink"] = type(error).__name__
+    return result
+
+
 def watch_and_die(comm: miraccl.Communicator, path: str) -> None:
     """A thread that kills this process in the middle of its fourth operation or so."""
     import threading
@@ -165,9 +220,9 @@ def exits(how: str, ranks_per_host: int) -> Any:
         if how == "finalize":
             comm.finalize()
         return "left"
-    if how == "pending":
-        comm.all_reduce(np.ones(5))
     try:
+        if how == "pending":  # rank 1 may or may not get to its part of this one
+            comm.all_reduce(np.ones(5))
         comm.all_reduce(np.ones(5))
     except MiracclError as error:
         return seen(error)
@@ -244,7 +299,7 @@ def interrupted(what: str, ranks_per_host: int) -> Any:
         elif what == "group":
             with miraccl.group():
                 comm.send(x, (comm.rank + 1) % 3)
-                comm.recv(x.copy(), 0 if comm.rank == 1 else 1)
+                comm.recv(x.copy(), 2 if comm.rank == 0 else 0)
         else:
             comm.all_reduce(x)
     except KeyboardInterrupt:
@@ -304,9 +359,10 @@ def aborted(how: str, ranks_per_host: int) -> Any:
                 raise ZeroDivisionError("of the application")
         if comm.rank == 0 and how == "abort":
             comm.abort("enough of it")
-        if comm.rank == 0 and how == "thread":
-            threading.Timer(0.05, comm.abort, ["from a thread"]).start()
-            comm.recv(np.zeros(3), 1)
+        if how == "thread":
+            if comm.rank == 0:
+                threading.Thread(target=abort_when_waiting, args=(comm,), daemon=True).start()
+            comm.recv(np.zeros(3), (comm.rank + 1) % 3)
         if how == "async":
             work = comm.all_reduce(np.ones(3), async_op=True) if comm.rank else None
             if comm.rank == 0:
@@ -323,6 +379,11 @@ def aborted(how: str, ranks_per_host: int) -> Any:
         comm.finalize()
         return result
     return "nothing"
+
+
+def abort_when_waiting(comm: miraccl.Communicator) -> None:
+    wait_until(lambda: comm._member.fabric.board()["state"] == at.STATE_WAITING)
+    comm.abort("from a thread")
 
 
 def after_finalize() -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 from miraccl import params
-from miraccl.bootstrap import Session
+from miraccl.bootstrap import Event, PeerLeft, PeerLost, Session
 from miraccl.comm.window import Window
-from miraccl.errors import MiracclError, PlanMismatch, ProtocolError
+from miraccl.errors import MiracclError, PeerDied, PlanMismatch, ProtocolError, SystemFailure
 from miraccl.executor.cpu.context import Context, WaitPolicy, Wires, words_at
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.native import atomics
@@ -29,6 +30,7 @@ ALONE = WaitPolicy(spin=1000, yields=5)
 CROWDED = WaitPolicy(spin=30, yields=60, membarrier=False)
 
 SEQUENCE_BITS = 0xFFFF  # of a signature
+DEATH_NOTICE_S = 1.0  # in which the control plane tells of a death that a system call has shown already
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,8 @@ class Fabric:
         self._transports: list[Transport] = []
         self._proxy: Any = None
         self._segment: Segment | None = None
+        self.early: list[Event] = []  # what happened before there was a ``Faults`` to hear of it
+        session.on_event(self.early.append)
         try:
             self._connect(beliefs)
         except BaseException:
@@ -108,7 +112,7 @@ class Fabric:
         network = self._network(me, len(far)) if far else None
         blob = {"shm": shm.setup().decode(), "net": network.setup().hex() if network else ""}
         infos = self._exchange("connect", blob)
-        pairs: dict[int, FifoPair] = shm.connect({r: infos[r]["shm"].encode() for r in near})
+        pairs = self._connect_shm(shm, {r: infos[r]["shm"].encode() for r in near})
         if network:
             pairs.update(network.connect({r: bytes.fromhex(infos[r]["net"]) for r in far}))
         readable = [] if params.CMA_DISABLE.read() else sorted(shm.readable)
@@ -133,11 +137,29 @@ class Fabric:
         slot_bytes = min([w.slot_bytes for w in wires.values()], default=shm.slot_bytes)
         self.slot_bytes = min(int(n) for n in self._exchange("ready", slot_bytes))  # hosts with many ranks have smaller slots
 
+    def _connect_shm(self, shm: ShmTransport, infos: dict[int, bytes]) -> dict[int, FifoPair]:
+        try:
+            return shm.connect(infos)
+        except SystemFailure:  # the process is gone, perhaps; then that is the error
+            deadline = time.monotonic() + DEATH_NOTICE_S
+            while time.monotonic() < deadline:
+                self._check()
+                time.sleep(0.01)
+            raise
+
+    def _check(self) -> None:
+        """Raise if a rank has died or left."""
+        for event in self.early:
+            if isinstance(event, PeerLost | PeerLeft):
+                who = f"rank {event.rank}" if event.rank >= 0 else "the launcher"
+                verb = "died" if isinstance(event, PeerLost) else "left"
+                raise PeerDied(f"{who} {verb} while the ranks were connecting: {event.reason}", rank=self.rank, peer=event.rank)
+
     def _network(self, me: Endpoint, nfar: int) -> Transport:
         from miraccl.comm.network import open_network
 
         slots = slot_bytes_for(nfar, NET_BUDGET, NET_SLOT)
-        transport, self._proxy = open_network(self.session, me, slots, self.wake, self._on_lost)
+        transport, self._proxy = open_network(self.session, me, slots, self.wake, self._on_lost, self._check)
         self._transports.append(transport)
         return transport
 

@@ -33,6 +33,7 @@ _KINDS: dict[str, type[MiracclError]] = {
 SEND_RECV = "send_recv"
 STATUS_WAIT_S = 1.5
 NOTICE_WAIT_S = 2.0
+NOTICE_FIRST_S = 0.5
 HINT = "this communicator is broken; shrink() makes one of the living ranks"
 
 
@@ -50,6 +51,8 @@ class Faults:
         self._lock = threading.Lock()
         session.status_provider = self.status
         session.on_event(self._on_event)
+        for event in list(fabric.early):
+            self._on_event(event)
 
     # ---- what this rank is doing
 
@@ -84,7 +87,10 @@ class Faults:
             self.fabric.context.gone[rank] = 1
             self.fabric.wake(self.rank)
         elif kind != "aborted":  # a notice with the reason is under way
-            self.peer_lost(rank, reason)
+            # A rank that raised an error and ended has told the hub why before its connections broke: that reason is the better one.
+            timer = threading.Timer(NOTICE_FIRST_S, self.peer_lost, (rank, reason))
+            timer.daemon = True
+            timer.start()
 
     def _noticed(self, source: int, payload: dict[str, Any]) -> None:
         kind = _KINDS.get(str(payload.get("kind")))
@@ -158,11 +164,12 @@ class Faults:
         """Which field differs, and which ranks have which value."""
         if SEND_RECV in (describe_signature(want)["collective"], describe_signature(got)["collective"]):
             return self._unlike(peer, want, got)
-        return self._compared(want, self._statuses()) or self._unlike(peer, want, got)
+        statuses = self._statuses()  # a message of an earlier operation than this: that is where ranks parted
+        return self._compared(got, statuses) or self._compared(want, statuses) or self._unlike(peer, want, got)
 
     def _compared(self, sig: int, statuses: dict[int, dict[str, Any]]) -> str:
         """How the ranks' operations with the sequence number of ``sig`` differ; empty if they do not, as far as is known."""
-        found = {self.rank: self.fabric.history().get(sig & SEQUENCE_BITS, (sig, -1))}
+        found = {self.rank: self.fabric.history().get(sig & SEQUENCE_BITS, (0, 0))}
         for rank, answer in statuses.items():
             status = answer.get("status")
             for entry in status.get("history", ()) if isinstance(status, dict) else ():

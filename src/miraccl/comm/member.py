@@ -89,8 +89,8 @@ class Member:
         overrides = Overrides(algo=options.algo, proto=options.proto, deterministic=options.deterministic)
         try:
             self.fabric = Fabric(session, beliefs, timeout=options.timeout, on_lost=self._lost)
-        except BaseException:
-            session.close("could not connect")
+        except BaseException as error:
+            session.close(f"could not connect: {error}"[:500])
             raise
         self.context = self.fabric.context
         self.constants = Constants.from_json(self.fabric.constants_text)

@@ -12,9 +12,9 @@ from miraccl.transport.socket import SocketTransport
 
 
 def open_network(
-    session: Session, me: Endpoint, slot_bytes: int, wake: Callable[[int], None], on_lost: OnLost
+    session: Session, me: Endpoint, slot_bytes: int, wake: Callable[[int], None], on_lost: OnLost, check: Callable[[], None]
 ) -> tuple[SocketTransport, Any]:
-    """The transport and its proxy; the caller closes them in this order."""
+    """The transport and its proxy; the caller closes them in this order. ``check`` raises if a rank dies while they connect."""
     proxy = Proxy(rank=me.rank, wake=wake, on_lost=on_lost)
-    transport = SocketTransport(me, proxy=proxy, secret=session.data_key, job=session.name.encode(), slot_bytes=slot_bytes)
+    transport = SocketTransport(me, proxy=proxy, secret=session.data_key, job=session.name.encode(), slot_bytes=slot_bytes, check=check)
     return transport, proxy

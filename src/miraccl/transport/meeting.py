@@ -11,7 +11,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -23,6 +23,7 @@ log = trace.logger("socket")
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_STRANGERS = 64
+CHECK_S = 0.2
 DIAL_ROUNDS = 3
 """A call may be dropped among a crowd of strangers, or be refused while the peer's queue is full."""
 KEEPALIVE_S = (10, 5, 3)
@@ -85,7 +86,7 @@ class Meeting:
     """One call of ``connect`` by ``rank`` for ``peers``.
 
     ``key`` is the job's, ``parked`` holds proven streams of peers that nobody has asked for yet: (rank, stream) -> stream.  ``timeout``
-    in seconds bounds ``run``.
+    in seconds bounds ``run``.  ``check`` is called every ``CHECK_S`` seconds and raises if there is nobody to meet any more.
     """
 
     def __init__(
@@ -98,7 +99,9 @@ class Meeting:
         parked: dict[tuple[int, int], Proven],
         buffer_bytes: int,
         timeout: float,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        self._check = check
         self._rank = rank
         self._key = key
         self._peers = peers
@@ -125,11 +128,12 @@ class Meeting:
                         self._keep(parked, peer)
                         self._check_streams(parked.identity, peer)
         while missing := self._missing():
+            self._check()
             now = time.monotonic()
             if now >= self._deadline:
                 raise self._overdue(missing)
             timers = [a.machine.deadline for a in self._approaches]
-            for key, _ in self._selector.select(max(0.0, min([self._deadline, *timers]) - now)):
+            for key, _ in self._selector.select(max(0.0, min([self._deadline, now + CHECK_S, *timers]) - now)):
                 if key.data is None:
                     self._accept(key.fileobj)  # type: ignore[arg-type]
                 elif key.data in self._approaches:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,8 @@ class SocketTransport(Transport):
     """TCP streams to ranks of other hosts.
 
     ``proxy`` moves the messages; ``secret`` is the job's, ``job`` names the communicator; ``slot_bytes`` is the size of a slot (a
-    multiple of the page); ``timeout`` in seconds bounds ``connect``.
+    multiple of the page); ``timeout`` in seconds bounds ``connect``; ``check`` is called during
+    it and raises where a peer has died meanwhile.
     """
 
     name = "socket"
@@ -97,7 +98,9 @@ class SocketTransport(Transport):
         options: SocketOptions | None = None,
         timeout: float = 60.0,
         linger: float = LINGER_S,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        self._check = check
         self.rank = endpoint.rank
         self._endpoint = endpoint
         self._proxy = proxy
@@ -165,6 +168,7 @@ class SocketTransport(Transport):
             parked=self._parked,
             buffer_bytes=self._options.buffer_bytes,
             timeout=self._timeout,
+            check=self._check,
         )
         try:
             proven = meeting.run()

@@ -1,0 +1,186 @@
+"""What every rank sees when something goes wrong: named errors on all of them, in bounded time, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miraccl.tools.spawn import Outcome
+
+from tests.comm import fault_ranks
+from tests.support.ranks import rank_outcomes, run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+SECONDS_TO_NOTICE = 5.0  # a death, whatever the survivors were doing
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Any:
+    before = set(os.listdir("/dev/shm"))
+    yield
+    left = {name for name in set(os.listdir("/dev/shm")) - before if "miraccl" in name}
+    assert not left
+
+
+def values(outcomes: list[Outcome], but: int | None = None) -> list[dict[str, Any]]:
+    """What the ranks returned; ``but`` is the one that died."""
+    for outcome in outcomes:
+        assert outcome.rank == but or outcome.ok, f"{outcome.describe()}\n{outcome.error}\n{outcome.output}"
+    return [o.value for o in outcomes if o.rank != but]
+
+
+# ---- different calls
+
+MISMATCHES = {
+    "collective": "collective is",
+    "dtype": "dtype is",
+    "count": "count is",
+    "far count": "count is",
+    "operator": "operator is",
+    "root": "root is",
+    "barrier": "collective is",
+    "broadcast": "count is",
+}
+
+
+@pytest.mark.parametrize("ranks_per_host", [0, 1])
+@pytest.mark.parametrize("field", MISMATCHES)
+def test_a_mismatch_names_ranks_and_field_on_every_rank(field: str, ranks_per_host: int) -> None:
+    odd = 2 if ranks_per_host else 1
+    for got in values(rank_outcomes(fault_ranks.mismatch, 3, field, odd, 12, ranks_per_host, timeout=30)):
+        assert got["type"] == "CollectiveMismatch", got
+        assert MISMATCHES[field] in got["text"]
+        one, two = sorted({0, 1, 2} - {odd})  # one of which may not have come yet
+        assert f"on rank {odd}" in got["text"]
+        assert any(f"on rank{who}" in got["text"] for who in (f" {one}", f" {two}", f"s {one}, {two}"))
+
+
+def test_a_mismatch_of_large_operations() -> None:
+    for field in ("dtype", "far count"):
+        for got in values(rank_outcomes(fault_ranks.mismatch, 4, field, 3, 200_000, 0, timeout=30)):
+            assert got["type"] == "CollectiveMismatch", got
+            assert "on rank 3" in got["text"]
+
+
+@pytest.mark.parametrize("ranks_per_host", [0, 1])
+@pytest.mark.parametrize(("what", "field"), [("dtype", "dtype is"), ("count", "count is"), ("collective", "collective is"), ("size", "count is")])
+def test_a_mismatch_of_messages(what: str, field: str, ranks_per_host: int) -> None:
+    for got in values(rank_outcomes(fault_ranks.unlike_messages, 3, what, ranks_per_host, timeout=30)):
+        assert got["type"] == "CollectiveMismatch", got
+        assert field in got["text"]
+        assert "rank 0" in got["text"]
+        assert "rank 1" in got["text"]
+
+
+@pytest.mark.parametrize("field", ["algo", "deterministic", "buffsize"])
+def test_different_settings_are_a_plan_mismatch(field: str) -> None:
+    for got in values(rank_outcomes(fault_ranks.other_settings, 3, field, timeout=30)):
+        assert got["type"] == "PlanMismatch", got
+        assert field in got["text"]
+        assert "on rank 1" in got["text"]
+        assert "on ranks 0, 2" in got["text"]
+
+
+# ---- nobody comes
+
+
+@pytest.mark.parametrize("ranks_per_host", [0, 1])
+@pytest.mark.parametrize("where", ["python", "c", "recv"])
+def test_a_rank_that_never_arrives(where: str, ranks_per_host: int) -> None:
+    got = values(rank_outcomes(fault_ranks.absent, 3, where, ranks_per_host, timeout=40))
+    for rank, value in enumerate(got):
+        assert value["type"] == "CollectiveTimeout", value
+        assert value["seconds"] < 1.0 + 2.0 or (where == "c" and rank == 1)
+        graph = value["graph"]
+        assert len(graph) == 3
+        assert graph == got[0]["graph"] or where == "c" or ranks_per_host or where == "recv"
+        waiting = {line.split(":")[0]: line for line in graph}
+        assert "waits for rank 1 in" in waiting["rank 0"]
+        assert "step" in waiting["rank 0"]
+        assert "fault_ranks.py" in waiting["rank 0"]
+        if where != "c":
+            assert "never arrived at operation #2; its last was all_reduce #1 (3 x float32, sum)" in waiting["rank 1"]
+            assert " elsewhere" in waiting["rank 1"]
+
+
+# ---- death
+
+PHASES = [
+    (phase, victim, hosts)
+    for phase in ("bootstrap", "waiting", "large", "p2p", "barrier")
+    for victim, hosts in ((0, 0), (1, 1), (2, 2))
+] + [("window", 1, 0), ("async", 1, 0), ("connect", 1, 0), ("connect", 1, 1), ("connect", 0, 1)]
+
+
+@pytest.mark.parametrize(("phase", "victim", "ranks_per_host"), PHASES)
+def test_a_killed_rank(phase: str, victim: int, ranks_per_host: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "death")
+    outcomes = rank_outcomes(fault_ranks.killed, 4, phase, victim, path, ranks_per_host, timeout=40)
+    assert outcomes[victim].status == -9
+    for number, got in enumerate(values(outcomes, but=victim)):
+        # while ranks are meeting, the first to see a death leaves, and another may see that first: it is told the reason
+        assert got["type"] == "PeerDied" or (phase in ("bootstrap", "connect") and got["type"] == "BootstrapError"), got
+        assert f"rank {victim}" in got["text"]
+        assert got["after"] < SECONDS_TO_NOTICE
+        if phase not in ("bootstrap", "connect"):
+            assert got["again"] == "PeerDied"  # the communicator stays broken
+            assert got["shrunk"] == [number, 3, 6.0]
+
+
+@pytest.mark.parametrize("ranks_per_host", [0, 1])
+@pytest.mark.parametrize("how", ["plain", "pending", "finalize"])
+def test_a_rank_that_ends_early(how: str, ranks_per_host: int) -> None:
+    got = values(rank_outcomes(fault_ranks.exits, 3, how, ranks_per_host, timeout=40))
+    for rank in (0, 2):
+        assert got[rank]["type"] == "PeerDied", got
+        assert got[rank]["peer"] == 1
+    if how == "finalize":
+        assert "has left the communicator" in got[0]["text"]
+
+
+def test_the_hub_dies_with_its_rank(tmp_path: Path) -> None:
+    """Rank 0 holds the meeting point and is killed: the others raise as well, and cannot go on together."""
+    got = values(rank_outcomes(fault_ranks.hub_in_rank_0, 3, str(tmp_path / "death"), timeout=40), but=0)
+    for value in got:
+        assert value["type"] == "PeerDied", value
+        assert value["after"] < SECONDS_TO_NOTICE
+        assert value["shrink"] in ("PeerDied", "CommunicatorClosed", "BootstrapError"), value
+
+
+# ---- from outside
+
+
+@pytest.mark.parametrize("ranks_per_host", [0, 1])
+@pytest.mark.parametrize("what", ["all_reduce", "recv", "group"])
+def test_an_interrupt_ends_a_wait_and_the_others_hear_of_it(what: str, ranks_per_host: int) -> None:
+    got = values(rank_outcomes(fault_ranks.interrupted, 3, what, ranks_per_host, timeout=40))
+    assert [g["first"] for g in got] == ["", "KeyboardInterrupt", ""]
+    for value in got:
+        assert value["type"] == "CommunicatorAborted"
+        assert "rank 1 aborted the communicator: a signal handler raised" in value["text"]
+
+
+@pytest.mark.parametrize("ranks_per_host", [0, 1])
+def test_a_handled_signal_leaves_a_wait_alone(ranks_per_host: int) -> None:
+    assert run_ranks(fault_ranks.handled, 2, ranks_per_host) == [0, 1]
+
+
+@pytest.mark.parametrize("ranks_per_host", [0, 1])
+@pytest.mark.parametrize("how", ["with", "abort", "thread", "async"])
+def test_abort(how: str, ranks_per_host: int) -> None:
+    got = values(rank_outcomes(fault_ranks.aborted, 3, how, ranks_per_host, timeout=40))
+    assert got[0]["type"] == ("ZeroDivisionError" if how == "with" else "CommunicatorAborted")
+    for value in got[1:]:
+        assert value["type"] == "CommunicatorAborted", value
+        assert "rank 0 aborted the communicator" in value["text"]
+        assert value["peer"] == 0
+    if how == "with":
+        assert "of the application" in got[1]["text"]
+
+
+def test_after_finalize() -> None:
+    run_ranks(fault_ranks.after_finalize, 3)
