@@ -15,7 +15,7 @@ from typing import Any
 from miraccl import params
 from miraccl.bootstrap import Event, PeerLeft, PeerLost, Session
 from miraccl.comm.window import Window
-from miraccl.errors import MiracclError, PeerDied, PlanMismatch, ProtocolError, SystemFailure
+from miraccl.errors import BootstrapError, MiracclError, PeerDied, PlanMismatch, ProtocolError, SystemFailure
 from miraccl.executor.cpu.context import Context, WaitPolicy, Wires, words_at
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.native import atomics
@@ -112,9 +112,9 @@ class Fabric:
         network = self._network(me, len(far)) if far else None
         blob = {"shm": shm.setup().decode(), "net": network.setup().hex() if network else ""}
         infos = self._exchange("connect", blob)
-        pairs = self._connect_shm(shm, {r: infos[r]["shm"].encode() for r in near})
+        pairs = self._reach(shm, {r: infos[r]["shm"].encode() for r in near})
         if network:
-            pairs.update(network.connect({r: bytes.fromhex(infos[r]["net"]) for r in far}))
+            pairs.update(self._reach(network, {r: bytes.fromhex(infos[r]["net"]) for r in far}))
         readable = [] if params.CMA_DISABLE.read() else sorted(shm.readable)
         abilities = self._exchange("abilities", {"readable": readable, "membarrier": atomics.register_membarrier()})
         self.readable = {r for r in near if self.rank in abilities[r]["readable"]}
@@ -137,10 +137,11 @@ class Fabric:
         slot_bytes = min([w.slot_bytes for w in wires.values()], default=shm.slot_bytes)
         self.slot_bytes = min(int(n) for n in self._exchange("ready", slot_bytes))  # hosts with many ranks have smaller slots
 
-    def _connect_shm(self, shm: ShmTransport, infos: dict[int, bytes]) -> dict[int, FifoPair]:
+    def _reach(self, transport: Transport, infos: dict[int, bytes]) -> dict[int, FifoPair]:
+        """Connect; where that fails because a process is gone, its death is the error."""
         try:
-            return shm.connect(infos)
-        except SystemFailure:  # the process is gone, perhaps; then that is the error
+            return transport.connect(infos)
+        except (SystemFailure, BootstrapError):
             deadline = time.monotonic() + DEATH_NOTICE_S
             while time.monotonic() < deadline:
                 self._check()
