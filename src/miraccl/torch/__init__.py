@@ -1,0 +1,25 @@
+"""The PyTorch backend: ``import miraccl.torch``, then ``torch.distributed.init_process_group("miraccl")``, for tensors in CPU memory.
+
+This package and nothing else in miraccl imports torch.  See docs/torch.md for what works on which types.
+"""
+
+from __future__ import annotations
+
+from miraccl.errors import MissingDependency
+
+try:
+    import torch.distributed as dist
+except ImportError as error:
+    raise MissingDependency("miraccl.torch needs PyTorch", hint="pip install 'miraccl[torch]'") from error
+
+if not dist.is_available():
+    raise MissingDependency("this build of PyTorch has no torch.distributed", hint="install a build with USE_DISTRIBUTED=1")
+
+from miraccl.torch.failures import BackendError
+from miraccl.torch.process_group import NAME, ProcessGroupMiraccl
+from miraccl.torch.start import create
+
+__all__ = ["NAME", "BackendError", "ProcessGroupMiraccl", "create"]
+
+if NAME.upper() not in dist.Backend._plugins:
+    dist.Backend.register_backend(NAME, create, devices=["cpu"])

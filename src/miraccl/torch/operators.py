@@ -1,0 +1,110 @@
+"""torch's reduction operators on torch's types, in terms of what miraccl reduces.
+
+- bool is an 8-bit integer of 0 and 1: SUM, MAX and BOR are the maximum (as in c10d's NCCL backend), PRODUCT, MIN and BAND the minimum.
+- complex numbers are pairs of real ones, which is right for sums only.
+- 16-bit integers are reduced as 32-bit ones and cut back, which gives the same as 16-bit arithmetic.
+- Bitwise operators are no operators of miraccl: the ranks exchange their bytes and fold them locally.  That costs the traffic and the
+  memory of an all_gather (all_to_all for reduce_scatter).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from miraccl.comm.arguments import Array
+from miraccl.comm.communicator import Communicator
+from miraccl.errors import InvalidUsage
+from miraccl.torch.tensors import NATIVE, SMALL_FLOATS, WIDENED, Form
+from miraccl.types import PreMulSum, RedOp
+
+_Kind = dist.ReduceOp.RedOpType
+_VALUES = {_Kind.SUM: RedOp.SUM, _Kind.AVG: RedOp.AVG, _Kind.PRODUCT: RedOp.PROD, _Kind.MIN: RedOp.MIN, _Kind.MAX: RedOp.MAX}
+_BOOLS = {
+    _Kind.SUM: RedOp.MAX,
+    _Kind.MAX: RedOp.MAX,
+    _Kind.BOR: RedOp.MAX,
+    _Kind.PRODUCT: RedOp.MIN,
+    _Kind.MIN: RedOp.MIN,
+    _Kind.BAND: RedOp.MIN,
+}
+_BITWISE = {_Kind.BAND: np.bitwise_and, _Kind.BOR: np.bitwise_or, _Kind.BXOR: np.bitwise_xor}
+_COMPLEX_OPS = (_Kind.SUM, _Kind.AVG, _Kind.PREMUL_SUM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How to reduce: with an operator of miraccl on arrays of ``form``, or with ``fold``, a NumPy function of two arrays of bytes."""
+
+    form: Form
+    op: RedOp | PreMulSum = RedOp.SUM
+    fold: np.ufunc | None = None
+
+
+def recipe(op: Any, dtype: Any, where: str) -> Recipe:
+    """The recipe for a ``ReduceOp`` on tensors of ``dtype``; ``InvalidUsage`` where there is none."""
+    kind = op.op if hasattr(op, "op") else op
+    if dtype is torch.bool and kind in _BOOLS:
+        return Recipe(form=Form.BYTES, op=_BOOLS[kind])
+    if kind in _BITWISE and not dtype.is_floating_point and not dtype.is_complex:
+        return Recipe(form=Form.BYTES, fold=_BITWISE[kind])
+    if dtype.is_complex and kind not in _COMPLEX_OPS:
+        raise _refused(kind, dtype, where)
+    if not dtype.is_complex and dtype not in NATIVE and dtype not in SMALL_FLOATS and dtype not in WIDENED:
+        raise _refused(kind, dtype, where)
+    form = Form.WIDE if dtype in WIDENED else Form.VALUES
+    if kind == _Kind.PREMUL_SUM:
+        return Recipe(form=form, op=PreMulSum(float(op.factor)))
+    if kind not in _VALUES:
+        raise _refused(kind, dtype, where)
+    return Recipe(form=form, op=_VALUES[kind])
+
+
+def _refused(kind: Any, dtype: Any, where: str) -> InvalidUsage:
+    return InvalidUsage(f"{where}: ReduceOp.{getattr(kind, 'name', kind)} is not defined here for {dtype}", hint="see docs/torch.md")
+
+
+# ---- reductions of flat arrays by a recipe
+
+
+def all_reduce(comm: Communicator, x: Array, how: Recipe) -> None:
+    """In place."""
+    if how.fold is None:
+        comm.all_reduce(x, op=how.op)
+    else:
+        _fold(how.fold, comm.all_gather(x), x)
+
+
+def reduce(comm: Communicator, x: Array, root: int, how: Recipe) -> None:
+    """In place on the root."""
+    if how.fold is None:
+        comm.reduce(x, root, op=how.op)
+        return
+    parts = comm.gather(x, root)
+    if comm.rank == root:
+        _fold(how.fold, parts, x)
+
+
+def reduce_scatter(comm: Communicator, x: Array, out: Array, how: Recipe) -> None:
+    """Equal shares."""
+    if how.fold is None:
+        comm.reduce_scatter(x, out, how.op)
+    else:
+        _fold(how.fold, comm.all_to_all(x), out)
+
+
+def reduce_scatter_v(comm: Communicator, x: Array, counts: list[int], out: Array, how: Recipe) -> None:
+    """Rank r gets ``counts[r]`` elements."""
+    if how.fold is None:
+        comm.reduce_scatter_v(x, counts, out, how.op)
+    else:
+        _fold(how.fold, comm.all_to_all_v(x, counts, [counts[comm.rank]] * comm.nranks), out)
+
+
+def _fold(function: np.ufunc, parts: Array, out: Array) -> None:
+    if out.size:
+        function.reduce(parts.reshape(-1, out.size), axis=0, out=out)

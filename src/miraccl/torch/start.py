@@ -1,0 +1,52 @@
+"""How a process group begins: rank 0 makes the unique id of a new communicator, the group's store carries it to the others."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from typing import Any
+
+import torch.distributed as dist
+
+from miraccl.comm.communicator import Communicator
+from miraccl.comm.start import get_unique_id
+from miraccl.errors import BootstrapError, MiracclError
+from miraccl.torch.failures import as_backend_errors
+from miraccl.torch.process_group import ProcessGroupMiraccl
+
+KEY = "miraccl/unique_id"
+_FAILED = "failed: "
+
+
+def create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> ProcessGroupMiraccl:
+    """The group of ``size`` ranks that share ``store``; collective. ``timeout`` becomes the deadline of every operation.
+
+    Raises ``BackendError`` when ranks cannot meet; a rank 0 that cannot open the meeting point says so to the others through the store.
+    """
+    with as_backend_errors():
+        ident = _publish(store) if rank == 0 else _wait_for(store, rank)
+        comm = Communicator(size, ident, rank, timeout=timeout.total_seconds())
+    if rank == 0:  # all have read it by now; a later group on the same store must not find it
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            store.delete_key(KEY)
+    return ProcessGroupMiraccl(store, comm)
+
+
+def _publish(store: Any) -> str:
+    try:
+        ident = str(get_unique_id())
+    except MiracclError as error:
+        store.set(KEY, f"{_FAILED}{error}")
+        raise
+    store.set(KEY, ident)
+    return ident
+
+
+def _wait_for(store: Any, rank: int) -> str:
+    try:
+        text: str = store.get(KEY).decode()
+    except dist.DistStoreError as error:
+        raise BootstrapError(f"rank 0 put no unique id into the store: {error}", rank=rank, peer=0) from error
+    if text.startswith(_FAILED):
+        raise BootstrapError(f"rank 0 could not open the meeting point: {text.removeprefix(_FAILED)}", rank=rank, peer=0)
+    return text

@@ -1,0 +1,122 @@
+"""Tensors as flat NumPy arrays that collectives can use.
+
+A contiguous tensor is viewed, never copied.  Anything else (strides, the lazy conjugate and negative bits, 16-bit integers in a
+reduction, a list of tensors) goes through one temporary, which ``Staged.store`` writes back.
+
+Element types that miraccl does not know travel as bytes, which every operation but a reduction may do.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from miraccl.comm.arguments import Array
+from miraccl.errors import InvalidUsage
+
+NATIVE = frozenset(
+    (torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.float16, torch.float32, torch.float64)
+)
+#: NumPy knows these by ml_dtypes only, and torch hands them out as integers only.
+SMALL_FLOATS = {
+    torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16)),
+    torch.float8_e4m3fn: (torch.uint8, np.dtype(ml_dtypes.float8_e4m3fn)),
+    torch.float8_e5m2: (torch.uint8, np.dtype(ml_dtypes.float8_e5m2)),
+}
+WIDENED = frozenset((torch.int16, torch.uint16))
+
+
+class Form(enum.Enum):
+    """What the elements of the array are: the tensor's own values where miraccl knows the type (else bytes), bytes, or int32 values."""
+
+    VALUES = enum.auto()
+    BYTES = enum.auto()
+    WIDE = enum.auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """``array`` is flat and holds ``width`` elements per element of the tensors; ``temporary`` is None where it is their own memory."""
+
+    tensors: Sequence[Any]
+    array: Array
+    width: int
+    temporary: Any = None
+
+    def store(self) -> None:
+        """Write a temporary back to the tensors."""
+        if self.temporary is None:
+            return
+        start = 0
+        for tensor in self.tensors:
+            part = self.temporary[start : start + tensor.numel()]
+            tensor.detach().copy_(part.view(tensor.shape))
+            start += tensor.numel()
+
+
+def check(tensor: Any, where: str) -> None:
+    """Raise ``InvalidUsage`` for tensors that this backend cannot carry."""
+    if tensor.device.type != "cpu":
+        hint = "name another backend for these tensors in a group of its own: new_group(backend=...)"
+        raise InvalidUsage(f"{where}: the tensor is on {tensor.device}; this backend works on CPU tensors", hint=hint)
+    if tensor.layout is not torch.strided:
+        raise InvalidUsage(f"{where}: the tensor's layout is {tensor.layout}; allowed is torch.strided", hint="use to_dense()")
+
+
+def stage(tensor: Any, where: str, form: Form = Form.VALUES) -> Staged:
+    """One tensor, with its values."""
+    check(tensor, where)
+    own = tensor.detach()
+    if form is not Form.WIDE and own.is_contiguous() and not own.is_conj() and not own.is_neg():
+        return Staged(tensors=[tensor], array=_array(own.view(-1), form), width=_width(tensor, form))
+    return stage_list([tensor], where, form)
+
+
+def stage_list(tensors: Sequence[Any], where: str, form: Form = Form.VALUES, *, load: bool = True) -> Staged:
+    """Tensors of one type, one after another in one temporary; filled with their values if ``load``."""
+    for tensor in tensors:
+        check(tensor, where)
+    first = tensors[0]
+    if any(t.dtype is not first.dtype for t in tensors):
+        raise InvalidUsage(f"{where}: the tensors of a list have one dtype, got {sorted({str(t.dtype) for t in tensors})}")
+    kind = torch.int32 if form is Form.WIDE else first.dtype
+    temporary = torch.empty(sum(t.numel() for t in tensors), dtype=kind)
+    if load:
+        start = 0
+        for tensor in tensors:
+            temporary[start : start + tensor.numel()].view(tensor.shape).copy_(tensor.detach())
+            start += tensor.numel()
+    return Staged(tensors=tensors, array=_array(temporary, form), width=_width(first, form), temporary=temporary)
+
+
+def _width(tensor: Any, form: Form) -> int:
+    if form is Form.WIDE:
+        return 1
+    if form is Form.BYTES or not _known(tensor.dtype):
+        return int(tensor.element_size())
+    return 2 if tensor.dtype.is_complex else 1
+
+
+def _known(dtype: Any) -> bool:
+    return dtype in NATIVE or dtype in SMALL_FLOATS or dtype in (torch.complex64, torch.complex128)
+
+
+def _array(flat: Any, form: Form) -> Array:
+    """The memory of a flat contiguous tensor."""
+    result: Array
+    if form is Form.BYTES or not _known(flat.dtype):
+        result = flat.view(torch.uint8).numpy()
+    elif flat.dtype in SMALL_FLOATS:
+        carrier, dtype = SMALL_FLOATS[flat.dtype]
+        result = flat.view(carrier).numpy().view(dtype)
+    elif flat.dtype.is_complex:
+        result = torch.view_as_real(flat).view(-1).numpy()
+    else:
+        result = flat.numpy()
+    return result
