@@ -6,6 +6,7 @@ its memory, whether its memory could be read, and that everybody has finished.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -18,6 +19,7 @@ from miraccl.comm.window import Window
 from miraccl.errors import BootstrapError, MiracclError, PeerDied, PlanMismatch, ProtocolError, SystemFailure
 from miraccl.executor.cpu.context import Context, WaitPolicy, Wires, words_at
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.graph.rank_order import RankPlace, order_ranks
 from miraccl.native import atomics
 from miraccl.transport.base import Endpoint, FifoKind, FifoPair, Transport
 from miraccl.transport.shm import LARGEST_SLOT, Segment, ShmTransport, slot_bytes_for
@@ -86,6 +88,7 @@ class Fabric:
             "addresses": me.addresses,
             "cores": _cores(),
             "machine": machine(),
+            "numa": numa_domain(),
         }
         records = self._exchange("hello", hello)
         _compare([record["beliefs"] for record in records])
@@ -96,6 +99,7 @@ class Fabric:
         names = list(dict.fromkeys(e.hostid for e in self.endpoints.values()))
         self.hosts = tuple(names.index(self.endpoints[r].hostid) for r in range(self.nranks))
         self.local = [r for r in range(self.nranks) if records[r]["host"] == host]
+        self.places = [RankPlace(host=self.hosts[r], numa=int(rec["numa"])) for r, rec in enumerate(records)]
         # Ranks that only act as several hosts share the cores of one machine.
         machines = [record["machine"] for record in records]
         self.ranks_per_core = max(machines.count(rec["machine"]) / max(1, int(rec["cores"])) for rec in records)
@@ -116,7 +120,10 @@ class Fabric:
         if network:
             pairs.update(self._reach(network, {r: bytes.fromhex(infos[r]["net"]) for r in far}))
         readable = [] if params.CMA_DISABLE.read() else sorted(shm.readable)
-        abilities = self._exchange("abilities", {"readable": readable, "membarrier": atomics.register_membarrier()})
+        mine = {"readable": readable, "membarrier": atomics.register_membarrier(), "domains": self._domains()}
+        abilities = self._exchange("abilities", mine)
+        order = order_ranks(self.places, abilities[0]["domains"])
+        self.order = () if order == tuple(range(self.nranks)) else order
         self.readable = {r for r in near if self.rank in abilities[r]["readable"]}
         #: every rank can read and write every other's private memory; all ranks see this alike
         self.addressable = all(len(a["readable"]) == self.nranks - 1 for a in abilities)
@@ -147,6 +154,14 @@ class Fabric:
                 self._check()
                 time.sleep(0.01)
             raise
+
+    def _domains(self) -> list[int]:
+        """The order of this host's NUMA domains, where its ranks are in several."""
+        if len({place.numa for place in self.places if place.host == self.hosts[self.rank]}) < 2:
+            return []
+        from miraccl.graph.cpu_host import detect_host, domain_order  # most hosts have one domain and need none of it
+
+        return domain_order(detect_host(len(self.local)))
 
     def _check(self) -> None:
         """Raise if a rank has died or left."""
@@ -255,6 +270,16 @@ class Fabric:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def numa_domain() -> int:
+    """The NUMA domain of the processor this thread is on, from sysfs; -1 where the kernel has none."""
+    with contextlib.suppress(OSError, ValueError):
+        cpu = min(os.sched_getaffinity(0))
+        for entry in os.listdir(f"/sys/devices/system/cpu/cpu{cpu}"):
+            if entry.startswith("node"):
+                return int(entry[4:])
+    return -1
 
 
 def last_level_cache_bytes() -> int:

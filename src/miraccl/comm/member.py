@@ -98,7 +98,9 @@ class Member:
         hosts = self.fabric.hosts if len(set(self.fabric.hosts)) > 1 else ()
         self.planner = Planner(
             rank=self.rank,
-            shape=Shape(nranks=self.nranks, ranks_per_core=max(1.0, self.fabric.ranks_per_core), hosts=hosts),
+            shape=Shape(
+                nranks=self.nranks, ranks_per_core=max(1.0, self.fabric.ranks_per_core), hosts=hosts, order=self.fabric.order
+            ),
             slot_bytes=self.fabric.slot_bytes,
             constants=self.constants,
             overrides=overrides,

@@ -62,11 +62,13 @@ class Constants:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the model knows of the communicator: ranks per core of the busiest host (at least 1), and which peers are on a network."""
+    """What the model knows of the communicator: ranks per core of the busiest host (at least 1), which peers are on a network, and in
+    which order rings visit the ranks (empty: by number)."""
 
     nranks: int
     ranks_per_core: float = 1.0
     hosts: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
 
     def remote(self, a: int, b: int | None) -> bool:
         return b is not None and bool(self.hosts) and self.hosts[a] != self.hosts[b]
