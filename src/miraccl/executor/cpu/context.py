@@ -127,7 +127,7 @@ class Context:
         self._keep = np.zeros(at.BLOCK, np.int64)
         self._dtypes = arrays.descriptor_addresses()
         self._plans = np.full((PLAN_SLOTS, at.PLAN_SIZE // 8), -1, np.int64)
-        self._runs: list[Run] = []
+        self._runs: dict[int, Run] = {}
         self._doors: list[Any] = []
         for peer, wire in wires.items():
             self._wire(peer, wire)
@@ -211,22 +211,25 @@ class Context:
     def private_bytes(self) -> int:
         """Bytes of the context's own arrays and of all runs."""
         own = (self.words, self._send, self._recv, self._ctrls, self._scratch, self._stage, self._keep, self._plans)
-        runs = sum(r.words.nbytes + r.in_blocks.nbytes + r.out_blocks.nbytes + r.scratch.nbytes for r in self._runs)
+        runs = sum(r.words.nbytes + r.in_blocks.nbytes + r.out_blocks.nbytes + r.scratch.nbytes for r in self._runs.values())
         return sum(a.nbytes for a in own) + runs
 
     # ---- doors and plans
 
     def door(self, kind: str, collective: Collective, *, arg: int = 0, run: Run | None = None) -> Callable[..., int]:
-        """A builtin of the engine (``collective``, ``prepared`` or ``send_recv``) bound to this context."""
+        """A builtin of the engine (``collective``, ``prepared`` or ``send_recv``) bound to this context. Who gives a ``run`` holds it
+        as long as the door."""
         record = np.array([self.address, int(collective), arg, run.address if run else 0], np.int64)
         door = native.builtin(collective.label, _engine(kind), int(record.ctypes.data))
-        self._doors.append((record, run))
+        (self._doors if run is None else run.keep).append(record)  # the door of a run lives no longer than the run
         return cast("Callable[..., int]", door)
 
     def remember(self, run: Run, collective: Collective, count: int, out_count: int, dtype: DType, arg: int, in_place: bool) -> None:
         """Enter a run into the table that doors look into; an older entry in its places is replaced."""
         key = _plan_key(int(collective), count, out_count, int(dtype), arg, int(in_place))
         places = [(key + probe) & (PLAN_SLOTS - 1) for probe in range(4)]
+        if any(self._plans[p, at.PLAN_RUN // 8] == run.address for p in places):
+            return
         free = [p for p in places if self._plans[p, at.PLAN_COLL // 8] == -1]
         row = self._plans[free[0] if free else places[0]]
         for place, value in (
@@ -239,7 +242,7 @@ class Context:
             (at.PLAN_COLL, int(collective)),
         ):
             row[place // 8] = value
-        self._runs.append(run)
+        self._runs[run.address] = run
 
     def forget(self) -> None:
         """Drop all remembered runs; the next call of each kind plans anew."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -176,6 +177,7 @@ class Run:
     ) -> None:
         schedule, itemsize = program.schedule, dtype.itemsize
         self.program = program
+        self.keep: list[Any] = []  # what lives as long as this
         self.in_blocks = blocks(in_counts, in_displs, schedule.parts, itemsize)
         self.out_blocks = blocks(out_counts, out_displs, schedule.parts, itemsize)
         largest = int(max(self.in_blocks[:, 2].max(), self.out_blocks[:, 2].max()))
