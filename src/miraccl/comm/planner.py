@@ -19,6 +19,7 @@ from miraccl.executor.cpu.lower import Program, Run, lower, signature
 from miraccl.schedule import catalog, cost
 from miraccl.schedule.catalog import Algorithm
 from miraccl.schedule.ir import Schedule
+from miraccl.schedule.passes import relabel
 from miraccl.types import Collective, DType, RedOp
 
 WINDOW_ONLY = 1 << 62  # a "direct" threshold that private memory never reaches
@@ -29,6 +30,7 @@ TIE = 1.05  # what is predicted within 5 % is taken for equal, and these names d
 LARGE = 128 << 10
 PREFERENCE = ("one_shot", "two_shot", "ring", "chain", "pairwise", "recursive_doubling")
 PREFERENCE_LARGE = ("ring", *PREFERENCE)  # of all_reduce: half of its result goes past the caches
+NEIGHBOURLY = ("ring", "chain", "double_binary_tree")  # their cost depends on which ranks are neighbours
 MEMORY_ALGORITHM = "two_shot_put"
 
 
@@ -93,6 +95,7 @@ class Planner:
         self.stream_from = stream_from
         self._programs: dict[tuple[str, Collective, int, bool], Program] = {}
         self._plans: dict[int, Candidate] = {}
+        self._ordered: dict[tuple[str, Collective, int], Schedule] = {}
         if overrides.algo:
             catalog.get(overrides.algo)  # an unknown name is refused now
         if overrides.proto and overrides.proto not in ("simple", "ll"):
@@ -159,19 +162,30 @@ class Planner:
         return algorithm.supports(collective, self.shape.nranks) and (not uneven or collective in algorithm.uneven)
 
     def _predict(self, algorithm: Algorithm, collective: Collective, block_bytes: int, dtype: DType, root: int) -> float:
-        schedule = catalog.build(algorithm.name, collective, self.shape.nranks, root)
+        schedule = self._schedule(algorithm.name, collective, root, in_place=False)
         steps = algorithm.latency(collective, self.shape.nranks) if algorithm.latency else cost.compute_cost(schedule).latency_steps
         return predict_us(schedule, steps, block_bytes, dtype, self.round_bytes(schedule_widest(schedule)), self.shape, self.constants)
 
     def round_bytes(self, widest: int) -> int:
         return max(64, self.slot_bytes // widest // 64 * 64)
 
+    def _schedule(self, algo: str, collective: Collective, root: int, in_place: bool) -> Schedule:
+        """The algorithm's schedule, with neighbours in the machine as its neighbours."""
+        order = self.shape.order
+        if not order or algo not in NEIGHBOURLY:
+            return catalog.build(algo, collective, self.shape.nranks, root, in_place=in_place)
+        key = (algo, collective, root)
+        if key not in self._ordered:
+            plain = catalog.build(algo, collective, self.shape.nranks, order.index(root) if collective.rooted else 0, in_place=in_place)
+            self._ordered[key] = relabel(plain, order)
+        return self._ordered[key]
+
     # ---- runs
 
     def program(self, algo: str, collective: Collective, root: int, in_place: bool, opened: bool = False) -> Program:
         key = (algo, collective, root, opened)
         if key not in self._programs:
-            schedule = catalog.build(algo, collective, self.shape.nranks, root, in_place=in_place)
+            schedule = self._schedule(algo, collective, root, in_place)
             self._programs[key] = lower(schedule, self.rank, opened=opened)
         return self._programs[key]
 
