@@ -42,7 +42,7 @@ def test_a_call_enters_once_its_like_was_seen(comm: Communicator, count: int, dt
     assert comm.last_plan is not None
 
 
-@pytest.mark.parametrize("bits", [31, 32, 33, 40, 44])
+@pytest.mark.parametrize("bits", [31, 32, 33, 36])
 def test_the_hash_of_huge_counts_wraps_alike(comm: Communicator, bits: int) -> None:
     """Address space without memory: in place on one rank nothing is touched."""
     for extra in (0, 1, 4097):
