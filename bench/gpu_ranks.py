@@ -117,4 +117,4 @@ class Timer:
 
 
 def iterations_for(nbytes: int) -> int:
-    return 50 if nbytes <= 1 << 20 else 20 if nbytes <= 64 << 20 else 5
+    return 200 if nbytes <= 1 << 16 else 50 if nbytes <= 1 << 20 else 20 if nbytes <= 64 << 20 else 5

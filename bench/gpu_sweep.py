@@ -63,40 +63,38 @@ extern "C" __global__ void bulk(char* dst, const char* src, u64 n, u64 window) {
 """
 
 
-def plans(nbytes: int, nranks: int, wide: bool) -> Iterator[dict[str, Any]]:
+def plans(nbytes: int, nranks: int) -> Iterator[dict[str, Any]]:
     """Candidates for an all_reduce of ``nbytes`` of a 16-bit float."""
     vectors = -(-nbytes // 16)
-    algos = ["one_shot"] if nranks == 2 else ["one_shot", "two_shot"]
-    for algo in algos:
-        if algo == "one_shot" and nranks > 2 and nbytes > 2 * MIB:
+    for algo in ("one_shot",) if nranks == 2 else ("one_shot", "two_shot"):
+        if algo == "one_shot" and nranks > 2 and nbytes > MIB or algo == "two_shot" and nbytes < 16 * KIB:
             continue
         each = -(-vectors // nranks) if algo == "two_shot" else vectors
-        shots = 2 if algo == "two_shot" else 1
-        seen = set()
-        for threads, unroll, dense in SHAPES:
-            for cap in (128 * dense, 64 * dense) if each > 128 * threads * unroll else (128 * dense,):
-                blocks = max(1, min(cap, -(-each // (threads * unroll))))
-                largest = 16 * MIB // (shots * (nranks - 1) * 16)
-                pieces = -(-each // (blocks * threads * unroll))
-                while pieces > 1 and blocks * threads * unroll * min(4, pieces) > largest and blocks > 16:
-                    blocks -= 8
-                    pieces = -(-each // (blocks * threads * unroll))
-                if blocks * threads * unroll * min(4, pieces) > largest or (blocks, threads, unroll) in seen:
-                    continue
-                if nbytes <= 64 * KIB and unroll > 1:
-                    continue
-                seen.add((blocks, threads, unroll))
-                yield {"algo": algo, "proto": "ll128", "blocks": blocks, "threads": threads, "unroll": unroll, "min_blocks": dense}
-    if nbytes >= 4 * MIB or wide:
+        yield from _packets(algo, each, nranks, nbytes)
+    if nbytes >= 4 * MIB:
         for algo in ("ring", "two_shot") if nranks > 2 else ("one_shot",):
-            for blocks in (32, 64, 128):
-                for threads, unroll in ((512, 4), (512, 8), (1024, 2)):
-                    yield {"algo": algo, "proto": "simple", "blocks": blocks, "threads": threads, "unroll": unroll, "min_blocks": 1}
+            for blocks, threads, unroll in ((64, 512, 8), (128, 512, 4), (128, 512, 8)):
+                yield {"algo": algo, "proto": "simple", "blocks": blocks, "threads": threads, "unroll": unroll, "min_blocks": 1}
+
+
+def _packets(algo: str, each: int, nranks: int, nbytes: int) -> Iterator[dict[str, Any]]:
+    shots = 2 if algo == "two_shot" else 1
+    largest = 16 * MIB // (shots * (nranks - 1) * 16)  # packets of a piece, if a bank is to hold one
+    seen = set()
+    for threads, unroll, dense in SHAPES:
+        each_block = threads * unroll
+        blocks = max(1, min(128 * dense, -(-each // each_block)))
+        while blocks > 16 and blocks * each_block * min(4, -(-each // (blocks * each_block))) > largest:
+            blocks -= 4
+        fits = blocks * each_block * min(4, -(-each // (blocks * each_block))) <= largest
+        if fits and (blocks, threads, unroll) not in seen and not (nbytes <= 64 * KIB and unroll > 1):
+            seen.add((blocks, threads, unroll))
+            yield {"algo": algo, "proto": "ll128", "blocks": blocks, "threads": threads, "unroll": unroll, "min_blocks": dense}
 
 
 SHAPES = (
     (64, 1, 1), (128, 1, 1), (256, 1, 1), (512, 1, 1), (1024, 1, 1), (256, 1, 4), (512, 1, 2), (1024, 1, 2),
-    (128, 2, 4), (256, 2, 2), (256, 2, 4), (512, 2, 1), (512, 2, 2), (256, 4, 2), (512, 4, 1),
+    (256, 2, 2), (256, 2, 4), (512, 2, 1), (512, 2, 2), (256, 4, 2), (512, 4, 1),
 )  # fmt: skip
 
 
@@ -108,7 +106,7 @@ def specs(nranks: int) -> list[Any]:
     found = {}
     for size in SIZES:
         request = Request(collective=Collective.ALL_REDUCE, dtype=DType.BFLOAT16, op=RedOp.SUM, count=size // 2, nranks=nranks)
-        for plan in plans(size, nranks, False):
+        for plan in plans(size, nranks):
             found[kernel_spec(DevicePlan(**plan), request)] = None
     return list(found)
 
@@ -119,6 +117,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="")
     parser.add_argument("--limits", action="store_true")
     parser.add_argument("--no-nccl", action="store_true")
+    parser.add_argument("--show", type=int, default=3)
     parser.add_argument("--out", default="")
     options = parser.parse_args()
     if "RANK" not in os.environ:
@@ -142,6 +141,10 @@ def run(options: argparse.Namespace) -> None:
     if not options.no_nccl:
         start_nccl(dist, torch, rank, nranks)
     timer = Timer(torch, session)
+    warm = torch.randn(4096, 4096, device="cuda")
+    for _ in range(60):  # clocks rise with work
+        warm = (warm @ warm).clamp(-1, 1)
+    torch.cuda.synchronize()
     if options.limits:
         limits(torch, comm, timer)
     record = []
@@ -157,7 +160,7 @@ def run(options: argparse.Namespace) -> None:
         if not options.no_nccl:
             dist.all_reduce(reference)
         rows = []
-        for plan in plans(size, nranks, False):
+        for plan in plans(size, nranks):
             comm.use_plan(Collective.ALL_REDUCE, DType.BFLOAT16, size // 2, DevicePlan(**plan))
             try:
                 comm.all_reduce(x, y)
@@ -175,15 +178,17 @@ def run(options: argparse.Namespace) -> None:
         record.append({"bytes": size, "nccl_us": nccl, "rows": rows})
         if rank == 0:
             print(f"{size:>11} B  nccl {nccl:9.2f} us", flush=True)
-            shown = rows[:3] + [r for r in rows[3:] if r[2]["proto"] == "simple"][:1]
+            shown = rows[: options.show]
+            for kind in (lambda r: r[2]["proto"] == "simple", lambda r: r[2]["algo"] == "one_shot"):
+                shown += [r for r in rows if kind(r) and r not in shown][:1]
             for us, wrong, p in shown:
                 shape = f"{p['algo']} {p['proto']} {p['blocks']}x{p['threads']}u{p['unroll']}b{p['min_blocks']}"
                 print(f"      {us:9.2f} us  x{nccl / us:5.2f}  {size / us / 1e3:7.1f} GB/s  {shape} wrong {wrong}", flush=True)
+        if rank == 0 and options.out:
+            Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+            Path(options.out).write_text(json.dumps(record))
         del x, y, reference
     host_cost(torch, comm, timer, dist if not options.no_nccl else None)
-    if rank == 0 and options.out:
-        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.out).write_text(json.dumps(record))
     comm.close()
     session.close()
     if not options.no_nccl:

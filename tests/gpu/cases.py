@@ -27,6 +27,11 @@ def _all_reduce() -> Iterator[Case]:
         yield {"collective": "all_reduce", "dtype": "bfloat16", "count": (6 << 20) + 5, "plan": plan, "repeat": 3}
         yield {"collective": "all_reduce", "dtype": "float32", "count": 5000, "algo": algo, "graph": 5, "in_place": True}
         yield {"collective": "all_reduce", "dtype": "bfloat16", "count": 300000, "algo": algo, "repeat": 50, "in_place": True}
+    for algo in ("one_shot", "two_shot"):
+        for unroll, proto in ((1, "ll128"), (2, "ll128"), (2, "ll")):
+            for count in (3, 100001, (5 << 20) + 3):
+                plan = {"algo": algo, "proto": proto, "blocks": 16, "threads": 256, "unroll": unroll}
+                yield {"collective": "all_reduce", "dtype": "bfloat16", "count": count, "plan": plan, "repeat": 3}
     for dtype in ("int8", "uint8", "uint32", "int64", "uint64", "float64"):
         yield {"collective": "all_reduce", "dtype": dtype, "count": 4099}
     for op in ("PROD", "MIN", "MAX", "AVG"):

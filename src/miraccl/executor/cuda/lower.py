@@ -17,6 +17,7 @@ from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.schedule.ir import Buffer, Op, Schedule, Step
 from miraccl.types import Collective
 
+PUSH_AHEAD = 2  # pieces, where a bank has room for all: more only delays the first read
 _FIFO_OPS = tuple(op for op in Op if op <= Op.RECV_REDUCE_ALL)
 
 
@@ -62,10 +63,10 @@ def lower_packets(plan: DevicePlan, request: Request, fixed: Fixed) -> bytearray
     nslots = layout.BANK_BYTES // (shots * (request.nranks - 1) * piece * 16)
     if nslots < min(pieces, 4):
         raise InvalidUsage(f"{plan.blocks} blocks of {plan.threads} x {plan.unroll} packets do not fit into a bank {min(pieces, 4)} times")
-    nslots = min(nslots, pieces) if pieces <= nslots else nslots
-    ahead = pieces - 1 if pieces <= nslots else nslots // 2 - 1
+    nslots = min(nslots, pieces)
+    ahead = min(pieces - 1, PUSH_AHEAD) if pieces <= nslots else nslots // 2 - 1
     if plan.ahead:
-        ahead = min(ahead, plan.ahead)
+        ahead = min(plan.ahead, pieces - 1 if pieces <= nslots else nslots // 2 - 1)
     return pack_args(fixed, count=count, root=request.root, nslots=nslots, ahead=ahead)
 
 

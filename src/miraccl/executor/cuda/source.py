@@ -13,6 +13,11 @@ from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
 from miraccl.types import DType, RedOp
 
+#: family, which is also the name of the kernel -> the files of its text
+FILES = {
+    "packets": ("common.cuh", "packets.cuh"),
+    "steps": ("common.cuh", "steps.cuh"),
+}
 PACKET_MODES = ("all_reduce", "two_shot", "reduce_scatter", "all_gather", "all_to_all")
 #: 8-bit floats are moved, not added up: their conversion needs instructions of sm_89 and later
 REDUCIBLE = tuple(dtype for dtype in DType if dtype not in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2))
@@ -39,7 +44,7 @@ class KernelSpec:
     min_blocks: int = 1
 
     def __post_init__(self) -> None:
-        if self.family not in ("packets", "steps") or (self.family == "packets") != (self.mode in PACKET_MODES):
+        if self.family not in FILES or (self.family == "steps") == (self.mode in PACKET_MODES):
             raise ValueError(f"no kernel of family {self.family!r} and mode {self.mode!r}")
         if not 2 <= self.nranks <= layout.MAX_RANKS:
             raise InvalidUsage(f"kernels are for 2 to {layout.MAX_RANKS} GPUs, not {self.nranks}")
@@ -91,4 +96,4 @@ def write_source(spec: KernelSpec, arch: int) -> str:
     if spec.mode:
         constants[f"MODE_{spec.mode.upper()}"] = 1
     head = "".join(f"#define {name} {value}\n" for name, value in sorted(constants.items()))
-    return head + _text("common.cuh") + _text(f"{spec.family}.cuh")
+    return head + "".join(_text(name) for name in FILES[spec.family])

@@ -184,28 +184,30 @@ __device__ __forceinline__ u64 now_ns() { u64 t; asm volatile("mov.u64 %0, %glob
 
 // ---- waiting: every loop looks at the abort word and at its own deadline, rarely
 
+// Rarely called: the time since when this thread waits, or NEVER to stop waiting. ``peer`` is who is waited for, ``what`` a code of
+// layout.WHAT_*. Takes and gives values, so that the counters of the caller stay in registers.
+#define NEVER 0xffffffffffffffffull
+__device__ __noinline__ u64 look(u32* host_words, u64 timeout_ns, u64 since, u32 peer, u32 what) {
+  u64 t = now_ns();
+  if (since == 0) since = t;
+  volatile u32* host = host_words;
+  if (host[HOST_ABORT] != 0) return NEVER;
+  if (t - since <= timeout_ns) return since;
+  if (atomicCAS_system(host_words + HOST_ERROR, 0u, ERROR_TIMEOUT) == 0u) { host[HOST_PEER] = peer; host[HOST_WHAT] = what; }
+  host[HOST_ABORT] = 1u;  // the other threads of this rank need not wait for their own deadlines
+  return NEVER;
+}
+
 struct Watch {
   u64 since;
   u32 spins;
-  bool dead;
 };
 #define LOOK_EVERY 2048u  // polls; about a millisecond
 
-// Whether to stop waiting. ``peer`` is who is waited for, ``what`` a code of layout.WHAT_*.
-__device__ __noinline__ bool look(const Args& a, Watch& w, u32 peer, u32 what) {
-  w.spins = 0;
-  u64 t = now_ns();
-  if (w.since == 0) w.since = t;
-  volatile u32* host = a.host;
-  if (host[HOST_ABORT] != 0) { w.dead = true; return true; }
-  if (t - w.since > a.timeout_ns) {
-    if (atomicCAS_system(a.host + HOST_ERROR, 0u, ERROR_TIMEOUT) == 0u) { host[HOST_PEER] = peer; host[HOST_WHAT] = what; }
-    host[HOST_ABORT] = 1u;  // the other threads of this rank need not wait for their own deadlines
-    w.dead = true;
-    return true;
-  }
-  return false;
-}
 __device__ __forceinline__ bool give_up(const Args& a, Watch& w, u32 peer, u32 what) {
-  return w.dead || (++w.spins == LOOK_EVERY && look(a, w, peer, what));
+  if (w.since == NEVER) return true;
+  if (++w.spins < LOOK_EVERY) return false;
+  w.spins = 0;
+  w.since = look(a.host, a.timeout_ns, w.since, peer, what);
+  return w.since == NEVER;
 }

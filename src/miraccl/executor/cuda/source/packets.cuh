@@ -8,7 +8,7 @@
 // Who may write where: memory is two banks, used by launches in turn. A rank that begins launch e + 2 has finished e + 1, for which it
 // needed packets that this rank sent in e + 1, hence after its own launch e ended and all its packets of e were read and cleared. So
 // nobody ever writes into a packet that has not been cleared, without a word of acknowledgement. Within a launch larger than a bank,
-// slots are used again: a thread pushes ``ahead`` pieces ahead of the one it reads and fences once per piece, and
+// slots are used again: a thread pushes at most ``ahead`` pieces ahead of the one it read, cleared and saw cleared (``settle``), and
 // nslots >= 2 * ahead + 2 >= 4 gives the same argument thread by thread (docs/gpu.md, "Slots").
 //
 // The number of the launch is in device memory, so that captured launches can be replayed. All blocks read it when they begin; a ticket
@@ -49,6 +49,7 @@ __device__ __forceinline__ Vec from_packet(const uint4& p) {
 }
 
 struct Geometry {
+  u64 launch;      // its number
   u64 bank;        // bytes from a rank's base to the bank of this launch
   u32 piece;       // packets that one source sends one rank per piece
   u32 first;       // this thread's first packet in a piece; the others follow at ``stride``
@@ -61,232 +62,240 @@ template <int SHOTS> __device__ __forceinline__ uint4* place(const Args& a, cons
   return (uint4*)(a.base[dst] + g.bank) + (u64)lane * g.piece + i;
 }
 
-__device__ __forceinline__ Geometry begin(const Args& a) {
+// ``threads`` of each block share the packets of a piece; this one is number ``thread`` of them.
+__device__ __forceinline__ Geometry begin(const Args& a, u32 thread, u32 threads) {
   Geometry g;
   u64* state = (u64*)(a.base[a.rank] + STATE_OFFSET);
-  u64 launch = load_word(state + STATE_LAUNCH);
-  g.bank = PACKETS_OFFSET + (launch & 1) * BANK_BYTES;
-  g.stride = gridDim.x * THREADS;
-  g.first = blockIdx.x * THREADS + threadIdx.x;
+  g.launch = load_word(state + STATE_LAUNCH);
+  g.bank = PACKETS_OFFSET + (g.launch & 1) * BANK_BYTES;
+  g.stride = gridDim.x * threads;
+  g.first = blockIdx.x * threads + thread;
   g.piece = g.stride * UNROLL;
   return g;
 }
 
-// Called once by all threads of a block, anywhere after ``begin``.
-__device__ __forceinline__ void count_launch(const Args& a) {
-  __syncthreads();  // all threads of the block have read the number of the launch
+// Called once by all threads of a block. The barrier takes a bit made of the number of the launch, so every thread has it, and it may change.
+// No fence: it would wait for the pushes, a round trip over NVLink.
+__device__ __forceinline__ void count_launch(const Args& a, const Geometry& g) {
+  __syncthreads_or(g.launch == NEVER);
   if (threadIdx.x == 0) {
-    u64* state = (u64*)(a.base[a.rank] + STATE_OFFSET);
-    __threadfence();
-    if (atomicInc((u32*)(state + STATE_TICKET), gridDim.x - 1) == gridDim.x - 1) atomicAdd(state + STATE_LAUNCH, 1ull);
+    u32* state = (u32*)(a.base[a.rank] + STATE_OFFSET);
+    u32 ticket;
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(ticket) : "l"(state + 2 * STATE_TICKET), "r"(gridDim.x - 1) : "memory");
+    if (ticket == gridDim.x - 1) asm volatile("red.relaxed.gpu.global.add.u64 [%0],1;" :: "l"(state + 2 * STATE_LAUNCH) : "memory");
   }
 }
 
-// UNROLL packets of every source of one piece: all loads are under way before the first is looked at.
-struct Inbox {
-  uint4 p[RANKS][UNROLL];
-};
-
-// Wait until the packet at ``q`` has come, leave its place empty, and give what it holds; ``p`` is what was read there already.
-__device__ __forceinline__ Vec take_packet(const Args& a, Watch& watch, uint4* q, uint4 p, u32 src, u32 shot) {
+// Wait until the packet at ``q`` has come and give what it holds; ``p`` is what was read there already.
+__device__ __forceinline__ Vec read_packet(const Args& a, Watch& watch, uint4* q, uint4 p, u32 src, u32 shot) {
   while (!arrived(p)) {
     if (give_up(a, watch, src, shot)) break;
     p = load_packet(q);
   }
-  *q = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
   return from_packet(p);
 }
 
+__device__ __forceinline__ void clear_packet(uint4* q) { *q = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY); }
+
+// ---- the parts of the two algorithms, each for the packets of one thread in one piece
+
+struct Work {
+  const T* in;
+  T* out;
+  u64 count, limit;    // elements of a block; packets of a chunk (two_shot) or block
+  u32 pieces;
+  bool aligned, reuse;
+};
+
 #if defined(MODE_TWO_SHOT)
-
-// all_reduce in two shots: block of chunk p goes to rank p, which adds up in the order of the ranks and sends the sum to all.
-// Lowered from schedule.algos.two_shot; chunks are whole packets.
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
-  Geometry g = begin(a);
-  const T* in = (const T*)a.in;
-  T* out = (T*)a.out;
-  bool aligned = (((u64)in | (u64)out) & (VEC_BYTES - 1)) == 0;
-  u64 nvec = (a.count + ELEMS - 1) / ELEMS, chunk = (nvec + RANKS - 1) / RANKS;
-  u32 pieces = (u32)((chunk + g.piece - 1) / g.piece);
-  bool reuse = pieces > a.nslots;
-  Watch watch = {0, 0, false};
-
-  auto push = [&](u32 k) {
-    u64 at = (u64)k * g.piece + g.first;
-#pragma unroll
-    for (int d = 1; d < RANKS; d++) {
-      u32 dst = a.rank + d; if (dst >= RANKS) dst -= RANKS;
-#pragma unroll
-      for (int u = 0; u < UNROLL; u++) {
-        u64 i = at + u * g.stride;
-        if (i < chunk)
-          store_packet(place<2>(a, g, dst, a.rank, k, 0, g.first + u * g.stride), to_packet(load_vec(in, (dst * chunk + i) * ELEMS, a.count, aligned)));
-      }
-    }
-  };
-  auto reduce = [&](u32 k) {
-    u64 at = (u64)k * g.piece + g.first;
-    Inbox box;
-    Vec own[UNROLL];
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-      u64 i = at + u * g.stride;
-      if (i < chunk) {
-        own[u] = load_vec(in, (a.rank * chunk + i) * ELEMS, a.count, aligned);
-#pragma unroll
-        for (int r = 0; r < RANKS; r++)
-          if (r != a.rank) box.p[r][u] = load_packet(place<2>(a, g, a.rank, r, k, 0, g.first + u * g.stride));
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-      u64 i = at + u * g.stride;
-      if (i >= chunk) continue;
-      Sum sum;
-#pragma unroll
-      for (int r = 0; r < RANKS; r++) {
-        Vec v = own[u];
-        if (r != a.rank) {
-          uint4* q = place<2>(a, g, a.rank, r, k, 0, g.first + u * g.stride);
-          v = take_packet(a, watch, q, box.p[r][u], r, 0);
-        }
-        if (r == 0) sum.begin(v); else sum.add(v);
-      }
-      Vec total = sum.end();
-      uint4 packet = to_packet(total);
-#pragma unroll
-      for (int d = 1; d < RANKS; d++) {
-        u32 dst = a.rank + d; if (dst >= RANKS) dst -= RANKS;
-        store_packet(place<2>(a, g, dst, a.rank, k, 1, g.first + u * g.stride), packet);
-      }
-      store_vec(out, (a.rank * chunk + i) * ELEMS, a.count, aligned, total);
-    }
-  };
-  auto collect = [&](u32 k) {
-    u64 at = (u64)k * g.piece + g.first;
-    Inbox box;
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-      for (int r = 0; r < RANKS; r++)
-        if (r != a.rank && at + u * g.stride < chunk) box.p[r][u] = load_packet(place<2>(a, g, a.rank, r, k, 1, g.first + u * g.stride));
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-      for (int r = 0; r < RANKS; r++) {
-        u64 i = at + u * g.stride;
-        if (r == a.rank || i >= chunk) continue;
-        uint4* q = place<2>(a, g, a.rank, r, k, 1, g.first + u * g.stride);
-        store_vec(out, (r * chunk + i) * ELEMS, a.count, aligned, take_packet(a, watch, q, box.p[r][u], r, 1));
-      }
-  };
-
-  u32 pushed = 0, ahead = a.ahead < pieces ? a.ahead : pieces - 1;
-  for (; pushed <= ahead; pushed++) push(pushed);
-  count_launch(a);
-  for (u32 k = 0; k < pieces; k++) {
-    reduce(k);
-    if (k > 0) collect(k - 1);
-    if (reuse) fence();
-    if (pushed < pieces) push(pushed++);
-  }
-  collect(pieces - 1);
-}
-
+#define SHOTS 2
 #else
+#define SHOTS 1
+#endif
 
-// One shot: whoever has something sends it to everybody who needs it. Lowered from schedule.algos.one_shot.
-//   all_reduce      in -> all;     out = sum in the order of the ranks
-//   reduce_scatter  in[p] -> p;    out = sum in the order of the ranks
-//   all_gather      in -> all;     out[r] = what r sent
-//   all_to_all      in[p] -> p;    out[r] = what r sent
-//   broadcast       in -> all at the root; the others send an empty packet, so that nobody runs ahead
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
-  Geometry g = begin(a);
-  const T* in = (const T*)a.in;
-  T* out = (T*)a.out;
-  u64 count = a.count, nvec = (count + ELEMS - 1) / ELEMS;
+__device__ __forceinline__ Work look_at(const Args& a, const Geometry& g) {
+  Work w;
+  w.in = (const T*)a.in; w.out = (T*)a.out; w.count = a.count;
+  u64 odd = (u64)a.in | (u64)a.out;
 #if defined(MODE_REDUCE_SCATTER) || defined(MODE_ALL_GATHER) || defined(MODE_ALL_TO_ALL)
-  bool aligned = (((u64)in | (u64)out | (count * sizeof(T))) & (VEC_BYTES - 1)) == 0;
-#else
-  bool aligned = (((u64)in | (u64)out) & (VEC_BYTES - 1)) == 0;
+  odd |= a.count * sizeof(T);
 #endif
-  u32 pieces = (u32)((nvec + g.piece - 1) / g.piece);
-  bool reuse = pieces > a.nslots;
-  Watch watch = {0, 0, false};
+  w.aligned = (odd & (VEC_BYTES - 1)) == 0;
+  w.limit = (a.count + ELEMS - 1) / ELEMS;
+#if defined(MODE_TWO_SHOT)
+  w.limit = (w.limit + RANKS - 1) / RANKS;
+#endif
+  w.pieces = (u32)((w.limit + g.piece - 1) / g.piece);
+  w.reuse = w.pieces > a.nslots;
+  return w;
+}
 
-  auto push = [&](u32 k) {
-    u64 at = (u64)k * g.piece + g.first;
+// What goes to rank ``dst`` in packet i.
+__device__ __forceinline__ Vec outgoing(const Work& w, u32 dst, u64 i) {
+#if defined(MODE_TWO_SHOT)
+  return load_vec(w.in, (dst * w.limit + i) * ELEMS, w.count, w.aligned);
+#elif defined(MODE_REDUCE_SCATTER) || defined(MODE_ALL_TO_ALL)
+  return load_vec(w.in + dst * w.count, i * ELEMS, w.count, w.aligned);
+#else
+  return load_vec(w.in, i * ELEMS, w.count, w.aligned);
+#endif
+}
+
+// First shot: to every peer what it needs, the next rank first.
+__device__ __forceinline__ void push_piece(const Args& a, const Geometry& g, const Work& w, u32 k) {
+  u64 at = (u64)k * g.piece + g.first;
 #if defined(MODE_ALL_REDUCE) || defined(MODE_ALL_GATHER)
-    uint4 same[UNROLL];
+  uint4 same[UNROLL];
+#pragma unroll
+  for (int u = 0; u < UNROLL; u++)
+    if (at + u * g.stride < w.limit) same[u] = to_packet(outgoing(w, 0, at + u * g.stride));
+#endif
+#pragma unroll
+  for (int d = 1; d < RANKS; d++) {
+    u32 dst = a.rank + d; if (dst >= RANKS) dst -= RANKS;
+#if defined(MODE_ALL_REDUCE) || defined(MODE_ALL_GATHER)
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
-      if (at + u * g.stride < nvec) same[u] = to_packet(load_vec(in, (at + u * g.stride) * ELEMS, count, aligned));
+      if (at + u * g.stride < w.limit) store_packet(place<SHOTS>(a, g, dst, a.rank, k, 0, g.first + u * g.stride), same[u]);
+#else
+    uint4 p[UNROLL];
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++)
+      if (at + u * g.stride < w.limit) p[u] = to_packet(outgoing(w, dst, at + u * g.stride));
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++)
+      if (at + u * g.stride < w.limit) store_packet(place<SHOTS>(a, g, dst, a.rank, k, 0, g.first + u * g.stride), p[u]);
 #endif
+  }
+}
+
+// Return when this thread's packets of a piece lie cleared in L2, where peers' stores arrive: what is read there is ones again. A fence would
+// do, too, but it waits for all stores of the multiprocessor, also those that wait for their turn on NVLink, and costs a tenth of the bandwidth.
+__device__ __forceinline__ void settle(const Args& a, const Geometry& g, const Work& w, u32 k, u32 shot, Watch& watch) {
+  u64 at = (u64)k * g.piece + g.first;
+  uint4 p[RANKS][UNROLL];
+#pragma unroll
+  for (int u = 0; u < UNROLL; u++)
+#pragma unroll
+    for (int r = 0; r < RANKS; r++)
+      if (r != a.rank && at + u * g.stride < w.limit) p[r][u] = load_packet(place<SHOTS>(a, g, a.rank, r, k, shot, g.first + u * g.stride));
+#pragma unroll
+  for (int u = 0; u < UNROLL; u++)
+#pragma unroll
+    for (int r = 0; r < RANKS; r++)
+      if (r != a.rank && at + u * g.stride < w.limit)
+        while ((p[r][u].x & p[r][u].y & p[r][u].z & p[r][u].w) != EMPTY) {
+          if (give_up(a, watch, a.rank, shot)) break;
+          p[r][u] = load_packet(place<SHOTS>(a, g, a.rank, r, k, shot, g.first + u * g.stride));
+        }
+}
+
+// What came in the first shot: added up in the order of the ranks, or put in its place.
+__device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, const Work& w, u32 k, Watch& watch) {
+  u64 at = (u64)k * g.piece + g.first;
+  uint4 p[RANKS][UNROLL];  // all loads are under way before the first is looked at
+  Vec own[UNROLL];
+#pragma unroll
+  for (int u = 0; u < UNROLL; u++) {
+    if (at + u * g.stride >= w.limit) continue;
+#pragma unroll
+    for (int r = 0; r < RANKS; r++)
+      if (r != a.rank) p[r][u] = load_packet(place<SHOTS>(a, g, a.rank, r, k, 0, g.first + u * g.stride));
+    own[u] = outgoing(w, a.rank, at + u * g.stride);
+  }
+#pragma unroll
+  for (int u = 0; u < UNROLL; u++) {
+    u64 i = at + u * g.stride;
+    if (i >= w.limit) continue;
+#if defined(MODE_ALL_GATHER) || defined(MODE_ALL_TO_ALL)
+#pragma unroll
+    for (int r = 0; r < RANKS; r++) {
+      Vec v = own[u];
+      if (r != a.rank) {
+        uint4* q = place<SHOTS>(a, g, a.rank, r, k, 0, g.first + u * g.stride);
+        v = read_packet(a, watch, q, p[r][u], r, 0);
+        clear_packet(q);
+      }
+      store_vec(w.out + r * w.count, i * ELEMS, w.count, w.aligned, v);
+    }
+#else
+    Sum sum;
+#pragma unroll
+    for (int r = 0; r < RANKS; r++) {
+      Vec v = own[u];
+      if (r != a.rank) {
+        uint4* q = place<SHOTS>(a, g, a.rank, r, k, 0, g.first + u * g.stride);
+        v = read_packet(a, watch, q, p[r][u], r, 0);
+        clear_packet(q);
+      }
+      if (r == 0) sum.begin(v); else sum.add(v);
+    }
+    Vec total = sum.end();
+#if defined(MODE_TWO_SHOT)
+    uint4 packet = to_packet(total);
 #pragma unroll
     for (int d = 1; d < RANKS; d++) {
       u32 dst = a.rank + d; if (dst >= RANKS) dst -= RANKS;
-#pragma unroll
-      for (int u = 0; u < UNROLL; u++) {
-        u64 i = at + u * g.stride;
-        if (i >= nvec) continue;
-#if defined(MODE_ALL_REDUCE) || defined(MODE_ALL_GATHER)
-        uint4 packet = same[u];
-#else
-        uint4 packet = to_packet(load_vec(in + dst * count, i * ELEMS, count, aligned));
-#endif
-        store_packet(place<1>(a, g, dst, a.rank, k, 0, g.first + u * g.stride), packet);
-      }
+      store_packet(place<SHOTS>(a, g, dst, a.rank, k, 1, g.first + u * g.stride), packet);
     }
-  };
-  auto take = [&](u32 k) {
-    u64 at = (u64)k * g.piece + g.first;
-    Inbox box;
-    Vec own[UNROLL];
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-      u64 i = at + u * g.stride;
-      if (i >= nvec) continue;
-#pragma unroll
-      for (int r = 0; r < RANKS; r++)
-        if (r != a.rank) box.p[r][u] = load_packet(place<1>(a, g, a.rank, r, k, 0, g.first + u * g.stride));
-#if defined(MODE_REDUCE_SCATTER) || defined(MODE_ALL_TO_ALL)
-      own[u] = load_vec(in + a.rank * count, i * ELEMS, count, aligned);
+    store_vec(w.out, (a.rank * w.limit + i) * ELEMS, w.count, w.aligned, total);
 #else
-      own[u] = load_vec(in, i * ELEMS, count, aligned);
+    store_vec(w.out, i * ELEMS, w.count, w.aligned, total);
 #endif
-    }
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-      u64 i = at + u * g.stride;
-      if (i >= nvec) continue;
-      Sum sum;
-#pragma unroll
-      for (int r = 0; r < RANKS; r++) {
-        Vec v = own[u];
-        if (r != a.rank) {
-          uint4* q = place<1>(a, g, a.rank, r, k, 0, g.first + u * g.stride);
-          v = take_packet(a, watch, q, box.p[r][u], r, 0);
-        }
-#if defined(MODE_ALL_GATHER) || defined(MODE_ALL_TO_ALL)
-        store_vec(out + r * count, i * ELEMS, count, aligned, v);
-#else
-        if (r == 0) sum.begin(v); else sum.add(v);
 #endif
-      }
-#if defined(MODE_ALL_REDUCE) || defined(MODE_REDUCE_SCATTER)
-      store_vec(out, i * ELEMS, count, aligned, sum.end());
-#endif
-    }
-  };
-
-  u32 pushed = 0, ahead = a.ahead < pieces ? a.ahead : pieces - 1;
-  for (; pushed <= ahead; pushed++) push(pushed);
-  count_launch(a);
-  for (u32 k = 0; k < pieces; k++) {
-    take(k);
-    if (reuse) fence();
-    if (pushed < pieces) push(pushed++);
   }
 }
+
+#if defined(MODE_TWO_SHOT)
+// Second shot: the sums of the others.
+__device__ __forceinline__ void collect_piece(const Args& a, const Geometry& g, const Work& w, u32 k, Watch& watch) {
+  u64 at = (u64)k * g.piece + g.first;
+  uint4 p[RANKS][UNROLL];
+#pragma unroll
+  for (int u = 0; u < UNROLL; u++)
+#pragma unroll
+    for (int r = 0; r < RANKS; r++)
+      if (r != a.rank && at + u * g.stride < w.limit) p[r][u] = load_packet(place<SHOTS>(a, g, a.rank, r, k, 1, g.first + u * g.stride));
+#pragma unroll
+  for (int u = 0; u < UNROLL; u++)
+#pragma unroll
+    for (int r = 0; r < RANKS; r++) {
+      u64 i = at + u * g.stride;
+      if (r == a.rank || i >= w.limit) continue;
+      uint4* q = place<SHOTS>(a, g, a.rank, r, k, 1, g.first + u * g.stride);
+      Vec v = read_packet(a, watch, q, p[r][u], r, 1);
+      clear_packet(q);
+      store_vec(w.out, (r * w.limit + i) * ELEMS, w.count, w.aligned, v);
+    }
+}
 #endif
+
+// ---- the kernel: every thread pushes, reads and clears its own packets; no barrier is on the way
+//
+//   one_shot  all_reduce      in -> all;     out = sum in the order of the ranks      (schedule.algos.one_shot)
+//             reduce_scatter  in[p] -> p;    out = sum in the order of the ranks
+//             all_gather      in -> all;     out[r] = what r sent
+//             all_to_all      in[p] -> p;    out[r] = what r sent
+//   two_shot  all_reduce      chunk p of in -> p, which adds up in the order of the ranks and sends the sum to all
+//                             (schedule.algos.two_shot; chunks are whole packets)
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
+  Geometry g = begin(a, threadIdx.x, THREADS);
+  Work w = look_at(a, g);
+  Watch watch = {0, 0};
+  u32 pushed = 0, ahead = a.ahead < w.pieces ? a.ahead : w.pieces - 1;
+  for (; pushed <= ahead; pushed++) push_piece(a, g, w, pushed);
+  count_launch(a, g);
+  for (u32 k = 0; k < w.pieces; k++) {
+    take_piece(a, g, w, k, watch);
+#if defined(MODE_TWO_SHOT)
+    if (k > 0) collect_piece(a, g, w, k - 1, watch);
+    if (w.reuse && k > 0) settle(a, g, w, k - 1, 1, watch);
+#endif
+    if (w.reuse) settle(a, g, w, k, 0, watch);
+    if (pushed < w.pieces) push_piece(a, g, w, pushed++);
+  }
+#if defined(MODE_TWO_SHOT)
+  collect_piece(a, g, w, w.pieces - 1, watch);
+#endif
+}

@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) steps(const __
   }
   if (threadIdx.x == 0) e.dead = 0;
   __syncthreads();
-  Watch watch = {0, 0, false};
+  Watch watch = {0, 0};
   u32 channel = blockIdx.x % p.channels, lane = blockIdx.x / p.channels, lanes = gridDim.x / p.channels;
   u64 longest = p.part < a.count ? p.part : a.count;  // of any chunk
   for (u64 at = lane * p.piece; at < longest; at += lanes * p.piece) {
