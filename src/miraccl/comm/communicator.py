@@ -243,8 +243,8 @@ class Communicator:
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """One communicator per ``color``, ranks ordered by (key, rank). Collective; a rank with color None gets None."""
-        self._splits += 1
-        session, options = self._member.split(color, key, self._splits)
+        session, options = self._member.split(color, key, self._splits + 1)
+        self._splits += 1  # a refused call does not count: the others know nothing of it
         return None if session is None else Communicator.from_session(session, options, parent=self)
 
     def shrink(self) -> Communicator:

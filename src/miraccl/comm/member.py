@@ -55,8 +55,10 @@ class Options:
         deterministic: bool = False,
         buffsize: int | None = None,
     ) -> Options:
-        if timeout is not None and not timeout > 0:
-            raise InvalidUsage(f"timeout is {timeout}; it is a number of seconds greater than 0")
+        if timeout is not None and (isinstance(timeout, bool | str) or not timeout > 0):
+            raise InvalidUsage(f"timeout is {timeout!r}; it is a number of seconds greater than 0")
+        if buffsize is not None and (isinstance(buffsize, bool) or not isinstance(buffsize, int) or buffsize < 0):
+            raise InvalidUsage(f"buffsize is {buffsize!r}; it is a number of bytes, 0 leaves the choice to us")
         return cls(
             timeout=params.TIMEOUT.read() if timeout is None else float(timeout),
             algo=params.ALGO.read() if algo is None else algo.lower(),
@@ -283,6 +285,8 @@ class Member:
         self.check(0, "split")
         if color is not None and (isinstance(color, bool) or not isinstance(color, int)):
             raise InvalidUsage(f"split: color is {color!r}; it is a whole number, or None to stay out")
+        if isinstance(key, bool) or not isinstance(key, int):
+            raise InvalidUsage(f"split: key is {key!r}; it is a whole number")
         mine = f"{'' if color is None else int(color)},{int(key)}".encode()
         everyone = [tuple(blob.decode().split(",")) for blob in self.session.all_gather(mine, f"split {number}")]
         if color is None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
+import operator
 import os
 import threading
 import weakref
@@ -16,8 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.errors import SystemFailure
+from miraccl.errors import InvalidUsage, SystemFailure
+from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.transport.shm import Segment
+from miraccl.types import DType
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -33,9 +37,8 @@ class Window:
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         """An uninitialised array (zero where its pages are new) in window memory, aligned to a page."""
-        kind = np.dtype(dtype)
-        dims = (int(shape),) if isinstance(shape, int | np.integer) else tuple(int(n) for n in shape)
-        nbytes = int(np.prod(dims, dtype=np.int64)) * kind.itemsize
+        kind, dims = _element_type(dtype), _dimensions(shape)
+        nbytes = math.prod(dims) * kind.itemsize
         size = max(PAGE, -(-nbytes // PAGE) * PAGE)
         offset = self._take(size)
         raw = (ctypes.c_char * max(nbytes, 1)).from_buffer(self.segment.map, offset)  # keeps the mapping alive
@@ -66,3 +69,25 @@ class Window:
             self._free = merged
         with contextlib.suppress(OSError, ValueError):  # the memory goes with the segment, at the latest
             self.segment.map.madvise(mmap.MADV_REMOVE, offset, size)
+
+
+def _element_type(dtype: Any) -> Any:
+    """The NumPy type for a ``DType``, its label, or whatever NumPy takes as a data type."""
+    try:
+        label = dtype.label if isinstance(dtype, DType) else dtype
+        kind = NUMPY_DTYPE[DType[label.upper()]] if isinstance(label, str) and label.upper() in DType.__members__ else np.dtype(label)
+    except TypeError as error:
+        raise InvalidUsage(f"empty: there is no window memory of dtype {dtype!r}: {error}") from None
+    if kind.hasobject or not kind.itemsize:
+        raise InvalidUsage(f"empty: there is no window memory of dtype {dtype!r}: its elements do not lie in the array")
+    return kind
+
+
+def _dimensions(shape: Any) -> tuple[int, ...]:
+    try:
+        dims = tuple(operator.index(n) for n in shape) if isinstance(shape, tuple | list) else (operator.index(shape),)
+    except TypeError:
+        dims = (-1,)
+    if any(n < 0 for n in dims):
+        raise InvalidUsage(f"empty: there is no window memory of shape {shape!r}; a shape is a number or a tuple of numbers from 0 on")
+    return dims

@@ -1,0 +1,295 @@
+"""What a call accepts and refuses: refusals come before anything is sent, say which argument is wrong, and harm nothing."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import miraccl
+from miraccl import Communicator, DType, PreMulSum
+from miraccl.comm.arguments import view
+from miraccl.errors import InvalidUsage
+
+from tests.comm import reference as ref
+from tests.support.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def comm() -> Iterator[Communicator]:
+    with miraccl.init() as made:
+        yield made
+
+
+class Exporter:
+    """A DLPack tensor on memory of NumPy's, as a library without NumPy would hand it out."""
+
+    def __init__(self, base: np.ndarray, code: int, bits: int, *, device: int = 1, lanes: int = 1, strides: Any = None) -> None:
+        self.base, self.device, self.deleted = base, device, 0
+        shape = (ctypes.c_int64 * base.ndim)(*base.shape)
+        steps = None if strides is None else (ctypes.c_int64 * base.ndim)(*strides)
+
+        class Tensor(ctypes.Structure):
+            _fields_ = (
+                ("data", ctypes.c_void_p),
+                ("device_type", ctypes.c_int32),
+                ("device_id", ctypes.c_int32),
+                ("ndim", ctypes.c_int32),
+                ("code", ctypes.c_uint8),
+                ("bits", ctypes.c_uint8),
+                ("lanes", ctypes.c_uint16),
+                ("shape", ctypes.c_void_p),
+                ("strides", ctypes.c_void_p),
+                ("byte_offset", ctypes.c_uint64),
+                ("manager", ctypes.c_void_p),
+                ("deleter", ctypes.c_void_p),
+            )
+
+        self.tensor = Tensor(
+            base.ctypes.data - 8,
+            device,
+            0,
+            base.ndim,
+            code,
+            bits,
+            lanes,
+            ctypes.addressof(shape),
+            ctypes.addressof(steps) if steps is not None else None,
+            8,
+            None,
+            None,
+        )
+        self._keep = (shape, steps)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (self.device, 0)
+
+    def __dlpack__(self, stream: Any = None) -> Any:
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return new(ctypes.addressof(self.tensor), b"dltensor", None)
+
+
+class Interface:
+    def __init__(self, base: np.ndarray) -> None:
+        self.base = base
+        self.__array_interface__ = base.__array_interface__
+
+
+def test_arrays_of_all_makes(comm: Communicator) -> None:
+    """Each is viewed, never copied: what is written to the view is in the original."""
+    plain = np.arange(6, dtype=np.float32)
+    makes: list[tuple[Any, np.ndarray]] = [
+        (plain, plain),
+        (Interface(plain), plain),
+        (memoryview(plain), plain),
+        (Exporter(plain, 2, 32), plain),
+        (Exporter(plain.reshape(2, 3), 2, 32, strides=(3, 1)), plain),
+    ]
+    raw = bytearray(range(6))
+    makes.append((raw, np.frombuffer(raw, np.uint8)))
+    old = array.array("d", [1.0, 2.0])
+    makes.append((old, np.frombuffer(old, np.float64)))
+    chars = (ctypes.c_int * 5)(1, 2, 3, 4, 5)
+    makes.append((chars, np.ctypeslib.as_array(chars)))
+    for given, behind in makes:
+        memory = view(given, "x", writes=True, where="test")
+        assert memory.address == behind.ctypes.data
+        assert memory.count == behind.size
+        assert comm.all_reduce(given) is given
+        before = behind.copy()
+        memory.array.reshape(-1)[0] += 1
+        assert behind.reshape(-1)[0] == before.reshape(-1)[0] + 1
+
+
+DLPACK = {
+    (0, 8): np.int8,
+    (0, 32): np.int32,
+    (0, 64): np.int64,
+    (1, 8): np.uint8,
+    (1, 32): np.uint32,
+    (1, 64): np.uint64,
+    (2, 16): np.float16,
+    (2, 32): np.float32,
+    (2, 64): np.float64,
+    (4, 16): ml_dtypes.bfloat16,
+    (10, 8): ml_dtypes.float8_e4m3fn,
+    (12, 8): ml_dtypes.float8_e5m2,
+}
+
+
+@pytest.mark.parametrize(("code", "dtype"), DLPACK.items(), ids=str)
+def test_dlpack_types(code: tuple[int, int], dtype: Any) -> None:
+    base = np.ones(7, dtype)
+    memory = view(Exporter(base, *code), "x", writes=True, where="test")
+    assert memory.array.dtype == base.dtype
+    assert ref.DTYPES[memory.dtype] == base.dtype
+    memory.array[2] = 3
+    assert base[2] == 3
+    empty = view(Exporter(np.ones((0, 4), dtype), *code), "x", writes=True, where="test")
+    assert empty.count == 0
+
+
+def test_dlpack_refusals() -> None:
+    base = np.ones((4, 4), np.float32)
+    for exporter, why in (
+        (Exporter(base, 2, 32, device=2), "lies on a device"),
+        (Exporter(base, 5, 64), "has DLPack type"),
+        (Exporter(base, 2, 32, lanes=4), "has DLPack type"),
+        (Exporter(base, 2, 32, strides=(1, 4)), "not contiguous"),
+    ):
+        with pytest.raises(InvalidUsage, match=why):
+            view(exporter, "x", writes=True, where="test")
+
+    class Broken:
+        def __dlpack__(self) -> None:
+            raise BufferError("no")
+
+    with pytest.raises(InvalidUsage, match="gives no DLPack tensor: no"):
+        view(Broken(), "x", writes=False, where="test")
+
+
+def test_a_tensor_of_another_library() -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.ones(5, dtype=torch.bfloat16)
+    memory = view(tensor, "x", writes=True, where="test")
+    memory.array[1] = 2
+    assert tensor[1].item() == 2.0
+
+
+FROZEN = np.zeros(4, np.float32)
+FROZEN.setflags(write=False)
+GRID = np.zeros((4, 4), np.float32)
+LINE = np.zeros(12, np.float32)
+
+WRONG: list[tuple[str, Any]] = [
+    ("x is a list", lambda c: c.all_reduce([1.0])),
+    ("x is a NoneType", lambda c: c.all_reduce(None)),
+    ("x has dtype complex64", lambda c: c.all_reduce(np.zeros(3, np.complex64))),
+    ("x has dtype bool", lambda c: c.all_reduce(np.zeros(3, bool))),
+    ("x has dtype object", lambda c: c.all_reduce(np.zeros(3, object))),
+    ("x has the other byte order", lambda c: c.all_reduce(np.zeros(3, ">f4"))),
+    ("x is not contiguous", lambda c: c.all_reduce(GRID[:, 1])),
+    ("x is not contiguous", lambda c: c.all_reduce(GRID.T)),
+    ("x is not aligned", lambda c: c.all_reduce(np.zeros(9, np.uint8)[1:].view(np.float32))),
+    ("x is read-only", lambda c: c.all_reduce(FROZEN)),
+    ("x is read-only", lambda c: c.recv(FROZEN, 0)),
+    ("out is read-only", lambda c: c.all_gather(LINE, FROZEN)),
+    ("x is read-only", lambda c: c.all_reduce(b"abcd")),
+    ("different dtypes, float32 and float64", lambda c: c.all_reduce(LINE, np.zeros(12))),
+    ("out has 11 elements, but needs 12", lambda c: c.all_reduce(LINE, np.zeros(11, np.float32))),
+    ("out has 11 elements, but needs 12", lambda c: c.all_gather(LINE, np.zeros(11, np.float32))),
+    ("out has 13 elements, but needs 12", lambda c: c.reduce_scatter(LINE, np.zeros(13, np.float32))),
+    ("out has 2 elements, but needs 12", lambda c: c.all_to_all(LINE, np.zeros(2, np.float32))),
+    ("out has 2 elements, but needs 12", lambda c: c.gather(LINE, 0, np.zeros(2, np.float32))),
+    ("out has 2 elements, but needs 12", lambda c: c.scatter(LINE, 0, np.zeros(2, np.float32))),
+    ("input and output overlap", lambda c: c.all_reduce(LINE[:4], LINE[2:6])),
+    ("input and output overlap", lambda c: c.all_to_all(LINE, LINE)),
+    ("input and output overlap", lambda c: c.all_gather(LINE[1:4], LINE[2:5])),
+    ("root is 1; allowed are the ranks 0 to 0", lambda c: c.broadcast(LINE, 1)),
+    ("root is True", lambda c: c.reduce(LINE, True)),
+    ("root is 0.0", lambda c: c.gather(LINE, 0.0)),
+    ("src is -1", lambda c: c.recv(LINE, -1)),
+    ("dst is '0'", lambda c: c.sendrecv(LINE, "0", LINE, 0)),
+    ("op is <built-in function sum>", lambda c: c.all_reduce(LINE, op=sum)),
+    ("the scalar 0.5 of a pre-multiplied sum is no int32", lambda c: c.all_reduce(np.zeros(3, np.int32), op=PreMulSum(0.5))),
+    ("counts needs 1 counts", lambda c: c.all_gather_v(LINE, [6, 6])),
+    ("counts needs 1 counts of 0 or more", lambda c: c.all_gather_v(LINE, [-1])),
+    ("counts is a list", lambda c: c.reduce_scatter_v(LINE, None)),
+    ("counts is a list", lambda c: c.reduce_scatter_v(LINE, ["a"])),
+    ("x has 12 elements, but needs 5", lambda c: c.all_gather_v(LINE, [5])),
+    ("x has 12 elements, but needs 5", lambda c: c.reduce_scatter_v(LINE, [5])),
+    ("a rank sends itself what it receives", lambda c: c.all_to_all_v(LINE, [12], [3])),
+    ("x has 12 elements, but needs 3", lambda c: c.scatter_v(LINE, [3])),
+    ("window memory", lambda c: c.empty(-3)),
+    ("window memory", lambda c: c.empty(3, object)),
+    ("window memory", lambda c: c.empty(3, "nonsense")),
+    ("window memory", lambda c: c.empty("3")),
+    ("no collective is called 'all'", lambda c: c.explain("all", 4)),
+    ("dtype is 'half'", lambda c: c.explain("all_reduce", 4, "half")),
+    ("color is 'red'", lambda c: c.split("red")),
+    ("key is 'a'", lambda c: c.split(0, "a")),
+]
+
+
+@pytest.mark.parametrize(("why", "call"), WRONG, ids=[f"{i}-{why[:30]}" for i, (why, _) in enumerate(WRONG)])
+def test_refusals(comm: Communicator, why: str, call: Any) -> None:
+    for _ in range(2):
+        with pytest.raises(InvalidUsage) as caught:
+            call(comm)
+        assert why in str(caught.value)
+    assert (comm.all_reduce(np.ones(3)) == 1).all()
+
+
+def test_options_are_checked() -> None:
+    for options, why in (
+        ({"timeout": 0}, "timeout is 0"),
+        ({"timeout": -1.0}, "timeout is -1"),
+        ({"timeout": "soon"}, "timeout is 'soon'"),
+        ({"timeout": float("nan")}, "timeout is nan"),
+        ({"algo": "fast"}, "no algorithm is called 'fast'"),
+        ({"proto": "ll128"}, "protocol 'll128' does not exist"),
+        ({"buffsize": -5}, "buffsize is -5"),
+    ):
+        with pytest.raises(InvalidUsage, match=why):
+            miraccl.init(**options)
+    with pytest.raises(InvalidUsage, match="nranks is 0"):
+        Communicator(0, miraccl.get_unique_id(), 0)
+    with pytest.raises(InvalidUsage, match="rank is 3"):
+        Communicator(2, miraccl.get_unique_id(), 3)
+    with pytest.raises(InvalidUsage, match="rank is True"):
+        Communicator(2, miraccl.get_unique_id(), True)
+
+
+def refused_on_all_ranks() -> None:
+    """Mistakes that only several ranks can make; each rank refuses its own call, and nothing was sent."""
+    with miraccl.init(timeout=10) as comm:
+        n = comm.nranks
+        odd = np.zeros(n * 4 + 1, np.float32)
+        even = np.zeros(n * 4, np.float32)
+        for call, why in (
+            (lambda: comm.reduce_scatter(odd), "cannot share evenly"),
+            (lambda: comm.all_to_all(odd), "cannot share evenly"),
+            (lambda: comm.scatter(odd, comm.rank), "cannot share evenly"),
+            (lambda: comm.scatter(even, (comm.rank + 1) % n), "gives out"),
+            (lambda: comm.all_gather(even[:4], even[1 : 4 * n + 1][: 4 * n - 1]), "out has"),
+            (lambda: comm.reduce_scatter(even, even[1:5]), "overlap"),
+            (lambda: comm.all_gather(even[1:5], even), "overlap"),
+            (lambda: comm.all_gather_v(even[: comm.rank], [1] * n), "counts[" if comm.rank != 1 else ""),
+            (lambda: comm.send(even, n), "dst is"),
+        ):
+            if not why:
+                continue
+            try:
+                call()
+            except InvalidUsage as error:
+                assert why in str(error), error
+            else:
+                raise AssertionError(f"not refused: {why}")
+        assert (comm.all_reduce(np.ones(5)) == n).all()
+
+
+@pytest.mark.multiprocess
+def test_refusals_on_all_ranks_leave_the_communicator_usable() -> None:
+    run_ranks(refused_on_all_ranks, 3)
+
+
+def test_results_have_the_shapes_of_their_inputs(comm: Communicator) -> None:
+    grid = np.arange(12.0).reshape(3, 4)
+    assert comm.all_gather(grid).shape == (3, 4)
+    assert comm.reduce_scatter(grid).shape == (3, 4)
+    assert comm.all_to_all(grid).shape == (3, 4)
+    assert comm.gather(grid).shape == (3, 4)
+    assert comm.scatter(grid).shape == (3, 4)
+    assert comm.all_gather(np.array(5.0)).shape == (1,)
+    assert comm.all_reduce(np.array(5.0)).shape == ()
+    assert comm.all_gather_v(grid, [12]).shape == (12,)
+    for dtype in DType:
+        assert comm.all_gather(np.zeros(3, ref.DTYPES[dtype])).dtype == ref.DTYPES[dtype]
+        assert comm.empty(3, dtype).dtype == ref.DTYPES[dtype]
+        assert comm.empty(3, dtype.label).dtype == ref.DTYPES[dtype]

@@ -1,0 +1,142 @@
+"""From schedules to words: block tables, rounds, and runs that never leave their buffers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miraccl import Collective, DType, RedOp
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.p2p import item_size
+from miraccl.executor.cpu.lower import ALIGN, MIN_ALIGNED, Run, blocks, chunk_bytes, describe_signature, lower, signature, widest
+from miraccl.schedule import catalog
+from miraccl.schedule.ir import Op
+
+
+@given(st.integers(0, 1 << 20), st.integers(1, 70), st.sampled_from([1, 2, 4, 8]))
+def test_chunks_cover_a_block_without_overlap(count: int, parts: int, itemsize: int) -> None:
+    nbytes = count * itemsize
+    size = chunk_bytes(nbytes, parts, itemsize)
+    assert size % itemsize == 0
+    assert size >= itemsize
+    assert size * parts >= nbytes
+    assert size < MIN_ALIGNED or size % ALIGN == 0
+    cuts = [min(part * size, nbytes) for part in range(parts + 1)]
+    assert cuts[0] == 0
+    assert cuts[-1] == nbytes
+    assert all(a % itemsize == 0 for a in cuts)
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=9), st.integers(1, 5))
+def test_blocks_follow_one_another(counts: list[int], parts: int) -> None:
+    table = blocks(counts, None, parts, 4)
+    assert table[:, 0].tolist() == [4 * sum(counts[:i]) for i in range(len(counts))]
+    assert table[:, 1].tolist() == [4 * c for c in counts]
+    displaced = blocks(counts, [7 * i for i in range(len(counts))], parts, 4)
+    assert displaced[:, 0].tolist() == [28 * i for i in range(len(counts))]
+
+
+def make(algo: str, collective: Collective, nranks: int, rank: int, count: int, slot_bytes: int = 8192, root: int = 0) -> Run:
+    schedule = catalog.build(algo, collective, nranks, root)
+    program = lower(schedule, rank)
+    ins = [count] * (schedule.input_chunks // schedule.parts)
+    outs = [count] * (schedule.output_chunks // schedule.parts)
+    return Run(
+        program,
+        dtype=DType.FLOAT32,
+        in_counts=ins,
+        out_counts=outs,
+        slot_bytes=slot_bytes,
+        round_bytes=slot_bytes // program.widest // 64 * 64,
+        direct=-1,
+        template=0,
+    )
+
+
+EVERYTHING = [(name, c) for name in catalog.names() for c in Collective if c is not Collective.SEND_RECV and catalog.get(name).supports(c, 6)]
+
+
+@pytest.mark.parametrize(("algo", "collective"), EVERYTHING, ids=str)
+def test_all_ranks_cut_rounds_alike(algo: str, collective: Collective) -> None:
+    for count in (0, 1, 100, 2048, 2049, 12_345):
+        runs = [make(algo, collective, 6, rank, count) for rank in range(6)]
+        assert len({(run.nrounds, run.words[at.RUN_ROUND_BYTES // 8]) for run in runs}) == 1
+        piece = int(runs[0].words[at.RUN_ROUND_BYTES // 8])
+        schedule = runs[0].program.schedule
+        assert piece * widest(schedule) <= 8192
+        assert runs[0].nrounds >= 1
+        if collective is not Collective.BARRIER:
+            assert runs[0].nrounds * piece >= min(chunk_bytes(4 * count, schedule.parts, 4), max(1, 4 * count))
+
+
+@pytest.mark.parametrize(("algo", "collective"), EVERYTHING, ids=str)
+def test_programs_say_what_schedules_say(algo: str, collective: Collective) -> None:
+    schedule = catalog.build(algo, collective, 6, 2 if collective.rooted else 0)
+    for rank in (0, 5):
+        program = lower(schedule, rank)
+        steps = [step for channel in schedule.channels for step in channel[rank]]
+        assert program.nsteps == len(steps)
+        for row, step in zip(program.steps, steps):
+            assert row[at.STEP_OP // 8] == step.op
+            assert row[at.STEP_RECV // 8] == (-1 if step.recv_peer is None else step.recv_peer)
+            assert row[at.STEP_SEND // 8] == (-1 if step.send_peer is None else step.send_peer)
+            assert row[at.STEP_CHUNKS // 8] == step.chunks
+            npeers = int(row[at.STEP_NPEERS // 8])
+            assert npeers == (schedule.nranks if step.op is Op.BARRIER else len(step.peers))
+            if step.peers:
+                first = (int(row[at.STEP_PEERS // 8]) - program.peers.ctypes.data) // 8
+                assert tuple(program.peers[first : first + npeers]) == step.peers
+        assert sorted(set(program.sends.tolist())) == sorted({s.send_peer for s in steps if s.op.sends})
+
+
+def test_a_slot_too_small_for_a_step_is_refused() -> None:
+    with pytest.raises(InvalidUsage, match="too many for slots"):
+        make("bruck", Collective.ALL_TO_ALL, 400, 0, 1000, slot_bytes=8192)
+
+
+def test_scratch_has_room_for_all_chunks() -> None:
+    for count in (0, 1, 5, 1000):
+        run = make("pat", Collective.ALL_GATHER, 6, 1, count)
+        chunk = int(run.words[at.RUN_SCRATCH_CHUNK // 8])
+        assert run.scratch.nbytes >= run.program.schedule.scratch_chunks * chunk
+        assert chunk >= 4 * count
+        assert run.words[at.RUN_SCRATCH_BLOCK // 8] == 4 * count
+
+
+@given(
+    st.sampled_from([c for c in Collective if c is not Collective.SEND_RECV]),
+    st.sampled_from(list(DType)),
+    st.sampled_from(list(RedOp)),
+    st.integers(0, 4095),
+    st.integers(0, 1 << 62),
+)
+def test_signatures_fit_a_word_and_can_be_read(collective: Collective, dtype: DType, op: RedOp, root: int, count: int) -> None:
+    sig = signature(collective, dtype, op, root, count)
+    assert 0 <= sig < 1 << 63
+    assert sig & 0xFFFF == 0
+    fields = describe_signature(sig | 1234)
+    assert fields["sequence number"] == "1234"
+    assert fields["collective"] == collective.label
+    assert fields["dtype"] == dtype.label
+    assert fields["operator"] == op.name.lower()
+    assert fields["root"] == str(root)
+    assert signature(collective, dtype, op, root, count + 1) != sig
+
+
+def test_signatures_that_nobody_makes_are_described() -> None:
+    assert "unknown" in describe_signature((1 << 63) - 1)["collective"]
+
+
+def test_the_engine_knows_the_size_of_every_type() -> None:
+    assert [item_size.py_func(int(dtype)) for dtype in DType] == [dtype.itemsize for dtype in DType]
+
+
+def test_words_are_zero_where_nothing_was_set() -> None:
+    run = make("ring", Collective.ALL_REDUCE, 3, 1, 10)
+    assert run.words.dtype == np.int64
+    assert run.words[at.RUN_FOLD // 8] == 0
+    assert run.words[at.RUN_IN_BYTES // 8] == 40
+    assert run.words[at.RUN_OUT_BYTES // 8] == 40
