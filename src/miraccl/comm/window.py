@@ -6,6 +6,7 @@ array that views it is gone.  Allocation is local: no other rank takes part.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import math
@@ -32,6 +33,7 @@ class Window:
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
         self._free: list[tuple[int, int]] = [(0, segment.nbytes // PAGE * PAGE)]  # (offset, bytes), sorted, never adjacent
+        self._returned: collections.deque[tuple[int, int]] = collections.deque()
         self._lock = threading.Lock()
         self.allocated = 0
 
@@ -50,6 +52,7 @@ class Window:
 
     def _take(self, size: int) -> int:
         with self._lock:
+            self._merge()
             for i, (offset, room) in enumerate(self._free):
                 if room >= size:
                     self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
@@ -58,7 +61,20 @@ class Window:
         raise SystemFailure(f"window memory has no room for {size} bytes; {self.allocated} of {self.segment.nbytes} are in use")
 
     def _give(self, offset: int, size: int) -> None:
-        with self._lock:
+        """Take a piece back. The garbage collector may call this anywhere, inside ``_take`` too: whoever holds the lock does the rest."""
+        with contextlib.suppress(OSError, ValueError):  # the memory goes with the segment, at the latest
+            self.segment.map.madvise(mmap.MADV_REMOVE, offset, size)
+        self._returned.append((offset, size))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._merge()
+            finally:
+                self._lock.release()
+
+    def _merge(self) -> None:
+        """With the lock: pieces that came back join the free ones."""
+        while self._returned:
+            offset, size = self._returned.popleft()
             self.allocated -= size
             merged: list[tuple[int, int]] = []
             for start, room in sorted([*self._free, (offset, size)]):
@@ -67,8 +83,6 @@ class Window:
                 else:
                     merged.append((start, room))
             self._free = merged
-        with contextlib.suppress(OSError, ValueError):  # the memory goes with the segment, at the latest
-            self.segment.map.madvise(mmap.MADV_REMOVE, offset, size)
 
 
 def _element_type(dtype: Any) -> Any:

@@ -1,0 +1,354 @@
+"""Communicators among communicators: split, several at once, ranks that are threads, memory, and window memory's life."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import miraccl
+from miraccl import Communicator
+from miraccl.comm.window import PAGE, Window
+from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
+from miraccl.transport.shm import Segment, slot_bytes_for
+
+from tests.comm import cases
+from tests.comm.test_p2p import background_collectives, everybody_to_everybody, receive_first, ring
+from tests.support.ranks import run_ranks
+
+
+def in_threads(nranks: int, work: Callable[[Communicator], Any], **options: Any) -> list[Any]:
+    """Run ``work`` on ranks that are threads of this process."""
+    ident = miraccl.get_unique_id()
+    results: list[Any] = [None] * nranks
+    errors: list[BaseException] = []
+
+    def rank(number: int) -> None:
+        try:
+            with Communicator(nranks, ident, number, timeout=20, **options) as comm:
+                results[number] = work(comm)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(nranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    if errors:
+        raise errors[0]
+    assert not any(t.is_alive() for t in threads)
+    return results
+
+
+# ---- threads as ranks
+
+
+def random_cases(comm: Communicator) -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(40):
+        case = cases.random_case(rng, comm.nranks, [0, 1, 5, 129, 5000, 70_000], [*cases.EVEN, *cases.UNEVEN], ordered=lambda case: False)
+        cases.perform(comm, case)
+
+
+@pytest.mark.parametrize("nranks", [2, 3, 5])
+def test_threads_as_ranks(nranks: int) -> None:
+    in_threads(nranks, random_cases)
+
+
+def test_threads_send_and_receive_and_work_in_the_background() -> None:
+    def patterns(comm: Communicator) -> None:
+        for count in (3, 100_000):
+            ring(comm, count)
+            receive_first(comm, count)
+        everybody_to_everybody(comm)
+        background_collectives(comm)
+
+    in_threads(3, patterns)
+
+
+def test_single_copy_between_threads() -> None:
+    """A peer in the same process reads the sender's memory directly."""
+
+    def work(comm: Communicator) -> None:
+        comm._member.planner.single_copy = 0
+        comm._member.context.set(304, 0)
+        comm.barrier()
+        random_cases(comm)
+        ring(comm, 50_000)
+
+    in_threads(2, work)
+
+
+def test_an_error_of_one_thread_reaches_the_others() -> None:
+    def work(comm: Communicator) -> str:
+        try:
+            if comm.rank == 1:
+                comm.all_gather(np.ones(3))
+            else:
+                comm.all_reduce(np.ones(3))
+            comm.barrier()
+        except MiracclError as error:
+            return type(error).__name__
+        return ""
+
+    assert in_threads(3, work) == ["CollectiveMismatch"] * 3
+
+
+def test_two_threads_in_one_communicator_are_told() -> None:
+    """The second is refused while the first waits, and the first is not harmed."""
+
+    def work(comm: Communicator) -> None:
+        inside = threading.Event()
+        if comm.rank == 0:
+            refused: list[BaseException] = []
+
+            def other() -> None:
+                inside.wait(10)
+                while not comm._member.context.get(320):
+                    pass
+                try:
+                    comm.barrier()
+                except InvalidUsage as error:
+                    refused.append(error)
+                comm._member.session.all_gather(b"", "refused")
+
+            thread = threading.Thread(target=other, daemon=True)
+            thread.start()
+            inside.set()
+            assert (comm.all_reduce(np.ones(4)) == 2).all()
+            thread.join(10)
+            assert "another thread is inside" in str(refused[0])
+        else:
+            comm._member.session.all_gather(b"", "refused")
+            comm.all_reduce(np.ones(4))
+        comm.barrier()
+
+    in_threads(2, work)
+
+
+# ---- several communicators
+
+
+def splits() -> None:
+    with miraccl.init(timeout=20) as world:
+        n, r = world.nranks, world.rank
+        half = world.split(r % 2)
+        backwards = world.split(0, key=-r)
+        alone = world.split(r)
+        few = world.split(None if r == 1 else 7)
+        assert half is not None
+        assert backwards is not None
+        assert alone is not None
+        assert (half.rank, half.nranks) == (r // 2, len(range(r % 2, n, 2)))
+        assert (backwards.rank, backwards.nranks) == (n - 1 - r, n)
+        assert (alone.rank, alone.nranks) == (0, 1)
+        assert (few is None) == (r == 1)
+        try:
+            world.split("x")  # type: ignore[arg-type]
+        except InvalidUsage:
+            pass
+        if r == 0:  # refused calls of one rank alone do not bring the ranks out of step
+            for _ in range(3):
+                try:
+                    world.split(True)  # type: ignore[arg-type]
+                except InvalidUsage:
+                    pass
+        for turn in range(4):
+            x = np.full(2000 * turn + 3, float(r))
+            assert (world.all_reduce(x.copy()) == n * (n - 1) / 2).all()
+            assert (half.all_reduce(x.copy()) == sum(range(r % 2, n, 2))).all()
+            assert backwards.all_gather(x[:1]).tolist() == [float(v) for v in reversed(range(n))]
+            assert (alone.all_reduce(x.copy()) == r).all()
+            if few is not None:
+                assert few.all_reduce(np.ones(5))[0] == n - 1
+            works = [c.all_reduce(np.ones(3), async_op=True) for c in (world, half, backwards)]
+            assert [w.wait()[0] for w in reversed(works)] == [n, half.nranks, n]
+            out = np.zeros(1)
+            with miraccl.group():  # two communicators in one group
+                world.sendrecv(np.array([float(r)]), (r + 1) % n, out, (r - 1) % n)
+                summed = half.all_reduce(np.ones(2))
+            assert out[0] == (r - 1) % n
+            assert summed[0] == half.nranks
+        again = half.split(0)
+        assert again is not None
+        half.finalize()
+        assert again.all_reduce(np.ones(1))[0] == half.nranks
+        last = world.split(0)
+        assert last is not None
+    assert last.all_reduce(np.ones(1))[0] == n  # lives on when its parent is finalized
+    last.finalize()
+    for c in (backwards, alone, few, again):
+        if c is not None:
+            c.finalize()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("nranks", [2, 4])
+def test_split(nranks: int) -> None:
+    run_ranks(splits, nranks)
+
+
+def shrunk_without_need() -> list[float]:
+    with miraccl.init() as world:
+        same = world.shrink()
+        total = float(same.all_reduce(np.ones(2))[0])
+        same.finalize()
+        return [total, float(world.all_reduce(np.ones(2))[0])]
+
+
+@pytest.mark.multiprocess
+def test_shrink_of_a_whole_communicator_is_a_copy() -> None:
+    assert run_ranks(shrunk_without_need, 3) == [[3.0, 3.0]] * 3
+
+
+# ---- memory
+
+
+def memory_use() -> dict[str, int]:
+    with miraccl.init() as comm:
+        for count in (1, 1000, 300_000):
+            for name in ("all_reduce", "all_gather", "all_to_all", "reduce_scatter"):
+                getattr(comm, name)(np.ones(count * comm.nranks, np.float32))
+        comm.barrier()
+        return comm.memory()
+
+
+@pytest.mark.multiprocess
+def test_memory_is_bounded_and_linear() -> None:
+    """8 MiB a rank for 8 local ranks, and no more for 4; what is reserved is what the slots and pages of all peers take."""
+    used = {n: run_ranks(memory_use, n) for n in (2, 4, 8)}
+    for n, ranks in used.items():
+        for memory in ranks:
+            assert memory["total"] <= 8 << 20
+            assert memory["fifo"] <= memory["fifo_reserved"] <= 4096 + (n - 1) * (4096 + 8 * slot_bytes_for(n - 1))
+            assert memory["window"] == 0
+    assert max(m["total"] for m in used[8]) <= 4 * max(m["total"] for m in used[2]) + (1 << 20)
+
+
+@given(st.integers(1, 300), st.sampled_from([0, 1, 1 << 20, 64 << 20]))
+def test_slots_share_a_budget(npeers: int, budget: int) -> None:
+    size = slot_bytes_for(npeers, budget)
+    assert size & (size - 1) == 0
+    assert 8192 <= size <= 64 << 10
+    assert size == 8192 or npeers * size * 8 <= (budget or 4 << 20)
+    assert slot_bytes_for(npeers + 1, budget) <= size
+
+
+# ---- window memory
+
+
+def make_window(pages: int) -> Window:
+    return Window(Segment.create("miraccl-test", pages * PAGE))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(st.integers(0, 5 * PAGE), st.none()), max_size=40), st.randoms(use_true_random=False))
+def test_window_allocation(plan: list[int | None], random: Any) -> None:
+    """A number allocates so many bytes, None frees a random array: pieces never overlap, keep their contents and come back whole."""
+    window = make_window(24)
+    live: dict[int, np.ndarray] = {}
+    array = None
+    for tag, nbytes in enumerate(plan):
+        if nbytes is None:
+            if live:
+                del live[random.choice(sorted(live))]
+        else:
+            try:
+                array = window.empty(nbytes, np.uint8)
+            except SystemFailure:
+                room = sum(max(PAGE, -(-a.nbytes // PAGE) * PAGE) for a in live.values())
+                assert window.allocated == room
+                assert max((size for _, size in window._free), default=0) < max(PAGE, -(-nbytes // PAGE) * PAGE)
+                continue
+            array[:] = tag % 251
+            assert array.ctypes.data % PAGE == 0
+            assert window.holds(array.ctypes.data, array.nbytes)
+            live[tag] = array
+        spans = sorted((a.ctypes.data, a.ctypes.data + a.nbytes) for a in live.values() if a.nbytes)
+        assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:]))
+        for number, array in live.items():
+            assert (array == number % 251).all()
+    del array
+    live.clear()
+    gc.collect()
+    assert window._free == [(0, 24 * PAGE)]
+    assert window.allocated == 0
+    assert window.segment.resident_bytes() == 0  # the pages went back to the system
+
+
+def test_window_memory_that_the_collector_frees_inside_an_allocation() -> None:
+    """Arrays in a cycle go whenever the collector runs, in the middle of an allocation perhaps."""
+    window = make_window(64)
+
+    class Lock:
+        """A lock in whose protection a piece comes back."""
+
+        def __init__(self) -> None:
+            self.real = threading.Lock()
+
+        def acquire(self, blocking: bool = True) -> bool:
+            return self.real.acquire(blocking)
+
+        def release(self) -> None:
+            self.real.release()
+
+        def __enter__(self) -> None:
+            self.real.acquire()
+            cycle.clear()
+
+        def __exit__(self, *_: object) -> None:
+            self.real.release()
+
+    cycle: list[Any] = [window.empty(PAGE, np.uint8)]
+    window._lock = Lock()  # type: ignore[assignment]
+    kept = window.empty(2 * PAGE, np.uint8)
+    assert kept.size == 2 * PAGE
+    del kept
+    window.empty(1, np.uint8)
+    assert window.allocated == 0
+
+
+def test_window_is_first_fit_and_views_keep_a_piece() -> None:
+    window = make_window(8)
+    a, b, c = (window.empty(PAGE, np.uint8) for _ in range(3))
+    where = a.ctypes.data
+    part = b[100:200]
+    del a, b
+    assert window._free[0] == (0, PAGE)
+    assert window.empty(PAGE // 2, np.float32).shape == (PAGE // 2,)  # two pages: not in the first hole
+    d = window.empty((2, 3), np.int16)
+    assert d.ctypes.data == where
+    part[:] = 7
+    assert (part == 7).all()
+    del part
+    assert window.allocated == 2 * PAGE
+    with pytest.raises(SystemFailure, match="has no room"):
+        window.empty(9 * PAGE, np.uint8)
+    del c, d
+    assert window.allocated == 0
+
+
+def test_window_arrays_survive_their_communicator() -> None:
+    with miraccl.init() as comm:
+        x = comm.empty((100, 100), "bfloat16")
+        x[:] = 3
+        y = x[5:7].view(np.uint16)
+    del comm
+    gc.collect()
+    assert (x == 3).all()
+    del x
+    gc.collect()
+    assert (y == y[0, 0]).all()
+    y[:] = 1
+
+
+def test_segments_of_processes_that_are_gone() -> None:
+    with pytest.raises(SystemFailure, match="cannot open the segment of process 999999999"):
+        Segment.open(999999999, 3, PAGE)
