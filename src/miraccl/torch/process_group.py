@@ -129,7 +129,7 @@ class ProcessGroupMiraccl(dist.ProcessGroup):
         return self._all_gather_lists("all_gather", output_lists, inputs, opts)
 
     def allgather_coalesced(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _ALL_GATHER) -> Work:
-        """c10d wants one list of all inputs' results for each rank; this gives each input its list, as the names say elsewhere."""
+        """``output_lists[r][i]`` becomes rank r's ``inputs[i]``."""
         by_input = [[of_rank[i] for of_rank in output_lists] for i in range(len(inputs))]
         return self._all_gather_lists("all_gather_coalesced", by_input, inputs, opts)
 

@@ -64,21 +64,25 @@ class Work(dist.Work):
 
     def get_future(self) -> Any:
         with self._lock:
-            if self._future is None:
+            fresh = self._future is None
+            if fresh:
                 self._future = torch.futures.Future()
-                if self._done.is_set():
-                    self._fulfil()
-            return self._future
+            fulfil = fresh and self._done.is_set()
+        if fulfil:
+            self._fulfil()
+        return self._future
 
     def end(self, error: Exception | None) -> None:
         """From whoever ran it."""
         with self._lock:
             self._error = error
             self._done.set()
-            if self._future is not None:
-                self._fulfil()
+            fulfil = self._future is not None
+        if fulfil:
+            self._fulfil()
 
     def _fulfil(self) -> None:
+        """Callbacks of the future run in here, and may ask for anything: no lock is held."""
         if self._error is None:
             self._future.set_result(self._tensors)
         else:
@@ -102,8 +106,8 @@ class Lane:
         return self._pending == 0
 
     def run(self, name: str, action: Action) -> None:
-        """Run an action after what is pending, and wait for it."""
-        if self.idle:
+        """Run an action after what is pending, and wait for it. The callback of a future, which runs on the lane itself, does not queue."""
+        if self.idle or threading.current_thread() is self._thread:
             with self._turn:
                 _translated(action)
         else:

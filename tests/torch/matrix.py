@@ -1,0 +1,215 @@
+"""Every call on every type, against a plain computation on one rank and against Gloo: the table of docs/torch.md."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from miraccl.errors import InvalidUsage
+from miraccl.torch import BackendError
+from tests.torch.worlds import equal, gloo, values, world
+
+DTYPES = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i16": torch.int16,
+    "i8": torch.int8,
+    "u64": torch.uint64,
+    "u32": torch.uint32,
+    "u16": torch.uint16,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+    "c64": torch.complex64,
+    "c128": torch.complex128,
+}
+AS_GLOO, ALONE, OTHERWISE, REFUSED = "=", "✓", "≠", "–"
+FACTOR = 2.0
+OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+_FOLDS: dict[str, Callable[[Any, Any], Any]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PREMUL_SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+def reduce_op(name: str) -> Any:
+    return dist._make_nccl_premul_sum(FACTOR) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)
+
+
+def reduced(parts: list[Any], op: str) -> Any:
+    """What a reduction gives: computed in a wide type, rounded once; whole numbers are cut towards zero; bools stay 0 and 1."""
+    dtype = parts[0].dtype
+    wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
+    total = functools.reduce(_FOLDS[op], [p.to(torch.float32).to(wide) if dtype.is_floating_point else p.to(wide) for p in parts])
+    if dtype is torch.bool:
+        return total != 0
+    if op == "AVG":
+        total = total / len(parts) if wide is not torch.int64 else torch.div(total, len(parts), rounding_mode="trunc")
+    if op == "PREMUL_SUM":
+        total = total * (FACTOR if wide is not torch.int64 else int(FACTOR))
+    return (total.to(torch.float32) if dtype.is_floating_point and dtype.itemsize < 4 else total).to(dtype)
+
+
+class Cells:
+    """The calls on one type: each takes the group and gives what this rank gets; ``want`` is what it should get."""
+
+    def __init__(self, rank: int, nranks: int, dtype: Any) -> None:
+        self.rank, self.nranks = rank, nranks
+        self.parts = [values(dtype, r) for r in range(nranks)]
+        self.mine = self.parts[rank]
+
+    def copy(self) -> Any:
+        return self.mine.clone()
+
+    def empties(self, count: int) -> list[Any]:
+        return [torch.zeros(count, dtype=self.mine.dtype) for _ in range(self.nranks)]
+
+    def halves(self) -> list[Any]:
+        return list(self.copy().chunk(self.nranks))
+
+    def share(self, whole: Any) -> Any:
+        return whole.chunk(self.nranks)[self.rank]
+
+    def all_reduce(self, group: Any, op: str) -> Any:
+        x = self.copy()
+        dist.all_reduce(x, op=reduce_op(op), group=group)
+        return x
+
+    def reduce(self, group: Any, op: str) -> Any:
+        x = self.copy()
+        dist.reduce(x, 1, op=reduce_op(op), group=group)
+        return x if self.rank == 1 else self.mine
+
+    def reduce_scatter(self, group: Any, op: str) -> Any:
+        out = self.empties(self.mine.numel() // self.nranks)[0]
+        dist.reduce_scatter(out, self.halves(), op=reduce_op(op), group=group)
+        return out
+
+    def reduce_scatter_tensor(self, group: Any, op: str) -> Any:
+        out = self.empties(self.mine.numel() // self.nranks)[0]
+        dist.reduce_scatter_tensor(out, self.copy(), op=reduce_op(op), group=group)
+        return out
+
+    def broadcast(self, group: Any) -> Any:
+        x = self.copy()
+        dist.broadcast(x, 1, group=group)
+        return x
+
+    def all_gather(self, group: Any) -> Any:
+        outs = self.empties(self.mine.numel())
+        dist.all_gather(outs, self.copy(), group=group)
+        return torch.stack(outs)
+
+    def all_gather_into_tensor(self, group: Any) -> Any:
+        out = torch.zeros(self.nranks * self.mine.numel(), dtype=self.mine.dtype)
+        dist.all_gather_into_tensor(out, self.copy(), group=group)
+        return out.view(self.nranks, -1)
+
+    def all_to_all(self, group: Any) -> Any:
+        outs = self.empties(self.mine.numel() // self.nranks)
+        dist.all_to_all(outs, self.halves(), group=group)
+        return torch.stack(outs)
+
+    def all_to_all_single(self, group: Any) -> Any:
+        out = torch.zeros_like(self.mine)
+        dist.all_to_all_single(out, self.copy(), group=group)
+        return out.view(self.nranks, -1)
+
+    def gather(self, group: Any) -> Any:
+        outs = self.empties(self.mine.numel()) if self.rank == 1 else None
+        dist.gather(self.copy(), outs, dst=1, group=group)
+        return self.mine if outs is None else torch.stack(outs)
+
+    def scatter(self, group: Any) -> Any:
+        out = self.empties(self.mine.numel() // self.nranks)[0]
+        dist.scatter(out, self.halves() if self.rank == 1 else None, src=1, group=group)
+        return out
+
+    def send_recv(self, group: Any) -> Any:
+        out = torch.zeros_like(self.mine)
+        to, fro = (self.rank + 1) % self.nranks, (self.rank - 1) % self.nranks
+        works = [dist.isend(self.copy(), to, group=group), dist.irecv(out, fro, group=group)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        return out
+
+    def wanted(self, call: str, op: str) -> Any:
+        if op:
+            total = reduced(self.parts, op)
+            return {"all_reduce": total, "reduce": total if self.rank == 1 else self.mine}.get(call, self.share(total))
+        everything = torch.stack(self.parts)
+        return {
+            "broadcast": self.parts[1],
+            "all_gather": everything,
+            "all_gather_into_tensor": everything,
+            "all_to_all": torch.stack([self.share(p) for p in self.parts]),
+            "all_to_all_single": torch.stack([self.share(p) for p in self.parts]),
+            "gather": everything if self.rank == 1 else self.mine,
+            "scatter": self.share(self.parts[1]),
+            "send_recv": self.parts[(self.rank - 1) % self.nranks],
+        }[call]
+
+
+ROWS = [
+    *(("all_reduce", op) for op in OPS),
+    *((call, op) for call in ("reduce", "reduce_scatter", "reduce_scatter_tensor") for op in ("SUM", "MAX", "BOR")),
+    *((call, "") for call in ("broadcast", "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single")),
+    *((call, "") for call in ("gather", "scatter", "send_recv")),
+]
+
+
+def measure(path: str) -> dict[str, dict[str, str]]:
+    """The marks, by row and column; raises where miraccl computes something wrong."""
+    with world(path) as (rank, nranks):
+        other = gloo()
+        table: dict[str, dict[str, str]] = {}
+        for call, op in ROWS:
+            row = table[f"{call} {op}".strip()] = {}
+            for label, dtype in DTYPES.items():
+                cells = Cells(rank, nranks, dtype)
+                args = (op,) if op else ()
+                row[label] = _mark(lambda group: getattr(cells, call)(group, *args), lambda: cells.wanted(call, op), other)  # noqa: B023
+        return table
+
+
+def _mark(run: Callable[[Any], Any], wanted: Callable[[], Any], other: Any) -> str:
+    try:
+        got = run(None)
+    except BackendError as error:
+        if isinstance(error.error, InvalidUsage):
+            return REFUSED
+        raise
+    except ValueError as error:
+        if "complex" in str(error):  # c10d refuses these itself
+            return REFUSED
+        raise
+    want = wanted()
+    assert equal(got, want), f"got {got}, want {want}"
+    try:
+        theirs = run(other)
+    except (RuntimeError, ValueError):
+        return ALONE
+    return AS_GLOO if equal(got, theirs) else OTHERWISE
+
+
+def markdown(table: dict[str, dict[str, str]]) -> str:
+    lines = ["| call | " + " | ".join(DTYPES) + " |", "|" + "---|" * (len(DTYPES) + 1)]
+    lines += [f"| {name} | " + " | ".join(row[label] for label in DTYPES) + " |" for name, row in table.items()]
+    return "\n".join(lines)

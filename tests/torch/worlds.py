@@ -1,0 +1,48 @@
+"""Process groups for test ranks: the miraccl group of all of them, and a Gloo group of the same ranks to compare with."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import miraccl.torch
+
+LIMIT = datetime.timedelta(seconds=20)
+
+
+@contextmanager
+def world(path: str, backend: str = miraccl.torch.NAME, timeout: datetime.timedelta = LIMIT) -> Iterator[tuple[int, int]]:
+    """(rank, nranks) of the default group, which meets at a file."""
+    torch.set_num_threads(1)
+    rank, nranks = int(os.environ["MIRACCL_RANK"]), int(os.environ["MIRACCL_NRANKS"])
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=nranks, timeout=timeout)
+    try:
+        yield rank, nranks
+    finally:
+        dist.destroy_process_group()
+
+
+def gloo() -> Any:
+    return dist.new_group(backend="gloo", timeout=LIMIT)
+
+
+def values(dtype: Any, rank: int, count: int = 4) -> Any:
+    """Small whole numbers, which all types can hold, different on every rank."""
+    source = torch.Generator().manual_seed(1000 + rank)
+    numbers = torch.randint(0, 2 if dtype is torch.bool else 4, (count,), generator=source)
+    if dtype.is_complex:
+        return torch.complex(numbers.double(), numbers.flip(0).double()).to(dtype)
+    return numbers.to(torch.float32).to(dtype) if dtype.is_floating_point else numbers.to(dtype)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Same dtype, shape and values; of types that torch cannot compare, the same bytes."""
+    if a.dtype is not b.dtype or a.shape != b.shape:
+        return False
+    return bool((a.contiguous().view(-1).view(torch.uint8) == b.contiguous().view(-1).view(torch.uint8)).all())
