@@ -62,16 +62,21 @@ def start_nccl(dist: Any, torch: Any, rank: int, nranks: int) -> None:
 
 
 class Timer:
-    """Times operations on this rank's GPU. ``barrier`` aligns the ranks; ``slowest`` turns each rank's times into the slowest rank's."""
+    """Times operations on this rank's GPU.
 
-    def __init__(self, torch: Any, session: Any) -> None:
-        self.torch, self.session = torch, session
+    Ranks are aligned on the GPU: a small collective, then ``ALIGN_CYCLES`` of sleep on each GPU, in which hosts enqueue what is measured;
+    so neither a late process nor the time to launch a graph is in the figures.  ``slowest`` gives the slowest rank's median.
+    """
+
+    ALIGN_CYCLES = 400_000  # 0.2 ms at 2 GHz
+
+    def __init__(self, torch: Any, comm: Any) -> None:
+        self.torch, self.comm, self.session = torch, comm, comm.session
+        self.aligner = torch.zeros(4, device="cuda")
         self.stream = torch.cuda.Stream()
-        self._calls = 0
 
     def barrier(self) -> None:
         self.torch.cuda.synchronize()
-        self._calls += 1
         self.session.barrier("bench")
 
     def graph(self, operation: Callable[[], Any], iterations: int, repeats: int = 7) -> list[float]:
@@ -102,6 +107,8 @@ class Timer:
     def _once(self, run: Callable[[], Any], iterations: int) -> float:
         torch = self.torch
         self.barrier()
+        self.comm.all_reduce(self.aligner, stream=self.stream)
+        torch.cuda._sleep(self.ALIGN_CYCLES)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record(self.stream)
         run()

@@ -79,7 +79,7 @@ def plans(nbytes: int, nranks: int) -> Iterator[dict[str, Any]]:
 
 def _packets(algo: str, each: int, nranks: int, nbytes: int) -> Iterator[dict[str, Any]]:
     shots = 2 if algo == "two_shot" else 1
-    largest = 16 * MIB // (shots * (nranks - 1) * 16)  # packets of a piece, if a bank is to hold one
+    largest = 24 * MIB // (shots * (nranks - 1) * 16)  # packets of a piece, if a bank is to hold one
     seen = set()
     for threads, unroll, dense in SHAPES:
         each_block = threads * unroll
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> None:
     comm = DeviceCommunicator(session, rank)
     if not options.no_nccl:
         start_nccl(dist, torch, rank, nranks)
-    timer = Timer(torch, session)
+    timer = Timer(torch, comm)
     warm = torch.randn(4096, 4096, device="cuda")
     for _ in range(60):  # clocks rise with work
         warm = (warm @ warm).clamp(-1, 1)

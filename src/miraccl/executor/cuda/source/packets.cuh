@@ -56,9 +56,9 @@ struct Geometry {
   u32 stride;
 };
 
-// Where packet ``i`` of piece ``k`` from ``src`` lies in the memory of ``dst``. A rank has no place for its own.
-template <int SHOTS> __device__ __forceinline__ uint4* place(const Args& a, const Geometry& g, u32 dst, u32 src, u32 k, int shot, u32 i) {
-  u32 lane = (k % a.nslots) * (u32)(SHOTS * (RANKS - 1)) + shot * (RANKS - 1) + (src < dst ? src : src - 1);
+// Where packet ``i`` of the piece in ``slot`` from ``src`` lies in the memory of ``dst``. A rank has no place for its own.
+template <int SHOTS> __device__ __forceinline__ uint4* place(const Args& a, const Geometry& g, u32 dst, u32 src, u32 slot, int shot, u32 i) {
+  u32 lane = slot * (u32)(SHOTS * (RANKS - 1)) + shot * (RANKS - 1) + (src < dst ? src : src - 1);
   return (uint4*)(a.base[dst] + g.bank) + (u64)lane * g.piece + i;
 }
 
@@ -75,14 +75,21 @@ __device__ __forceinline__ Geometry begin(const Args& a, u32 thread, u32 threads
 }
 
 // Called once by all threads of a block. The barrier takes a bit made of the number of the launch, so every thread has it, and it may change.
-// No fence: it would wait for the pushes, a round trip over NVLink.
-__device__ __forceinline__ void count_launch(const Args& a, const Geometry& g) {
+// No fence: it would wait for the pushes, a round trip over NVLink. Thread 0 goes on and looks at its ticket at the end (``count_launch``).
+__device__ __forceinline__ u32 draw_ticket(const Args& a, const Geometry& g) {
+  u32 ticket = 0;
   __syncthreads_or(g.launch == NEVER);
   if (threadIdx.x == 0) {
     u32* state = (u32*)(a.base[a.rank] + STATE_OFFSET);
-    u32 ticket;
     asm volatile("atom.relaxed.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(ticket) : "l"(state + 2 * STATE_TICKET), "r"(gridDim.x - 1) : "memory");
-    if (ticket == gridDim.x - 1) asm volatile("red.relaxed.gpu.global.add.u64 [%0],1;" :: "l"(state + 2 * STATE_LAUNCH) : "memory");
+  }
+  return ticket;
+}
+
+__device__ __forceinline__ void count_launch(const Args& a, u32 ticket) {
+  if (threadIdx.x == 0 && ticket == gridDim.x - 1) {
+    u64* state = (u64*)(a.base[a.rank] + STATE_OFFSET);
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0],1;" :: "l"(state + STATE_LAUNCH) : "memory");
   }
 }
 
@@ -142,7 +149,7 @@ __device__ __forceinline__ Vec outgoing(const Work& w, u32 dst, u64 i) {
 }
 
 // First shot: to every peer what it needs, the next rank first.
-__device__ __forceinline__ void push_piece(const Args& a, const Geometry& g, const Work& w, u32 k) {
+__device__ __forceinline__ void push_piece(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot) {
   u64 at = (u64)k * g.piece + g.first;
 #if defined(MODE_ALL_REDUCE) || defined(MODE_ALL_GATHER)
   uint4 same[UNROLL];
@@ -156,7 +163,7 @@ __device__ __forceinline__ void push_piece(const Args& a, const Geometry& g, con
 #if defined(MODE_ALL_REDUCE) || defined(MODE_ALL_GATHER)
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
-      if (at + u * g.stride < w.limit) store_packet(place<SHOTS>(a, g, dst, a.rank, k, 0, g.first + u * g.stride), same[u]);
+      if (at + u * g.stride < w.limit) store_packet(place<SHOTS>(a, g, dst, a.rank, slot, 0, g.first + u * g.stride), same[u]);
 #else
     uint4 p[UNROLL];
 #pragma unroll
@@ -164,21 +171,21 @@ __device__ __forceinline__ void push_piece(const Args& a, const Geometry& g, con
       if (at + u * g.stride < w.limit) p[u] = to_packet(outgoing(w, dst, at + u * g.stride));
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
-      if (at + u * g.stride < w.limit) store_packet(place<SHOTS>(a, g, dst, a.rank, k, 0, g.first + u * g.stride), p[u]);
+      if (at + u * g.stride < w.limit) store_packet(place<SHOTS>(a, g, dst, a.rank, slot, 0, g.first + u * g.stride), p[u]);
 #endif
   }
 }
 
 // Return when this thread's packets of a piece lie cleared in L2, where peers' stores arrive: what is read there is ones again. A fence would
 // do, too, but it waits for all stores of the multiprocessor, also those that wait for their turn on NVLink, and costs a tenth of the bandwidth.
-__device__ __forceinline__ void settle(const Args& a, const Geometry& g, const Work& w, u32 k, u32 shot, Watch& watch) {
+__device__ __forceinline__ void settle(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, u32 shot, Watch& watch) {
   u64 at = (u64)k * g.piece + g.first;
   uint4 p[RANKS][UNROLL];
 #pragma unroll
   for (int u = 0; u < UNROLL; u++)
 #pragma unroll
     for (int r = 0; r < RANKS; r++)
-      if (r != a.rank && at + u * g.stride < w.limit) p[r][u] = load_packet(place<SHOTS>(a, g, a.rank, r, k, shot, g.first + u * g.stride));
+      if (r != a.rank && at + u * g.stride < w.limit) p[r][u] = load_packet(place<SHOTS>(a, g, a.rank, r, slot, shot, g.first + u * g.stride));
 #pragma unroll
   for (int u = 0; u < UNROLL; u++)
 #pragma unroll
@@ -186,12 +193,12 @@ __device__ __forceinline__ void settle(const Args& a, const Geometry& g, const W
       if (r != a.rank && at + u * g.stride < w.limit)
         while ((p[r][u].x & p[r][u].y & p[r][u].z & p[r][u].w) != EMPTY) {
           if (give_up(a, watch, a.rank, shot)) break;
-          p[r][u] = load_packet(place<SHOTS>(a, g, a.rank, r, k, shot, g.first + u * g.stride));
+          p[r][u] = load_packet(place<SHOTS>(a, g, a.rank, r, slot, shot, g.first + u * g.stride));
         }
 }
 
 // What came in the first shot: added up in the order of the ranks, or put in its place.
-__device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, const Work& w, u32 k, Watch& watch) {
+__device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, Watch& watch) {
   u64 at = (u64)k * g.piece + g.first;
   uint4 p[RANKS][UNROLL];  // all loads are under way before the first is looked at
   Vec own[UNROLL];
@@ -200,7 +207,7 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
     if (at + u * g.stride >= w.limit) continue;
 #pragma unroll
     for (int r = 0; r < RANKS; r++)
-      if (r != a.rank) p[r][u] = load_packet(place<SHOTS>(a, g, a.rank, r, k, 0, g.first + u * g.stride));
+      if (r != a.rank) p[r][u] = load_packet(place<SHOTS>(a, g, a.rank, r, slot, 0, g.first + u * g.stride));
     own[u] = outgoing(w, a.rank, at + u * g.stride);
   }
 #pragma unroll
@@ -212,7 +219,7 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
     for (int r = 0; r < RANKS; r++) {
       Vec v = own[u];
       if (r != a.rank) {
-        uint4* q = place<SHOTS>(a, g, a.rank, r, k, 0, g.first + u * g.stride);
+        uint4* q = place<SHOTS>(a, g, a.rank, r, slot, 0, g.first + u * g.stride);
         v = read_packet(a, watch, q, p[r][u], r, 0);
         clear_packet(q);
       }
@@ -224,7 +231,7 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
     for (int r = 0; r < RANKS; r++) {
       Vec v = own[u];
       if (r != a.rank) {
-        uint4* q = place<SHOTS>(a, g, a.rank, r, k, 0, g.first + u * g.stride);
+        uint4* q = place<SHOTS>(a, g, a.rank, r, slot, 0, g.first + u * g.stride);
         v = read_packet(a, watch, q, p[r][u], r, 0);
         clear_packet(q);
       }
@@ -236,7 +243,7 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
 #pragma unroll
     for (int d = 1; d < RANKS; d++) {
       u32 dst = a.rank + d; if (dst >= RANKS) dst -= RANKS;
-      store_packet(place<SHOTS>(a, g, dst, a.rank, k, 1, g.first + u * g.stride), packet);
+      store_packet(place<SHOTS>(a, g, dst, a.rank, slot, 1, g.first + u * g.stride), packet);
     }
     store_vec(w.out, (a.rank * w.limit + i) * ELEMS, w.count, w.aligned, total);
 #else
@@ -248,21 +255,21 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
 
 #if defined(MODE_TWO_SHOT)
 // Second shot: the sums of the others.
-__device__ __forceinline__ void collect_piece(const Args& a, const Geometry& g, const Work& w, u32 k, Watch& watch) {
+__device__ __forceinline__ void collect_piece(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, Watch& watch) {
   u64 at = (u64)k * g.piece + g.first;
   uint4 p[RANKS][UNROLL];
 #pragma unroll
   for (int u = 0; u < UNROLL; u++)
 #pragma unroll
     for (int r = 0; r < RANKS; r++)
-      if (r != a.rank && at + u * g.stride < w.limit) p[r][u] = load_packet(place<SHOTS>(a, g, a.rank, r, k, 1, g.first + u * g.stride));
+      if (r != a.rank && at + u * g.stride < w.limit) p[r][u] = load_packet(place<SHOTS>(a, g, a.rank, r, slot, 1, g.first + u * g.stride));
 #pragma unroll
   for (int u = 0; u < UNROLL; u++)
 #pragma unroll
     for (int r = 0; r < RANKS; r++) {
       u64 i = at + u * g.stride;
       if (r == a.rank || i >= w.limit) continue;
-      uint4* q = place<SHOTS>(a, g, a.rank, r, k, 1, g.first + u * g.stride);
+      uint4* q = place<SHOTS>(a, g, a.rank, r, slot, 1, g.first + u * g.stride);
       Vec v = read_packet(a, watch, q, p[r][u], r, 1);
       clear_packet(q);
       store_vec(w.out, (r * w.limit + i) * ELEMS, w.count, w.aligned, v);
@@ -279,23 +286,31 @@ __device__ __forceinline__ void collect_piece(const Args& a, const Geometry& g, 
 //   two_shot  all_reduce      chunk p of in -> p, which adds up in the order of the ranks and sends the sum to all
 //                             (schedule.algos.two_shot; chunks are whole packets)
 
+__device__ __forceinline__ u32 after(const Args& a, u32 slot) { return slot + 1 == a.nslots ? 0 : slot + 1; }
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
   Geometry g = begin(a, threadIdx.x, THREADS);
   Work w = look_at(a, g);
   Watch watch = {0, 0};
-  u32 pushed = 0, ahead = a.ahead < w.pieces ? a.ahead : w.pieces - 1;
-  for (; pushed <= ahead; pushed++) push_piece(a, g, w, pushed);
-  count_launch(a, g);
-  for (u32 k = 0; k < w.pieces; k++) {
-    take_piece(a, g, w, k, watch);
+  u32 pushed = 0, push_slot = 0, slot = 0, ahead = a.ahead < w.pieces ? a.ahead : w.pieces - 1;
+  for (; pushed <= ahead; pushed++, push_slot = after(a, push_slot)) push_piece(a, g, w, pushed, push_slot);
+  u32 ticket = draw_ticket(a, g);
 #if defined(MODE_TWO_SHOT)
-    if (k > 0) collect_piece(a, g, w, k - 1, watch);
-    if (w.reuse && k > 0) settle(a, g, w, k - 1, 1, watch);
+  u32 last = 0;
 #endif
-    if (w.reuse) settle(a, g, w, k, 0, watch);
-    if (pushed < w.pieces) push_piece(a, g, w, pushed++);
+  for (u32 k = 0; k < w.pieces; k++) {
+    take_piece(a, g, w, k, slot, watch);
+#if defined(MODE_TWO_SHOT)
+    if (k > 0) collect_piece(a, g, w, k - 1, last, watch);
+    if (w.reuse && k > 0) settle(a, g, w, k - 1, last, 1, watch);
+    last = slot;
+#endif
+    if (w.reuse) settle(a, g, w, k, slot, 0, watch);
+    slot = after(a, slot);
+    if (pushed < w.pieces) { push_piece(a, g, w, pushed++, push_slot); push_slot = after(a, push_slot); }
   }
 #if defined(MODE_TWO_SHOT)
-  collect_piece(a, g, w, w.pieces - 1, watch);
+  collect_piece(a, g, w, w.pieces - 1, last, watch);
 #endif
+  count_launch(a, ticket);
 }
