@@ -141,8 +141,8 @@ def all_gather(place: Place, x: Any, out: Any) -> Call:
     source = view(x, "x", writes=False, where=place.where)
     target = _result(out, source, _stacked(source.array, place.nranks), place)
     expect_count(target, source.count * place.nranks, "out", f"{place.nranks} times x", place.where)
-    _no_overlap(target, source, place.rank * source.nbytes, place)
-    return _call(Collective.ALL_GATHER, source, target, [source.count], [source.count] * place.nranks)
+    in_place = _no_overlap(target, source, place.rank * source.nbytes, place)
+    return _call(Collective.ALL_GATHER, source, target, [source.count], [source.count] * place.nranks, in_place=in_place)
 
 
 def all_gather_v(place: Place, x: Any, counts: Any, out: Any) -> Call:

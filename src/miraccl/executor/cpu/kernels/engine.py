@@ -163,6 +163,21 @@ def small_int(ctx: int, thing: int, kind: int) -> int:
 
 
 @inline
+def overlap(ctx: int, coll: int, source: int, nbytes: int, target: int, out_bytes: int) -> int:
+    """0 if input and output are apart, 1 if they lie as the collective's in-place form has them, -1 otherwise."""
+    if source >= target + out_bytes or target >= source + nbytes:
+        return 0
+    rank = load(ctx + at.CTX_RANK)
+    if coll == ALL_GATHER and source == target + rank * nbytes:
+        return 1
+    if coll == REDUCE_SCATTER and target == source + rank * out_bytes:
+        return 1
+    if coll == ALL_REDUCE and source == target:
+        return 1
+    return -1
+
+
+@inline
 def parse_and_run(door: int, ctx: int, args: int) -> int:
     """(input, output or None, operator or root) -> result."""
     coll = load(door + DOOR_COLL)
@@ -185,12 +200,12 @@ def parse_and_run(door: int, ctx: int, args: int) -> int:
         if not usable(ctx, out, WRITABLE) or dtype_code(ctx, out) != dtype:
             return at.NEED_PLAN
         target, out_count = load(out + at.ARRAY_DATA), elements(out)
-        in_place = 0
+        in_place = overlap(ctx, coll, source, count * item_size(dtype), target, out_count * item_size(dtype))
+        if in_place < 0:
+            return at.NEED_PLAN  # Python says what is wrong
     run = find_plan(ctx, coll, count, out_count, dtype, arg, in_place)
     if run == 0:
         return at.NEED_PLAN
-    if in_place == 0 and source < target + load(run + at.RUN_OUT_BYTES) and target < source + load(run + at.RUN_IN_BYTES):
-        return at.NEED_PLAN  # overlapping: in place by addresses, or an error; Python decides
     store(run + at.RUN_IN, source)
     store(run + at.RUN_OUT, target)
     return start(ctx, run)
