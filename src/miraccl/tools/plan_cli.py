@@ -73,6 +73,11 @@ def plan(
         depth=depth,
         cached=not no_cache,
     )
+    if dump := params.TOPO_DUMP_FILE.read(os.environ):
+        from miraccl.topo.load import load_topology
+        from miraccl.topo.xmlfile import format_topology
+
+        _write(dump, format_topology(load_topology(topo_file or params.TOPO_FILE.read(os.environ) or None).root))
     if json_target:
         _write(json_target, document.text.decode())
     for target in filter(None, {graph_xml, params.GRAPH_DUMP_FILE.read(os.environ)}):
