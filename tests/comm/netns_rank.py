@@ -1,0 +1,30 @@
+"""One rank in a network namespace: all collectives, then a goodbye. Started by ``test_network``."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+import miraccl
+
+from tests.comm import cases
+from tests.comm.test_p2p import everybody_to_everybody, ring
+
+
+def main() -> None:
+    with miraccl.init(timeout=30) as comm:
+        kinds = {peer: wire.kind for peer, wire in comm._member.context.wires.items()}
+        rng = np.random.default_rng(11)
+        for _ in range(40):
+            case = cases.random_case(rng, comm.nranks, [0, 1, 7, 5000, 100_001], [*cases.EVEN, *cases.UNEVEN], ordered=lambda case: False)
+            cases.perform(comm, case)
+        ring(comm, 600_000)
+        everybody_to_everybody(comm)
+        addresses = comm._member.session.addresses
+        print("fine", sorted(kinds.items()), addresses, flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

@@ -1,0 +1,214 @@
+"""Communicators over TCP: ranks that act as hosts of their own, shared memory and TCP in one communicator, namespaces, strangers."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import miraccl
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.schedule import catalog
+
+from tests.comm import sweep_ranks
+from tests.comm.test_collectives import ALGORITHMS, COUNTS, once
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+ROOT = Path(__file__).resolve().parents[2]
+seeds = st.integers(0, 1 << 30)
+
+
+@pytest.mark.parametrize(("nranks", "ranks_per_host"), [(2, 1), (3, 1), (4, 2), (5, 2), (5, 4)])
+@once
+@given(seed=seeds)
+def test_collectives_between_hosts(nranks: int, ranks_per_host: int, seed: int) -> None:
+    """Uneven hosts too: the last has one rank, whose slots would be larger."""
+    run_ranks(sweep_ranks.random_cases, nranks, seed, 60, "", False, COUNTS, True, ranks_per_host)
+
+
+@pytest.mark.parametrize("algo", [a for a in ALGORITHMS if not catalog.get(a).needs_addressable_memory])
+@once
+@given(seed=seeds)
+def test_every_algorithm_between_hosts(algo: str, seed: int) -> None:
+    run_ranks(sweep_ranks.random_cases, 4, seed, 15, algo, False, COUNTS, True, 2)
+
+
+def large(ranks_per_host: int) -> None:
+    """Messages of several network pieces and odd sizes; both kinds of connection in one communicator."""
+    sweep_ranks.act_as_hosts(ranks_per_host)
+    with miraccl.init(timeout=30) as comm:
+        n, r = comm.nranks, comm.rank
+        kinds = [wire.kind for wire in comm._member.context.wires.values()]
+        assert kinds.count(at.KIND_SHM) == ranks_per_host - 1
+        assert kinds.count(at.KIND_NET) == n - ranks_per_host
+        x = np.arange(5_000_001, dtype=np.float32) % 1000 + r
+        out = np.zeros_like(x)
+        comm.sendrecv(x, (r + 1) % n, out, (r - 1) % n)
+        assert (out == np.arange(x.size) % 1000 + (r - 1) % n).all()
+        y = (np.arange(3_000_017) % 100 + r).astype(np.int32)
+        comm.all_reduce(y)
+        assert (y == n * (np.arange(y.size) % 100) + n * (n - 1) // 2).all()
+        assert comm.local_rank == r % ranks_per_host
+
+
+@pytest.mark.parametrize(("nranks", "ranks_per_host"), [(2, 1), (4, 2)])
+def test_large_messages(nranks: int, ranks_per_host: int) -> None:
+    run_ranks(large, nranks, ranks_per_host)
+
+
+def refused() -> str:
+    sweep_ranks.act_as_hosts(1)
+    with miraccl.init(algo="two_shot_put", timeout=10) as comm:
+        x = np.ones(1000, np.float32)
+        try:
+            comm.all_reduce(x)
+        except miraccl.InvalidUsage as error:
+            return str(error)
+        return ""
+
+
+def test_addressable_algorithms_are_refused_between_hosts() -> None:
+    for text in run_ranks(refused, 2):
+        assert "two_shot_put" in text
+        assert "memory that peers can address" in text
+
+
+# ---- strangers
+
+
+def pestered(ranks_per_host: int) -> int:
+    """Rank 0 sends garbage to every port of the job while collectives go on."""
+    sweep_ranks.act_as_hosts(ranks_per_host)
+    with miraccl.init(timeout=30) as comm:
+        transports = comm._member.fabric._transports
+        mine = [(lst.getsockname()[0], lst.getsockname()[1]) for t in transports for lst in getattr(t, "_listeners", [])]
+        session = comm._member.session
+        everyone = [eval(blob) for blob in session.all_gather(repr(mine).encode(), "ports")]
+        link = session._link
+        assert link is not None
+        doors = [door for doors in everyone for door in doors] + [link._sock.getpeername()[:2]]
+        done = threading.Event()
+        sent = 0
+
+        def pester() -> None:
+            nonlocal sent
+            rng = random.Random(3)
+            kept: list[socket.socket] = []
+            while not done.is_set():
+                host, port = rng.choice(doors)
+                sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+                sock.settimeout(0.2)
+                try:
+                    sock.connect((host, port))
+                    sock.send(rng.choice([b"", b"GET / HTTP/1.1\r\n\r\n", rng.randbytes(700), b"\0" * 64, b"\xff" * 4096]))
+                except OSError:
+                    pass
+                sent += 1
+                kept.append(sock)
+                if len(kept) > 30:
+                    kept.pop(rng.randrange(30)).close()
+            for sock in kept:
+                sock.close()
+
+        thread = threading.Thread(target=pester, daemon=True)
+        if comm.rank == 0:
+            thread.start()
+        for turn in range(150):
+            x = np.full(turn * 97 + 1, float(comm.rank))
+            assert (comm.all_reduce(x) == comm.nranks * (comm.nranks - 1) / 2).all()
+        part = comm.split(0)  # new connections and a new meeting, with strangers at the door
+        assert part is not None
+        assert part.all_reduce(np.ones(3))[0] == comm.nranks
+        part.finalize()
+        done.set()
+        if comm.rank == 0:
+            thread.join(20)
+            assert not thread.is_alive()
+        return sent
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_garbage_at_the_ports_of_a_running_communicator(ranks_per_host: int) -> None:
+    assert run_ranks(pestered, 4 if ranks_per_host == 2 else 2, ranks_per_host)[0] > 10
+
+
+# ---- namespaces
+
+
+@pytest.fixture(params=["10.78.0.{}/24", "fd78::{}/64"], ids=["IPv4", "IPv6"])
+def namespaces(request: pytest.FixtureRequest) -> Iterator[tuple[str, str, str]]:
+    """Two namespaces with one address each on a veth pair: (first, second, address of the first)."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and the ip command")
+    names = [f"mcnet{os.getpid()}{side}" for side in "ab"]
+
+    def ip(*words: str, check: bool = True) -> None:
+        subprocess.run(["ip", *words], check=check, capture_output=True, timeout=20)
+
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+            for index, name in enumerate(names, 1):
+                address = request.param.format(index)
+                ip("-n", name, "addr", "add", address, "dev", "eth0", *(["nodad"] if ":" in address else []))
+                ip("-n", name, "link", "set", "eth0", "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except (subprocess.SubprocessError, OSError) as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        yield names[0], names[1], request.param.format(1).partition("/")[0]
+    finally:
+        for name in names:
+            ip("netns", "del", name, check=False)
+
+
+@pytest.mark.netns
+def test_ranks_on_hosts_with_addresses_of_their_own(namespaces: tuple[str, str, str]) -> None:
+    first, second, address = namespaces
+    ranks = []
+    for rank in range(4):
+        env = {
+            **os.environ,
+            "MIRACCL_RANK": str(rank),
+            "MIRACCL_NRANKS": "4",
+            "MIRACCL_LOCAL_RANK": str(rank % 2),
+            "MIRACCL_SECRET": "of the test",
+            "MIRACCL_HOSTID": f"host{rank // 2}",
+            "MASTER_ADDR": address,
+            "MASTER_PORT": "29431",
+        }
+        command = ["ip", "netns", "exec", first if rank < 2 else second, sys.executable, "-m", "tests.comm.netns_rank"]
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    outputs = []
+    try:
+        for process in ranks:
+            outputs.append(process.communicate(timeout=90)[0])
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+            process.wait(10)
+    family = ":" if ":" in address else "."
+    for rank, (process, output) in enumerate(zip(ranks, outputs)):
+        assert process.returncode == 0, output
+        last = output.strip().splitlines()[-1]
+        assert last.startswith("fine"), output
+        near = rank ^ 1
+        assert f"({near}, {at.KIND_SHM})" in last
+        assert last.count(f", {at.KIND_NET})") == 2
+        assert address in last
+        assert family in address
