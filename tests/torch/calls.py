@@ -80,6 +80,11 @@ def layouts(path: str) -> None:
         imaginary = torch.tensor([1 + 2j, 3 - 1j]).conj().imag  # torch only notes the minus
         dist.all_gather(outs := [torch.zeros(2) for _ in range(nranks)], imaginary)
         assert [o.tolist() for o in outs] == [[-2.0, 1.0]] * nranks
+        with torch.inference_mode():
+            frozen = torch.ones(4, 4)[:, 1]
+            dist.all_reduce(frozen, async_op=True).wait()
+            dist.all_reduce(frozen)
+            assert frozen.tolist() == [nranks**2] * 4
         window = torch.zeros(10)
         dist.all_reduce(window[3:6].fill_(1.0))
         assert window.tolist() == [0.0] * 3 + [float(nranks)] * 3 + [0.0] * 4
@@ -180,6 +185,10 @@ def point_to_point(path: str) -> None:
         works[1].wait()
         assert out[:, 2].tolist() == [float(i + fro) for i in range(4)]
         assert works[0].is_completed()
+        to_self = torch.zeros(3)
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(3), rank), dist.P2POp(dist.irecv, to_self, rank)]):
+            work.wait()
+        assert to_self.tolist() == [1.0] * 3
         if rank == 0:
             for n in range(3):
                 dist.send(torch.tensor([n]), 1)
@@ -227,6 +236,9 @@ def beside_gloo(path: str) -> None:
         group = dist.new_group(backend="miraccl", timeout=LIMIT)
         assert isinstance(group, ProcessGroupMiraccl)
         assert (dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group)) == (rank, nranks, "miraccl")
+        alone = dist.new_group([rank], backend="miraccl", use_local_synchronization=True, timeout=LIMIT)
+        dist.all_reduce(x := torch.ones(2), group=alone)
+        assert x.tolist() == [1.0] * 2
         for g in (group, None):
             dist.all_reduce(x := torch.ones(2), group=g)
             assert x.tolist() == [float(nranks)] * 2
@@ -334,6 +346,20 @@ def mismatch(path: str) -> str:
     with world(path) as (rank, _):
         try:
             dist.all_reduce(torch.ones(2 + rank))
+        except BackendError as error:
+            return str(error)
+    return ""
+
+
+def aborted(path: str) -> str:
+    """One rank aborts while the others wait; the text of their error."""
+    with world(path) as (rank, _):
+        group = dist.new_group()
+        if rank == 0:
+            group.abort()
+            return ""
+        try:
+            dist.all_reduce(torch.ones(2), group=group, async_op=True).wait()
         except BackendError as error:
             return str(error)
     return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,13 +48,15 @@ def test_models_train_as_on_gloo(tmp_path: Path) -> None:
             assert ours[-1] < ours[0], name
 
 
-def test_a_mismatch_is_told_on_all_ranks(tmp_path: Path) -> None:
-    for text in run_ranks(calls.mismatch, 2, str(tmp_path / "meet")):
-        assert "CollectiveMismatch" in text
-        assert "count" in text
-
-
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    told = run_ranks(calls.lonely, 2, str(tmp_path / "meet"))[0]
-    assert "CollectiveTimeout" in told
-    assert "rank 1" in told
+@pytest.mark.parametrize(
+    ("check", "nranks", "words"),
+    [
+        (calls.mismatch, 2, ("CollectiveMismatch", "count")),
+        (calls.lonely, 2, ("CollectiveTimeout", "rank 1")),
+        (calls.aborted, 2, ("CommunicatorAborted", "rank 0")),
+    ],
+)
+def test_failures_are_told_with_their_reason(check: Any, nranks: int, words: tuple[str, ...], tmp_path: Path) -> None:
+    told = [text for text in run_ranks(check, nranks, str(tmp_path / "meet")) if text]
+    assert len(told) == (2 if check is calls.mismatch else 1)
+    assert all(word in text for text in told for word in words), told

@@ -56,7 +56,8 @@ class Staged:
         start = 0
         for tensor in self.tensors:
             part = self.temporary[start : start + tensor.numel()]
-            tensor.detach().copy_(part.view(tensor.shape))
+            with torch.inference_mode(tensor.is_inference()):  # a mode of threads, and this may be the lane's
+                tensor.detach().copy_(part.view(tensor.shape))
             start += tensor.numel()
 
 
