@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from miraccl import Communicator, DType, PreMulSum, RedOp
-
 from tests.comm import reference as ref
 
 GUARD = 96
@@ -22,7 +21,7 @@ EVEN = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "al
 UNEVEN = ("all_gather_v", "reduce_scatter_v", "all_to_all_v", "gather_v", "scatter_v")
 REDUCING = ("all_reduce", "reduce_scatter", "reduce", "reduce_scatter_v")
 ROOTED = ("broadcast", "reduce", "gather", "scatter", "gather_v", "scatter_v")
-IN_PLACE = ("all_reduce", "reduce", "all_gather", "reduce_scatter", "gather", "scatter", "all_gather_v", "reduce_scatter_v", "gather_v", "scatter_v")
+IN_PLACE = tuple(name for name in (*EVEN, *UNEVEN) if name not in ("broadcast", "all_to_all", "all_to_all_v"))
 
 
 @dataclass(frozen=True)
@@ -69,16 +68,16 @@ class Buffers:
     def check(self) -> None:
         for raw, start, nbytes in self._raw:
             beside = np.concatenate([raw[:start], raw[start + nbytes :]])
-            assert (beside == FILL).all(), f"bytes beside a buffer of {nbytes} bytes were written: {np.flatnonzero(raw != FILL)[:8] - start}"
+            where = np.flatnonzero(raw != FILL)[:8] - start
+            assert (beside == FILL).all(), f"bytes beside a buffer of {nbytes} bytes were written: {where}"
 
 
 def expect(what: str, got: Any, want: np.ndarray, op: RedOp = RedOp.SUM) -> None:
     wrong = ref.differing(got, want, zeros_alike=op in (RedOp.MIN, RedOp.MAX))
     if wrong.size:
         i = int(wrong[0])
-        raise AssertionError(
-            f"{what}: {wrong.size} of {want.size} elements are wrong, the first is [{i}]: {got.reshape(-1)[i]!r}, not {want.reshape(-1)[i]!r}"
-        )
+        first = f"[{i}]: {got.reshape(-1)[i]!r}, not {want.reshape(-1)[i]!r}"
+        raise AssertionError(f"{what}: {wrong.size} of {want.size} elements are wrong, the first is {first}")
 
 
 def perform(comm: Communicator, case: Case) -> None:
@@ -289,7 +288,9 @@ _RUN: dict[str, Callable[[Communicator, Case, np.random.Generator, Buffers], Non
 }
 
 
-def random_case(rng: np.random.Generator, nranks: int, counts: Sequence[int], names: Sequence[str], *, ordered: Callable[[Case], bool]) -> Case:
+def random_case(
+    rng: np.random.Generator, nranks: int, counts: Sequence[int], names: Sequence[str], *, ordered: Callable[[Case], bool]
+) -> Case:
     """A case drawn from ``rng``; ``ordered`` says whether additions have the order of the ranks, so that any input has one right result."""
     from dataclasses import replace
 

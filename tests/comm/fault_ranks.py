@@ -12,7 +12,6 @@ import numpy as np
 import miraccl
 from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout as at
-
 from tests.comm.sweep_ranks import act_as_hosts
 
 
@@ -135,13 +134,13 @@ def killed(phase: str, victim: int, path: str, ranks_per_host: int) -> Any:
     if phase == "bootstrap" and rank == victim:
         from miraccl.comm.fabric import Fabric
 
-        Fabric._open_transports = lambda self, me, beliefs: die(path)  # type: ignore[method-assign, assignment]
+        Fabric._open_transports = lambda self, me, beliefs: die(path)  # type: ignore[method-assign]
     if phase == "connect" and rank == victim:
         from miraccl.transport.shm import ShmTransport
         from miraccl.transport.socket import SocketTransport
 
         for transport in (ShmTransport, SocketTransport):  # after its peers were told where to find it
-            transport.connect = lambda self, infos: die(path) if infos else {}  # type: ignore[method-assign, assignment, return-value]
+            transport.connect = lambda self, infos: die(path) if infos else {}  # type: ignore[method-assign, assignment]
     if phase in ("bootstrap", "connect"):
         try:
             miraccl.init(timeout=30)
@@ -404,7 +403,7 @@ def after_finalize() -> None:
         comm.finalize()
         comm.abort()
         a = np.ones(comm.nranks)
-        calls = [
+        calls: list[Any] = [
             lambda: comm.all_reduce(x),
             lambda: comm.all_reduce(x, async_op=True),
             lambda: comm.barrier(),

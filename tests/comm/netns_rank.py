@@ -7,7 +7,6 @@ import sys
 import numpy as np
 
 import miraccl
-
 from tests.comm import cases
 from tests.comm.test_p2p import everybody_to_everybody, ring
 

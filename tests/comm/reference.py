@@ -77,7 +77,7 @@ def reduce_arrays(arrays: Sequence[Array], op: RedOp | PreMulSum, scalars: Seque
 
 def same(a: Array, b: Array) -> bool:
     """Equal bit for bit, but for the payload and sign of NaNs."""
-    return differing(a, b).size == 0
+    return bool(differing(a, b).size == 0)
 
 
 def differing(a: Array, b: Array, zeros_alike: bool = False) -> Any:

@@ -13,7 +13,6 @@ from miraccl import Communicator
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.schedule import catalog
 from miraccl.types import Collective
-
 from tests.comm import cases
 
 COLLECTIVE = {name: Collective[name.removesuffix("_v").upper()] for name in (*cases.EVEN, *cases.UNEVEN)}

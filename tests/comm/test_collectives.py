@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from miraccl.schedule import catalog
-
 from tests.comm import sweep_ranks
 from tests.support.ranks import run_ranks
 

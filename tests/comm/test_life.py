@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +19,6 @@ from miraccl import Communicator
 from miraccl.comm.window import PAGE, Window
 from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
 from miraccl.transport.shm import Segment, slot_bytes_for
-
 from tests.comm import cases
 from tests.comm.test_p2p import background_collectives, everybody_to_everybody, receive_first, ring
 from tests.support.ranks import run_ranks
@@ -150,16 +151,12 @@ def splits() -> None:
         assert (backwards.rank, backwards.nranks) == (n - 1 - r, n)
         assert (alone.rank, alone.nranks) == (0, 1)
         assert (few is None) == (r == 1)
-        try:
-            world.split("x")  # type: ignore[arg-type]
-        except InvalidUsage:
-            pass
+        with contextlib.suppress(InvalidUsage):
+            world.split("x")
         if r == 0:  # refused calls of one rank alone do not bring the ranks out of step
             for _ in range(3):
-                try:
-                    world.split(True)  # type: ignore[arg-type]
-                except InvalidUsage:
-                    pass
+                with contextlib.suppress(InvalidUsage):
+                    world.split(True)
         for turn in range(4):
             x = np.full(2000 * turn + 3, float(r))
             assert (world.all_reduce(x.copy()) == n * (n - 1) / 2).all()
@@ -272,7 +269,7 @@ def test_window_allocation(plan: list[int | None], random: Any) -> None:
             assert window.holds(array.ctypes.data, array.nbytes)
             live[tag] = array
         spans = sorted((a.ctypes.data, a.ctypes.data + a.nbytes) for a in live.values() if a.nbytes)
-        assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:]))
+        assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
         for number, array in live.items():
             assert (array == number % 251).all()
     del array

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 import miraccl
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.schedule import catalog
-
 from tests.comm import sweep_ranks
 from tests.comm.test_collectives import ALGORITHMS, COUNTS, once
 from tests.support.ranks import run_ranks

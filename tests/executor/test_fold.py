@@ -8,7 +8,6 @@ import pytest
 from miraccl import DType, PreMulSum, RedOp
 from miraccl.executor.cpu.context import call_kernel, fold_kernel, scale_kernel
 from miraccl.executor.cpu.kernels.layout import BLOCK
-
 from tests.comm import reference as ref
 
 COUNTS = (0, 1, 7, 64, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5)

@@ -1,0 +1,91 @@
+"""Compiled code on disk and in memory: what is cached, what a broken cache does, and builtins over compiled functions."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miraccl import native
+from miraccl.errors import SystemFailure
+from miraccl.native import atomics, cache
+from miraccl.native.intrinsics import PyLong_AsLong, PyLong_FromLong, load
+
+
+def test_packed_objects_are_whole_or_nothing() -> None:
+    objects = [b"one", b"", b"three" * 1000]
+    data = native._pack(objects)
+    assert native._unpack(data) == objects
+    assert native._unpack(native._pack([])) == []
+    for broken in (b"", data[:-1], data[1:], data[:50], data + b"x", bytes([data[0] ^ 1]) + data[1:], data[:60] + b"?" + data[61:]):
+        assert native._unpack(broken) is None
+
+
+def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MIRACCL_CACHE_DIR", str(tmp_path / "deep" / "cache"))
+    assert cache.read("nothing") is None
+    cache.write("thing", b"bytes")
+    assert cache.read("thing") == b"bytes"
+    assert sorted(p.name for p in (tmp_path / "deep" / "cache").iterdir()) == ["thing"]
+    assert stat.S_IMODE((tmp_path / "deep" / "cache").stat().st_mode) == 0o700
+    with cache.lock("thing") as first:
+        assert first
+
+
+def test_a_broken_cache_is_compiled_anew(tmp_path: Path) -> None:
+    """Another process with a cache of its own: compiled, kept, damaged, compiled again."""
+    code = (
+        "from miraccl.native import atomics; import ctypes; word = ctypes.c_int64(5);"
+        "print(atomics.load_acquire(ctypes.addressof(word)))"
+    )
+    env = {**os.environ, "MIRACCL_CACHE_DIR": str(tmp_path)}
+
+    def run() -> str:
+        return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
+
+    assert run() == "5"
+    (kept,) = tmp_path.glob("words-*.o")
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[: len(whole) // 2])
+    assert run() == "5"
+    assert kept.read_bytes()[32:40] == whole[32:40]  # written again, whole
+    assert native._unpack(kept.read_bytes()) is not None
+
+
+def test_keys_differ_by_source_and_are_stable() -> None:
+    engine, words = native._key("miraccl.executor.cpu.kernels.engine"), native._key("miraccl.native.words")
+    assert engine == native._key("miraccl.executor.cpu.kernels.engine")
+    assert len(engine) == len(words) == 20
+
+
+def test_unknown_functions_are_named() -> None:
+    with pytest.raises(SystemFailure, match="no function 'miraccl_nonsense'"):
+        native.library("miraccl.native.words").address("miraccl_nonsense")
+
+
+def test_words() -> None:
+    import ctypes
+
+    word = ctypes.c_int64(-7)
+    address = ctypes.addressof(word)
+    assert atomics.load_acquire(address) == -7
+    atomics.store_release(address, (1 << 63) - 1)
+    assert word.value == (1 << 63) - 1
+    assert atomics.exchange(address, -(1 << 63)) == (1 << 63) - 1
+    assert word.value == -(1 << 63)
+    atomics.store_release(address, 0xFFFFFFFF)
+    atomics.ring(address)  # 32 bits wrap around; the word beside stays
+    assert word.value == 0
+    assert isinstance(atomics.register_membarrier(), bool)
+
+
+def test_helpers_of_kernels_are_callable_from_kernels_only() -> None:
+    """The intrinsics have no body in Python: a kernel source that is run by mistake fails at once."""
+    with pytest.raises(Exception, match=r".+"):
+        load(0)
+    assert PyLong_AsLong.symbol == "PyLong_AsLong"
+    assert PyLong_FromLong.symbol == "PyLong_FromLong"
