@@ -32,10 +32,13 @@ def gloo() -> Any:
     return dist.new_group(backend="gloo", timeout=LIMIT)
 
 
-def values(dtype: Any, rank: int, count: int = 4) -> Any:
-    """Small whole numbers, which all types can hold, different on every rank."""
+def values(dtype: Any, rank: int, count: int = 32) -> Any:
+    """Whole numbers that the type holds exactly, different on every rank; those of wide integers need two bytes."""
     source = torch.Generator().manual_seed(1000 + rank)
-    numbers = torch.randint(0, 2 if dtype is torch.bool else 4, (count,), generator=source)
+    real = not dtype.is_floating_point and not dtype.is_complex
+    low = 0 if dtype is torch.bool or (real and not dtype.is_signed) else -300 if real and dtype.itemsize > 1 else -3
+    high = 2 if dtype is torch.bool else 300 if real and dtype.itemsize > 1 else 4
+    numbers = torch.randint(low, high, (count,), generator=source)
     if dtype.is_complex:
         return torch.complex(numbers.double(), numbers.flip(0).double()).to(dtype)
     return numbers.to(torch.float32).to(dtype) if dtype.is_floating_point else numbers.to(dtype)
