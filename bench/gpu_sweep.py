@@ -1,6 +1,6 @@
 """Which shape of launch is fastest at which size: the measurement behind the thresholds of ``executor/cuda/plan.py``.
 
-``python bench/gpu_sweep.py --ranks 2 [--out FILE]`` runs every candidate at every size in a CUDA graph, next to NCCL, and prints the best few.
+``python bench/gpu_sweep.py --ranks 2 [--out FILE]`` runs every candidate at every size, next to NCCL, and prints the best few.
 ``--limits`` first measures what the links give: copy engine, stores and bulk copies of the multiprocessors.
 """
 
@@ -51,9 +51,11 @@ extern "C" __global__ void bulk(char* dst, const char* src, u64 n, u64 window) {
   for (u64 k = 0; k < AHEAD; k++) load(k);
   for (u64 k = 0; blockIdx.x + k * gridDim.x < chunks; k++) {
     unsigned s = k % ST, m = m0 + 8 * s, ok = 0, parity = (k / ST) & 1;
-    while (!ok) asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(ok) : "r"(m), "r"(parity) : "memory");
+    while (!ok) asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                             : "=r"(ok) : "r"(m), "r"(parity) : "memory");
     u64 c = blockIdx.x + k * gridDim.x;
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" :: "l"(dst + (c * CHUNK) % window), "r"(b0 + s * CHUNK), "r"(CHUNK) : "memory");
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 :: "l"(dst + (c * CHUNK) % window), "r"(b0 + s * CHUNK), "r"(CHUNK) : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(ST - AHEAD) : "memory");
     load(k + AHEAD);
@@ -67,26 +69,29 @@ def plans(nbytes: int, nranks: int) -> Iterator[dict[str, Any]]:
     """Candidates for an all_reduce of ``nbytes`` of a 16-bit float."""
     vectors = -(-nbytes // 16)
     for algo in ("one_shot",) if nranks == 2 else ("one_shot", "two_shot"):
-        if algo == "one_shot" and nranks > 2 and nbytes > MIB or algo == "two_shot" and nbytes < 16 * KIB:
+        if (algo == "one_shot" and nranks > 2 and nbytes > MIB) or (algo == "two_shot" and nbytes < 16 * KIB):
             continue
         each = -(-vectors // nranks) if algo == "two_shot" else vectors
         yield from _packets(algo, each, nranks, nbytes)
-    if nbytes >= 4 * MIB:
+    if nbytes >= 16 * MIB and nranks > 2:
+        yield from _packets("ring", -(-vectors // nranks), nranks, nbytes)
+    if 4 * MIB <= nbytes <= 16 * MIB:
         for algo in ("ring", "two_shot") if nranks > 2 else ("one_shot",):
             for blocks, threads, unroll in ((64, 512, 8), (128, 512, 4), (128, 512, 8)):
                 yield {"algo": algo, "proto": "simple", "blocks": blocks, "threads": threads, "unroll": unroll, "min_blocks": 1}
 
 
 def _packets(algo: str, each: int, nranks: int, nbytes: int) -> Iterator[dict[str, Any]]:
-    shots = 2 if algo == "two_shot" else 1
+    shots = 1 if algo == "one_shot" else 2
+    slots = nranks + 2 if algo == "ring" else 4
     largest = 24 * MIB // (shots * (nranks - 1) * 16)  # packets of a piece, if a bank is to hold one
     seen = set()
     for threads, unroll, dense in SHAPES:
         each_block = threads * unroll
         blocks = max(1, min(128 * dense, -(-each // each_block)))
-        while blocks > 16 and blocks * each_block * min(4, -(-each // (blocks * each_block))) > largest:
+        while blocks > 16 and blocks * each_block * min(slots, -(-each // (blocks * each_block))) > largest:
             blocks -= 4
-        fits = blocks * each_block * min(4, -(-each // (blocks * each_block))) <= largest
+        fits = blocks * each_block * min(slots, -(-each // (blocks * each_block))) <= largest
         if fits and (blocks, threads, unroll) not in seen and not (nbytes <= 64 * KIB and unroll > 1):
             seen.add((blocks, threads, unroll))
             yield {"algo": algo, "proto": "ll128", "blocks": blocks, "threads": threads, "unroll": unroll, "min_blocks": dense}
@@ -131,9 +136,6 @@ def run(options: argparse.Namespace) -> None:
 
     from miraccl.bootstrap.launch import detect_launch, meet
     from miraccl.comm.device import DeviceCommunicator
-    from miraccl.executor.cuda.plan import DevicePlan
-    from miraccl.types import Collective, DType
-
     rank, nranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
     session = meet(detect_launch(os.environ))
@@ -150,44 +152,10 @@ def run(options: argparse.Namespace) -> None:
     record = []
     sizes = [int(s) for s in options.sizes.split(",")] if options.sizes else SIZES
     for size in sizes:
-        x = torch.randn(size // 2, device="cuda").to(torch.bfloat16)
-        y = torch.empty_like(x)
-        iterations = iterations_for(size)
-        graph = size <= 16 * MIB
-        time = timer.graph if graph else timer.plain
-        nccl = 0.0 if options.no_nccl else timer.slowest(time(lambda: dist.all_reduce(y), iterations))
-        reference = x.clone()
-        if not options.no_nccl:
-            dist.all_reduce(reference)
-        rows = []
-        for plan in plans(size, nranks):
-            comm.use_plan(Collective.ALL_REDUCE, DType.BFLOAT16, size // 2, DevicePlan(**plan))
-            try:
-                comm.all_reduce(x, y)
-                torch.cuda.synchronize()
-                wrong = 0 if options.no_nccl else int(((y.float() - reference.float()).abs() > 0.02 * nranks * reference.float().abs().clamp(min=1)).sum())
-                us = timer.slowest(time(lambda: comm.all_reduce(x, y), iterations, 5))
-                comm.check()
-            except Exception as error:
-                if comm._host[0]:
-                    raise
-                print(f"rank {rank} {size} {plan}: {error}", flush=True)
-                continue
-            rows.append((us, wrong, plan))
-        rows.sort(key=lambda row: row[0])
-        record.append({"bytes": size, "nccl_us": nccl, "rows": rows})
-        if rank == 0:
-            print(f"{size:>11} B  nccl {nccl:9.2f} us", flush=True)
-            shown = rows[: options.show]
-            for kind in (lambda r: r[2]["proto"] == "simple", lambda r: r[2]["algo"] == "one_shot"):
-                shown += [r for r in rows if kind(r) and r not in shown][:1]
-            for us, wrong, p in shown:
-                shape = f"{p['algo']} {p['proto']} {p['blocks']}x{p['threads']}u{p['unroll']}b{p['min_blocks']}"
-                print(f"      {us:9.2f} us  x{nccl / us:5.2f}  {size / us / 1e3:7.1f} GB/s  {shape} wrong {wrong}", flush=True)
+        record.append(sweep_size(torch, dist, comm, timer, size, options))
         if rank == 0 and options.out:
             Path(options.out).parent.mkdir(parents=True, exist_ok=True)
             Path(options.out).write_text(json.dumps(record))
-        del x, y, reference
     host_cost(torch, comm, timer, dist if not options.no_nccl else None)
     comm.close()
     session.close()
@@ -195,13 +163,43 @@ def run(options: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
+def sweep_size(torch: Any, dist: Any, comm: Any, timer: Timer, size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """All candidates at one size; rank 0 prints the fastest."""
+    from miraccl.executor.cuda.plan import DevicePlan
+    from miraccl.types import Collective, DType
+
+    x = torch.randn(size // 2, device="cuda").to(torch.bfloat16)
+    y, want = torch.empty_like(x), x.clone()
+    iterations = iterations_for(size)
+    time = timer.graph if size <= 16 * MIB else timer.plain
+    nccl = 0.0
+    if not options.no_nccl:
+        nccl = timer.slowest(time(lambda: dist.all_reduce(y), iterations))
+        dist.all_reduce(want)
+    want = want.float()
+    rows = []
+    for plan in plans(size, comm.nranks):
+        comm.use_plan(Collective.ALL_REDUCE, DType.BFLOAT16, size // 2, DevicePlan(**plan))
+        comm.all_reduce(x, y)
+        torch.cuda.synchronize()
+        wrong = 0 if options.no_nccl else int(((y.float() - want).abs() > 0.02 * comm.nranks * want.abs().clamp(min=1)).sum())
+        us = timer.slowest(time(lambda: comm.all_reduce(x, y), iterations, 5))
+        comm.check()
+        rows.append((us, wrong, plan))
+    rows.sort(key=lambda row: row[0])
+    if comm.rank == 0:
+        print(f"{size:>11} B  nccl {nccl:9.2f} us", flush=True)
+        for us, wrong, p in rows[: options.show]:
+            shape = f"{p['algo']} {p['proto']} {p['blocks']}x{p['threads']}u{p['unroll']}b{p['min_blocks']}"
+            print(f"      {us:9.2f} us  x{nccl / us:5.2f}  {size / us / 1e3:7.1f} GB/s  {shape} wrong {wrong}", flush=True)
+    return {"bytes": size, "nccl_us": nccl, "rows": rows}
+
+
 def host_cost(torch: Any, comm: Any, timer: Timer, dist: Any) -> None:
     """Microseconds of the calling thread per call (the GPU keeps up or not: few calls, then a pause)."""
     import time
 
     x = torch.zeros(8, device="cuda")
-    launch = next(iter(comm._launches.values()))
-    torch.cuda.current_stream()
 
     def cost(call: Any, number: int = 200) -> float:
         best = 1e9
@@ -240,19 +238,19 @@ def limits(torch: Any, comm: Any, timer: Timer) -> None:
     stream = timer.stream.cuda_stream
     cuda = gpu.cuda
     bases = source.data_ptr()
-    rows = {}
-    for total in (256 * MIB,):
-        rows["copy engine"] = timer.slowest(timer.plain(lambda: cuda.cuMemcpyDtoDAsync(peer, bases, total, stream), 8))
-        for chunk in (4096, 16384):
-            function = gpu.load(toolkit.compile_cubin(f"#define CHUNK {chunk}\n" + PROBE, gpu.arch, "probe"), "bulk")
-            check(cuda.cuFuncSetAttribute(function, cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 8 * chunk), "attr")
-            for blocks in (16, 32, 64, 128):
-                call = launcher(cuda, function, blocks, 32, 8 * chunk, stream, (peer, bases, total, window))
-                rows[f"bulk {chunk} x{blocks}"] = timer.slowest(timer.plain(call, 8))
-        function = gpu.load(toolkit.compile_cubin("#define CHUNK 4096\n" + PROBE, gpu.arch, "probe"), "push")
-        for blocks, threads in ((16, 1024), (32, 1024), (64, 1024), (128, 512), (128, 1024), (256, 1024)):
-            call = launcher(cuda, function, blocks, threads, 0, stream, (peer, bases, total // 16, window // 16))
-            rows[f"stores {blocks}x{threads}"] = timer.slowest(timer.plain(call, 8))
+    rows, total = {}, 256 * MIB
+    rows["copy engine"] = timer.slowest(timer.plain(lambda: cuda.cuMemcpyDtoDAsync(peer, bases, total, stream), 8))
+    for chunk in (4096, 16384):
+        function = gpu.load(toolkit.compile_cubin(f"#define CHUNK {chunk}\n" + PROBE, gpu.arch, "probe"), "bulk")
+        attribute = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(cuda.cuFuncSetAttribute(function, attribute, 8 * chunk), "cuFuncSetAttribute")
+        for blocks in (16, 32, 64, 128):
+            call = launcher(cuda, function, blocks, 32, 8 * chunk, stream, (peer, bases, total, window))
+            rows[f"bulk {chunk} x{blocks}"] = timer.slowest(timer.plain(call, 8))
+    function = gpu.load(toolkit.compile_cubin("#define CHUNK 4096\n" + PROBE, gpu.arch, "probe"), "push")
+    for blocks, threads in ((16, 1024), (32, 1024), (64, 1024), (128, 512), (128, 1024), (256, 1024)):
+        call = launcher(cuda, function, blocks, threads, 0, stream, (peer, bases, total // 16, window // 16))
+        rows[f"stores {blocks}x{threads}"] = timer.slowest(timer.plain(call, 8))
     if rank == 0:
         print("limits, GB/s:", {name: round(256 * MIB / us / 1e3, 1) for name, us in rows.items()}, flush=True)
     timer.barrier()

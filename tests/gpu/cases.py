@@ -32,6 +32,12 @@ def _all_reduce() -> Iterator[Case]:
             for count in (3, 100001, (5 << 20) + 3):
                 plan = {"algo": algo, "proto": proto, "blocks": 16, "threads": 256, "unroll": unroll}
                 yield {"collective": "all_reduce", "dtype": "bfloat16", "count": count, "plan": plan, "repeat": 3}
+    for count in (1, 100001, (5 << 20) + 3):
+        for unroll, proto, dtype in ((1, "ll128", "float32"), (2, "ll128", "bfloat16"), (1, "ll", "int32")):
+            plan = {"algo": "ring", "proto": proto, "blocks": 16, "threads": 128, "unroll": unroll}
+            yield {"collective": "all_reduce", "dtype": dtype, "count": count, "plan": plan, "repeat": 3, "close": True}
+    plan = {"algo": "ring", "proto": "ll128", "blocks": 128, "threads": 256, "unroll": 1}
+    yield {"collective": "all_reduce", "dtype": "bfloat16", "count": (12 << 20) + 5, "plan": plan, "graph": 3, "close": True, "op": "AVG"}
     for dtype in ("int8", "uint8", "uint32", "int64", "uint64", "float64"):
         yield {"collective": "all_reduce", "dtype": dtype, "count": 4099}
     for op in ("PROD", "MIN", "MAX", "AVG"):
@@ -39,7 +45,8 @@ def _all_reduce() -> Iterator[Case]:
             yield {"collective": "all_reduce", "dtype": dtype, "count": 3001, "op": op}
     for algo in ("ring", "one_shot", "two_shot", "double_binary_tree"):
         for count in (9, 70001, 3 << 20):
-            yield {"collective": "all_reduce", "dtype": "float32", "count": count, "algo": algo, "proto": "simple", "close": True, "repeat": 3}
+            case = {"collective": "all_reduce", "dtype": "float32", "count": count, "algo": algo, "proto": "simple"}
+            yield case | {"close": True, "repeat": 3}
     yield {"collective": "all_reduce", "dtype": "float32", "count": 1 << 18, "algo": "ring", "proto": "simple", "graph": 4, "close": True}
 
 

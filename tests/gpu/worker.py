@@ -1,7 +1,7 @@
 """One rank of the GPU tests: runs cases given as JSON and says for each what was wrong, or nothing.
 
-Every rank makes the inputs of all ranks from a seed, computes what the collective is defined to give (``schedule.interpret.expected``) on the
-CPU, and compares its own result bit by bit.  Run by ``tests.gpu.ranks``.
+Every rank makes the inputs of all ranks from a seed, computes what the collective is defined to give (``schedule.interpret.expected``)
+on the CPU, and compares its own result bit by bit.  Run by ``tests.gpu.ranks``.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ class Rank:
         got = to_cpu(torch, result, dtype)
         if want is None:
             want = inputs[comm.rank]
-        return compare(got, want, dtype, bool(case.get("close")))
+        scale = None
+        if case.get("close"):
+            scale = sum(np.abs(part.astype(np.float64)) for part in inputs) if collective.reduces else np.abs(want.astype(np.float64))
+        return compare(got, want, dtype, scale)
 
     def call(self, collective: Collective, x: Any, dtype: DType, op: RedOp, root: int, case: dict[str, Any], want: Any) -> Any:
         comm, torch = self.comm, self.torch
@@ -127,8 +130,8 @@ class Rank:
         raise ValueError(collective)
 
 
-def compare(got: Any, want: Any, dtype: DType, close: bool) -> str:
-    """What differs: bits (NaNs are alike), or with ``close`` more than the rounding of a sum at every hop."""
+def compare(got: Any, want: Any, dtype: DType, scale: Any) -> str:
+    """What differs: bits (NaNs are alike), or with ``scale`` (sums of magnitudes) more than the rounding of a sum at every hop."""
     if got.size != want.size:
         return f"{got.size} elements instead of {want.size}"
     bits = _BITS[dtype.itemsize]
@@ -137,9 +140,9 @@ def compare(got: Any, want: Any, dtype: DType, close: bool) -> str:
         with np.errstate(invalid="ignore"):
             a, b = got.astype(np.float64), want.astype(np.float64)
             wrong &= ~(np.isnan(a) & np.isnan(b))
-            if close:
-                unit = {2: 2.0**-7, 4: 2.0**-22, 8: 2.0**-50}[dtype.itemsize]
-                wrong &= ~(np.abs(a - b) <= 8 * unit * np.maximum(1.0, np.abs(b)))
+            if scale is not None:
+                unit = {2: 2.0**-8, 4: 2.0**-23, 8: 2.0**-52}[dtype.itemsize]
+                wrong &= ~(np.abs(a - b) <= 4 * unit * scale)
     if not wrong.any():
         return ""
     first = int(np.flatnonzero(wrong)[0])

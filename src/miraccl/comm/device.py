@@ -4,7 +4,8 @@
 writes two pointers and launches one kernel in the caller's stream: no host synchronisation, nothing allocated, and a CUDA graph may capture
 it and be replayed any number of times.  The first call of a kind plans and perhaps compiles.
 
-Calls of one communicator are ordered: ranks make them in the same order, and a call in another stream than the one before waits for that one.
+Calls of one communicator are ordered: ranks make them in the same order, and a call in another stream than the one before waits for
+that one.
 While kernels wait they look at an abort word and at the operation's deadline; ``check`` turns what they found into an error.
 """
 
@@ -32,7 +33,9 @@ SUM = RedOp.SUM
 class DeviceCommunicator:
     """The GPU side of a communicator; made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU."""
 
-    def __init__(self, session: Session, ordinal: int, *, timeout: float | None = None, algo: str | None = None, proto: str | None = None) -> None:
+    def __init__(
+        self, session: Session, ordinal: int, *, timeout: float | None = None, algo: str | None = None, proto: str | None = None
+    ) -> None:
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         if self.nranks > layout.MAX_RANKS or len(set(session.hosts)) > 1:
             raise InvalidUsage(f"GPU memory is communicated among 1 to {layout.MAX_RANKS} ranks of one host", rank=self.rank)
@@ -40,7 +43,7 @@ class DeviceCommunicator:
         self.proto = params.PROTO.read() if proto is None else proto
         timeout = params.TIMEOUT.read() if timeout is None else timeout
         self.gpu = Gpu(ordinal)
-        self.memory = SymmetricMemory(self.gpu, self.rank, self.nranks)
+        self.memory = SymmetricMemory(self.gpu, self.rank, layout.TOTAL_BYTES, layout.FILLS)
         self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
         self.memory.connect(session.all_gather(self.memory.setup(), "gpu memory"))
         # nobody sends before everybody has mapped and filled its memory
@@ -109,7 +112,9 @@ class DeviceCommunicator:
 
     # ---- running
 
-    def _run(self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: RedOp, root: int, stream: Any) -> None:
+    def _run(
+        self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: RedOp, root: int, stream: Any
+    ) -> None:
         if self.nranks == 1 or count == 0:
             self._run_alone(source, target, stream, collective)
             return
@@ -135,7 +140,8 @@ class DeviceCommunicator:
     def _prepare(self, key: tuple[Any, ...]) -> Launch:
         collective, dtype, count, op, root = key
         if not isinstance(op, RedOp):
-            raise InvalidUsage(f"{collective.label}: op is {op!r}; on GPU memory SUM, PROD, MIN, MAX and AVG are supported", rank=self.rank)
+            text = f"{collective.label}: op is {op!r}; on GPU memory SUM, PROD, MIN, MAX and AVG are supported"
+            raise InvalidUsage(text, rank=self.rank)
         request = self.request(collective, dtype, count, op, root)
         self.gpu.make_current()
         launch = self.prepare(self.plan(request), request)
@@ -172,7 +178,7 @@ class DeviceCommunicator:
         return launch
 
     def _stream_number(self, stream: Any) -> int:
-        """A stream as the driver's number: a number, PyTorch's or CuPy's stream, anything with ``__cuda_stream__``; None is the current one."""
+        """A stream as the driver's number: a number, a stream of PyTorch or CuPy, anything with ``__cuda_stream__``; None: the current."""
         if stream is None:
             if self._current_stream is None:
                 self._current_stream = _find_current_stream()
@@ -198,7 +204,8 @@ class DeviceCommunicator:
     def _like(self, out: Any, source: DeviceMemory, count: int, where: str) -> DeviceMemory:
         target = device_view(out, "out", where)
         if target.dtype is not source.dtype or target.count != count:
-            raise InvalidUsage(f"{where}: out has {target.count} x {target.dtype.label}, but needs {count} x {source.dtype.label}", rank=self.rank)
+            text = f"{where}: out has {target.count} x {target.dtype.label}, but needs {count} x {source.dtype.label}"
+            raise InvalidUsage(text, rank=self.rank)
         return target
 
     def _share(self, source: DeviceMemory, where: str) -> int:

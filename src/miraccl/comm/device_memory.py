@@ -1,4 +1,4 @@
-"""Arrays on a GPU as users pass them: PyTorch tensors, anything with ``__cuda_array_interface__``, CUDA DLPack.
+"""Arrays on a GPU as users pass them: PyTorch tensors and anything with ``__cuda_array_interface__`` (CuPy, Numba, RAPIDS).
 
 Only headers are read; nothing is copied.  PyTorch is recognised without being imported.
 """
@@ -31,7 +31,6 @@ _TORCH_NAMES = {
     "float8_e5m2": DType.FLOAT8_E5M2,
 }
 _torch_dtypes: dict[Any, DType] = {}
-_CUDA_KINDS = (2, 13)  # DLDeviceType: kDLCUDA, kDLCUDAManaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +54,7 @@ def lies_on_gpu(thing: Any) -> bool:
     flag = getattr(thing, "is_cuda", None)
     if flag is not None:
         return bool(flag)
-    if hasattr(type(thing), "__cuda_array_interface__"):
-        return True
-    ask = getattr(thing, "__dlpack_device__", None)
-    return ask is not None and int(ask()[0]) in _CUDA_KINDS
+    return hasattr(type(thing), "__cuda_array_interface__")
 
 
 def device_view(thing: Any, name: str, where: str) -> DeviceMemory:
@@ -69,7 +65,8 @@ def device_view(thing: Any, name: str, where: str) -> DeviceMemory:
     interface = getattr(thing, "__cuda_array_interface__", None)
     if interface is not None:
         return _view_interface(interface, name, where)
-    raise InvalidUsage(f"{where}: {name} is a {type(thing).__name__}; allowed is GPU memory with __cuda_array_interface__, or a PyTorch tensor")
+    kind = type(thing).__name__
+    raise InvalidUsage(f"{where}: {name} is a {kind}; allowed is GPU memory with __cuda_array_interface__, or a PyTorch tensor")
 
 
 def _view_tensor(tensor: Any, torch: Any, name: str, where: str) -> DeviceMemory:
@@ -81,7 +78,8 @@ def _view_tensor(tensor: Any, torch: Any, name: str, where: str) -> DeviceMemory
     if not tensor.is_cuda:
         raise InvalidUsage(f"{where}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU")
     if not tensor.is_contiguous():
-        raise InvalidUsage(f"{where}: {name} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()})", hint="pass x.contiguous()")
+        text = f"{where}: {name} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()})"
+        raise InvalidUsage(text, hint="pass x.contiguous()")
     return DeviceMemory(tensor.data_ptr(), tensor.numel(), dtype, tensor.get_device())
 
 

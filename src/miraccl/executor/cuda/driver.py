@@ -127,7 +127,7 @@ class Gpu:
 
     def blocks_at_once(self, function: Any, threads: int) -> int:
         """How many blocks of a kernel the GPU holds at a time."""
-        per = check(self.cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, 0), "cuOccupancyMaxActiveBlocksPerMultiprocessor")
+        per = check(self.cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, 0), "cuOccupancyMaxActiveBlocks")
         return int(per) * self.multiprocessors
 
     def is_capturing(self, stream: int) -> bool:

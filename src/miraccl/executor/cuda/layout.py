@@ -39,6 +39,8 @@ BANK_BYTES = 24 * MIB
 FIFO_OFFSET = PACKETS_OFFSET + 2 * BANK_BYTES
 FIFO_BYTES = 14 * MIB
 TOTAL_BYTES = FIFO_OFFSET + FIFO_BYTES
+#: what the memory begins with besides zeros: (offset, bytes, word). Packets are ones where nothing has come.
+FILLS = ((PACKETS_OFFSET, 2 * BANK_BYTES, 0xFFFFFFFF),)
 assert HEAD_OFFSET + _COUNTERS <= PACKETS_OFFSET
 
 # Words (of 4 bytes) in host memory that the GPU reads and writes while it waits.

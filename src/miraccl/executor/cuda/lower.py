@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.plan import DevicePlan, Request
+from miraccl.executor.cuda.plan import DevicePlan, Request, least_slots, rounds_of
 from miraccl.schedule.ir import Buffer, Op, Schedule, Step
-from miraccl.types import Collective
 
 PUSH_AHEAD = 2  # pieces, where a bank has room for all: more only delays the first read
 _FIFO_OPS = tuple(op for op in Op if op <= Op.RECV_REDUCE_ALL)
@@ -55,14 +54,15 @@ def lower_packets(plan: DevicePlan, request: Request, fixed: Fixed) -> bytearray
     vec = 8 if plan.proto == "ll" else 16
     count = request.count if request.reduces else request.block_bytes
     vectors = -(-request.block_bytes // vec)
-    shots = 1
-    if plan.algo == "two_shot" and request.collective is Collective.ALL_REDUCE:
-        shots, vectors = 2, -(-vectors // request.nranks)
+    shots = rounds_of(plan.algo, request)
+    if shots == 2:
+        vectors = -(-vectors // request.nranks)
     piece = plan.blocks * plan.threads * plan.unroll
     pieces = -(-vectors // piece)
     nslots = layout.BANK_BYTES // (shots * (request.nranks - 1) * piece * 16)
-    if nslots < min(pieces, 4):
-        raise InvalidUsage(f"{plan.blocks} blocks of {plan.threads} x {plan.unroll} packets do not fit into a bank {min(pieces, 4)} times")
+    least = min(pieces, least_slots(plan.algo, request.nranks))
+    if nslots < least:
+        raise InvalidUsage(f"{plan.blocks} blocks of {plan.threads} x {plan.unroll} packets do not fit into a bank {least} times")
     nslots = min(nslots, pieces)
     ahead = min(pieces - 1, PUSH_AHEAD) if pieces <= nslots else nslots // 2 - 1
     if plan.ahead:

@@ -1,7 +1,7 @@
 """Which kernel, in which shape, for which size: decided from what all ranks know alike.
 
-``choose`` returns a ``DevicePlan``: algorithm, protocol and the shape of the launch.  Thresholds were measured on one host with H200 GPUs and
-NVLink (docs/performance.md says how); an algorithm or protocol that the user names wins.
+``choose`` returns a ``DevicePlan``: algorithm, protocol and the shape of the launch.  Thresholds were measured on one host with H200
+GPUs and NVLink (docs/performance.md says how); an algorithm or protocol that the user names wins.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def choose(request: Request) -> DevicePlan:
         algo = _algorithm(request)
     if not proto:
         proto = _protocol(request, algo)
-    fits = request.collective in _PACKET_COLLECTIVES and algo in ("one_shot", "two_shot")
+    fits = request.collective in _PACKET_COLLECTIVES and (
+        algo in ("one_shot", "two_shot") or (algo == "ring" and request.collective is Collective.ALL_REDUCE)
+    )
     if proto != "simple" and not fits:
         proto = "simple"
     if proto == "ll128" and not (request.reduces and can_spare_a_nan(request.dtype)):
@@ -96,7 +98,7 @@ def _algorithm(request: Request) -> str:
             raise InvalidUsage(f"no algorithm for {request.collective.label} on GPU memory")
 
 
-ONE_SHOT_UP_TO = {2: 1 << 62, 3: 256 * KIB, 4: 256 * KIB}
+ONE_SHOT_UP_TO = {2: 1 << 62, 3: 256 * KIB, 4: 128 * KIB}
 LL_UP_TO = 512 * KIB  # of a block, for types whose packets need words for flags
 
 
@@ -106,22 +108,47 @@ def _protocol(request: Request, algo: str) -> str:
     return "ll" if request.block_bytes <= LL_UP_TO else "simple"
 
 
+#: (packets of a block or chunk up to, blocks at most, threads, unroll, blocks per multiprocessor); measured on H200, docs/performance.md
+Shapes = tuple[tuple[int, int, int, int, int], ...]
+ONE_SHOT_SHAPES: Shapes = (
+    (4096, 64, 64, 1, 1),
+    (32768, 128, 256, 1, 1),
+    (65536, 256, 256, 1, 4),
+    (1 << 20, 512, 256, 1, 4),
+    (1 << 62, 512, 256, 2, 4),
+)
+TWO_SHOT_SHAPES: Shapes = (
+    (4096, 64, 64, 1, 1),
+    (32768, 128, 256, 1, 1),
+    (1 << 62, 128, 512, 1, 1),
+)
+
+
+RING_SHAPES: Shapes = ((4096, 64, 64, 1, 1), (1 << 62, 128, 256, 1, 1))
+
+
+def rounds_of(algo: str, request: Request) -> int:
+    """How often a packet's place is needed per peer: once, or twice where sums are sent on."""
+    return 2 if request.collective is Collective.ALL_REDUCE and algo in ("two_shot", "ring") else 1
+
+
+def least_slots(algo: str, nranks: int) -> int:
+    """Slots below which pieces cannot follow one another (source/packets.cuh says why)."""
+    return nranks + 2 if algo == "ring" else 4
+
+
 def _packet_shape(request: Request, algo: str, proto: str) -> DevicePlan:
     """Many small blocks for short messages, so that each multiprocessor has little to do; fuller ones where bandwidth counts."""
-    vec = 8 if proto == "ll" else 16
-    vectors = -(-request.block_bytes // vec)
-    if algo == "two_shot":
+    vectors = -(-request.block_bytes // (8 if proto == "ll" else 16))
+    shots = rounds_of(algo, request)
+    if shots == 2:
         vectors = -(-vectors // request.nranks)
-    shape = 512, 1, 2
-    if vectors <= 32 * 128:
-        shape = 128, 1, 1
-    elif vectors <= 128 * 256:
-        shape = 256, 1, 1
-    threads, unroll, min_blocks = shape
-    # an operation of several pieces needs four slots in a bank (lower.lower_packets)
-    shots = 2 if algo == "two_shot" and request.collective is Collective.ALL_REDUCE else 1
-    largest = layout.BANK_BYTES // (4 * shots * (request.nranks - 1) * 16)
-    limit = max(1, min(min_blocks * 128, largest // (threads * unroll)))
+    table = RING_SHAPES if algo == "ring" else TWO_SHOT_SHAPES if shots == 2 else ONE_SHOT_SHAPES
+    _, limit, threads, unroll, min_blocks = next(row for row in table if vectors <= row[0])
+    # all blocks are on the GPU at once, and an operation of several pieces has slots enough (lower.lower_packets)
+    resident = min_blocks * (request.multiprocessors - 4)
+    largest = layout.BANK_BYTES // (least_slots(algo, request.nranks) * shots * (request.nranks - 1) * 16)
+    limit = max(1, min(limit, resident, largest // (threads * unroll)))
     blocks = max(1, min(limit, -(-vectors // (threads * unroll))))
     return DevicePlan(algo=algo, proto=proto, blocks=blocks, threads=threads, unroll=unroll, min_blocks=min_blocks)
 
@@ -136,7 +163,7 @@ def kernel_spec(plan: DevicePlan, request: Request) -> KernelSpec:
     """What to compile for a plan."""
     mode = ""
     if plan.packets:
-        mode = "two_shot" if plan.algo == "two_shot" and request.collective is Collective.ALL_REDUCE else request.collective.label
+        mode = plan.algo if rounds_of(plan.algo, request) == 2 else request.collective.label
     return KernelSpec(
         family="packets" if plan.packets else "steps",
         mode=mode,

@@ -152,6 +152,12 @@ struct Sum {
 #pragma unroll
     for (int j = 0; j < ELEMS; j++) a[j] = combine(a[j], widen(v.e[j]));
   }
+  __device__ __forceinline__ Vec partial() const {  // not yet everybody's
+    Vec v;
+#pragma unroll
+    for (int j = 0; j < ELEMS; j++) v.e[j] = narrow(a[j]);
+    return v;
+  }
   __device__ __forceinline__ Vec end() const {
     Vec v;
 #pragma unroll
@@ -182,7 +188,7 @@ __device__ __forceinline__ void store_release(u64* p, u64 v) {
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 __device__ __forceinline__ u64 now_ns() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
 
-// ---- waiting: every loop looks at the abort word and at its own deadline, rarely
+// ---- waiting: every loop looks at the abort word and at its deadline, rarely
 
 // Rarely called: the time since when this thread waits, or NEVER to stop waiting. ``peer`` is who is waited for, ``what`` a code of
 // layout.WHAT_*. Takes and gives values, so that the counters of the caller stay in registers.
@@ -198,11 +204,13 @@ __device__ __noinline__ u64 look(u32* host_words, u64 timeout_ns, u64 since, u32
   return NEVER;
 }
 
+// ``spins`` counts the polls of one wait: looking reads host memory, and threads that did so for every few thousand polls of an operation,
+// however short its waits, made all others wait for the bus (seven times slower at 1 GiB).
 struct Watch {
   u64 since;
   u32 spins;
 };
-#define LOOK_EVERY 2048u  // polls; about a millisecond
+#define LOOK_EVERY 16384u  // polls of a wait; several milliseconds
 
 __device__ __forceinline__ bool give_up(const Args& a, Watch& w, u32 peer, u32 what) {
   if (w.since == NEVER) return true;

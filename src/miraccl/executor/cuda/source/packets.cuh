@@ -95,6 +95,7 @@ __device__ __forceinline__ void count_launch(const Args& a, u32 ticket) {
 
 // Wait until the packet at ``q`` has come and give what it holds; ``p`` is what was read there already.
 __device__ __forceinline__ Vec read_packet(const Args& a, Watch& watch, uint4* q, uint4 p, u32 src, u32 shot) {
+  watch.spins = 0;
   while (!arrived(p)) {
     if (give_up(a, watch, src, shot)) break;
     p = load_packet(q);
@@ -110,10 +111,20 @@ struct Work {
   const T* in;
   T* out;
   u64 count, limit;    // elements of a block; packets of a chunk (two_shot) or block
+  u64 shift;           // two_shot: packets by which the order within a chunk is turned from one chunk to the next
   u32 pieces;
   bool aligned, reuse;
 };
 
+#ifndef SHIFT_FROM
+#define SHIFT_FROM (1u << 20)
+#endif
+#define LANES (2 * (RANKS - 1))  // messages of a ring
+#if defined(MODE_TWO_SHOT) || defined(MODE_RING)
+#define CHUNKED 1    // the block is cut into a chunk per rank
+#else
+#define CHUNKED 0
+#endif
 #if defined(MODE_TWO_SHOT)
 #define SHOTS 2
 #else
@@ -129,18 +140,28 @@ __device__ __forceinline__ Work look_at(const Args& a, const Geometry& g) {
 #endif
   w.aligned = (odd & (VEC_BYTES - 1)) == 0;
   w.limit = (a.count + ELEMS - 1) / ELEMS;
-#if defined(MODE_TWO_SHOT)
+#if CHUNKED
   w.limit = (w.limit + RANKS - 1) / RANKS;
+  w.shift = w.limit >= SHIFT_FROM ? (w.limit * 5 / (16 * RANKS) + 2648) & ~7ull : 0;
 #endif
   w.pieces = (u32)((w.limit + g.piece - 1) / g.piece);
   w.reuse = w.pieces > a.nslots;
   return w;
 }
 
+#if CHUNKED
+// The vector of the whole that packet i of chunk q is. Chunks of large operations are walked through from different places: addresses of
+// all chunks that differ by a power of two alone are slow.
+__device__ __forceinline__ u64 spot(const Work& w, u32 q, u64 i) {
+  i += q * w.shift;
+  return q * w.limit + (i >= w.limit ? i - w.limit : i);
+}
+#endif
+
 // What goes to rank ``dst`` in packet i.
 __device__ __forceinline__ Vec outgoing(const Work& w, u32 dst, u64 i) {
-#if defined(MODE_TWO_SHOT)
-  return load_vec(w.in, (dst * w.limit + i) * ELEMS, w.count, w.aligned);
+#if CHUNKED
+  return load_vec(w.in, spot(w, dst, i) * ELEMS, w.count, w.aligned);
 #elif defined(MODE_REDUCE_SCATTER) || defined(MODE_ALL_TO_ALL)
   return load_vec(w.in + dst * w.count, i * ELEMS, w.count, w.aligned);
 #else
@@ -176,8 +197,16 @@ __device__ __forceinline__ void push_piece(const Args& a, const Geometry& g, con
   }
 }
 
-// Return when this thread's packets of a piece lie cleared in L2, where peers' stores arrive: what is read there is ones again. A fence would
+// Both return when packets that this thread cleared lie cleared in L2, where peers' stores arrive: what is read there is ones again. A fence would
 // do, too, but it waits for all stores of the multiprocessor, also those that wait for their turn on NVLink, and costs a tenth of the bandwidth.
+__device__ __forceinline__ void wait_empty(const Args& a, Watch& watch, uint4* q, uint4 p) {
+  watch.spins = 0;
+  while ((p.x & p.y & p.z & p.w) != EMPTY) {
+    if (give_up(a, watch, a.rank, 0)) break;
+    p = load_packet(q);
+  }
+}
+
 __device__ __forceinline__ void settle(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, u32 shot, Watch& watch) {
   u64 at = (u64)k * g.piece + g.first;
   uint4 p[RANKS][UNROLL];
@@ -191,10 +220,7 @@ __device__ __forceinline__ void settle(const Args& a, const Geometry& g, const W
 #pragma unroll
     for (int r = 0; r < RANKS; r++)
       if (r != a.rank && at + u * g.stride < w.limit)
-        while ((p[r][u].x & p[r][u].y & p[r][u].z & p[r][u].w) != EMPTY) {
-          if (give_up(a, watch, a.rank, shot)) break;
-          p[r][u] = load_packet(place<SHOTS>(a, g, a.rank, r, slot, shot, g.first + u * g.stride));
-        }
+        wait_empty(a, watch, place<SHOTS>(a, g, a.rank, r, slot, shot, g.first + u * g.stride), p[r][u]);
 }
 
 // What came in the first shot: added up in the order of the ranks, or put in its place.
@@ -245,7 +271,7 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
       u32 dst = a.rank + d; if (dst >= RANKS) dst -= RANKS;
       store_packet(place<SHOTS>(a, g, dst, a.rank, slot, 1, g.first + u * g.stride), packet);
     }
-    store_vec(w.out, (a.rank * w.limit + i) * ELEMS, w.count, w.aligned, total);
+    store_vec(w.out, spot(w, a.rank, i) * ELEMS, w.count, w.aligned, total);
 #else
     store_vec(w.out, i * ELEMS, w.count, w.aligned, total);
 #endif
@@ -272,10 +298,88 @@ __device__ __forceinline__ void collect_piece(const Args& a, const Geometry& g, 
       uint4* q = place<SHOTS>(a, g, a.rank, r, slot, 1, g.first + u * g.stride);
       Vec v = read_packet(a, watch, q, p[r][u], r, 1);
       clear_packet(q);
-      store_vec(w.out, (r * w.limit + i) * ELEMS, w.count, w.aligned, v);
+      store_vec(w.out, spot(w, r, i) * ELEMS, w.count, w.aligned, v);
     }
 }
 #endif
+
+#if defined(MODE_RING)
+
+// ---- ring (schedule.algos.ring), all_reduce of large blocks: only neighbours talk, which NVLink carries better than all pairs at once.
+//
+// A thread handles LANES messages per iteration, of LANES different pieces: in iteration j it takes message t of piece j - 1 - t, which its
+// neighbour pushed in iteration j - 1, and pushes message t + 1 of that piece. Sums are rounded at every hop. Nobody hears from the rank it
+// sends to, except around the ring: what it takes in iteration j was made possible by the pushes of the rank n - 1 hops before it in iteration
+// j - (n - 1), after that rank had settled everything before; hence nslots >= n + 1.
+__device__ __forceinline__ uint4* lane_place(const Args& a, const Geometry& g, u32 dst, u32 piece, u32 lane, u32 i) {
+  return (uint4*)(a.base[dst] + g.bank) + (u64)((piece % a.nslots) * LANES + lane) * g.piece + i;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
+  Geometry g = begin(a, threadIdx.x, THREADS);
+  Work w = look_at(a, g);
+  Watch watch = {0, 0};
+  u32 next = a.rank + 1 == RANKS ? 0 : a.rank + 1, before = a.rank == 0 ? RANKS - 1 : a.rank - 1, ticket = 0;
+  for (u32 j = 0; j < w.pieces + LANES; j++) {
+    uint4 p[LANES][UNROLL];
+    Vec own[RANKS - 1][UNROLL];
+#pragma unroll
+    for (u32 t = 0; t < LANES; t++)
+#pragma unroll
+      for (u32 u = 0; u < UNROLL; u++) {
+        u32 m = j - 1 - t;
+        u64 i = (u64)m * g.piece + g.first + u * g.stride;
+        if (j < t + 1 || m >= w.pieces || i >= w.limit) continue;
+        p[t][u] = load_packet(lane_place(a, g, a.rank, m, t, g.first + u * g.stride));
+        if (t < RANKS - 1) own[t][u] = outgoing(w, (a.rank + 2 * RANKS - 2 - t) % RANKS, i);
+      }
+#pragma unroll
+    for (u32 t = 0; t < LANES; t++)
+#pragma unroll
+      for (u32 u = 0; u < UNROLL; u++) {
+        u32 m = j - 1 - t, here = g.first + u * g.stride;
+        u64 i = (u64)m * g.piece + here;
+        if (j < t + 1 || m >= w.pieces || i >= w.limit) continue;
+        uint4* q = lane_place(a, g, a.rank, m, t, here);
+        Vec v = read_packet(a, watch, q, p[t][u], before, 0);
+        clear_packet(q);
+        if (t < RANKS - 1) {
+          Sum sum;
+          sum.begin(own[t][u]);
+          sum.add(v);
+          v = t == RANKS - 2 ? sum.end() : sum.partial();
+        }
+        if (t + 1 < LANES) store_packet(lane_place(a, g, next, m, t + 1, here), to_packet(v));
+        if (t >= RANKS - 2) store_vec(w.out, spot(w, (a.rank + 2 * RANKS - 2 - t) % RANKS, i) * ELEMS, w.count, w.aligned, v);
+      }
+#pragma unroll
+    for (u32 u = 0; u < UNROLL; u++) {
+      u64 i = (u64)j * g.piece + g.first + u * g.stride;
+      if (j < w.pieces && i < w.limit) store_packet(lane_place(a, g, next, j, 0, g.first + u * g.stride), to_packet(outgoing(w, before, i)));
+    }
+    if (j == 0) ticket = draw_ticket(a, g);
+    if (!w.reuse) continue;
+#pragma unroll
+    for (u32 t = 0; t < LANES; t++)
+#pragma unroll
+      for (u32 u = 0; u < UNROLL; u++) {
+        u32 m = j - 1 - t;
+        u64 i = (u64)m * g.piece + g.first + u * g.stride;
+        if (j >= t + 1 && m < w.pieces && i < w.limit) p[t][u] = load_packet(lane_place(a, g, a.rank, m, t, g.first + u * g.stride));
+      }
+#pragma unroll
+    for (u32 t = 0; t < LANES; t++)
+#pragma unroll
+      for (u32 u = 0; u < UNROLL; u++) {
+        u32 m = j - 1 - t;
+        u64 i = (u64)m * g.piece + g.first + u * g.stride;
+        if (j >= t + 1 && m < w.pieces && i < w.limit) wait_empty(a, watch, lane_place(a, g, a.rank, m, t, g.first + u * g.stride), p[t][u]);
+      }
+  }
+  count_launch(a, ticket);
+}
+
+#else
 
 // ---- the kernel: every thread pushes, reads and clears its own packets; no barrier is on the way
 //
@@ -314,3 +418,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
 #endif
   count_launch(a, ticket);
 }
+
+#endif

@@ -43,11 +43,13 @@ __device__ __forceinline__ char* slot_of(const Args& a, u32 dst, u32 src, u64 me
 // Thread 0: until a message from ``peer`` is there.
 __device__ __forceinline__ void wait_message(const Args& a, Ends& e, Watch& w, u32 peer) {
   u64* tail = word_of(a.base[a.rank], TAIL_OFFSET, peer);
+  w.spins = 0;
   while (load_acquire(tail) <= e.taken[peer]) if (give_up(a, w, peer, WHAT_MESSAGE)) { e.dead = 1; return; }
 }
 // Thread 0: until ``peer`` has room.
 __device__ __forceinline__ void wait_room(const Args& a, Ends& e, Watch& w, u32 peer) {
   u64* head = word_of(a.base[a.rank], HEAD_OFFSET, peer);
+  w.spins = 0;
   while (load_acquire(head) + NSTEPS <= e.sent[peer]) if (give_up(a, w, peer, WHAT_ROOM)) { e.dead = 1; return; }
 }
 
