@@ -73,6 +73,8 @@ def single_copy_cases(seed: int, number: int, algo: str, counts: list[int], thre
         assert member.fabric.addressable
         member.planner.single_copy = threshold
         member.context.set(at.CTX_P2P_DIRECT, threshold)
+        member.planner.stream_from = 0  # and what is written goes past the caches
+        member.context.set(at.CTX_STREAM_FROM, 0)
         comm.barrier()
         rng = np.random.default_rng(seed)
         names = [n for n in cases.EVEN if not algo or catalog.get(algo).supports(COLLECTIVE[n], comm.nranks)]

@@ -70,6 +70,7 @@ CONN_TAIL_ADDR, CONN_TAIL, CONN_CTRL, CONN_PID = 40, 48, 56, 64
 CONN_WINDOW = 72  # receive: where the peer's window memory is mapped here
 CONN_WANTS, CONN_BELL_FD, CONN_ASLEEP, CONN_LAST_DIRECT = 80, 88, 96, 104
 CONN_PEER_IN, CONN_PEER_OUT, CONN_PEER_MODES = 112, 120, 128  # from the peer's last SIGNAL
+CONN_PEER_PRIVATE = 144  # as PEER_MODES, also for a peer in the same process, whose private memory can be addressed
 CONN_DIRECT = 136  # send: 1 if the peer can read this process's private memory
 CONN_SIZE = 192
 DIRECT_PIECE = 4096  # bytes of a piece below which a copy is always cheaper than having it read by the peer

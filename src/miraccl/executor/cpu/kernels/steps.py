@@ -353,6 +353,7 @@ def await_signal(ctx: int, run: int, peer: int) -> int:
     store(conn + at.CONN_PEER_IN, load(line + at.POST_ADDR) + (window if modes & 1 == 0 else 0))
     store(conn + at.CONN_PEER_OUT, load(line + at.POST_ADDR2) + (window if modes & 2 == 0 else 0))
     store(conn + at.CONN_PEER_MODES, 0 if same else modes)
+    store(conn + at.CONN_PEER_PRIVATE, modes)
     consume(ctx, conn)
     return at.OK
 
@@ -447,7 +448,7 @@ def all_in_windows(ctx: int, run: int) -> int:
         code = await_signal(ctx, run, peer)
         if code != at.OK:
             return code
-        private |= load(connection(ctx, at.CTX_RECV, peer) + at.CONN_PEER_MODES)
+        private |= load(connection(ctx, at.CTX_RECV, peer) + at.CONN_PEER_PRIVATE)
     return at.NEED_PLAN if private != 0 else at.OK
 
 
