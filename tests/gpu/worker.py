@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 import traceback
 from typing import Any
 
@@ -69,6 +71,10 @@ class Rank:
 
     def run(self, case: dict[str, Any]) -> str:
         comm, torch = self.comm, self.torch
+        if "failure" in case:
+            return self.fail(case["failure"])
+        if case.get("communicator"):
+            return self.through_communicator()
         collective, dtype = Collective[case["collective"].upper()], DType[case["dtype"].upper()]
         op, count, root = RedOp[case.get("op", "SUM")], case["count"], case.get("root", 0)
         comm.algo, comm.proto = case.get("algo", ""), case.get("proto", "")
@@ -108,6 +114,46 @@ class Rank:
         if case.get("close"):
             scale = sum(np.abs(part.astype(np.float64)) for part in inputs) if collective.reduces else np.abs(want.astype(np.float64))
         return compare(got, want, dtype, scale)
+
+    def fail(self, how: str) -> str:
+        """Rank 0 calls alone: what its wait ends with. The communicator is broken afterwards."""
+        from miraccl.errors import CollectiveTimeout, CommunicatorAborted
+
+        if self.comm.rank != 0:
+            return ""
+        x = self.torch.ones(1000, device="cuda")
+        self.comm.all_reduce(x)
+        if how == "abort":
+            threading.Timer(0.2, self.comm.abort).start()
+        try:
+            self.comm.synchronize()
+        except CollectiveTimeout as error:
+            return "" if how == "timeout" and error.peer == 1 else f"unexpected: {error}"
+        except CommunicatorAborted as error:
+            return "" if how == "abort" else f"unexpected: {error}"
+        return "the wait ended without an error"
+
+    def through_communicator(self) -> str:
+        """The public way: ``Communicator`` hands tensors to the GPU side, arrays to the CPU side."""
+        from miraccl.comm.communicator import Communicator
+        from miraccl.comm.member import Options
+
+        torch, session = self.torch, self.session.sub(range(self.session.nranks), "public")
+        comm = Communicator.from_session(session, Options.create(timeout=60))
+        x = torch.full((1000,), float(comm.rank + 1), device="cuda")
+        array = np.full(1000, float(comm.rank + 1), np.float32)
+        same = comm.all_reduce(x) is x
+        comm.all_reduce(array)
+        gathered = comm.all_gather(x[:5])
+        total = comm.nranks * (comm.nranks + 1) / 2
+        right = bool((x == total).all()) and bool((array == total).all()) and gathered.numel() == 5 * comm.nranks and same
+        begin = time.perf_counter()
+        for _ in range(200):
+            comm.all_reduce(x)
+        self.host_us = (time.perf_counter() - begin) / 200 * 1e6
+        torch.cuda.synchronize()
+        comm.finalize()
+        return "" if right else "wrong result"
 
     def call(self, collective: Collective, x: Any, dtype: DType, op: RedOp, root: int, case: dict[str, Any], want: Any) -> Any:
         comm, torch = self.comm, self.torch
@@ -160,6 +206,8 @@ def main() -> None:
             if rank.comm._host[0]:  # broken: nothing after it can run
                 answers += ["not run"] * (len(cases) - len(answers))
                 break
+    if hasattr(rank, "host_us"):
+        print(f"host time of Communicator.all_reduce: {rank.host_us:.2f} us", file=sys.stderr)
     rank.comm.close()
     rank.session.close()
     print("RESULT " + json.dumps(answers), flush=True)

@@ -16,6 +16,8 @@ from miraccl.comm import calls
 from miraccl.comm import group as groups
 from miraccl.comm.arguments import peer_rank, view
 from miraccl.comm.calls import Call, Place
+from miraccl.comm.device import DeviceCommunicator
+from miraccl.comm.device_memory import lies_on_gpu, ordinal_of
 from miraccl.comm.exchange import Transfer
 from miraccl.comm.meeting import meet_by_id
 from miraccl.comm.member import Member, Options
@@ -37,7 +39,9 @@ class Communicator:
     size, algorithm nor layout.
 
     Arrays are NumPy arrays, or anything with ``__array_interface__``, the buffer protocol or DLPack in CPU memory; contiguous, of a
-    dtype in ``miraccl.DType``.  Operations return the array with the result.  With ``async_op=True`` they return a ``Work``.
+    dtype in ``miraccl.DType``.  all_reduce, reduce_scatter, all_gather, all_to_all, broadcast and reduce take GPU memory, too (PyTorch,
+    CuPy, ``__cuda_array_interface__``): they enqueue one kernel in the current stream and return (``comm.device``).  Operations return
+    the array with the result.  With ``async_op=True`` they return a ``Work``.
     One thread at a time may be inside a communicator; ``abort`` may be called from any.
     """
 
@@ -60,6 +64,7 @@ class Communicator:
         self.rank, self.nranks = session.rank, session.nranks
         member = self._member = Member(session, options, constants=parent._member.constants if parent else None)
         self._lock = threading.RLock()
+        self._device: DeviceCommunicator | None = None
         context = member.context
         self._all_reduce = context.door("collective", Collective.ALL_REDUCE)
         self._all_gather = context.door("collective", Collective.ALL_GATHER)
@@ -79,6 +84,8 @@ class Communicator:
         """Reduce ``x`` over all ranks; every rank gets the result, in ``x`` itself or in ``out`` (same count and dtype)."""
         if not async_op and not (code := self._all_reduce(x, out, op)):
             return x if out is None else out
+        if (gpu := self._gpu(x, async_op)) is not None:
+            return gpu.all_reduce(x, out, op)
         return self._long_way(lambda place: calls.all_reduce(place, x, out, op), "all_reduce", async_op, 0 if async_op else code)
 
     def all_gather(self, x: Any, out: Any = None, *, async_op: bool = False) -> Any:
@@ -88,6 +95,8 @@ class Communicator:
             target = calls.new_stacked(x, self.nranks) if out is None else out
             if target is not None and not (code := self._all_gather(x, target, 0)):
                 return target
+        if (gpu := self._gpu(x, async_op)) is not None:
+            return gpu.all_gather(x, out)
         return self._long_way(lambda place: calls.all_gather(place, x, out), "all_gather", async_op, code)
 
     def reduce_scatter(self, x: Any, out: Any = None, op: Any = SUM, *, async_op: bool = False) -> Any:
@@ -97,16 +106,22 @@ class Communicator:
             target = calls.new_share(x, self.nranks) if out is None else out
             if target is not None and not (code := self._reduce_scatter(x, target, op)):
                 return target
+        if (gpu := self._gpu(x, async_op)) is not None:
+            return gpu.reduce_scatter(x, out, op)
         return self._long_way(lambda place: calls.reduce_scatter(place, x, out, op), "reduce_scatter", async_op, code)
 
     def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False) -> Any:
         """``x`` of rank ``root`` into ``x`` of every rank."""
         if not async_op and not (code := self._broadcast(x, None, root)):
             return x
+        if (gpu := self._gpu(x, async_op)) is not None:
+            return gpu.broadcast(x, root)
         return self._long_way(lambda place: calls.broadcast(place, x, root), "broadcast", async_op, 0 if async_op else code)
 
     def reduce(self, x: Any, root: int = 0, out: Any = None, op: Any = SUM, *, async_op: bool = False) -> Any:
         """Reduce ``x`` over all ranks into ``x`` (or ``out``) of rank ``root``; the others' ``x`` stays as it is."""
+        if (gpu := self._gpu(x, async_op)) is not None:
+            return gpu.reduce(x, root, out, op)
         return self._long_way(lambda place: calls.reduce(place, x, root, out, op), "reduce", async_op)
 
     def all_to_all(self, x: Any, out: Any = None, *, async_op: bool = False) -> Any:
@@ -116,6 +131,8 @@ class Communicator:
             target = calls.new_like(x) if out is None else out
             if target is not None and not (code := self._all_to_all(x, target, 0)):
                 return target
+        if (gpu := self._gpu(x, async_op)) is not None:
+            return gpu.all_to_all(x, out)
         return self._long_way(lambda place: calls.all_to_all(place, x, out), "all_to_all", async_op, code)
 
     def gather(self, x: Any, root: int = 0, out: Any = None, *, async_op: bool = False) -> Any:
@@ -254,10 +271,14 @@ class Communicator:
 
     def abort(self, reason: str = "abort() was called") -> None:
         """End the communicator now, on all ranks: whoever waits raises ``CommunicatorAborted``. Any thread may call it."""
+        if self._device is not None:
+            self._device.abort()
         self._member.abort(reason)
 
     def finalize(self) -> None:
         """Leave in an orderly way, after what is pending; may be called twice. Not collective."""
+        if self._device is not None:
+            self._device.close()
         self._member.finalize()
 
     def __enter__(self) -> Communicator:
@@ -270,6 +291,22 @@ class Communicator:
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.nranks}{' closed' if self._member.closed else ''}>"
+
+    # ---- GPU memory
+
+    def _gpu(self, x: Any, async_op: bool) -> DeviceCommunicator | None:
+        """The GPU side if ``x`` lies on a GPU; it is made with the first such call, by all ranks together."""
+        if not lies_on_gpu(x):
+            return None
+        if async_op:
+            raise InvalidUsage("operations on GPU memory only enqueue in their stream; async_op is for CPU memory", rank=self.rank)
+        if self._device is None:
+            self._member.check(0, "the first operation on GPU memory")
+            options = self._member.options
+            self._device = DeviceCommunicator(
+                self._member.session, ordinal_of(x), timeout=options.timeout, algo=options.algo, proto=options.proto
+            )
+        return self._device
 
     # ---- the long way
 

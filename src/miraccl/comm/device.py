@@ -11,14 +11,15 @@ While kernels wait they look at an abort word and at the operation's deadline; `
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from miraccl import params
-from miraccl.bootstrap import Session
+from miraccl.bootstrap import Event, PeerLost, Session
 from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
-from miraccl.errors import CollectiveTimeout, CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError
+from miraccl.errors import CollectiveTimeout, CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError, PeerDied
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.launch import Kernels, Launch
@@ -28,6 +29,7 @@ from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.types import Collective, DType, RedOp
 
 SUM = RedOp.SUM
+CLOSE_WAIT_S = 10.0
 
 
 class DeviceCommunicator:
@@ -57,7 +59,9 @@ class DeviceCommunicator:
         self._stream = -1
         self._current_stream: Callable[[int], int] | None = None
         self.last_plan: DevicePlan | None = None
+        self._lost: PeerLost | None = None
         self.closed = False
+        session.on_event(self._event)
 
     # ---- collectives
 
@@ -224,6 +228,9 @@ class DeviceCommunicator:
         """Raise if the communicator is closed, was aborted, or a kernel passed its deadline. Does not wait for kernels."""
         if self.closed:
             raise CommunicatorClosed("the communicator has been finalized", rank=self.rank, op=name or None)
+        if self._lost is not None:
+            text = f"rank {self._lost.rank} died: {self._lost.reason}"
+            raise PeerDied(text, rank=self.rank, peer=self._lost.rank, op=name or None)
         if self._host[layout.HOST_ERROR] == layout.ERROR_TIMEOUT:
             peer, what = int(self._host[layout.HOST_PEER]), layout.WHAT_TEXT.get(int(self._host[layout.HOST_WHAT]), "something")
             text = f"waited longer than {self._timeout:.3g} s for {what} from rank {peer}"
@@ -237,6 +244,12 @@ class DeviceCommunicator:
         if not self.closed:
             self._host[layout.HOST_ABORT] = 1
 
+    def _event(self, event: Event) -> None:
+        """From the session's watcher: kernels that wait for a dead rank end within milliseconds."""
+        if isinstance(event, PeerLost) and not self.closed:
+            self._lost = event
+            self.abort()
+
     def synchronize(self) -> None:
         """Wait for this rank's GPU, then ``check``."""
         self.gpu.make_current()
@@ -244,24 +257,28 @@ class DeviceCommunicator:
         self.check()
 
     def close(self) -> None:
-        """Free everything, after all ranks have come here and their kernels have ended; may be called twice."""
+        """Free everything, after all ranks have come here and their kernels have ended; may be called twice.
+
+        Where a rank does not come within ``CLOSE_WAIT_S``, or something broke, this rank's memory stays until the process ends: a peer's
+        kernel may still write to it.
+        """
         if self.closed:
             return
-        broken = bool(self._host[layout.HOST_ABORT])
+        together = not self._host[layout.HOST_ABORT]
         self.closed = True
-        try:
+        with contextlib.suppress(MiracclError):
             self.gpu.make_current()
             self.gpu.synchronize()
-            if not broken:
-                self.session.barrier("gpu close")
-        except MiracclError:  # a peer is gone, or the context is broken: what can be freed is freed
-            pass
-        self.memory.close()
         try:
-            self.gpu.free_host(self._host_address)
-            self.gpu.close()
+            if together:
+                self.session.barrier("gpu close", timeout=CLOSE_WAIT_S)
         except MiracclError:
-            pass
+            together = False
+        if together:
+            self.memory.close()
+            with contextlib.suppress(MiracclError):
+                self.gpu.free_host(self._host_address)
+                self.gpu.close()
 
 
 def _find_current_stream() -> Callable[[int], int]:

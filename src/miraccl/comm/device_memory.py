@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,14 +32,12 @@ _TORCH_NAMES = {
 _torch_dtypes: dict[Any, DType] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """A contiguous buffer on the GPU ``ordinal`` (-1: the array does not say)."""
+class DeviceMemory(NamedTuple):
+    """A contiguous buffer."""
 
     address: int
-    count: int
+    count: int  # type: ignore[assignment]  # elements; hides tuple.count
     dtype: DType
-    ordinal: int = -1
 
     @property
     def nbytes(self) -> int:
@@ -55,6 +52,16 @@ def lies_on_gpu(thing: Any) -> bool:
     if flag is not None:
         return bool(flag)
     return hasattr(type(thing), "__cuda_array_interface__")
+
+
+def ordinal_of(thing: Any) -> int:
+    """The number of the GPU on which ``thing`` lies; 0 where the array does not say."""
+    device = getattr(thing, "device", None)
+    for name in ("index", "id"):  # PyTorch's name, CuPy's name
+        number = getattr(device, name, None)
+        if isinstance(number, int):
+            return number
+    return 0
 
 
 def device_view(thing: Any, name: str, where: str) -> DeviceMemory:
@@ -80,7 +87,7 @@ def _view_tensor(tensor: Any, torch: Any, name: str, where: str) -> DeviceMemory
     if not tensor.is_contiguous():
         text = f"{where}: {name} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()})"
         raise InvalidUsage(text, hint="pass x.contiguous()")
-    return DeviceMemory(tensor.data_ptr(), tensor.numel(), dtype, tensor.get_device())
+    return DeviceMemory(tensor.data_ptr(), tensor.numel(), dtype)
 
 
 def _view_interface(interface: dict[str, Any], name: str, where: str) -> DeviceMemory:

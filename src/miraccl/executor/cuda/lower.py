@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.plan import DevicePlan, Request, least_slots, rounds_of
+from miraccl.schedule import catalog
 from miraccl.schedule.ir import Buffer, Op, Schedule, Step
+from miraccl.types import Collective, RedOp
 
 PUSH_AHEAD = 2  # pieces, where a bank has room for all: more only delays the first read
 _FIFO_OPS = tuple(op for op in Op if op <= Op.RECV_REDUCE_ALL)
@@ -81,7 +83,7 @@ def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, fixed: F
     itemsize = request.dtype.itemsize if request.reduces else 1
     count = request.count if request.reduces else request.block_bytes
     channels = [channel[fixed.rank] for channel in schedule.channels]
-    _check(schedule, channels)
+    _check(schedule, channels, request, fixed.rank)
     widest = max((step.chunks for channel in schedule.channels for steps in channel for step in steps), default=1) or 1
     lanes = max(1, plan.blocks // schedule.nchannels)
     part = part_elements(count, schedule.parts, itemsize)
@@ -105,7 +107,12 @@ def grid_of(plan: DevicePlan, schedule: Schedule | None) -> int:
     return max(1, plan.blocks // schedule.nchannels) * schedule.nchannels
 
 
-def _check(schedule: Schedule, channels: Sequence[Sequence[Step]]) -> None:
+def _check(schedule: Schedule, channels: Sequence[Sequence[Step]], request: Request, rank: int) -> None:
+    if request.op is RedOp.AVG and schedule.collective.reduces and not catalog.get(schedule.name).rank_ordered:
+        raise InvalidUsage(f"an average with {schedule.name!r} in protocol simple would divide at every hop; use one_shot or two_shot")
+    bystander = schedule.collective is Collective.REDUCE and rank != schedule.root
+    if bystander and any(step.dst and step.dst.buffer is Buffer.OUTPUT for steps in channels for step in steps):
+        raise InvalidUsage(f"schedule {schedule.name!r} writes to the output of ranks that have none on a GPU")
     if schedule.nchannels > layout.MAX_CHANNELS or sum(map(len, channels)) > layout.MAX_STEPS:
         raise InvalidUsage(f"schedule {schedule.name!r} has more than {layout.MAX_CHANNELS} channels or {layout.MAX_STEPS} steps on a rank")
     for steps in channels:

@@ -1,0 +1,43 @@
+"""GPU collectives on real GPUs, bit by bit; ranks share a GPU where there is only one."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import pytest
+
+from miraccl.executor.cuda.driver import device_count
+from tests.gpu.cases import CASES, name_of
+from tests.gpu.ranks import run_cases
+
+GPUS = device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU, no driver, or cuda-bindings is not installed"),
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the ranks of these tests make their tensors with PyTorch"),
+]
+RANKS = sorted({2, min(4, GPUS)} - {0, 1})
+
+
+@functools.cache
+def answers(nranks: int) -> list[list[str]]:
+    """All cases in one set of processes: starting them takes longer than the cases."""
+    return run_cases(CASES, nranks)
+
+
+@pytest.mark.parametrize("nranks", RANKS)
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[name_of(case) for case in CASES])
+def test_result(number: int, nranks: int) -> None:
+    assert answers(nranks)[number] == [""] * nranks
+
+
+@pytest.mark.parametrize("how", ["timeout", "abort"])
+def test_a_rank_that_waits_alone_is_told(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_TIMEOUT", "2" if how == "timeout" else "60")
+    assert run_cases([{"failure": how}], 2) == [["", ""]]
+
+
+def test_communicator_takes_tensors() -> None:
+    assert run_cases([{"communicator": True}], 2) == [["", ""]]

@@ -1,0 +1,148 @@
+"""What is decided without a GPU: plans, shapes, arguments, refusals."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miraccl.errors import InvalidUsage, MissingDependency
+from miraccl.executor.cuda import layout, lower, toolkit
+from miraccl.executor.cuda.plan import DevicePlan, Request, choose, kernel_spec, least_slots, rounds_of
+from miraccl.schedule import catalog
+from miraccl.types import Collective, DType, RedOp
+
+MOVED = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_ALL)
+
+
+def fixed(nranks: int, rank: int = 0) -> lower.Fixed:
+    return lower.Fixed(rank=rank, bases=tuple(1 << 40 | r for r in range(nranks)), host=4096, timeout_ns=10**9)
+
+
+def request(
+    collective: Collective = Collective.ALL_REDUCE, dtype: DType = DType.BFLOAT16, count: int = 1000, nranks: int = 2, **more: object
+) -> Request:
+    return Request(collective=collective, dtype=dtype, op=RedOp.SUM, count=count, nranks=nranks, **more)  # type: ignore[arg-type]
+
+
+def field(block: bytearray, name: str) -> int:
+    return int(struct.unpack_from("<" + layout.ARGS[name].code, block, layout.ARGS[name].offset)[0])
+
+
+def requests() -> Iterator[Request]:
+    for nranks in (2, 3, 4, 8):
+        for collective in MOVED:
+            for dtype in (DType.BFLOAT16, DType.INT32, DType.FLOAT64, DType.UINT8):
+                for power in range(0, 31, 3):
+                    yield request(collective, dtype, max(1, (1 << power) // dtype.itemsize), nranks)
+
+
+def test_every_size_has_a_plan_that_fits() -> None:
+    for asked in requests():
+        plan = choose(asked)
+        kernel_spec(plan, asked)
+        if not plan.packets:
+            schedule = catalog.build(plan.algo, asked.collective, asked.nranks)
+            lower.lower_steps(schedule, plan, asked, fixed(asked.nranks))
+            continue
+        block = lower.lower_packets(plan, asked, fixed(asked.nranks))
+        piece = plan.blocks * plan.threads * plan.unroll
+        lanes = rounds_of(plan.algo, asked) * (asked.nranks - 1)
+        assert field(block, "nslots") * lanes * piece * 16 <= layout.BANK_BYTES
+        assert plan.blocks <= plan.min_blocks * asked.multiprocessors, "blocks that wait for one another are on the GPU together"
+
+
+@given(count=st.integers(1, 1 << 32), nranks=st.sampled_from([2, 3, 4, 8]), algo=st.sampled_from(["one_shot", "two_shot", "ring"]))
+@settings(max_examples=200, deadline=None)
+def test_slots_are_used_again_only_where_it_is_safe(count: int, nranks: int, algo: str) -> None:
+    asked = request(count=count, nranks=nranks, algo=algo)
+    plan = choose(asked)
+    block = lower.lower_packets(plan, asked, fixed(nranks))
+    vectors = -(-count * 2 // 16)
+    if rounds_of(plan.algo, asked) == 2:
+        vectors = -(-vectors // nranks)
+    pieces = -(-vectors // (plan.blocks * plan.threads * plan.unroll))
+    nslots, ahead = field(block, "nslots"), field(block, "ahead")
+    assert nslots >= 1
+    if pieces > nslots:
+        assert nslots >= least_slots(algo, nranks)
+        assert algo == "ring" or nslots >= 2 * ahead + 2
+
+
+def test_all_ranks_choose_alike() -> None:
+    for asked in requests():
+        assert choose(asked) == choose(asked)
+        blocks = [lower.lower_packets(choose(asked), asked, fixed(asked.nranks, r)) for r in range(asked.nranks) if choose(asked).packets]
+        assert len({(field(b, "count"), field(b, "nslots"), field(b, "ahead")) for b in blocks}) <= 1
+
+
+def test_parts_of_the_memory_do_not_overlap() -> None:
+    counters = layout.MAX_RANKS * layout.BLOCKS * layout.WORD_STRIDE
+    starts = [layout.SENT_OFFSET, layout.TAKEN_OFFSET, layout.TAIL_OFFSET, layout.HEAD_OFFSET]
+    assert all(b - a >= counters for a, b in zip(starts, [*starts[1:], layout.PACKETS_OFFSET]))
+    assert layout.FIFO_OFFSET == layout.PACKETS_OFFSET + 2 * layout.BANK_BYTES
+    assert layout.TOTAL_BYTES <= 64 << 20
+    for nranks in range(2, layout.MAX_RANKS + 1):
+        assert (nranks - 1) * layout.BLOCKS * layout.NSTEPS * layout.slot_bytes(nranks) <= layout.FIFO_BYTES
+
+
+@pytest.mark.parametrize("nranks", [2, 3, 4, 8])
+def test_steps_are_written_as_the_kernel_reads_them(nranks: int) -> None:
+    asked = request(dtype=DType.INT32, count=1 << 20, nranks=nranks, algo="ring", proto="simple")
+    schedule = catalog.build("ring", Collective.ALL_REDUCE, nranks)
+    for rank in range(nranks):
+        block = bytes(lower.lower_steps(schedule, choose(asked), asked, fixed(nranks, rank)))
+        at = layout.args_bytes(nranks)
+        _, part, piece, parts, channels, *first = struct.unpack_from(layout.PROGRAM_HEAD, block, at)
+        steps = schedule.channels[0][rank]
+        assert (parts, channels, first[:2]) == (nranks, 1, [0, len(steps)])
+        assert part * nranks >= 1 << 20
+        assert part * 4 % 16 == 0
+        assert piece * 4 <= layout.slot_bytes(nranks)
+        at += struct.calcsize(layout.PROGRAM_HEAD)
+        for step in steps:
+            op, _, _, _, frm, to, chunks, src, dst, _ = struct.unpack_from(layout.STEP, block, at)
+            assert (op, chunks) == (step.op, step.chunks)
+            assert (frm, to) == (-1 if step.recv_peer is None else step.recv_peer, -1 if step.send_peer is None else step.send_peer)
+            assert (src, dst) == (step.src.index if step.src else 0, step.dst.index if step.dst else 0)
+            at += struct.calcsize(layout.STEP)
+
+
+def test_arguments_stay_below_the_limit_of_a_launch() -> None:
+    steps = layout.MAX_STEPS * struct.calcsize(layout.STEP)
+    assert layout.args_bytes(layout.MAX_RANKS) + struct.calcsize(layout.PROGRAM_HEAD) + steps <= 4096
+
+
+def test_what_cannot_run_is_refused() -> None:
+    asked = request(dtype=DType.FLOAT32, nranks=4, algo="two_shot_put", proto="simple")
+    with pytest.raises(InvalidUsage, match="registered"):
+        lower.lower_steps(catalog.build("two_shot_put", Collective.ALL_REDUCE, 4), choose(asked), asked, fixed(4))
+    average = Request(collective=Collective.ALL_REDUCE, dtype=DType.INT32, op=RedOp.AVG, count=100, nranks=4, algo="ring", proto="simple")
+    with pytest.raises(InvalidUsage, match="every hop"):
+        lower.lower_steps(catalog.build("ring", Collective.ALL_REDUCE, 4), choose(average), average, fixed(4))
+
+
+def test_bad_requests_are_refused() -> None:
+    with pytest.raises(InvalidUsage, match="protocol"):
+        choose(request(proto="fast"))
+    with pytest.raises(InvalidUsage, match="float8_e4m3"):
+        kernel_spec(choose(request(dtype=DType.FLOAT8_E4M3)), request(dtype=DType.FLOAT8_E4M3))
+    huge = DevicePlan(algo="two_shot", proto="ll128", blocks=512, threads=512, unroll=4)
+    with pytest.raises(InvalidUsage, match="bank"):
+        lower.lower_packets(huge, request(count=1 << 30, nranks=8), fixed(8))
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    def refuse(name: str) -> None:
+        raise ImportError(f"no module {name}")
+
+    toolkit.bindings.cache_clear()
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    with pytest.raises(MissingDependency, match=r"miraccl\[cuda\]"):
+        toolkit.bindings("driver")
+    toolkit.bindings.cache_clear()
