@@ -62,6 +62,9 @@ def _others() -> Iterator[Case]:
         for root in (0, 1):
             for count in (1, 30011, 1 << 20):
                 yield {"collective": collective, "dtype": "float32", "count": count, "root": root, "repeat": 3, "close": True}
+        for dtype in ("bfloat16", "uint8", "int64"):
+            yield {"collective": collective, "dtype": dtype, "count": 9001, "root": 1, "repeat": 20}
+        yield {"collective": collective, "dtype": "float32", "count": 5000, "proto": "simple", "close": True}
     yield {"collective": "all_gather", "dtype": "float8_e4m3", "count": 999}
 
 

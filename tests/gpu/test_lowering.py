@@ -15,7 +15,7 @@ from miraccl.executor.cuda.plan import DevicePlan, Request, choose, kernel_spec,
 from miraccl.schedule import catalog
 from miraccl.types import Collective, DType, RedOp
 
-MOVED = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_ALL)
+MOVED = tuple(c for c in Collective if c <= Collective.ALL_TO_ALL)
 
 
 def fixed(nranks: int, rank: int = 0) -> lower.Fixed:

@@ -65,6 +65,8 @@ def lower_packets(plan: DevicePlan, request: Request, fixed: Fixed) -> bytearray
     least = min(pieces, least_slots(plan.algo, request.nranks))
     if nslots < least:
         raise InvalidUsage(f"{plan.blocks} blocks of {plan.threads} x {plan.unroll} packets do not fit into a bank {least} times")
+    if request.collective.rooted and pieces > nslots:
+        raise InvalidUsage(f"{request.collective.label} on packets has room for {nslots} pieces, not {pieces}")
     nslots = min(nslots, pieces)
     ahead = min(pieces - 1, PUSH_AHEAD) if pieces <= nslots else nslots // 2 - 1
     if plan.ahead:

@@ -59,7 +59,17 @@ class Request:
         return self.collective.reduces
 
 
-_PACKET_COLLECTIVES = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_ALL)
+_SYMMETRIC = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_ALL)
+_ROOTED = (Collective.BROADCAST, Collective.REDUCE)
+
+
+def has_packets(request: Request, algo: str) -> bool:
+    """Whether there is a packet kernel: of rooted operations only where all their pieces have room at once."""
+    if request.collective in _ROOTED:
+        return algo == "one_shot" and 4 * request.block_bytes * (request.nranks - 1) <= layout.BANK_BYTES
+    if request.collective is Collective.ALL_REDUCE and algo == "ring":
+        return True
+    return request.collective in _SYMMETRIC and algo in ("one_shot", "two_shot")
 
 
 def choose(request: Request) -> DevicePlan:
@@ -71,10 +81,7 @@ def choose(request: Request) -> DevicePlan:
         algo = _algorithm(request)
     if not proto:
         proto = _protocol(request, algo)
-    fits = request.collective in _PACKET_COLLECTIVES and (
-        algo in ("one_shot", "two_shot") or (algo == "ring" and request.collective is Collective.ALL_REDUCE)
-    )
-    if proto != "simple" and not fits:
+    if proto != "simple" and not has_packets(request, algo):
         proto = "simple"
     if proto == "ll128" and not (request.reduces and can_spare_a_nan(request.dtype)):
         proto = "ll"
@@ -99,13 +106,14 @@ def _algorithm(request: Request) -> str:
 
 
 ONE_SHOT_UP_TO = {2: 1 << 62, 3: 256 * KIB, 4: 128 * KIB}
-LL_UP_TO = 512 * KIB  # of a block, for types whose packets need words for flags
+#: bytes of a block for types whose packets need words for flags: twice the bytes on the wire, but with 4 GPUs still faster than FIFOs
+LL_UP_TO = {2: 4 * MIB}
 
 
 def _protocol(request: Request, algo: str) -> str:
     if request.reduces and can_spare_a_nan(request.dtype):
         return "ll128"
-    return "ll" if request.block_bytes <= LL_UP_TO else "simple"
+    return "ll" if request.block_bytes <= LL_UP_TO.get(request.nranks, 1 << 62) else "simple"
 
 
 #: (packets of a block or chunk up to, blocks at most, threads, unroll, blocks per multiprocessor); measured on H200, docs/performance.md

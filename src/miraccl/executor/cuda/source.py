@@ -18,7 +18,7 @@ FILES = {
     "packets": ("common.cuh", "packets.cuh"),
     "steps": ("common.cuh", "steps.cuh"),
 }
-PACKET_MODES = ("all_reduce", "two_shot", "ring", "reduce_scatter", "all_gather", "all_to_all")
+PACKET_MODES = ("all_reduce", "two_shot", "ring", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce")
 #: 8-bit floats are moved, not added up: their conversion needs instructions of sm_89 and later
 REDUCIBLE = tuple(dtype for dtype in DType if dtype not in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2))
 

@@ -169,10 +169,27 @@ __device__ __forceinline__ Vec outgoing(const Work& w, u32 dst, u64 i) {
 #endif
 }
 
+// Rooted operations move data between the root and the others only. Their packet 0 goes from every rank to every rank all the same: who ends
+// one launch has then heard of everybody's, as the use of the banks demands. They have room for all pieces (no slot is used again).
+#if defined(MODE_BROADCAST) || defined(MODE_REDUCE)
+#define ROOTED 1
+#else
+#define ROOTED 0
+#endif
+__device__ __forceinline__ bool moves(const Args& a, u32 src, u32 dst, u64 i) {
+#if defined(MODE_BROADCAST)
+  return src == a.root || i == 0;
+#elif defined(MODE_REDUCE)
+  return dst == a.root || i == 0;
+#else
+  return true;
+#endif
+}
+
 // First shot: to every peer what it needs, the next rank first.
 __device__ __forceinline__ void push_piece(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot) {
   u64 at = (u64)k * g.piece + g.first;
-#if defined(MODE_ALL_REDUCE) || defined(MODE_ALL_GATHER)
+#if defined(MODE_ALL_REDUCE) || defined(MODE_ALL_GATHER) || ROOTED
   uint4 same[UNROLL];
 #pragma unroll
   for (int u = 0; u < UNROLL; u++)
@@ -181,10 +198,10 @@ __device__ __forceinline__ void push_piece(const Args& a, const Geometry& g, con
 #pragma unroll
   for (int d = 1; d < RANKS; d++) {
     u32 dst = a.rank + d; if (dst >= RANKS) dst -= RANKS;
-#if defined(MODE_ALL_REDUCE) || defined(MODE_ALL_GATHER)
+#if defined(MODE_ALL_REDUCE) || defined(MODE_ALL_GATHER) || ROOTED
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
-      if (at + u * g.stride < w.limit) store_packet(place<SHOTS>(a, g, dst, a.rank, slot, 0, g.first + u * g.stride), same[u]);
+      if (at + u * g.stride < w.limit && moves(a, a.rank, dst, at + u * g.stride)) store_packet(place<SHOTS>(a, g, dst, a.rank, slot, 0, g.first + u * g.stride), same[u]);
 #else
     uint4 p[UNROLL];
 #pragma unroll
@@ -233,14 +250,35 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
     if (at + u * g.stride >= w.limit) continue;
 #pragma unroll
     for (int r = 0; r < RANKS; r++)
-      if (r != a.rank) p[r][u] = load_packet(place<SHOTS>(a, g, a.rank, r, slot, 0, g.first + u * g.stride));
+      if (r != a.rank && moves(a, r, a.rank, at + u * g.stride))
+        p[r][u] = load_packet(place<SHOTS>(a, g, a.rank, r, slot, 0, g.first + u * g.stride));
     own[u] = outgoing(w, a.rank, at + u * g.stride);
   }
 #pragma unroll
   for (int u = 0; u < UNROLL; u++) {
     u64 i = at + u * g.stride;
     if (i >= w.limit) continue;
-#if defined(MODE_ALL_GATHER) || defined(MODE_ALL_TO_ALL)
+#if ROOTED
+    Sum sum;
+#pragma unroll
+    for (int r = 0; r < RANKS; r++) {
+      Vec v = own[u];
+      if (r != a.rank) {
+        if (!moves(a, r, a.rank, i)) continue;
+        uint4* q = place<SHOTS>(a, g, a.rank, r, slot, 0, g.first + u * g.stride);
+        v = read_packet(a, watch, q, p[r][u], r, 0);
+        clear_packet(q);
+      }
+#if defined(MODE_BROADCAST)
+      if (r == a.root && r != a.rank) store_vec(w.out, i * ELEMS, w.count, w.aligned, v);
+#else
+      if (r == 0) sum.begin(v); else sum.add(v);
+#endif
+    }
+#if defined(MODE_REDUCE)
+    if (a.rank == a.root) store_vec(w.out, i * ELEMS, w.count, w.aligned, sum.end());
+#endif
+#elif defined(MODE_ALL_GATHER) || defined(MODE_ALL_TO_ALL)
 #pragma unroll
     for (int r = 0; r < RANKS; r++) {
       Vec v = own[u];
@@ -387,6 +425,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
 //             reduce_scatter  in[p] -> p;    out = sum in the order of the ranks
 //             all_gather      in -> all;     out[r] = what r sent
 //             all_to_all      in[p] -> p;    out[r] = what r sent
+//             broadcast       in of the root -> all
+//             reduce          in -> the root, out = sum in the order of the ranks
 //   two_shot  all_reduce      chunk p of in -> p, which adds up in the order of the ranks and sends the sum to all
 //                             (schedule.algos.two_shot; chunks are whole packets)
 
