@@ -215,7 +215,7 @@ __device__ __forceinline__ void push_piece(const Args& a, const Geometry& g, con
 }
 
 // Both return when packets that this thread cleared lie cleared in L2, where peers' stores arrive: what is read there is ones again. A fence would
-// do, too, but it waits for all stores of the multiprocessor, also those that wait for their turn on NVLink, and costs a tenth of the bandwidth.
+// do, too, but seems to wait for all stores of the multiprocessor, also those that wait for their turn on NVLink: 328 GB/s instead of 348.
 __device__ __forceinline__ void wait_empty(const Args& a, Watch& watch, uint4* q, uint4 p) {
   watch.spins = 0;
   while ((p.x & p.y & p.z & p.w) != EMPTY) {
