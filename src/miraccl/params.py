@@ -127,6 +127,13 @@ SOCKET_BUFFER = declare(
 ALGO = declare("ALGO", "", str.lower, "Algorithm for every collective that has it, such as ring.", kind="text", nccl="ALGO")
 PROTO = declare("PROTO", "", str.lower, "Protocol: simple, ll or ll128.", kind="text", nccl="PROTO")
 BUFFSIZE = declare("BUFFSIZE", 0, parse_size, "Bytes of all FIFOs of a rank; 0 chooses.", kind="size", unit="B", nccl="BUFFSIZE")
+SMS = declare(
+    "SMS",
+    -1,
+    parse_integer,
+    "Multiprocessors that kernels of miraccl may occupy; -1: as many as fit, 0: copy engines only, where possible.",
+    kind="count",
+)
 SHM_DISABLE = declare("SHM_DISABLE", False, parse_bool, "Do not use shared memory.", kind="flag", nccl="SHM_DISABLE")
 CMA_DISABLE = declare("CMA_DISABLE", False, parse_bool, "Do not read a peer's private memory (process_vm_readv).", kind="flag")
 SINGLE_COPY = declare(
