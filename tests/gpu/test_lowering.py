@@ -19,7 +19,8 @@ MOVED = tuple(c for c in Collective if c <= Collective.ALL_TO_ALL)
 
 
 def fixed(nranks: int, rank: int = 0) -> lower.Fixed:
-    return lower.Fixed(rank=rank, bases=tuple(1 << 40 | r for r in range(nranks)), host=4096, timeout_ns=10**9)
+    boxes = tuple(1 << 40 | r for r in range(nranks))
+    return lower.Fixed(rank=rank, own=1 << 41, inboxes=boxes, outboxes=boxes, host=4096, timeout_ns=10**9)
 
 
 def request(

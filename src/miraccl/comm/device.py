@@ -51,7 +51,14 @@ class DeviceCommunicator:
         # nobody sends before everybody has mapped and filled its memory
         sizes = session.all_gather(str(self.gpu.multiprocessors).encode(), "gpu ready")
         self.multiprocessors = min(int(size) for size in sizes)
-        self._fixed = Fixed(rank=self.rank, bases=tuple(self.memory.bases), host=host_on_gpu, timeout_ns=int(timeout * 1e9))
+        self._fixed = Fixed(
+            rank=self.rank,
+            own=self.memory.own,
+            inboxes=tuple(self.memory.inboxes),
+            outboxes=tuple(self.memory.outboxes),
+            host=host_on_gpu,
+            timeout_ns=int(timeout * 1e9),
+        )
         self._timeout = timeout
         self._kernels = Kernels(self.gpu)
         self._launches: dict[tuple[Any, ...], Launch] = {}

@@ -69,7 +69,7 @@ class Field:
     offset: int
 
 
-#: struct Args of source/common.cuh; ``base`` is an array of nranks pointers
+#: struct Args of source/common.cuh; after ``own`` come two arrays of nranks pointers, inboxes and outboxes
 ARGS = {
     "in": Field("Q", 0),
     "out": Field("Q", 8),
@@ -80,12 +80,12 @@ ARGS = {
     "ahead": Field("I", 36),
     "timeout_ns": Field("Q", 40),
     "host": Field("Q", 48),
-    "base": Field("Q", 56),
+    "own": Field("Q", 56),
 }
 
 
 def args_bytes(nranks: int) -> int:
-    return ARGS["base"].offset + 8 * nranks
+    return ARGS["own"].offset + 8 + 16 * nranks
 
 
 #: struct Step of source/steps.cuh: op, src_buf, dst_buf, npeers, recv_peer, send_peer, chunks, -, src, dst, -, peers

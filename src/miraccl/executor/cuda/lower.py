@@ -24,17 +24,20 @@ _FIFO_OPS = tuple(op for op in Op if op <= Op.RECV_REDUCE_ALL)
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """What the arguments of all launches of a communicator have in common."""
+    """What the arguments of all launches of a communicator have in common: addresses of the memory of ``transport.cuda_p2p``, the words in
+    host memory, the deadline."""
 
     rank: int
-    bases: tuple[int, ...]
+    own: int
+    inboxes: tuple[int, ...]
+    outboxes: tuple[int, ...]
     host: int
     timeout_ns: int
 
 
 def pack_args(fixed: Fixed, *, count: int, root: int = 0, nslots: int = 1, ahead: int = 0) -> bytearray:
     """struct Args with empty ``in`` and ``out``."""
-    block = bytearray(layout.args_bytes(len(fixed.bases)))
+    block = bytearray(layout.args_bytes(len(fixed.inboxes)))
     values = {
         "count": count,
         "rank": fixed.rank,
@@ -43,11 +46,13 @@ def pack_args(fixed: Fixed, *, count: int, root: int = 0, nslots: int = 1, ahead
         "ahead": ahead,
         "timeout_ns": fixed.timeout_ns,
         "host": fixed.host,
+        "own": fixed.own,
     }
     for name, value in values.items():
         field = layout.ARGS[name]
         struct.pack_into("<" + field.code, block, field.offset, value)
-    struct.pack_into(f"<{len(fixed.bases)}Q", block, layout.ARGS["base"].offset, *fixed.bases)
+    boxes = (*fixed.inboxes, *fixed.outboxes)
+    struct.pack_into(f"<{len(boxes)}Q", block, layout.ARGS["own"].offset + 8, *boxes)
     return block
 
 

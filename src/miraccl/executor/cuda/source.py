@@ -13,10 +13,11 @@ from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
 from miraccl.types import DType, RedOp
 
+MACHINE = "machine.cuh"
 #: family, which is also the name of the kernel -> the files of its text
 FILES = {
-    "packets": ("common.cuh", "packets.cuh"),
-    "steps": ("common.cuh", "steps.cuh"),
+    "packets": (MACHINE, "common.cuh", "packets.cuh"),
+    "steps": (MACHINE, "common.cuh", "steps.cuh"),
 }
 PACKET_MODES = ("all_reduce", "two_shot", "ring", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce")
 #: 8-bit floats are moved, not added up: their conversion needs instructions of sm_89 and later
@@ -80,8 +81,8 @@ def _text(name: str) -> str:
     return resources.files("miraccl.executor.cuda").joinpath("source", name).read_text()
 
 
-def write_source(spec: KernelSpec, arch: int) -> str:
-    """The text of a kernel for sm_``arch``."""
+def write_source(spec: KernelSpec, arch: int, machine: str | None = None) -> str:
+    """The text of a kernel for sm_``arch``; ``machine`` is text to stand for machine.cuh."""
     dtype = spec.dtype if spec.reduces else DType.UINT8
     constants: dict[str, int] = layout.defines(spec.nranks) | {
         "ARCH": arch,
@@ -96,4 +97,5 @@ def write_source(spec: KernelSpec, arch: int) -> str:
     if spec.mode:
         constants[f"MODE_{spec.mode.upper()}"] = 1
     head = "".join(f"#define {name} {value}\n" for name, value in sorted(constants.items()))
-    return head + "".join(_text(name) for name in FILES[spec.family])
+    parts = (machine if machine is not None and name == MACHINE else _text(name) for name in FILES[spec.family])
+    return head + "".join(parts)

@@ -1,14 +1,7 @@
 // What all kernels share: the arguments of a launch, element types, operators, vectors, and waiting that ends.
 //
 // The generator (executor/cuda/source.py) puts before this text: RANKS, THREADS, UNROLL, TYPE_<dtype>, OP_<operator>,
-// FLAGGED (0 or 1), MODE_<collective>, ARCH and the offsets of executor/cuda/layout.py. No header is included: the text
-// compiles with NVRTC alone.
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+// FLAGGED (0 or 1), MODE_<collective>, ARCH and the offsets of executor/cuda/layout.py; then machine.cuh, all that is PTX.
 
 struct Args {          // layout.ARGS
   const void* in;
@@ -18,7 +11,9 @@ struct Args {          // layout.ARGS
   u32 nslots, ahead;   // packet kernels: slots of a bank, pieces that are pushed ahead
   u64 timeout_ns;
   u32* host;           // layout.HOST_*: words in host memory
-  char* base[RANKS];   // every rank's symmetric memory, mapped here
+  char* own;           // this rank's memory on its GPU
+  char* inbox[RANKS];  // the region through which a peer's packets, messages and signals come here
+  char* outbox[RANKS]; // the region of a peer through which this rank's go there, mapped here
 };
 
 // ---- element types: T as it lies in memory, A as it is added up
@@ -37,20 +32,12 @@ __device__ __forceinline__ T narrow(A x) { return x; }
 typedef u16 T; typedef float A;
 #define IS_FLOAT 1
 __device__ __forceinline__ A widen(T x) { return __uint_as_float((u32)x << 16); }
-__device__ __forceinline__ T narrow(A x) {
-#if ARCH >= 80
-  T y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y;
-#else
-  u32 b = __float_as_uint(x);
-  if ((b & 0x7fffffffu) > 0x7f800000u) return 0x7fff;      // a NaN stays one
-  return (T)((b + 0x7fffu + ((b >> 16) & 1u)) >> 16);      // round to nearest, ties to even
-#endif
-}
+__device__ __forceinline__ T narrow(A x) { return bfloat16_bits(x); }
 #elif defined(TYPE_FLOAT16)
 typedef u16 T; typedef float A;
 #define IS_FLOAT 1
-__device__ __forceinline__ A widen(T x) { A y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
-__device__ __forceinline__ T narrow(A x) { T y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
+__device__ __forceinline__ A widen(T x) { return half_value(x); }
+__device__ __forceinline__ T narrow(A x) { return half_bits(x); }
 #else
 #define IS_FLOAT 0
 #if defined(TYPE_INT8)
@@ -166,28 +153,6 @@ struct Sum {
   }
 };
 
-// ---- memory that other GPUs see
-
-__device__ __forceinline__ uint4 load_packet(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_packet(uint4* p, uint4 v) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0],{%1,%2,%3,%4};" :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-__device__ __forceinline__ u64 load_word(const u64* p) {
-  u64 v; asm volatile("ld.relaxed.sys.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory"); return v;
-}
-__device__ __forceinline__ u64 load_acquire(const u64* p) {
-  u64 v; asm volatile("ld.acquire.sys.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory"); return v;
-}
-__device__ __forceinline__ void store_release(u64* p, u64 v) {
-  asm volatile("st.release.sys.global.u64 [%0],%1;" :: "l"(p), "l"(v) : "memory");
-}
-__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-__device__ __forceinline__ u64 now_ns() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
-
 // ---- waiting: every loop looks at the abort word and at its deadline, rarely
 
 // Rarely called: the time since when this thread waits, or NEVER to stop waiting. ``peer`` is who is waited for, ``what`` a code of
@@ -214,6 +179,7 @@ struct Watch {
 
 __device__ __forceinline__ bool give_up(const Args& a, Watch& w, u32 peer, u32 what) {
   if (w.since == NEVER) return true;
+  between_polls();
   if (++w.spins < LOOK_EVERY) return false;
   w.spins = 0;
   w.since = look(a.host, a.timeout_ns, w.since, peer, what);

@@ -59,14 +59,13 @@ struct Geometry {
 // Where packet ``i`` of the piece in ``slot`` from ``src`` lies in the memory of ``dst``. A rank has no place for its own.
 template <int SHOTS> __device__ __forceinline__ uint4* place(const Args& a, const Geometry& g, u32 dst, u32 src, u32 slot, int shot, u32 i) {
   u32 lane = slot * (u32)(SHOTS * (RANKS - 1)) + shot * (RANKS - 1) + (src < dst ? src : src - 1);
-  return (uint4*)(a.base[dst] + g.bank) + (u64)lane * g.piece + i;
+  return (uint4*)((dst == a.rank ? a.inbox[src] : a.outbox[dst]) + g.bank) + (u64)lane * g.piece + i;
 }
 
 // ``threads`` of each block share the packets of a piece; this one is number ``thread`` of them.
 __device__ __forceinline__ Geometry begin(const Args& a, u32 thread, u32 threads) {
   Geometry g;
-  u64* state = (u64*)(a.base[a.rank] + STATE_OFFSET);
-  g.launch = load_word(state + STATE_LAUNCH);
+  g.launch = load_word((u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH);
   g.bank = PACKETS_OFFSET + (g.launch & 1) * BANK_BYTES;
   g.stride = gridDim.x * threads;
   g.first = blockIdx.x * threads + thread;
@@ -80,17 +79,13 @@ __device__ __forceinline__ u32 draw_ticket(const Args& a, const Geometry& g) {
   u32 ticket = 0;
   __syncthreads_or(g.launch == NEVER);
   if (threadIdx.x == 0) {
-    u32* state = (u32*)(a.base[a.rank] + STATE_OFFSET);
-    asm volatile("atom.relaxed.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(ticket) : "l"(state + 2 * STATE_TICKET), "r"(gridDim.x - 1) : "memory");
+    ticket = draw((u32*)(a.own + STATE_OFFSET) + 2 * STATE_TICKET, gridDim.x - 1);
   }
   return ticket;
 }
 
 __device__ __forceinline__ void count_launch(const Args& a, u32 ticket) {
-  if (threadIdx.x == 0 && ticket == gridDim.x - 1) {
-    u64* state = (u64*)(a.base[a.rank] + STATE_OFFSET);
-    asm volatile("red.relaxed.gpu.global.add.u64 [%0],1;" :: "l"(state + STATE_LAUNCH) : "memory");
-  }
+  if (threadIdx.x == 0 && ticket == gridDim.x - 1) count_up((u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH);
 }
 
 // Wait until the packet at ``q`` has come and give what it holds; ``p`` is what was read there already.
@@ -349,8 +344,8 @@ __device__ __forceinline__ void collect_piece(const Args& a, const Geometry& g, 
 // neighbour pushed in iteration j - 1, and pushes message t + 1 of that piece. Sums are rounded at every hop. Nobody hears from the rank it
 // sends to, except around the ring: what it takes in iteration j was made possible by the pushes of the rank n - 1 hops before it in iteration
 // j - (n - 1), after that rank had settled everything before; hence nslots >= n + 1.
-__device__ __forceinline__ uint4* lane_place(const Args& a, const Geometry& g, u32 dst, u32 piece, u32 lane, u32 i) {
-  return (uint4*)(a.base[dst] + g.bank) + (u64)((piece % a.nslots) * LANES + lane) * g.piece + i;
+__device__ __forceinline__ uint4* lane_place(const Args& a, const Geometry& g, char* box, u32 piece, u32 lane, u32 i) {
+  return (uint4*)(box + g.bank) + (u64)((piece % a.nslots) * LANES + lane) * g.piece + i;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
@@ -368,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
         u32 m = j - 1 - t;
         u64 i = (u64)m * g.piece + g.first + u * g.stride;
         if (j < t + 1 || m >= w.pieces || i >= w.limit) continue;
-        p[t][u] = load_packet(lane_place(a, g, a.rank, m, t, g.first + u * g.stride));
+        p[t][u] = load_packet(lane_place(a, g, a.inbox[before], m, t, g.first + u * g.stride));
         if (t < RANKS - 1) own[t][u] = outgoing(w, (a.rank + 2 * RANKS - 2 - t) % RANKS, i);
       }
 #pragma unroll
@@ -378,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
         u32 m = j - 1 - t, here = g.first + u * g.stride;
         u64 i = (u64)m * g.piece + here;
         if (j < t + 1 || m >= w.pieces || i >= w.limit) continue;
-        uint4* q = lane_place(a, g, a.rank, m, t, here);
+        uint4* q = lane_place(a, g, a.inbox[before], m, t, here);
         Vec v = read_packet(a, watch, q, p[t][u], before, 0);
         clear_packet(q);
         if (t < RANKS - 1) {
@@ -387,13 +382,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
           sum.add(v);
           v = t == RANKS - 2 ? sum.end() : sum.partial();
         }
-        if (t + 1 < LANES) store_packet(lane_place(a, g, next, m, t + 1, here), to_packet(v));
+        if (t + 1 < LANES) store_packet(lane_place(a, g, a.outbox[next], m, t + 1, here), to_packet(v));
         if (t >= RANKS - 2) store_vec(w.out, spot(w, (a.rank + 2 * RANKS - 2 - t) % RANKS, i) * ELEMS, w.count, w.aligned, v);
       }
 #pragma unroll
     for (u32 u = 0; u < UNROLL; u++) {
       u64 i = (u64)j * g.piece + g.first + u * g.stride;
-      if (j < w.pieces && i < w.limit) store_packet(lane_place(a, g, next, j, 0, g.first + u * g.stride), to_packet(outgoing(w, before, i)));
+      if (j < w.pieces && i < w.limit) store_packet(lane_place(a, g, a.outbox[next], j, 0, g.first + u * g.stride), to_packet(outgoing(w, before, i)));
     }
     if (j == 0) ticket = draw_ticket(a, g);
     if (!w.reuse) continue;
@@ -403,7 +398,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
       for (u32 u = 0; u < UNROLL; u++) {
         u32 m = j - 1 - t;
         u64 i = (u64)m * g.piece + g.first + u * g.stride;
-        if (j >= t + 1 && m < w.pieces && i < w.limit) p[t][u] = load_packet(lane_place(a, g, a.rank, m, t, g.first + u * g.stride));
+        if (j >= t + 1 && m < w.pieces && i < w.limit) p[t][u] = load_packet(lane_place(a, g, a.inbox[before], m, t, g.first + u * g.stride));
       }
 #pragma unroll
     for (u32 t = 0; t < LANES; t++)
@@ -411,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
       for (u32 u = 0; u < UNROLL; u++) {
         u32 m = j - 1 - t;
         u64 i = (u64)m * g.piece + g.first + u * g.stride;
-        if (j >= t + 1 && m < w.pieces && i < w.limit) wait_empty(a, watch, lane_place(a, g, a.rank, m, t, g.first + u * g.stride), p[t][u]);
+        if (j >= t + 1 && m < w.pieces && i < w.limit) wait_empty(a, watch, lane_place(a, g, a.inbox[before], m, t, g.first + u * g.stride), p[t][u]);
       }
   }
   count_launch(a, ticket);

@@ -37,18 +37,18 @@ __device__ __forceinline__ u64* word_of(char* base, u64 offset, u32 peer) { retu
 
 __device__ __forceinline__ char* slot_of(const Args& a, u32 dst, u32 src, u64 message) {
   u64 fifo = (u64)(src < dst ? src : src - 1) * BLOCKS + blockIdx.x;
-  return a.base[dst] + FIFO_OFFSET + (fifo * NSTEPS + message % NSTEPS) * SLOT_BYTES;
+  return (dst == a.rank ? a.inbox[src] : a.outbox[dst]) + FIFO_OFFSET + (fifo * NSTEPS + message % NSTEPS) * SLOT_BYTES;
 }
 
 // Thread 0: until a message from ``peer`` is there.
 __device__ __forceinline__ void wait_message(const Args& a, Ends& e, Watch& w, u32 peer) {
-  u64* tail = word_of(a.base[a.rank], TAIL_OFFSET, peer);
+  u64* tail = word_of(a.inbox[peer], TAIL_OFFSET, peer);
   w.spins = 0;
   while (load_acquire(tail) <= e.taken[peer]) if (give_up(a, w, peer, WHAT_MESSAGE)) { e.dead = 1; return; }
 }
 // Thread 0: until ``peer`` has room.
 __device__ __forceinline__ void wait_room(const Args& a, Ends& e, Watch& w, u32 peer) {
-  u64* head = word_of(a.base[a.rank], HEAD_OFFSET, peer);
+  u64* head = word_of(a.inbox[peer], HEAD_OFFSET, peer);
   w.spins = 0;
   while (load_acquire(head) + NSTEPS <= e.sent[peer]) if (give_up(a, w, peer, WHAT_ROOM)) { e.dead = 1; return; }
 }
@@ -120,8 +120,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) steps(const __
   const Args& a = p.a;
   __shared__ Ends e;
   if (threadIdx.x < RANKS) {
-    e.sent[threadIdx.x] = *word_of(a.base[a.rank], SENT_OFFSET, threadIdx.x);
-    e.taken[threadIdx.x] = *word_of(a.base[a.rank], TAKEN_OFFSET, threadIdx.x);
+    e.sent[threadIdx.x] = *word_of(a.own, SENT_OFFSET, threadIdx.x);
+    e.taken[threadIdx.x] = *word_of(a.own, TAKEN_OFFSET, threadIdx.x);
   }
   if (threadIdx.x == 0) e.dead = 0;
   __syncthreads();
@@ -170,19 +170,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) steps(const __
       }
       __syncthreads();
       if (threadIdx.x == 0) {
-        if (sends) { store_release(word_of(a.base[to], TAIL_OFFSET, a.rank), ++e.sent[to]); }
+        if (sends) { store_release(word_of(a.outbox[to], TAIL_OFFSET, a.rank), ++e.sent[to]); }
         if (s.op == RECV_REDUCE_ALL) {
           for (u32 j = 0; j < s.npeers; j++) {
             u32 peer = (s.peers >> (4 * j)) & 15;
-            if (peer != a.rank) store_release(word_of(a.base[peer], HEAD_OFFSET, a.rank), ++e.taken[peer]);
+            if (peer != a.rank) store_release(word_of(a.outbox[peer], HEAD_OFFSET, a.rank), ++e.taken[peer]);
           }
-        } else if (s.recv_peer >= 0) store_release(word_of(a.base[from], HEAD_OFFSET, a.rank), ++e.taken[from]);
+        } else if (s.recv_peer >= 0) store_release(word_of(a.outbox[from], HEAD_OFFSET, a.rank), ++e.taken[from]);
       }
     }
   }
   __syncthreads();
   if (threadIdx.x < RANKS) {
-    *word_of(a.base[a.rank], SENT_OFFSET, threadIdx.x) = e.sent[threadIdx.x];
-    *word_of(a.base[a.rank], TAKEN_OFFSET, threadIdx.x) = e.taken[threadIdx.x];
+    *word_of(a.own, SENT_OFFSET, threadIdx.x) = e.sent[threadIdx.x];
+    *word_of(a.own, TAKEN_OFFSET, threadIdx.x) = e.taken[threadIdx.x];
   }
 }

@@ -1,0 +1,52 @@
+// What depends on the machine: PTX for memory that other GPUs see, for conversions and for time. No header is included: the
+// text compiles with NVRTC alone. tests/gpu/emulator/machine.h gives the same functions on a CPU.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// ---- memory that other GPUs see
+
+__device__ __forceinline__ uint4 load_packet(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_packet(uint4* p, uint4 v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0],{%1,%2,%3,%4};" :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ u64 load_word(const u64* p) {
+  u64 v; asm volatile("ld.relaxed.sys.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory"); return v;
+}
+__device__ __forceinline__ u64 load_acquire(const u64* p) {
+  u64 v; asm volatile("ld.acquire.sys.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory"); return v;
+}
+__device__ __forceinline__ void store_release(u64* p, u64 v) {
+  asm volatile("st.release.sys.global.u64 [%0],%1;" :: "l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ __forceinline__ u64 now_ns() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
+// A block's turn: the value before, counted up and back to zero after ``last``.
+__device__ __forceinline__ u32 draw(u32* p, u32 last) {
+  u32 v; asm volatile("atom.relaxed.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(v) : "l"(p), "r"(last) : "memory"); return v;
+}
+__device__ __forceinline__ void count_up(u64* p) { asm volatile("red.relaxed.gpu.global.add.u64 [%0],1;" :: "l"(p) : "memory"); }
+
+__device__ __forceinline__ void between_polls() {}
+
+// ---- conversions
+
+__device__ __forceinline__ float half_value(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
+__device__ __forceinline__ u16 half_bits(float x) { u16 y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
+__device__ __forceinline__ u16 bfloat16_bits(float x) {
+#if ARCH >= 80
+  u16 y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y;
+#else
+  u32 b = __float_as_uint(x);
+  if ((b & 0x7fffffffu) > 0x7f800000u) return 0x7fff;      // a NaN stays one
+  return (u16)((b + 0x7fffu + ((b >> 16) & 1u)) >> 16);    // round to nearest, ties to even
+#endif
+}
+

@@ -1,0 +1,104 @@
+"""Runs the CUDA kernels of ``executor.cuda`` on the CPU, all ranks in one process: their logic is tested without a GPU.
+
+``Machine`` owns the symmetric memory of all ranks; ``Machine.launch`` compiles the text of a kernel with the C++ compiler of the machine
+(``machine.h`` stands for ``machine.cuh``) and runs one launch on every rank.  Compiled kernels are kept in a folder of the test session.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.lower import Fixed
+from miraccl.executor.cuda.source import KernelSpec, write_source
+
+COMPILER = next((path for name in ("g++", "clang++") if (path := shutil.which(name))), None)
+HERE = Path(__file__).parent
+_folder: Path | None = None
+_loaded: dict[str, Any] = {}
+
+
+def folder() -> Path:
+    global _folder
+    if _folder is None:
+        _folder = Path(os.environ.get("MIRACCL_EMULATOR_CACHE") or tempfile.mkdtemp(prefix="miraccl-emulator-"))
+        _folder.mkdir(parents=True, exist_ok=True)
+    return _folder
+
+
+def compile_kernel(spec: KernelSpec) -> Any:
+    """The function ``emulate`` of a kernel."""
+    text = write_source(spec, 90, machine='#include "machine.h"\n')
+    key = hashlib.sha256((text + (HERE / "machine.h").read_text() + (HERE / "launch.h").read_text()).encode()).hexdigest()[:16]
+    if key not in _loaded:
+        library = folder() / f"{key}.so"
+        if not library.exists():
+            source = folder() / f"{key}-{os.getpid()}.cpp"
+            source.write_text(f'{text}\n#define ENTRY {spec.entry}\n#include "launch.h"\n')
+            # the text keeps to CUDA's habits: pragmas of its own, unused functions
+            options = "-std=c++17 -O1 -w -shared -fPIC -pthread".split()
+            command = [str(COMPILER), *options, f"-I{HERE}", "-o", f"{library}.{os.getpid()}", str(source)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            if done.returncode:
+                raise AssertionError(f"{spec.name}: {done.stderr[:4000]}")
+            os.replace(f"{library}.{os.getpid()}", library)
+        _loaded[key] = ctypes.CDLL(str(library)).emulate
+    return _loaded[key]
+
+
+class Machine:
+    """``nranks`` GPUs: symmetric memory as after the start of a communicator, and words in host memory."""
+
+    def __init__(self, nranks: int, timeout_s: float = 20.0) -> None:
+        self.nranks = nranks
+        self.memory = [_aligned(layout.TOTAL_BYTES) for _ in range(nranks)]
+        self.host = [np.zeros(layout.HOST_BYTES // 4, np.uint32) for _ in range(nranks)]
+        for memory in self.memory:
+            for offset, size, word in layout.FILLS:
+                memory[offset : offset + size].view(np.uint32)[:] = word
+        self.timeout_ns = int(timeout_s * 1e9)
+
+    def fixed(self, rank: int) -> Fixed:
+        own = self.memory[rank].ctypes.data
+        return Fixed(
+            rank=rank,
+            own=own,
+            inboxes=(own,) * self.nranks,
+            outboxes=tuple(memory.ctypes.data for memory in self.memory),
+            host=self.host[rank].ctypes.data,
+            timeout_ns=self.timeout_ns,
+        )
+
+    def launch(self, spec: KernelSpec, args: Sequence[bytes | bytearray], blocks: int | Sequence[int]) -> None:
+        """One launch on every rank; returns when all have ended. ``blocks`` per rank."""
+        grids = [blocks] * self.nranks if isinstance(blocks, int) else list(blocks)
+        held = [_aligned(len(block)) for block in args]
+        for target, block in zip(held, args, strict=True):
+            target[:] = np.frombuffer(bytes(block), np.uint8)
+        pointers = (ctypes.c_void_p * self.nranks)(*(block.ctypes.data for block in held))
+        compile_kernel(spec)(pointers, (ctypes.c_uint32 * self.nranks)(*grids), self.nranks, spec.threads)
+
+    def errors(self) -> list[int]:
+        return [int(words[layout.HOST_ERROR]) for words in self.host]
+
+    def packets_are_cleared(self) -> bool:
+        """Whether the banks of all ranks are full of ones again."""
+        lo, hi = layout.PACKETS_OFFSET, layout.PACKETS_OFFSET + 2 * layout.BANK_BYTES
+        return all(bool((memory[lo:hi].view(np.uint64) == np.uint64(2**64 - 1)).all()) for memory in self.memory)
+
+
+def _aligned(nbytes: int) -> Any:
+    """Zeroed bytes that begin on a multiple of 4096."""
+    whole = np.zeros(nbytes + 4096, np.uint8)
+    start = -whole.ctypes.data % 4096
+    return whole[start : start + nbytes]

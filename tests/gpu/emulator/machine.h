@@ -1,0 +1,170 @@
+// The kernels of executor/cuda/source on a CPU: the functions of machine.cuh and what CUDA C++ adds to C++, written anew.
+//
+// A block is a thread of the operating system, a CUDA thread in it a fiber. A fiber runs until it polls (`yield` in the loops that wait) or meets
+// a barrier, so any number of blocks and ranks wait for one another as on GPUs. Memory is the processor's: coherent and, on x86, with stores in order.
+// What this finds: wrong indices, slots used too early, deadlocks, sums in the wrong order. What it cannot find: missing fences.
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <functional>
+#include <memory>
+#include <sched.h>
+#include <thread>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __shared__ static thread_local
+#define __restrict__
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+struct Dim { u32 x; };
+static thread_local Dim threadIdx, blockIdx, gridDim, blockDim;
+
+// ---- fibers of a block
+
+struct Meeting { u32 came = 0, round = 0; bool any = false, result = false; };
+struct Warp { Meeting meeting; u64 lane[32][2]; };
+struct Fiber { ucontext_t context; std::unique_ptr<char[]> stack; bool ended = false; };
+struct Block {
+  ucontext_t home;
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  Meeting meeting;
+  u32 current = 0;
+  std::function<void()> kernel;
+};
+static thread_local Block* block;
+#define STACK (96 << 10)
+
+inline void yield() {
+  Block* b = block;
+  u32 me = threadIdx.x;
+  swapcontext(&b->fibers[me].context, &b->home);
+  threadIdx.x = me;
+}
+static void fiber_main() {
+  block->kernel();
+  block->fibers[threadIdx.x].ended = true;
+  swapcontext(&block->fibers[threadIdx.x].context, &block->home);
+}
+static void run_block(u32 number, u32 blocks, u32 threads, std::function<void()> kernel) {
+  Block b;
+  block = &b;
+  blockIdx.x = number; gridDim.x = blocks; blockDim.x = threads;
+  b.kernel = std::move(kernel);
+  b.fibers.resize(threads); b.warps.resize((threads + 31) / 32);
+  for (Fiber& f : b.fibers) {
+    f.stack.reset(new char[STACK]);
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = f.stack.get(); f.context.uc_stack.ss_size = STACK; f.context.uc_link = nullptr;
+    makecontext(&f.context, fiber_main, 0);
+  }
+  for (u32 left = threads; left > 0;) {
+    for (u32 t = 0; t < threads; t++) {
+      if (b.fibers[t].ended) continue;
+      threadIdx.x = t;
+      swapcontext(&b.home, &b.fibers[t].context);
+      if (b.fibers[t].ended) left--;
+    }
+    sched_yield();
+  }
+}
+
+// All of ``expected`` fibers come here before any goes on; gives whether any of them said so.
+inline bool meet(Meeting& m, u32 expected, bool mine) {
+  u32 round = m.round;
+  m.any = m.any || mine;
+  if (++m.came == expected) { m.came = 0; m.result = m.any; m.any = false; m.round++; }
+  else while (m.round == round) yield();
+  return m.result;
+}
+inline u32 lanes_of_warp() { u32 left = blockDim.x - (threadIdx.x & ~31u); return left < 32 ? left : 32; }
+inline Warp& warp() { return block->warps[threadIdx.x / 32]; }
+inline void __syncthreads() { meet(block->meeting, blockDim.x, false); }
+inline int __syncthreads_or(int x) { return meet(block->meeting, blockDim.x, x != 0); }
+inline void __syncwarp(u32 = ~0u) { meet(warp().meeting, lanes_of_warp(), false); }
+inline int __any_sync(u32, int x) { return meet(warp().meeting, lanes_of_warp(), x != 0); }
+inline int __all_sync(u32, int x) { return !meet(warp().meeting, lanes_of_warp(), x == 0); }
+inline u64 shuffle(u64 x, u32 from) {
+  Warp& w = warp();
+  w.lane[threadIdx.x & 31][0] = x;
+  __syncwarp();
+  u64 y = w.lane[from & 31][0];
+  __syncwarp();
+  return y;
+}
+template <class X> inline X __shfl_sync(u32, X x, int from) { u64 bits = 0; memcpy(&bits, &x, sizeof x); bits = shuffle(bits, from); memcpy(&x, &bits, sizeof x); return x; }
+
+// ---- memory that other ranks see
+
+inline uint4 load_packet(const uint4* p) {
+  union { u64 q[2]; uint4 v; } u;
+  u.q[0] = __atomic_load_n((const u64*)p, __ATOMIC_ACQUIRE); u.q[1] = __atomic_load_n((const u64*)p + 1, __ATOMIC_ACQUIRE);
+  return u.v;
+}
+inline void store_packet(uint4* p, uint4 v) {
+  union { uint4 v; u64 q[2]; } u = {v};
+  __atomic_store_n((u64*)p, u.q[0], __ATOMIC_RELEASE); __atomic_store_n((u64*)p + 1, u.q[1], __ATOMIC_RELEASE);
+}
+inline u64 load_word(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline void store_release(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline u64 now_ns() { timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return u64(t.tv_sec) * 1000000000ull + t.tv_nsec; }
+inline u32 draw(u32* p, u32 last) {
+  u32 v = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(p, &v, v >= last ? 0 : v + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {}
+  return v;
+}
+inline void count_up(u64* p) { __atomic_fetch_add(p, 1ull, __ATOMIC_ACQ_REL); }
+inline u32 atomicCAS_system(u32* p, u32 old, u32 v) { __atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); return old; }
+inline void between_polls() { yield(); }
+
+// ---- conversions
+
+inline float __uint_as_float(u32 b) { float f; memcpy(&f, &b, 4); return f; }
+inline u32 __float_as_uint(float f) { u32 b; memcpy(&b, &f, 4); return b; }
+inline float half_value(u16 b) {
+  u32 sign = (u32)(b & 0x8000) << 16, exponent = (b >> 10) & 31, mantissa = b & 1023;
+  if (exponent == 31) return __uint_as_float(sign | 0x7f800000u | mantissa << 13);
+  if (exponent) return __uint_as_float(sign | (exponent + 112) << 23 | mantissa << 13);
+  float f = mantissa * (1.0f / 16777216.0f);
+  return sign ? -f : f;
+}
+inline u16 half_bits(float x) {
+  u32 b = __float_as_uint(x), sign = (b >> 16) & 0x8000, a = b & 0x7fffffff;
+  if (a > 0x7f800000u) return (u16)(0x7fff);
+  if (a >= 0x477ff000u) return (u16)(sign | 0x7c00);
+  if (a < 0x38800000u) {                                     // subnormal: in units of 2^-24, to nearest even
+    float scaled = __uint_as_float(a) * 16777216.0f;
+    u32 whole = (u32)scaled; float rest = scaled - whole;
+    if (rest > 0.5f || (rest == 0.5f && (whole & 1))) whole++;
+    return (u16)(sign | whole);
+  }
+  a += 0xfff + ((a >> 13) & 1);
+  return (u16)(sign | ((a - 0x38000000u) >> 13));
+}
+inline u16 bfloat16_bits(float x) {
+  u32 b = __float_as_uint(x);
+  if ((b & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+  return (u16)((b + 0x7fffu + ((b >> 16) & 1u)) >> 16);
+}
