@@ -74,6 +74,32 @@ class Exporter:
         return new(ctypes.addressof(self.tensor), b"dltensor", None)
 
 
+class VersionedExporter(Exporter):
+    """The same as DLPack 1.0 has it: version, context, deleter and flags before the tensor."""
+
+    def __init__(self, base: np.ndarray, code: int, bits: int, *, flags: int) -> None:
+        super().__init__(base, code, bits)
+
+        class Versioned(ctypes.Structure):
+            _fields_ = (
+                ("version", ctypes.c_uint32 * 2),
+                ("manager", ctypes.c_void_p),
+                ("deleter", ctypes.c_void_p),
+                ("flags", ctypes.c_uint64),
+                ("tensor", ctypes.c_char * 48),  # up to byte_offset
+            )
+
+        tensor = ctypes.string_at(ctypes.addressof(self.tensor), 48)
+        self.versioned = Versioned((ctypes.c_uint32 * 2)(1, 0), None, None, flags)
+        ctypes.memmove(ctypes.addressof(self.versioned) + Versioned.tensor.offset, tensor, 48)
+
+    def __dlpack__(self, stream: Any = None, max_version: tuple[int, int] | None = None) -> Any:
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        assert max_version == (1, 0)
+        return new(ctypes.addressof(self.versioned), b"dltensor_versioned", None)
+
+
 class Interface:
     def __init__(self, base: np.ndarray) -> None:
         self.base = base
@@ -132,6 +158,30 @@ def test_dlpack_types(code: tuple[int, int], dtype: Any) -> None:
     assert base[2] == 3
     empty = view(Exporter(np.ones((0, 4), dtype), *code), "x", writes=True, where="test")
     assert empty.count == 0
+
+
+def test_dlpack_that_may_not_be_written(comm: Communicator) -> None:
+    base = np.arange(6, dtype=np.float32)
+    assert view(VersionedExporter(base, 2, 32, flags=2), "x", writes=True, where="test").address == base.ctypes.data
+    constant = VersionedExporter(base, 2, 32, flags=1)
+    with pytest.raises(InvalidUsage, match=r"all_reduce: x is read-only, but the result is written to it \(pass a copy .* or out="):
+        comm.all_reduce(constant)
+    with pytest.raises(InvalidUsage, match=r"out is read-only, but the result is written to it$"):
+        comm.all_reduce(base.copy(), out=constant)
+    assert comm.all_reduce(constant, out=np.empty_like(base)).tolist() == base.tolist()
+    assert comm.all_gather(constant).tolist() == base.tolist()
+
+
+def test_a_class_with_gpu_arrays_may_have_others(comm: Communicator) -> None:
+    """As JAX's, whose arrays in CPU memory refuse the attribute that the class has."""
+
+    class Somewhere(Exporter):
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            raise AttributeError("only GPU buffers have it")
+
+    x = np.ones(3, np.float32)
+    assert comm.all_reduce(Somewhere(x, 2, 32), out=np.empty_like(x)).tolist() == [1.0, 1.0, 1.0]
 
 
 def test_dlpack_refusals() -> None:

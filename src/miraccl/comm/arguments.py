@@ -56,7 +56,8 @@ def view(thing: Any, name: str, *, writes: bool, where: str) -> Memory:
     if not array.flags.aligned:
         raise InvalidUsage(f"{where}: {name} is not aligned to its element size of {array.itemsize} bytes")
     if writes and not array.flags.writeable:
-        raise InvalidUsage(f"{where}: {name} is read-only, but the result is written to it")
+        hint = "pass a copy that may be written to, or out= where the call takes it" if name == "x" else None
+        raise InvalidUsage(f"{where}: {name} is read-only, but the result is written to it", hint=hint)
     return Memory(array, dtype, thing)
 
 
@@ -95,6 +96,11 @@ class _DLTensor(ctypes.Structure):
 
 
 _DL_CPU = 1
+_DL_VERSION = (1, 0)
+_DL_READ_ONLY = 1  # bit of DLManagedTensorVersioned.flags
+_DL_FLAGS_AT, _DL_TENSOR_AT = 24, 32  # offsets in DLManagedTensorVersioned: version, context, deleter, flags, tensor
+#: Libraries whose arrays never change, and whose DLPack tensors do not say so.
+_IMMUTABLE = ("jax", "jaxlib")
 _DL_TYPES = {
     (0, 8): DType.INT8,
     (0, 32): DType.INT32,
@@ -112,6 +118,23 @@ _DL_TYPES = {
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype = ctypes.c_void_p
 _pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_name_of = ctypes.pythonapi.PyCapsule_GetName
+_name_of.restype = ctypes.c_char_p
+_name_of.argtypes = [ctypes.py_object]
+
+
+def _capsule_of(thing: Any) -> tuple[Any, int, bool]:
+    """(capsule, address of its DLTensor, whether it is read-only); libraries from before DLPack 1.0 know no ``max_version``."""
+    try:
+        capsule = thing.__dlpack__(max_version=_DL_VERSION)
+    except TypeError:
+        capsule = thing.__dlpack__()
+    name = _name_of(capsule)
+    if name == b"dltensor_versioned":
+        pointer = _pointer_of(capsule, name)
+        flags = ctypes.c_uint64.from_address(pointer + _DL_FLAGS_AT).value
+        return capsule, pointer + _DL_TENSOR_AT, bool(flags & _DL_READ_ONLY)
+    return capsule, _pointer_of(capsule, b"dltensor"), type(thing).__module__.partition(".")[0] in _IMMUTABLE
 
 
 def _from_dlpack(thing: Any, name: str, where: str) -> Array:
@@ -120,8 +143,7 @@ def _from_dlpack(thing: Any, name: str, where: str) -> Array:
     if int(device[0]) != _DL_CPU:
         raise InvalidUsage(f"{where}: {name} lies on a device (DLPack type {int(device[0])}); this communicator works on CPU memory")
     try:
-        capsule = thing.__dlpack__()
-        pointer = _pointer_of(capsule, b"dltensor")
+        capsule, pointer, read_only = _capsule_of(thing)
     except Exception as error:
         raise InvalidUsage(f"{where}: {name} gives no DLPack tensor: {error}") from error
     tensor = _DLTensor.from_address(pointer)
@@ -134,14 +156,16 @@ def _from_dlpack(thing: Any, name: str, where: str) -> Array:
     start = (tensor.data or 0) + tensor.byte_offset
     if 0 in shape:
         return np.empty(shape, dtype)
-    base = _Exporter(start, shape, strides, dtype, capsule)
+    base = _Exporter(start, shape, strides, dtype, capsule, read_only)
     return np.asarray(base).view(dtype)
 
 
 class _Exporter:
     """Hands memory to NumPy through the array interface, which knows bytes of any size but not every type."""
 
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: Any, owner: Any) -> None:
+    def __init__(
+        self, address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: Any, owner: Any, read_only: bool
+    ) -> None:
         plain = np.dtype(f"<u{dtype.itemsize}") if dtype.kind == "V" or dtype.num > 23 else dtype
         self.owner = owner
         self.__array_interface__ = {
@@ -149,7 +173,7 @@ class _Exporter:
             "shape": shape,
             "strides": strides,
             "typestr": plain.str,
-            "data": (address, False),
+            "data": (address, read_only),
         }
 
 

@@ -51,7 +51,8 @@ def lies_on_gpu(thing: Any) -> bool:
     flag = getattr(thing, "is_cuda", None)
     if flag is not None:
         return bool(flag)
-    return hasattr(type(thing), "__cuda_array_interface__")
+    # the class is asked first, since that is cheap; JAX's has the attribute, but only its arrays on a GPU do
+    return hasattr(type(thing), "__cuda_array_interface__") and hasattr(thing, "__cuda_array_interface__")
 
 
 def ordinal_of(thing: Any) -> int:
