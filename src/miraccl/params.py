@@ -107,6 +107,15 @@ def _parse_threshold(text: str) -> str:
     return text.lower()
 
 
+def _parse_cumem(text: str) -> int:
+    """1 and 0 as in NCCL; ``auto`` and NCCL's -2 are -1."""
+    if text.lower() in ("auto", "-2", "-1"):
+        return -1
+    if text in ("0", "1"):
+        return int(text)
+    raise ValueError("allowed are auto, 0 and 1")
+
+
 TIMEOUT = declare("TIMEOUT", 300.0, parse_seconds, "Deadline of every operation.", kind="time", unit="s")
 BOOTSTRAP_TIMEOUT = declare("BOOTSTRAP_TIMEOUT", 60.0, parse_seconds, "Deadline for all ranks to meet.", kind="time", unit="s")
 SECRET = declare("SECRET", "", str, "Shared secret of the job; without it one is made and handed out by the launcher.", kind="text")
@@ -141,6 +150,22 @@ SINGLE_COPY = declare(
     "",
     _parse_threshold,
     "Size from which a peer's private memory is read directly (process_vm_readv), or never; empty: as measured.",
+    kind="size",
+    unit="B",
+)
+CUMEM = declare(
+    "CUMEM",
+    -1,
+    _parse_cumem,
+    "How GPUs share memory: 1 virtual memory management, 0 CUDA IPC, auto what works.",
+    kind="choice",
+    nccl="CUMEM_ENABLE",
+)
+GPU_STAGING = declare(
+    "GPU_STAGING",
+    8 << 20,
+    parse_size,
+    "Pinned host memory of a piece of GPU data on its way to other hosts; three pieces are under way.",
     kind="size",
     unit="B",
 )

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from miraccl.errors import SystemFailure
 from miraccl.executor.cuda.toolkit import bindings
 
-MEMHOSTALLOC_PORTABLE_MAPPED = 0x01 | 0x02
+MEMHOSTALLOC_PORTABLE_MAPPED = 0x01 | 0x02  # the same bits for cuMemHostRegister
+PEER_ACCESS_ALREADY_ENABLED = 704  # cuda.h CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
+WAIT_VALUE_EQ = 0x01  # cuda.h CU_STREAM_WAIT_VALUE_EQ
 IPC_LAZY_ENABLE_PEER_ACCESS = 0x01
 EVENT_DISABLE_TIMING = 0x02
 
@@ -115,6 +118,125 @@ class Gpu:
 
     def unmap_peer(self, address: int) -> None:
         check(self.cuda.cuIpcCloseMemHandle(address), "cuIpcCloseMemHandle")
+
+    # ---- other GPUs
+
+    @functools.cached_property
+    def bus_id(self) -> str:
+        """Address on the PCI bus, such as ``0000:1b:00.0``: the same in every process, whatever CUDA_VISIBLE_DEVICES says."""
+        text = check(self.cuda.cuDeviceGetPCIBusId(32, self._device), "cuDeviceGetPCIBusId")
+        return bytes(text).split(b"\0")[0].decode().lower()
+
+    def reaches(self, bus_id: str) -> bool | None:
+        """Whether kernels of this GPU can access the memory of another one; None where this process does not see that one."""
+        code, peer = self.cuda.cuDeviceGetByPCIBusId(bus_id.encode())
+        if int(code) != 0:
+            return None
+        if int(peer) == int(self._device):
+            return True
+        return bool(int(check(self.cuda.cuDeviceCanAccessPeer(self._device, peer), "cuDeviceCanAccessPeer")))
+
+    def enable_peer(self, ordinal: int) -> None:
+        """Let kernels of this GPU use pointers to memory that this process allocated on the GPU ``ordinal``; for the life of the context."""
+        if ordinal == self.ordinal:
+            return
+        peer = check(self.cuda.cuDeviceGet(ordinal), f"cuDeviceGet({ordinal})")
+        context = check(self.cuda.cuDevicePrimaryCtxRetain(peer), "cuDevicePrimaryCtxRetain")
+        try:
+            result = self.cuda.cuCtxEnablePeerAccess(context, 0)
+            if int(result[0]) != PEER_ACCESS_ALREADY_ENABLED:
+                check(result, f"cuCtxEnablePeerAccess of GPU {ordinal}")
+        finally:
+            self.cuda.cuDevicePrimaryCtxRelease(peer)  # its own rank keeps it
+
+    # ---- virtual memory management: allocations that are exported as file descriptors (CUDA driver API, "Virtual Memory Management")
+
+    @functools.cached_property
+    def exports_descriptors(self) -> bool:
+        """Whether allocations of this GPU can be shared as POSIX file descriptors."""
+        kind = self.cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+        return bool(self._attribute(kind))
+
+    def _descriptor_kind(self) -> Any:
+        return self.cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _properties(self) -> Any:
+        properties = self.cuda.CUmemAllocationProp()
+        properties.type = self.cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.requestedHandleTypes = self._descriptor_kind()
+        properties.location.type = self.cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = int(self._device)
+        return properties
+
+    def granularity(self) -> int:
+        """Bytes of which the size of a physical allocation is a multiple."""
+        option = self.cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        return int(check(self.cuda.cuMemGetAllocationGranularity(self._properties(), option), "cuMemGetAllocationGranularity"))
+
+    def create_physical(self, nbytes: int) -> int:
+        """Memory without an address; gives its handle."""
+        return int(check(self.cuda.cuMemCreate(nbytes, self._properties(), 0), f"cuMemCreate of {nbytes} bytes"))
+
+    def export_descriptor(self, handle: int) -> int:
+        """A file descriptor with which any process that gets it maps the memory; the caller closes it."""
+        return int(check(self.cuda.cuMemExportToShareableHandle(handle, self._descriptor_kind(), 0), "cuMemExportToShareableHandle"))
+
+    def import_descriptor(self, descriptor: int) -> int:
+        """The handle of memory of another process; the descriptor may be closed afterwards."""
+        result = self.cuda.cuMemImportFromShareableHandle(descriptor, self._descriptor_kind())
+        return int(check(result, "cuMemImportFromShareableHandle"))
+
+    def map_physical(self, handle: int, nbytes: int) -> int:
+        """An address of this process for memory, readable and writable by this GPU. ``nbytes`` is a multiple of the granularity."""
+        address = int(check(self.cuda.cuMemAddressReserve(nbytes, 0, 0, 0), f"cuMemAddressReserve of {nbytes} bytes"))
+        try:
+            check(self.cuda.cuMemMap(address, nbytes, 0, handle, 0), "cuMemMap")
+        except SystemFailure:
+            self.cuda.cuMemAddressFree(address, nbytes)
+            raise
+        access = self.cuda.CUmemAccessDesc()
+        access.location.type = self.cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = int(self._device)
+        access.flags = self.cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        try:
+            check(self.cuda.cuMemSetAccess(address, nbytes, [access], 1), "cuMemSetAccess")
+        except SystemFailure:
+            self.unmap_physical(address, nbytes)
+            raise
+        return address
+
+    def unmap_physical(self, address: int, nbytes: int) -> None:
+        """Give the address back; the memory itself goes with its last handle and mapping."""
+        check(self.cuda.cuMemUnmap(address, nbytes), "cuMemUnmap")
+        check(self.cuda.cuMemAddressFree(address, nbytes), "cuMemAddressFree")
+
+    def release_physical(self, handle: int) -> None:
+        check(self.cuda.cuMemRelease(handle), "cuMemRelease")
+
+    # ---- host memory that the GPU uses
+
+    def pin(self, address: int, nbytes: int) -> int:
+        """Pin host memory that exists already (whole pages) for all GPUs of this process; gives its address on the GPU."""
+        check(self.cuda.cuMemHostRegister(address, nbytes, MEMHOSTALLOC_PORTABLE_MAPPED), f"cuMemHostRegister of {nbytes} bytes")
+        return int(check(self.cuda.cuMemHostGetDevicePointer(address, 0), "cuMemHostGetDevicePointer"))
+
+    def unpin(self, address: int) -> None:
+        check(self.cuda.cuMemHostUnregister(address), "cuMemHostUnregister")
+
+    def copy_to_host(self, host: int, device: int, nbytes: int, stream: int) -> None:
+        """Enqueue a copy to pinned memory."""
+        check(self.cuda.cuMemcpyDtoHAsync(host, device, nbytes, stream), "cuMemcpyDtoHAsync")
+
+    def copy_from_host(self, device: int, host: int, nbytes: int, stream: int) -> None:
+        check(self.cuda.cuMemcpyHtoDAsync(device, host, nbytes, stream), "cuMemcpyHtoDAsync")
+
+    def write_word(self, address: int, value: int, stream: int) -> None:
+        """Enqueue a store of a 32-bit word, after everything before it in the stream is visible to the host."""
+        check(self.cuda.cuStreamWriteValue32(stream, address, value, 0), "cuStreamWriteValue32")
+
+    def wait_word(self, address: int, value: int, stream: int) -> None:
+        """What follows in the stream waits until the 32-bit word has this value."""
+        check(self.cuda.cuStreamWaitValue32(stream, address, value, WAIT_VALUE_EQ), "cuStreamWaitValue32")
 
     # ---- kernels and streams
 
