@@ -45,9 +45,8 @@ class DeviceCommunicator:
         self.proto = params.PROTO.read() if proto is None else proto
         timeout = params.TIMEOUT.read() if timeout is None else timeout
         self.gpu = Gpu(ordinal)
-        self.memory = SymmetricMemory(self.gpu, self.rank, layout.TOTAL_BYTES, layout.FILLS)
+        self.memory = SymmetricMemory(self.gpu, self.rank, self.nranks, layout.TOTAL_BYTES, layout.FILLS, exchange=session.all_gather)
         self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
-        self.memory.connect(session.all_gather(self.memory.setup(), "gpu memory"))
         # nobody sends before everybody has mapped and filled its memory
         sizes = session.all_gather(str(self.gpu.multiprocessors).encode(), "gpu ready")
         self.multiprocessors = min(int(size) for size in sizes)

@@ -1,24 +1,46 @@
-"""Symmetric GPU memory: one allocation per rank, mapped by all ranks of the host (CUDA IPC over NVLink or PCIe).
+"""Symmetric GPU memory: one allocation per rank of a host, reached by every other rank in the best way that works for the pair.
 
-It owns the allocation and the mappings; what lies where in it is the executor's business.  The bytes that ranks exchange are opaque to
-everybody else; ``comm`` carries them.  Memory is allocated plainly: neither managed memory nor multicast objects are used.
+``SymmetricMemory`` is where kernels exchange data.  Rank p's data for this rank come to ``inboxes[p]``, this rank writes for p to
+``outboxes[p]``; both have the same layout, which is the executor's business.  With peer access they lie in the receiver's device memory;
+without, in a segment of pinned host memory that belongs to the receiver.  ``WindowMemory`` is a further allocation that peers address.
+
+Both are made by all ranks together.  The ways of all pairs are computed by every rank from the same facts (``cuda_pairs``).  If a way fails
+on any rank, all hear of it, give back what they have, and try the next one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
+from miraccl.errors import MiracclError, SystemFailure
+from miraccl.transport import cuda_pairs as pairs
+from miraccl.transport.cuda_fds import Address, Door, close_all
+from miraccl.transport.cuda_pairs import DIRECT, HOST, IPC, PROCESS, SELF, VMM, Facts, Pair, Paths, Settings
+from miraccl.transport.cuda_shm import Fills, HostSegment, PinningGpu
+from miraccl.transport.cuda_vmm import Mapped, VmmGpu
+
+Exchange = Callable[[bytes, str], Sequence[bytes]]
+"""``exchange(data, tag)``: everybody's data in rank order (``Session.all_gather``)."""
+Explanation = list[tuple[Pair, str, str]]
+"""(pair, way, why) of each pair of ranks."""
 
 
-class GpuMemory(Protocol):
+class GpuMemory(VmmGpu, PinningGpu, Protocol):
     """What is needed of a GPU (``executor.cuda.driver.Gpu``)."""
 
     arch: int
+    ordinal: int
 
+    @property
+    def bus_id(self) -> str: ...
+    @property
+    def exports_descriptors(self) -> bool: ...
+    def reaches(self, bus_id: str) -> bool | None: ...
+    def enable_peer(self, ordinal: int) -> None: ...
     def allocate(self, nbytes: int) -> int: ...
     def free(self, address: int) -> None: ...
     def fill(self, address: int, nbytes: int, word: int) -> None: ...
@@ -27,53 +49,309 @@ class GpuMemory(Protocol):
     def unmap_peer(self, address: int) -> None: ...
 
 
-class SymmetricMemory:
-    """``nbytes`` on every rank; ``fills`` are (offset, bytes, word) that it begins with, over zeros.
+class _Shared:
+    """One attempt: memory of this rank, and that of its peers, as far as their way is direct; a host segment each where it is not.
 
-    ``bases[r]`` is where rank r's memory lies in this process, after ``connect``.
+    ``ways[peer]`` is the kind of the way.  ``make``, then ``info`` to the others, then ``reach`` with theirs; ``leave``, then ``free``.
     """
 
-    def __init__(self, gpu: GpuMemory, rank: int, nbytes: int, fills: Sequence[tuple[int, int, int]] = ()) -> None:
-        self.gpu, self.rank, self.nbytes = gpu, rank, nbytes
-        self.bases: list[int] = []
-        self._own = gpu.allocate(nbytes)
-        gpu.fill(self._own, nbytes, 0)
-        for offset, size, word in fills:
-            gpu.fill(self._own + offset, size, word)
+    def __init__(self, gpu: GpuMemory, rank: int, ways: Mapping[int, str], ordinals: Sequence[int], fills: Fills = ()) -> None:
+        self.gpu, self.rank, self.ways, self._fills = gpu, rank, ways, fills
+        self._ordinals = ordinals
+        self.own = 0
+        self.failures: list[tuple[int, str, str]] = []  # (peer, kind, why)
+        self.addresses: dict[int, int] = {rank: 0}  # of the peers' memory here
+        self.host: HostSegment | None = None
+        self.hosts: dict[int, HostSegment] = {}
+        self._mapped: Mapped | None = None
+        self._imported: dict[int, Mapped] = {}
+        self._opened: list[int] = []
+        self._door: Door | None = None
 
-    def setup(self) -> bytes:
-        """What the other ranks need to map this rank's memory."""
-        record = {"handle": self.gpu.export(self._own).hex(), "pid": os.getpid(), "arch": self.gpu.arch, "nbytes": self.nbytes}
+    def _peers(self, *kinds: str) -> list[int]:
+        return [peer for peer, kind in self.ways.items() if kind in kinds]
+
+    def _failed(self, peers: Sequence[int], error: MiracclError) -> None:
+        self.failures += [(peer, self.ways[peer], error.message) for peer in peers]
+
+    def make(self, nbytes: int, descriptors: bool, host: bool = True) -> None:
+        """Allocate and fill. Raises ``SystemFailure`` where plain memory cannot be had; other failures are for the report."""
+        if descriptors:
+            try:
+                self._mapped = Mapped.create(self.gpu, nbytes)
+                self.own = self._mapped.address
+            except SystemFailure as error:
+                self._failed(self._peers(VMM), error)
+        else:
+            self.own = self.gpu.allocate(nbytes)
+        if self.own:
+            self._fill(nbytes)
+        self.addresses[self.rank] = self.own
+        if host and self._peers(HOST):
+            try:
+                self.host = HostSegment.create(self.gpu, nbytes, self._fills)
+            except SystemFailure as error:
+                self._failed(self._peers(HOST), error)
+
+    def _fill(self, nbytes: int) -> None:
+        self.gpu.fill(self.own, nbytes, 0)
+        for offset, size, word in self._fills:
+            self.gpu.fill(self.own + offset, size, word)
+
+    def info(self) -> bytes:
+        """What peers need to reach this rank's memory."""
+        record: dict[str, Any] = {"address": self.own, "size": 0, "host_size": 0, "handle": "", "door": ""}
+        if self._mapped is not None:
+            record["size"] = self._mapped.nbytes
+        if self.host is not None:
+            record["host_size"] = self.host.nbytes
+        if ipc := self._peers(IPC):
+            try:
+                record["handle"] = self.gpu.export(self.own).hex()
+            except SystemFailure as error:
+                self._failed(ipc, error)
+        if self._mapped is not None or self.host is not None:
+            try:
+                self._door = Door(len(self.ways), pairs.pid_namespace())
+                record["door"] = self._door.address.to_json()
+            except SystemFailure as error:
+                self._failed(self._peers(VMM, HOST), error)
         return json.dumps(record).encode()
 
-    def connect(self, infos: Sequence[bytes]) -> None:
-        """Map everybody's memory; ``infos[r]`` is what ``setup`` gave rank r."""
+    def reach(self, infos: Sequence[bytes]) -> None:
+        """Map everybody's memory; what fails is in ``failures``."""
         records = [json.loads(info) for info in infos]
-        for peer, record in enumerate(records):
-            if record["nbytes"] != self.nbytes or record["arch"] != self.gpu.arch:
-                raise InvalidUsage(f"rank {peer} has another kind of GPU or another version of miraccl", rank=self.rank, peer=peer)
-            if peer != self.rank and record["pid"] == os.getpid():
-                raise InvalidUsage("two ranks of one process cannot share GPU memory", rank=self.rank, hint="start one process per GPU")
-        for peer, record in enumerate(records):
-            self.bases.append(self._own if peer == self.rank else self._map(peer, bytes.fromhex(record["handle"])))
+        for peer in self._peers(PROCESS, IPC):
+            try:
+                if self.ways[peer] == PROCESS:
+                    self.gpu.enable_peer(self._ordinals[peer])
+                    self.addresses[peer] = int(records[peer]["address"])
+                elif records[peer]["handle"]:
+                    self.addresses[peer] = self.gpu.map_peer(bytes.fromhex(records[peer]["handle"]))
+                    self._opened.append(peer)
+            except SystemFailure as error:
+                self._failed([peer], error)
+        if self._door is not None:
+            doors = {p: Address.from_json(records[p]["door"]) for p in self._peers(VMM, HOST) if records[p]["door"]}
+            self._pass_descriptors(self._door, doors, records)
 
-    def _map(self, peer: int, handle: bytes) -> int:
+    def _pass_descriptors(self, door: Door, doors: Mapping[int, Address], records: Sequence[Mapping[str, Any]]) -> None:
+        exported = -1
         try:
-            return self.gpu.map_peer(handle)
+            exported = self._mapped.export() if self._mapped is not None and self._peers(VMM) else -1
         except SystemFailure as error:
-            hint = "the two GPUs need peer access (nvidia-smi topo -p2p r), and containers a shared IPC namespace"
-            text = f"the memory of rank {peer} cannot be mapped: {error.message}"
-            raise SystemFailure(text, rank=self.rank, peer=peer, hint=hint) from error
+            self._failed(self._peers(VMM), error)
+        try:
+            for peer, address in doors.items():
+                descriptor = exported if self.ways[peer] == VMM else self.host.descriptor if self.host is not None else -1
+                try:
+                    door.push(self.rank, address, [descriptor] if descriptor >= 0 else [])
+                except SystemFailure as error:
+                    self._failed([peer], error)
+            taken = door.take(doors)
+        finally:
+            close_all([exported] if exported >= 0 else [])
+        for peer in doors:
+            self._import(peer, taken.get(peer, []), records[peer])
+
+    def _import(self, peer: int, descriptors: Sequence[int], record: Mapping[str, Any]) -> None:
+        try:
+            if len(descriptors) != 1:
+                raise SystemFailure("its descriptor did not come")
+            if self.ways[peer] == VMM:
+                self._imported[peer] = Mapped.from_descriptor(self.gpu, descriptors[0], int(record["size"]))
+                self.addresses[peer] = self._imported[peer].address
+            else:
+                self.hosts[peer] = HostSegment.from_descriptor(self.gpu, descriptors[0], int(record["host_size"]))
+        except SystemFailure as error:
+            self._failed([peer], error)
+
+    def leave(self) -> None:
+        """Unmap what belongs to others. May be called twice."""
+        if self._door is not None:
+            self._door.close()
+        for peer in self._opened:
+            self.gpu.unmap_peer(self.addresses[peer])
+        for mapped in self._imported.values():
+            mapped.close()
+        for host in self.hosts.values():
+            host.close()
+        self._opened, self._imported, self.hosts = [], {}, {}
+
+    def free(self) -> None:
+        """Give this rank's memory back, after all peers have left it. May be called twice."""
+        own, self.own = self.own, 0
+        if self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None
+        elif own:
+            self.gpu.free(own)
+        if self.host is not None:
+            self.host.close()
+            self.host = None
+
+    def close(self) -> None:
+        with contextlib.suppress(MiracclError):  # a context that a failed kernel broke frees its memory by itself
+            self.leave()
+            self.free()
+
+
+class SymmetricMemory:
+    """``nbytes`` on every rank; ``fills`` are (offset, bytes, 32-bit word) that it begins with, over zeros. Made by all ranks together.
+
+    ``own`` is this rank's device memory, ``inboxes`` and ``outboxes`` have an address per rank, this rank's own among them, and ``kinds``
+    the ways.  When the constructor returns, everybody's memory is mapped and filled.  Raises ``SystemFailure`` or ``InvalidUsage``
+    naming the pair, on all ranks alike where they all can know.
+    """
+
+    def __init__(
+        self,
+        gpu: GpuMemory,
+        rank: int,
+        nranks: int,
+        nbytes: int,
+        fills: Fills = (),
+        *,
+        exchange: Exchange,
+        settings: Settings | None = None,
+    ) -> None:
+        self.gpu, self.rank, self.nranks, self.nbytes = gpu, rank, nranks, nbytes
+        self.own, self.inboxes, self.outboxes, self.kinds = 0, [0], [0], [SELF]
+        self.ways: dict[Pair, pairs.Choice] = {}
+        self.refused: dict[tuple[Pair, str], str] = {}
+        self.descriptors, self.reason = False, "one rank"
+        self._exchange, self._fills = exchange, fills
+        self._shared: _Shared | None = None
+        if nranks > 1:
+            self._look(settings or Settings.read())
+            while not self._attempt():
+                pass
+
+    @property
+    def bases(self) -> list[int]:
+        """Where each rank's memory lies, if all are mapped; older name of ``outboxes``."""
+        return self.outboxes
+
+    def _look(self, settings: Settings) -> None:
+        """Exchange what ways are decided from."""
+        mine = Facts(
+            rank=self.rank,
+            process=f"{_machine()}/{pairs.pid_namespace()}/{os.getpid()}",
+            pid=os.getpid(),
+            pid_namespace=pairs.pid_namespace(),
+            ordinal=self.gpu.ordinal,
+            bus_id=self.gpu.bus_id,
+            arch=self.gpu.arch,
+            nbytes=self.nbytes,
+            descriptors=self.gpu.exports_descriptors,
+            cumem=settings.cumem,
+            p2p_disable=settings.p2p_disable,
+            p2p_level=settings.p2p_level,
+            shm_disable=settings.shm_disable,
+        )
+        blobs = self._exchange(mine.to_json(), "gpu facts")
+        self.facts = [Facts.from_json(blob, rank) for rank, blob in enumerate(blobs)]
+        pairs.check_alike(self.facts, self.rank)
+        ids = sorted({facts.bus_id for facts in self.facts})
+        paths = pairs.read_paths(ids) if self.rank == 0 and len(ids) > 1 else Paths(types={})
+        view = {"access": [self.gpu.reaches(facts.bus_id) for facts in self.facts], "paths": paths.to_json().decode()}
+        views = [json.loads(blob) for blob in self._exchange(json.dumps(view).encode(), "gpu views")]
+        self._access = [record["access"] for record in views]
+        self._paths = Paths.from_json(views[0]["paths"].encode())
+
+    def _attempt(self) -> bool:
+        """Try the ways that are left; False if something failed somewhere and the next ones are to be tried."""
+        self.descriptors, self.reason = pairs.uses_descriptors(self.facts, self.refused)
+        self.ways = pairs.choose_ways(self.facts, self._access, self._paths, self.refused)
+        mine = {p: self.ways[pairs.pair_of(self.rank, p)].kind for p in range(self.nranks) if p != self.rank}
+        self.descriptors = self.descriptors and any(choice.kind == VMM for choice in self.ways.values())
+        shared = self._shared = _Shared(self.gpu, self.rank, mine, [f.ordinal for f in self.facts], self._fills)
+        try:
+            shared.make(self.nbytes, self.descriptors)
+            shared.reach(self._exchange(shared.info(), "gpu memory"))
+            reports = [json.loads(blob) for blob in self._exchange(json.dumps(shared.failures).encode(), "gpu mapped")]
+            failed = {(pairs.pair_of(rank, peer), kind): why for rank, report in enumerate(reports) for peer, kind, why in report}
+            if failed:
+                shared.leave()
+                self._exchange(b"", "gpu unmapped")  # nobody frees what another one still maps
+                shared.free()
+        except BaseException:
+            shared.close()
+            raise
+        if failed:
+            self.refused.update(failed)
+            return False
+        self.own = shared.own
+        self.kinds = [mine.get(peer, SELF) for peer in range(self.nranks)]
+        self.inboxes = [shared.host.on_gpu if kind == HOST and shared.host else shared.own for kind in self.kinds]
+        self.outboxes = [shared.hosts[p].on_gpu if kind == HOST else shared.addresses[p] for p, kind in enumerate(self.kinds)]
+        return True
+
+    def explain(self) -> Explanation:
+        """The way of every pair of ranks, and why."""
+        return [(pair, choice.kind, choice.why) for pair, choice in sorted(self.ways.items())]
+
+    def window(self, nbytes: int) -> WindowMemory:
+        """A further allocation of ``nbytes`` on every rank, made by all ranks together."""
+        return WindowMemory(self, nbytes)
+
+    def host_bytes(self) -> int:
+        """Pinned host memory that this rank owns."""
+        return self._shared.host.nbytes if self._shared is not None and self._shared.host is not None else 0
 
     def close(self) -> None:
         """Unmap and free; the caller has seen to it that no rank uses the memory any more. May be called twice."""
-        bases, self.bases = self.bases, []
-        own, self._own = self._own, 0
+        if self._shared is not None:
+            self._shared.close()
+        self.own, self.inboxes, self.outboxes = 0, [], []
+
+
+class WindowMemory:
+    """An allocation of ``nbytes`` on every rank that peers address, by the ways that ``base`` has found.
+
+    ``addresses[p]`` is where rank p's lies for kernels of this rank, 0 where the pair has no peer access; ``addressable`` says whether
+    every rank reaches every other's, and is the same on all.  It begins as zeros.  Close it on all ranks, when no rank uses it any more,
+    before ``base``.
+    """
+
+    def __init__(self, base: SymmetricMemory, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._base = base
+        direct = {p: kind for p, kind in enumerate(base.kinds) if kind in DIRECT}
+        ordinals = [f.ordinal for f in base.facts] if base.nranks > 1 else []
+        shared = self._shared = _Shared(base.gpu, base.rank, direct, ordinals)
         try:
-            for peer, address in enumerate(bases):
-                if peer != self.rank:
-                    self.gpu.unmap_peer(address)
-            if own:
-                self.gpu.free(own)
-        except MiracclError:  # a context that a failed kernel broke frees its memory by itself
-            pass
+            shared.make(nbytes, base.descriptors, host=False)
+            if base.nranks > 1:
+                self._connect(base)
+        except BaseException:
+            shared.close()
+            raise
+        self.own = shared.own
+        self.addresses = [shared.addresses.get(p, 0) for p in range(base.nranks)]
+        self.addressable = all(choice.kind in DIRECT for choice in base.ways.values())
+
+    def _connect(self, base: SymmetricMemory) -> None:
+        shared, exchange = self._shared, base._exchange
+        shared.reach(exchange(shared.info(), "gpu window"))
+        reports = [json.loads(blob) for blob in exchange(json.dumps(shared.failures).encode(), "gpu window mapped")]
+        failed = [(rank, peer, why) for rank, report in enumerate(reports) for peer, _, why in report]
+        if failed:
+            shared.leave()
+            exchange(b"", "gpu window unmapped")
+            rank, peer, why = failed[0]
+            raise SystemFailure(f"window memory of rank {peer} could not be mapped by rank {rank}: {why}", rank=base.rank, peer=peer)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._shared.close()
+        self.own, self.addresses = 0, []
+
+
+def _machine() -> str:
+    """The kernel's boot, whatever host this rank claims to be on."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return os.uname().nodename

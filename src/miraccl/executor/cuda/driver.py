@@ -137,7 +137,7 @@ class Gpu:
         return bool(int(check(self.cuda.cuDeviceCanAccessPeer(self._device, peer), "cuDeviceCanAccessPeer")))
 
     def enable_peer(self, ordinal: int) -> None:
-        """Let kernels of this GPU use pointers to memory that this process allocated on the GPU ``ordinal``; for the life of the context."""
+        """Let kernels of this GPU use memory that this process allocated on the GPU ``ordinal``, while the context lives."""
         if ordinal == self.ordinal:
             return
         peer = check(self.cuda.cuDeviceGet(ordinal), f"cuDeviceGet({ordinal})")

@@ -1,0 +1,129 @@
+"""File descriptors from rank to rank of a host, over Unix sockets.
+
+Each rank opens a door: a listening socket with a random name in the abstract namespace, which leaves nothing behind.  Name and a random
+token travel with everything else that ranks tell each other, over the authenticated control plane.  Then every rank calls at its
+peers' doors and pushes its descriptors (SCM_RIGHTS, unix(7)); the kernel keeps them until the peer looks, so nobody waits for
+anybody's accept and no thread is needed.  Who calls must be the process that the control plane named, of the same user (SO_PEERCRED),
+and know the token; others are dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from miraccl.errors import SystemFailure
+
+TOKEN_BYTES = 16
+TIMEOUT_S = 20.0
+STRANGER_S = 1.0
+"""How long somebody who has called may take to say who it is."""
+_HEAD = struct.Struct(f"<{TOKEN_BYTES}sII")  # the door's token, the caller's rank, how many descriptors
+_CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
+MAX_DESCRIPTORS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where and how to call at a rank's door. ``pid`` counts only where ``pid_namespace`` is the caller's own."""
+
+    name: str
+    token: str
+    pid: int
+    pid_namespace: int
+
+    def to_json(self) -> str:
+        return json.dumps(self.__dict__)
+
+    @classmethod
+    def from_json(cls, text: str) -> Address:
+        return cls(**json.loads(text))
+
+
+class Door:
+    """A rank's listening socket, open until ``close``."""
+
+    def __init__(self, npeers: int, pid_namespace: int) -> None:
+        self._token = os.urandom(TOKEN_BYTES)
+        self._namespace = pid_namespace
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        name = f"miraccl-{os.getpid()}-{os.urandom(8).hex()}"
+        try:
+            self._socket.bind("\0" + name)
+            self._socket.listen(npeers + 16)
+        except OSError as error:
+            self._socket.close()
+            raise SystemFailure(f"cannot listen on a Unix socket: {error.strerror}") from error
+        self.address = Address(name=name, token=self._token.hex(), pid=os.getpid(), pid_namespace=pid_namespace)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def push(self, rank: int, peer: Address, descriptors: Sequence[int], timeout: float = TIMEOUT_S) -> None:
+        """Give descriptors to the rank behind ``peer``; they stay open here. Raises ``SystemFailure``."""
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+                sock.settimeout(timeout)
+                sock.connect("\0" + peer.name)
+                self._check_other_side(sock, peer)
+                head = _HEAD.pack(bytes.fromhex(peer.token), rank, len(descriptors))
+                socket.send_fds(sock, [head], list(descriptors))
+        except OSError as error:
+            if isinstance(error, SystemFailure):
+                raise
+            text = f"descriptors cannot be passed to process {peer.pid}: {error.strerror or error}"
+            raise SystemFailure(text, hint="ranks of a host share its network namespace") from error
+
+    def take(self, peers: Mapping[int, Address], timeout: float = TIMEOUT_S) -> dict[int, list[int]]:
+        """What these ranks have pushed, as descriptors of this process (close-on-exec); a rank that has not come in time is not in it."""
+        deadline = time.monotonic() + timeout
+        got: dict[int, list[int]] = {}
+        while len(got) < len(peers) and (left := deadline - time.monotonic()) > 0:
+            self._socket.settimeout(left)
+            try:
+                sock, _ = self._socket.accept()
+            except TimeoutError:
+                break
+            with sock:
+                sock.settimeout(min(left, STRANGER_S))
+                found = self._hear(sock, peers)
+            if found is not None and found[0] not in got:
+                got[found[0]] = found[1]
+            elif found is not None:
+                close_all(found[1])
+        return got
+
+    def _hear(self, sock: socket.socket, peers: Mapping[int, Address]) -> tuple[int, list[int]] | None:
+        """Rank and descriptors of a caller, None for a stranger."""
+        received: list[int] = []
+        try:
+            data, received, flags, _ = socket.recv_fds(sock, _HEAD.size, MAX_DESCRIPTORS, socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC)
+            if len(data) == _HEAD.size and not flags & socket.MSG_CTRUNC:
+                token, rank, count = _HEAD.unpack(data)
+                if hmac.compare_digest(token, self._token) and rank in peers and count == len(received):
+                    self._check_other_side(sock, peers[rank])
+                    taken, received = received, []
+                    return rank, taken
+        except OSError:  # it has gone again, or is somebody else
+            pass
+        finally:
+            close_all(received)
+        return None
+
+    def _check_other_side(self, sock: socket.socket, peer: Address) -> None:
+        pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if uid != os.geteuid() or (peer.pid_namespace == self._namespace and pid != peer.pid):
+            raise SystemFailure(f"process {pid} of user {uid} is on the other side instead of process {peer.pid} of user {os.geteuid()}")
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

@@ -1,0 +1,240 @@
+"""Which way GPU data take between each two ranks of a host: decided from exchanged facts by a function, so that all ranks decide alike.
+
+Ways, best first: ``process`` (both ranks are threads of one process: plain pointers), ``vmm`` (virtual memory management, the memory is
+passed as a file descriptor), ``ipc`` (CUDA IPC handles), ``host`` (pinned host memory that belongs to the receiver).  The first three need
+peer access: both GPUs say so (cuDeviceCanAccessPeer), and the path between them is not longer than ``P2P_LEVEL`` allows, in words of
+``topo``; NCCL's default is PXB, and SYS for two GPUs on AMD hosts (NCCL 2.28 ``src/graph/paths.cc``, ncclTopoCheckP2p).  A way that was
+tried and failed is in ``Refused``; then the next one is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from miraccl import params
+from miraccl.errors import InvalidUsage, MiracclError, ProtocolError, SystemFailure
+from miraccl.topo.analyse import analyse_topology
+from miraccl.topo.load import load_topology
+from miraccl.topo.options import PathOptions, TopoOptions
+from miraccl.topo.queries import p2p_level
+from miraccl.topo.records import LOCAL_ID_MASK, PathType
+from miraccl.topo.xmlfile import bus_id as bus_number
+
+SELF, PROCESS, VMM, IPC, HOST = "self", "process", "vmm", "ipc", "host"
+#: ways that are mappings of the receiver's device memory
+DIRECT = (PROCESS, VMM, IPC)
+
+Pair = tuple[int, int]
+Refused = Mapping[tuple[Pair, str], str]
+"""(pair, way) -> why it did not work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a rank tells of itself. ``process`` is the same for threads of one process only; ``cumem`` as the parameter CUMEM."""
+
+    rank: int
+    process: str
+    pid: int
+    pid_namespace: int
+    ordinal: int
+    bus_id: str
+    arch: int
+    nbytes: int
+    descriptors: bool
+    cumem: int = -1
+    p2p_disable: bool = False
+    p2p_level: int = -1
+    shm_disable: bool = False
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, rank: int) -> Facts:
+        try:
+            facts = cls(**json.loads(data))
+        except (ValueError, TypeError) as error:
+            raise ProtocolError(f"rank {rank} describes its GPU in a way that is not understood: {error}", peer=rank) from error
+        if facts.rank != rank:
+            raise ProtocolError(f"rank {rank} calls itself rank {facts.rank}", peer=rank)
+        return facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the environment says about ways."""
+
+    cumem: int = -1
+    p2p_disable: bool = False
+    p2p_level: int = -1
+    shm_disable: bool = False
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        return cls(
+            cumem=params.CUMEM.read(environ),
+            p2p_disable=params.P2P_DISABLE.read(environ) == 1,
+            p2p_level=params.P2P_LEVEL.read(environ),
+            shm_disable=params.SHM_DISABLE.read(environ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paths:
+    """Path types between GPUs by bus id, as one rank of the host sees them, and NCCL's default level; ``note`` says why there are none."""
+
+    types: Mapping[tuple[str, str], PathType]
+    default_level: PathType = PathType.PXB
+    note: str = ""
+
+    def between(self, a: str, b: str) -> PathType | None:
+        return PathType.LOC if a == b else self.types.get((min(a, b), max(a, b)))
+
+    def to_json(self) -> bytes:
+        rows = [[a, b, int(path)] for (a, b), path in self.types.items()]
+        return json.dumps({"types": rows, "level": int(self.default_level), "note": self.note}).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Paths:
+        record = json.loads(data)
+        types = {(str(a), str(b)): PathType(path) for a, b, path in record["types"]}
+        return cls(types=types, default_level=PathType(record["level"]), note=str(record["note"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The way of a pair, and why; ``kind`` is empty where there is none."""
+
+    kind: str
+    why: str
+
+
+def read_paths(bus_ids: Sequence[str]) -> Paths:
+    """The paths between these GPUs, from the topology file that is named or from this machine. Never raises: ``note`` has the reason."""
+    options = TopoOptions(paths=PathOptions(p2p_level=PathType.SYS, net_intra=False, pxn=False))  # paths as they are, before rules
+    types: dict[tuple[str, str], PathType] = {}
+    level = PathType.PXB
+    try:
+        topology = analyse_topology(load_topology().root, options)
+        for domain in topology.domains:
+            system, paths = domain.system, domain.paths
+            level = p2p_level(system, PathOptions())
+            place = {gpu.id & LOCAL_ID_MASK: position for position, gpu in enumerate(system.gpus)}
+            for a in bus_ids:
+                for b in bus_ids:
+                    here, there = place.get(bus_number(a)), place.get(bus_number(b))
+                    if a < b and here is not None and there is not None:
+                        types[a, b] = max(paths.gpu_gpu(here, there).type, paths.gpu_gpu(there, here).type)
+    except (MiracclError, OSError, ValueError, LookupError) as error:
+        return Paths(types={}, note=f"no topology: {error}")
+    return Paths(types=types, default_level=level, note="" if types else "the topology does not have these GPUs")
+
+
+def pair_of(a: int, b: int) -> Pair:
+    return (a, b) if a < b else (b, a)
+
+
+def uses_descriptors(facts: Sequence[Facts], refused: Refused) -> tuple[bool, str]:
+    """Whether the communicator's memory is made by virtual memory management, and why (not).
+
+    One answer for all ranks: memory made that way has no IPC handle.  Raises ``InvalidUsage`` where a rank insists and it cannot be.
+    """
+    insists = [f.rank for f in facts if f.cumem == 1]
+    cannot = [f.rank for f in facts if not f.descriptors]
+    failed = next((f"ranks {pair[0]} and {pair[1]}: {text}" for (pair, kind), text in refused.items() if kind == VMM), "")
+    declines = [f.rank for f in facts if f.cumem == 0]
+    reason = ""
+    if declines:
+        reason = f"CUMEM is 0 on rank {declines[0]}"
+    elif cannot:
+        reason = f"the GPU of rank {cannot[0]} does not share memory as file descriptors"
+    elif failed:
+        reason = f"it failed between {failed}"
+    if reason and insists:
+        text = f"rank {insists[0]} insists on virtual memory management (CUMEM=1), but {reason}"
+        raise InvalidUsage(text, peer=insists[0], hint="set MIRACCL_CUMEM=auto, on all ranks")
+    if reason:
+        return False, reason
+    if insists:
+        return True, f"rank {insists[0]} asked for it (CUMEM=1)"
+    if len({f.process for f in facts}) == 1:
+        return False, "all ranks are threads of one process"
+    return True, "all GPUs share memory as file descriptors"
+
+
+def peer_access(a: Facts, b: Facts, access: Sequence[bool | None], paths: Paths) -> tuple[bool, str]:
+    """Whether two ranks may use each other's device memory; ``access`` is what the driver tells rank a of b's GPU and rank b of a's."""
+    off = next((f.rank for f in (a, b) if f.p2p_disable), None)
+    if off is not None:
+        return False, f"P2P_DISABLE is 1 on rank {off}"
+    path = paths.between(a.bus_id, b.bus_id)
+    name = path.name if path is not None else f"path unknown ({paths.note or 'not in the topology'})"
+    if any(answer is False for answer in access):
+        return False, f"{name}: the driver refuses peer access (nvidia-smi topo -p2p r)"
+    asked = [f.p2p_level for f in (a, b) if f.p2p_level >= 0]
+    level = PathType(min(asked)) if asked else paths.default_level
+    if path is not None and path > level:
+        return False, f"{name} is farther than P2P_LEVEL {level.name}"
+    if path is None and asked and level < PathType.SYS:
+        return False, f"{name}, and P2P_LEVEL is {level.name}"
+    return True, name
+
+
+def choose_way(a: Facts, b: Facts, access: Sequence[bool | None], paths: Paths, descriptors: bool, refused: Refused) -> Choice:
+    """The way between two ranks; the same whichever comes first. ``descriptors`` is the answer of ``uses_descriptors``."""
+    if a.rank == b.rank:
+        return Choice(kind=SELF, why="the rank itself")
+    a, b = (a, b) if a.rank < b.rank else (b, a)
+    pair = pair_of(a.rank, b.rank)
+    allowed, why = peer_access(a, b, access, paths)
+    if allowed:
+        kind = VMM if descriptors else PROCESS if a.process == b.process else IPC
+        if (pair, kind) not in refused:
+            return Choice(kind=kind, why=why)
+        why = f"{kind} failed: {refused[pair, kind]}"
+    off = next((f.rank for f in (a, b) if f.shm_disable), None)
+    if off is not None:
+        return Choice(kind="", why=f"{why}; and SHM_DISABLE is 1 on rank {off}")
+    if (pair, HOST) in refused:
+        return Choice(kind="", why=f"{why}; and host memory failed: {refused[pair, HOST]}")
+    return Choice(kind=HOST, why=why)
+
+
+def choose_ways(facts: Sequence[Facts], access: Sequence[Sequence[bool | None]], paths: Paths, refused: Refused) -> dict[Pair, Choice]:
+    """The ways of all pairs (lower rank first); ``access[a][b]`` is what the driver tells rank a of the GPU of rank b.
+
+    Raises ``SystemFailure`` naming the pair where there is no way, on all ranks alike.
+    """
+    descriptors, _ = uses_descriptors(facts, refused)
+    ways: dict[Pair, Choice] = {}
+    for a in facts:
+        for b in facts[a.rank + 1 :]:
+            views = (access[a.rank][b.rank], access[b.rank][a.rank])
+            choice = ways[a.rank, b.rank] = choose_way(a, b, views, paths, descriptors, refused)
+            if not choice.kind:
+                text = f"ranks {a.rank} and {b.rank} have no way to exchange GPU data: {choice.why}"
+                raise SystemFailure(text, peer=b.rank, hint="allow peer access or shared memory, or give them different MIRACCL_HOSTID")
+    return ways
+
+
+def check_alike(facts: Sequence[Facts], rank: int) -> None:
+    """Raise ``InvalidUsage`` where ranks cannot work together at all."""
+    mine = facts[rank]
+    for other in facts:
+        if other.arch != mine.arch:
+            text = f"the GPU of rank {other.rank} is sm_{other.arch}, this one sm_{mine.arch}"
+            raise InvalidUsage(text, rank=rank, peer=other.rank, hint="all GPUs of a communicator are of one kind")
+        if other.nbytes != mine.nbytes:
+            raise InvalidUsage(f"rank {other.rank} has another version of miraccl", rank=rank, peer=other.rank)
+
+
+def pid_namespace() -> int:
+    """Of this process; 0 where the kernel does not say."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0

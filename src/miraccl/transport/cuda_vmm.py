@@ -1,0 +1,67 @@
+"""GPU memory made by CUDA's virtual memory management: physical memory with a handle, mapped at addresses, exported as descriptors.
+
+Order of an end: unmap, free the address, release the handle; the driver frees the memory when the last handle and mapping anywhere are
+gone.  Only plain device memory is made here, never multicast objects.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+
+class VmmGpu(Protocol):
+    """What is needed of a GPU (``executor.cuda.driver.Gpu``)."""
+
+    def granularity(self) -> int: ...
+    def create_physical(self, nbytes: int) -> int: ...
+    def export_descriptor(self, handle: int) -> int: ...
+    def import_descriptor(self, descriptor: int) -> int: ...
+    def map_physical(self, handle: int, nbytes: int) -> int: ...
+    def unmap_physical(self, address: int, nbytes: int) -> None: ...
+    def release_physical(self, handle: int) -> None: ...
+
+
+def rounded(nbytes: int, granularity: int) -> int:
+    """Bytes of the allocation that holds ``nbytes``."""
+    return max(1, -(-nbytes // granularity)) * granularity
+
+
+class Mapped:
+    """Memory with an address on this GPU; of this rank (``create``) or of another (``from_descriptor``)."""
+
+    def __init__(self, gpu: VmmGpu, handle: int, nbytes: int) -> None:
+        """Takes ``handle`` over, also when mapping fails."""
+        self._gpu, self._handle, self.nbytes = gpu, handle, nbytes
+        self.address = 0
+        try:
+            self.address = gpu.map_physical(handle, nbytes)
+        except BaseException:
+            gpu.release_physical(handle)
+            raise
+
+    @classmethod
+    def create(cls, gpu: VmmGpu, nbytes: int) -> Mapped:
+        """New memory of at least ``nbytes``."""
+        size = rounded(nbytes, gpu.granularity())
+        return cls(gpu, gpu.create_physical(size), size)
+
+    @classmethod
+    def from_descriptor(cls, gpu: VmmGpu, descriptor: int, nbytes: int) -> Mapped:
+        """Memory that a peer has exported; ``nbytes`` is the size of its allocation. Closes ``descriptor``."""
+        try:
+            handle = gpu.import_descriptor(descriptor)
+        finally:
+            os.close(descriptor)
+        return cls(gpu, handle, nbytes)
+
+    def export(self) -> int:
+        """A new descriptor for peers; the caller closes it when all have theirs."""
+        return self._gpu.export_descriptor(self._handle)
+
+    def close(self) -> None:
+        """May be called twice."""
+        address, self.address = self.address, 0
+        if address:
+            self._gpu.unmap_physical(address, self.nbytes)
+            self._gpu.release_physical(self._handle)
