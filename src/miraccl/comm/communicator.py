@@ -17,6 +17,7 @@ from miraccl.comm import group as groups
 from miraccl.comm.arguments import peer_rank, view
 from miraccl.comm.calls import Call, Place
 from miraccl.comm.device import DeviceCommunicator
+from miraccl.comm.device_hosts import HostsCommunicator, make_device_communicator
 from miraccl.comm.device_memory import lies_on_gpu, ordinal_of
 from miraccl.comm.exchange import Transfer
 from miraccl.comm.meeting import meet_by_id
@@ -64,7 +65,7 @@ class Communicator:
         self.rank, self.nranks = session.rank, session.nranks
         member = self._member = Member(session, options, constants=parent._member.constants if parent else None)
         self._lock = threading.RLock()
-        self._device: DeviceCommunicator | None = None
+        self._device: DeviceCommunicator | HostsCommunicator | None = None
         context = member.context
         self._all_reduce = context.door("collective", Collective.ALL_REDUCE)
         self._all_gather = context.door("collective", Collective.ALL_GATHER)
@@ -294,7 +295,7 @@ class Communicator:
 
     # ---- GPU memory
 
-    def _gpu(self, x: Any, async_op: bool) -> DeviceCommunicator | None:
+    def _gpu(self, x: Any, async_op: bool) -> DeviceCommunicator | HostsCommunicator | None:
         """The GPU side if ``x`` lies on a GPU; it is made with the first such call, by all ranks together."""
         if not lies_on_gpu(x):
             return None
@@ -303,8 +304,13 @@ class Communicator:
         if self._device is None:
             self._member.check(0, "the first operation on GPU memory")
             options = self._member.options
-            self._device = DeviceCommunicator(
-                self._member.session, ordinal_of(x), timeout=options.timeout, algo=options.algo, proto=options.proto
+            self._device = make_device_communicator(
+                self._member.session,
+                ordinal_of(x),
+                open_cpu=lambda session: Communicator.from_session(session, options, parent=self),
+                timeout=options.timeout,
+                algo=options.algo,
+                proto=options.proto,
             )
         return self._device
 

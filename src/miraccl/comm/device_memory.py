@@ -43,6 +43,10 @@ class DeviceMemory(NamedTuple):
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
 
+    def part(self, first: int, count: int) -> DeviceMemory:
+        """Elements ``first`` to ``first + count``."""
+        return DeviceMemory(self.address + first * self.dtype.itemsize, count, self.dtype)
+
 
 def lies_on_gpu(thing: Any) -> bool:
     """Whether ``thing`` is an array in GPU memory; cheap, never raises, imports nothing."""
@@ -67,6 +71,8 @@ def ordinal_of(thing: Any) -> int:
 
 def device_view(thing: Any, name: str, where: str) -> DeviceMemory:
     """The memory of ``thing``, or ``InvalidUsage`` that says what is wrong with the argument ``name`` of ``where``."""
+    if isinstance(thing, DeviceMemory):
+        return thing
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(thing, torch.Tensor):
         return _view_tensor(thing, torch, name, where)

@@ -1,0 +1,673 @@
+"""Collectives on GPU memory over several hosts: kernels inside a host, pinned memory and the CPU communicator between hosts.
+
+``make_device_communicator`` gives the communicator of one host (``comm.device``) or ``HostsCommunicator``, with the same methods.  All
+is enqueued in the caller's stream and may be captured in CUDA graphs; a proxy thread does the network's part (``comm.device_staging``).
+
+Two algorithms.  ``hierarchical`` sums and spreads inside each host on its GPUs and sends every element once per host: it needs hosts of
+equal numbers of ranks.  ``staged`` hands everything to the CPU communicator of all ranks, which has every collective, operator and type.
+16-bit floats are rounded once inside a host and once between hosts; averages of integers are staged, for they are truncated once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from miraccl import params
+from miraccl.bootstrap import Event, PeerLost, Session
+from miraccl.comm.arguments import counts_of, operator
+from miraccl.comm.device import DeviceCommunicator
+from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
+from miraccl.comm.device_staging import CpuCommunicator, Piece, RunPiece, Shape, StagedJob, Staging, collective_on, cut, elements_per_piece
+from miraccl.comm.device_transfers import DeviceTransfer, cut_transfers, transfers_on
+from miraccl.errors import CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError, PeerDied, SystemFailure
+from miraccl.transport.cuda_p2p import Explanation
+from miraccl.types import Collective, DType, RedOp
+
+SUM = RedOp.SUM
+LEAST_SLOT = 64 << 10
+CLOSE_WAIT_S = 10.0
+OpenCpu = Callable[[Session], CpuCommunicator]
+_ON_GPU = tuple(dtype for dtype in DType if dtype not in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2))
+
+
+def host_name(session: Session) -> str:
+    """Which host this rank counts itself to. Ranks that may share neither device nor host memory are hosts of their own."""
+    name = params.HOSTID.read() or session.hosts[session.rank]
+    apart = params.P2P_DISABLE.read() == 1 and params.SHM_DISABLE.read()
+    return f"{name}/rank{session.rank}" if apart else name
+
+
+def make_device_communicator(
+    session: Session,
+    ordinal: int,
+    *,
+    open_cpu: OpenCpu,
+    timeout: float | None = None,
+    algo: str | None = None,
+    proto: str | None = None,
+) -> DeviceCommunicator | HostsCommunicator:
+    """The GPU side of a communicator, made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU.
+
+    ``open_cpu`` makes a CPU communicator of a session; only several hosts need it.
+    """
+    names = [blob.decode() for blob in session.all_gather(host_name(session).encode(), "gpu hosts")]
+    if len(set(names)) == 1:
+        return DeviceCommunicator(session, ordinal, timeout=timeout, algo=algo, proto=proto)
+    return HostsCommunicator(session, ordinal, names, open_cpu=open_cpu, timeout=timeout, algo=algo, proto=proto)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostsPlan:
+    """How an operation runs; ``pieces`` of at most ``piece_bytes`` go over the network one after another."""
+
+    algo: str
+    reason: str
+    pieces: int
+    piece_bytes: int
+    proto: str = "staging"
+
+
+class HostsCommunicator:
+    """Ranks of several hosts, each with a GPU. ``hosts[r]`` is the name of rank r's host."""
+
+    def __init__(
+        self,
+        session: Session,
+        ordinal: int,
+        hosts: Sequence[str],
+        *,
+        open_cpu: OpenCpu,
+        timeout: float | None = None,
+        algo: str | None = None,
+        proto: str | None = None,
+    ) -> None:
+        self.session, self.rank, self.nranks = session, session.rank, session.nranks
+        self.groups = group_by_host(hosts)
+        self.host = next(h for h, ranks in enumerate(self.groups) if self.rank in ranks)
+        mine = self.groups[self.host]
+        self.width, self.index = len(mine), mine.index(self.rank)
+        self.even = len({len(ranks) for ranks in self.groups}) == 1
+        self.host_major = [r for ranks in self.groups for r in ranks] == list(range(self.nranks))
+        self.fault: MiracclError | None = None
+        self.closed = False
+        self.last_plan: HostsPlan | None = None
+        self._lock = threading.Lock()
+        self._jobs: dict[tuple[Any, ...], StagedJob | None] = {}
+        self._cpus: list[CpuCommunicator] = []
+        sizes = session.all_gather(str(params.GPU_STAGING.read()).encode(), "gpu staging")
+        self.slot_bytes = max(LEAST_SLOT, min(int(size) for size in sizes))
+        self._local_session = session.sub(mine, f"{session.name}/gpu host {self.host}")
+        self.local = DeviceCommunicator(self._local_session, ordinal, timeout=timeout, algo=algo, proto=proto)
+        self.gpu = self.local.gpu
+        self.world = self._open(open_cpu, range(self.nranks), "gpu world")
+        self.cross = self.world
+        if self.even and self.width > 1:
+            self.cross = self._open(open_cpu, [ranks[self.index] for ranks in self.groups], f"gpu cross {self.index}")
+        self.staging = Staging(self.gpu, self.slot_bytes, on_fault=self._fail, name=f"miraccl-staging-{self.rank}")
+        session.barrier("gpu staging ready")
+        session.on_event(self._event)
+
+    def _open(self, open_cpu: OpenCpu, ranks: Sequence[int], name: str) -> CpuCommunicator:
+        cpu = open_cpu(self.session.sub(ranks, f"{self.session.name}/{name}"))
+        self._cpus.append(cpu)
+        return cpu
+
+    # ---- collectives
+
+    def all_reduce(self, x: Any, out: Any = None, op: Any = SUM, *, stream: Any = None) -> Any:
+        """Reduce ``x`` over all ranks into ``out``, or into ``x`` itself."""
+        source = device_view(x, "x", "all_reduce")
+        target = source if out is None else self._like(out, source, source.count, "all_reduce")
+        operator(op, source.dtype, "all_reduce")
+        if source.count:
+            number, captured = self._enter("all_reduce", stream)
+            if self._sums_on_gpu(source.dtype, op):
+                self._all_reduce(source, target, op, number, captured)
+            else:
+                self._staged(Collective.ALL_REDUCE, source, target, source.count, op, 0, number, captured)
+        return x if out is None else out
+
+    def reduce_scatter(self, x: Any, out: Any = None, op: Any = SUM, *, stream: Any = None) -> Any:
+        """Reduce ``x`` over all ranks; rank r gets the r-th of nranks equal shares in ``out``."""
+        source = device_view(x, "x", "reduce_scatter")
+        count = self._share(source, "reduce_scatter")
+        out = empty_like(x, count, "reduce_scatter") if out is None else out
+        target = self._like(out, source, count, "reduce_scatter")
+        operator(op, source.dtype, "reduce_scatter")
+        if count:
+            number, captured = self._enter("reduce_scatter", stream)
+            if self._sums_on_gpu(source.dtype, op):
+                self._reduce_scatter(source, target, op, number, captured)
+            else:
+                self._staged(Collective.REDUCE_SCATTER, source, target, count, op, 0, number, captured)
+        return out
+
+    def all_gather(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
+        """All ranks' ``x``, one after another, on every rank."""
+        source = device_view(x, "x", "all_gather")
+        out = empty_like(x, source.count * self.nranks, "all_gather") if out is None else out
+        target = self._like(out, source, source.count * self.nranks, "all_gather")
+        if source.count:
+            number, captured = self._enter("all_gather", stream)
+            if self._hierarchical():
+                self._all_gather(source, target, number, captured)
+            else:
+                self._staged(Collective.ALL_GATHER, source, target, source.count, SUM, 0, number, captured)
+        return out
+
+    def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
+        """Block j of rank i's ``x`` becomes block i of rank j's ``out``."""
+        source = device_view(x, "x", "all_to_all")
+        count = self._share(source, "all_to_all")
+        out = empty_like(x, source.count, "all_to_all") if out is None else out
+        target = self._like(out, source, source.count, "all_to_all")
+        self._apart(source, target, "all_to_all")
+        if count:
+            number, captured = self._enter("all_to_all", stream)
+            if self._hierarchical() and self.host_major:
+                self._all_to_all(source, target, count, number, captured)
+            else:
+                self._staged(Collective.ALL_TO_ALL, source, target, count, SUM, 0, number, captured)
+        return out
+
+    def broadcast(self, x: Any, root: int = 0, *, stream: Any = None) -> Any:
+        """``x`` of rank ``root`` into ``x`` of every rank."""
+        chief, source = self._root(root), device_view(x, "x", "broadcast")
+        if source.count:
+            number, captured = self._enter("broadcast", stream)
+            if self._hierarchical():
+                self._broadcast(source, chief, number, captured)
+            else:
+                self._staged(Collective.BROADCAST, source, source, source.count, SUM, chief, number, captured)
+        return x
+
+    def reduce(self, x: Any, root: int = 0, out: Any = None, op: Any = SUM, *, stream: Any = None) -> Any:
+        """Reduce ``x`` over all ranks into ``x`` or ``out`` of rank ``root``; the others' stays as it is."""
+        chief, source = self._root(root), device_view(x, "x", "reduce")
+        target = source if out is None or self.rank != chief else self._like(out, source, source.count, "reduce")
+        operator(op, source.dtype, "reduce")
+        if source.count:
+            number, captured = self._enter("reduce", stream)
+            if self._sums_on_gpu(source.dtype, op):
+                self._reduce(source, target, op, chief, number, captured)
+            else:
+                self._staged(Collective.REDUCE, source, target, source.count, op, chief, number, captured)
+        return x if target is source else out
+
+    def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
+        """All ranks' ``x``, one after another, on rank ``root``; the others get None."""
+        chief, source = self._root(root), device_view(x, "x", "gather")
+        if self.rank != chief:
+            out = None
+        elif out is None:
+            out = empty_like(x, source.count * self.nranks, "gather")
+        target = source if out is None else self._like(out, source, source.count * self.nranks, "gather")
+        if source.count:
+            number, captured = self._enter("gather", stream)
+            self._staged(Collective.GATHER, source, target, source.count, SUM, chief, number, captured)
+        return out
+
+    def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
+        """Rank r gets the r-th of nranks equal shares of the root's ``x``; the other ranks give ``out``."""
+        chief = self._root(root)
+        if self.rank == chief:
+            source = device_view(x, "x", "scatter")
+            count = self._share(source, "scatter")
+            out = empty_like(x, count, "scatter") if out is None else out
+            target = self._like(out, source, count, "scatter")
+        else:
+            source = target = device_view(out, "out", "scatter")
+        if target.count:
+            number, captured = self._enter("scatter", stream)
+            self._staged(Collective.SCATTER, source, target, target.count, SUM, chief, number, captured)
+        return out
+
+    # ---- uneven collectives: counts in elements, one a rank
+
+    def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, *, stream: Any = None) -> Any:
+        """As ``all_gather``; rank r contributes ``counts[r]`` elements."""
+        sizes, source = self._counts(counts, "all_gather_v"), self._sized(x, "x", counts, "all_gather_v")
+        out = empty_like(x, sum(sizes), "all_gather_v") if out is None else out
+        target = self._like(out, source, sum(sizes), "all_gather_v")
+        self._uneven(Collective.ALL_GATHER, source, target, (source.count,), sizes, sizes, stream)
+        return out
+
+    def reduce_scatter_v(self, x: Any, counts: Sequence[int], out: Any = None, op: Any = SUM, *, stream: Any = None) -> Any:
+        """As ``reduce_scatter``; rank r gets ``counts[r]`` elements."""
+        sizes, source = self._counts(counts, "reduce_scatter_v"), device_view(x, "x", "reduce_scatter_v")
+        self._expect(source, sum(sizes), "x", "reduce_scatter_v")
+        operator(op, source.dtype, "reduce_scatter_v")
+        out = empty_like(x, sizes[self.rank], "reduce_scatter_v") if out is None else out
+        target = self._like(out, source, sizes[self.rank], "reduce_scatter_v")
+        self._uneven(Collective.REDUCE_SCATTER, source, target, sizes, (target.count,), sizes, stream, op=op)
+        return out
+
+    def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None, *, stream: Any = None) -> Any:
+        """As ``all_to_all``; block j of ``x`` has ``send_counts[j]`` elements, block j of the result ``recv_counts[j]``."""
+        sends, receives = self._counts(send_counts, "all_to_all_v"), self._counts(recv_counts, "all_to_all_v")
+        source = device_view(x, "x", "all_to_all_v")
+        self._expect(source, sum(sends), "x", "all_to_all_v")
+        if sends[self.rank] != receives[self.rank]:
+            text = f"all_to_all_v: a rank sends itself what it receives, not {sends[self.rank]} and {receives[self.rank]} elements"
+            raise InvalidUsage(text, rank=self.rank)
+        out = empty_like(x, sum(receives), "all_to_all_v") if out is None else out
+        target = self._like(out, source, sum(receives), "all_to_all_v")
+        self._apart(source, target, "all_to_all_v")
+        self._uneven(Collective.ALL_TO_ALL, source, target, sends, receives, (), stream)
+        return out
+
+    def gather_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
+        """As ``gather``; rank r contributes ``counts[r]`` elements."""
+        chief, sizes, source = self._root(root), self._counts(counts, "gather_v"), self._sized(x, "x", counts, "gather_v")
+        if self.rank != chief:
+            out = None
+        elif out is None:
+            out = empty_like(x, sum(sizes), "gather_v")
+        target = source if out is None else self._like(out, source, sum(sizes), "gather_v")
+        receives = sizes if self.rank == chief else ()
+        self._uneven(Collective.GATHER, source, target, (source.count,), receives, sizes, stream, root=chief)
+        return out
+
+    def scatter_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
+        """As ``scatter``; rank r gets ``counts[r]`` elements."""
+        chief, sizes = self._root(root), self._counts(counts, "scatter_v")
+        if self.rank == chief:
+            source = device_view(x, "x", "scatter_v")
+            self._expect(source, sum(sizes), "x", "scatter_v")
+            out = empty_like(x, sizes[chief], "scatter_v") if out is None else out
+            target = self._like(out, source, sizes[chief], "scatter_v")
+        else:
+            source = target = self._sized(out, "out", counts, "scatter_v")
+        sends = sizes if self.rank == chief else ()
+        self._uneven(Collective.SCATTER, source, target, sends, (target.count,), sizes, stream, root=chief)
+        return out
+
+    def barrier(self, *, stream: Any = None) -> None:
+        """What follows in the stream begins when every rank's stream has come here."""
+        number, captured = self._enter("barrier", stream)
+        job = self._job(("barrier",), captured, lambda: ((Piece(),), lambda piece, at, slot: self.world.barrier()))
+        self.staging.enqueue(job, 1, (), number)
+
+    # ---- point to point
+
+    def send(self, x: Any, dst: int, *, stream: Any = None) -> None:
+        """Send ``x`` to rank ``dst``."""
+        self.exchange([self._transfer(x, dst, False, "send")], stream=stream)
+
+    def recv(self, x: Any, src: int, *, stream: Any = None) -> Any:
+        """Receive from rank ``src`` into ``x``."""
+        self.exchange([self._transfer(x, src, True, "recv")], stream=stream)
+        return x
+
+    def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, stream: Any = None) -> Any:
+        """Send ``x`` to ``dst`` and receive ``out`` from ``src`` at the same time."""
+        self.exchange([self._transfer(x, dst, False, "sendrecv"), self._transfer(out, src, True, "sendrecv")], stream=stream)
+        return out
+
+    def exchange(self, transfers: Sequence[DeviceTransfer], *, stream: Any = None) -> None:
+        """Sends and receives that go on together, as in a group; between two ranks they match in their order."""
+        transfers = [t for t in transfers if t.memory.count]
+        if not transfers:
+            return
+        number, captured = self._enter("send/recv", stream)
+        key = ("exchange", tuple((t.receives, t.peer, t.memory.count, t.memory.dtype) for t in transfers))
+        pieces, need = cut_transfers(transfers, self.slot_bytes)
+        slots = self.staging.slots_for(need)
+        job = self._job(key, captured, lambda: (tuple(p.piece for p in pieces), transfers_on(self.world, pieces, slots)), need)
+        self._note("staged", "sends and receives", len(pieces), need)
+        self.staging.enqueue(job, len(pieces), [t.memory.address for t in transfers], number)
+
+    def _transfer(self, x: Any, peer: Any, receives: bool, where: str) -> DeviceTransfer:
+        if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < self.nranks:
+            raise InvalidUsage(f"{where}: the peer is {peer!r}; allowed are the ranks 0 to {self.nranks - 1}", rank=self.rank)
+        return DeviceTransfer(receives=receives, peer=peer, memory=device_view(x, "x", where))
+
+    # ---- hierarchical: this host's GPUs, and the ranks of equal index on the other hosts
+
+    def _hierarchical(self) -> bool:
+        return self.even and self.width > 1
+
+    def _sums_on_gpu(self, dtype: DType, op: Any) -> bool:
+        """Whether sums may be made in two steps, on GPUs first."""
+        averages_integers = op is RedOp.AVG and not dtype.is_float
+        return self._hierarchical() and isinstance(op, RedOp) and dtype in _ON_GPU and not averages_integers
+
+    def _all_reduce(self, source: DeviceMemory, target: DeviceMemory, op: RedOp, number: int, captured: bool) -> None:
+        """reduce_scatter in the host, all_reduce of this rank's shard between hosts, all_gather in the host.
+
+        What cannot be shared out evenly belongs to the last rank of a host, next to its share.
+        """
+        width, last = self.width, self.width - 1
+        share, rest = divmod(source.count, width)
+        even, shard = share * width, target.part(self.index * share, share)
+        if share:
+            self.local.reduce_scatter(source.part(0, even), shard, op, stream=number)
+        if rest:
+            self.local.reduce(source.part(even, rest), last, target.part(even, rest), op, stream=number)
+        mine = target.part(self.index * share, share + (rest if self.index == last else 0))
+        if mine.count:
+            shape = self._cross_shape(Collective.ALL_REDUCE, mine, mine.count)
+            self._enqueue(self.cross, shape, mine.dtype, op, (mine.address, mine.address), number, captured)
+        if share:
+            self.local.all_gather(shard, target.part(0, even), stream=number)
+        if rest:
+            self.local.broadcast(target.part(even, rest), last, stream=number)
+
+    def _all_gather(self, source: DeviceMemory, target: DeviceMemory, number: int, captured: bool) -> None:
+        """all_gather between hosts among ranks of equal index, then inside each host."""
+        count = source.count
+        places = tuple(ranks[self.index] * count for ranks in self.groups)
+        shape = dataclasses.replace(self._cross_shape(Collective.ALL_GATHER, source, count), places=places)
+        self._enqueue(self.cross, shape, source.dtype, SUM, (source.address, target.address), number, captured)
+        if self.host_major:
+            for host in range(len(self.groups)):
+                part = target.part(host * self.width * count, self.width * count)
+                self.local.all_gather(part.part(self.index * count, count), part, stream=number)
+            return
+        for ranks in self.groups:
+            for index, rank in enumerate(ranks):
+                self.local.broadcast(target.part(rank * count, count), index, stream=number)
+
+    def _reduce_scatter(self, source: DeviceMemory, target: DeviceMemory, op: RedOp, number: int, captured: bool) -> None:
+        """Each block is reduced inside the host to the rank of its owner's index, into its slot; then reduce_scatter between hosts."""
+        count, dtype = target.count, source.dtype
+        shape = self._cross_shape(Collective.REDUCE_SCATTER, source, count)
+        most = elements_per_piece(shape.collective, shape.itemsize, shape.nranks, self.slot_bytes)
+
+        def before(piece: int, slot: int) -> None:
+            size = min(most, count - piece * most)
+            for host, ranks in enumerate(self.groups):
+                for index, rank in enumerate(ranks):
+                    out = self._in_slot(slot, host * size, size, dtype) if index == self.index else None
+                    self.local.reduce(source.part(rank * count + piece * most, size), index, out, op, stream=number)
+
+        self._enqueue(self.cross, shape, dtype, op, (0, target.address), number, captured, before=before)
+
+    def _broadcast(self, memory: DeviceMemory, root: int, number: int, captured: bool) -> None:
+        """Between hosts among the ranks with the root's index, then inside each host, piece by piece."""
+        host, index = self._place(root)
+        shape = self._cross_shape(Collective.BROADCAST, memory, memory.count, host)
+        most = elements_per_piece(shape.collective, shape.itemsize, shape.nranks, self.slot_bytes)
+
+        def after(piece: int, slot: int) -> None:
+            size = min(most, memory.count - piece * most)
+            self.local.broadcast(memory.part(piece * most, size), index, stream=number)
+
+        both = (memory.address, memory.address)
+        self._enqueue(self.cross, shape, memory.dtype, SUM, both, number, captured, takes_part=index == self.index, after=after)
+
+    def _reduce(self, source: DeviceMemory, target: DeviceMemory, op: RedOp, root: int, number: int, captured: bool) -> None:
+        """Inside each host to the rank with the root's index, into its slot, then between hosts, piece by piece."""
+        host, index = self._place(root)
+        shape = self._cross_shape(Collective.REDUCE, source, source.count, host)
+        most = elements_per_piece(shape.collective, shape.itemsize, shape.nranks, self.slot_bytes)
+
+        def before(piece: int, slot: int) -> None:
+            size = min(most, source.count - piece * most)
+            out = self._in_slot(slot, 0, size, source.dtype) if index == self.index else None
+            self.local.reduce(source.part(piece * most, size), index, out, op, stream=number)
+
+        to = (0, target.address)
+        self._enqueue(self.cross, shape, source.dtype, op, to, number, captured, takes_part=index == self.index, before=before)
+
+    def _all_to_all(self, source: DeviceMemory, target: DeviceMemory, count: int, number: int, captured: bool) -> None:
+        """Blocks inside the host on GPUs, those for other hosts through the CPU communicator of all ranks."""
+        begin, near = self.host * self.width, self.width
+        self.local.all_to_all(source.part(begin * count, near * count), target.part(begin * count, near * count), stream=number)
+        counts = tuple(0 if begin <= rank < begin + near else count for rank in range(self.nranks))
+        even = Shape.even(Collective.ALL_TO_ALL, source.dtype.itemsize, self.rank, self.nranks, 0, count)
+        places = tuple(rank * count for rank in range(self.nranks))
+        shape = dataclasses.replace(even, sends=counts, receives=counts, uneven=True, places=places)
+        self._enqueue(self.world, shape, source.dtype, SUM, (source.address, target.address), number, captured)
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """Host and index in the host of a rank."""
+        return next((host, ranks.index(rank)) for host, ranks in enumerate(self.groups) if rank in ranks)
+
+    def _cross_shape(self, collective: Collective, memory: DeviceMemory, count: int, root: int = 0) -> Shape:
+        return Shape.even(collective, memory.dtype.itemsize, self.host, len(self.groups), root, count)
+
+    def _in_slot(self, slot: int, first: int, count: int, dtype: DType) -> DeviceMemory:
+        """Elements of a slot, as kernels see them."""
+        slots = self.staging.slots
+        return DeviceMemory(slots.on_gpu + slot * slots.nbytes, first + count, dtype).part(first, count)
+
+    # ---- staging
+
+    def _staged(
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        count: int,
+        op: Any,
+        root: int,
+        number: int,
+        captured: bool,
+    ) -> None:
+        """The whole operation through the CPU communicator of all ranks."""
+        shape = Shape.even(collective, source.dtype.itemsize, self.rank, self.nranks, root, count)
+        self._enqueue(self.world, shape, source.dtype, op, (source.address, target.address), number, captured)
+
+    def _uneven(
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        sends: Sequence[int],
+        receives: Sequence[int],
+        counts: Sequence[int],
+        stream: Any,
+        *,
+        op: Any = SUM,
+        root: int = 0,
+    ) -> None:
+        if counts and not any(counts):
+            return
+        number, captured = self._enter(f"{collective.label}_v", stream)
+        shape = Shape(
+            collective=collective,
+            itemsize=source.dtype.itemsize,
+            rank=self.rank,
+            nranks=self.nranks,
+            root=root,
+            sends=tuple(sends),
+            receives=tuple(receives),
+            counts=tuple(counts),
+            uneven=True,
+        )
+        self._enqueue(self.world, shape, source.dtype, op, (source.address, target.address), number, captured)
+
+    def _enqueue(
+        self,
+        cpu: CpuCommunicator,
+        shape: Shape,
+        dtype: DType,
+        op: Any,
+        buffers: tuple[int, int],
+        number: int,
+        captured: bool,
+        *,
+        takes_part: bool = True,
+        before: Callable[[int, int], None] | None = None,
+        after: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Enqueue a collective of ``cpu``; with ``before`` a kernel writes the slots, and nothing is copied down."""
+        unknown = shape.uneven and shape.collective is Collective.ALL_TO_ALL and not shape.places
+
+        def make() -> tuple[tuple[Piece, ...], RunPiece]:
+            pieces = cut(shape, self.slot_bytes)
+            run = collective_on(cpu, shape, dtype, op, self.staging.slots)
+            if before is not None:
+                pieces = tuple(dataclasses.replace(piece, down=()) for piece in pieces)
+            return _agreeing(cpu, pieces, run) if unknown else (pieces, run)
+
+        operation = op if isinstance(op, RedOp) else (type(op).__name__, op.scalar)
+        job = self._job((shape, dtype, operation, cpu is self.world), captured, make)
+        assert job is not None
+        if cpu is self.world:
+            self._note("staged", self._why_staged(shape, dtype, op), job.npieces, self.slot_bytes)
+        else:
+            self._note("hierarchical", f"{len(self.groups)} hosts of {self.width} ranks", job.npieces, self.slot_bytes)
+        self.staging.enqueue(job if takes_part else None, job.npieces, buffers, number, before, after)
+
+    def _job(
+        self, key: tuple[Any, ...], captured: bool, make: Callable[[], tuple[tuple[Piece, ...], RunPiece]], need: int = 0
+    ) -> StagedJob:
+        """The job of a kind of operation; captured ones apart, because a graph may bring them at any time."""
+        job = self._jobs.get((key, captured))
+        if job is None:
+            pieces, run = make()
+            job = self._jobs[key, captured] = self.staging.job(pieces, self.staging.slots_for(need), run, captured)
+        return job
+
+    def _why_staged(self, shape: Shape, dtype: DType, op: Any) -> str:
+        if self.width == 1 and self.even:
+            return "one rank per host"
+        if not self.even:
+            return "hosts have different numbers of ranks"
+        if shape.collective.reduces and dtype not in _ON_GPU:
+            return f"{dtype.label} is not added up on GPUs"
+        if shape.collective.reduces and not isinstance(op, RedOp):
+            return f"{type(op).__name__} is for the CPU"
+        return "blocks for other hosts" if shape.places else "no algorithm of two steps"
+
+    def _note(self, algo: str, reason: str, pieces: int, piece_bytes: int) -> None:
+        self.last_plan = HostsPlan(algo=algo, reason=reason, pieces=pieces, piece_bytes=piece_bytes)
+
+    def _enter(self, name: str, stream: Any) -> tuple[int, bool]:
+        """Every call begins here: what it may raise, the stream's number, and whether the stream is being captured."""
+        self.check(name)
+        self.gpu.make_current()
+        number = self.local._stream_number(stream)
+        if number != self.local._stream:
+            self.local._change_stream(number)
+        return number, self.gpu.is_capturing(number)
+
+    # ---- arguments
+
+    def _like(self, out: Any, source: DeviceMemory, count: int, where: str) -> DeviceMemory:
+        return self.local._like(out, source, count, where)
+
+    def _share(self, source: DeviceMemory, where: str) -> int:
+        if source.count % self.nranks:
+            raise InvalidUsage(f"{where}: x has {source.count} elements, which {self.nranks} ranks cannot share evenly", rank=self.rank)
+        return source.count // self.nranks
+
+    def _root(self, root: Any) -> int:
+        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.nranks:
+            raise InvalidUsage(f"root is {root!r}; allowed are the ranks 0 to {self.nranks - 1}", rank=self.rank)
+        return root
+
+    def _counts(self, counts: Any, where: str) -> tuple[int, ...]:
+        return tuple(counts_of(counts, "counts", self.nranks, where))
+
+    def _sized(self, x: Any, name: str, counts: Sequence[int], where: str) -> DeviceMemory:
+        memory = device_view(x, name, where)
+        self._expect(memory, counts[self.rank], name, where)
+        return memory
+
+    def _expect(self, memory: DeviceMemory, count: int, name: str, where: str) -> None:
+        if memory.count != count:
+            raise InvalidUsage(f"{where}: {name} has {memory.count} elements, but needs {count}", rank=self.rank)
+
+    def _apart(self, source: DeviceMemory, target: DeviceMemory, where: str) -> None:
+        if source.nbytes and source.address < target.address + target.nbytes and target.address < source.address + source.nbytes:
+            raise InvalidUsage(f"{where} has no in-place form: x and out must not overlap", rank=self.rank)
+
+    # ---- explanation
+
+    def explain(self) -> Explanation:
+        """(pair, way, why) of the pairs of ranks that this rank knows of: those of its host, and its own with other hosts."""
+        mine = self.groups[self.host]
+        near = [((mine[a], mine[b]), kind, why) for (a, b), kind, why in self.local.memory.explain()]
+        others = [rank for rank in range(self.nranks) if rank not in mine]
+        far = [((min(self.rank, p), max(self.rank, p)), "staging", "another host: pinned memory and sockets") for p in others]
+        return sorted([*near, *far])
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds: on its GPU, and pinned on the host."""
+        return {"device": self.local.memory.nbytes if self.width > 1 else 0, "pinned": self.staging.bytes_pinned()}
+
+    # ---- failure and end
+
+    def check(self, name: str = "") -> None:
+        """Raise if the communicator is closed or broken. Does not wait."""
+        if self.closed:
+            raise CommunicatorClosed("the communicator has been finalized", rank=self.rank, op=name or None)
+        if self.fault is not None:
+            raise self.fault
+        self.local.check(name)
+
+    def _fail(self, error: Exception) -> None:
+        """The first fault stays. Streams are let go: the proxy answers without running anything, kernels of the host end."""
+        with self._lock:
+            if self.fault is not None:
+                return
+            self.fault = error if isinstance(error, MiracclError) else SystemFailure(f"staging failed: {error!r}", rank=self.rank)
+        self.staging.proxy.drain()
+        self.local.abort()
+
+    def _event(self, event: Event) -> None:
+        if isinstance(event, PeerLost) and not self.closed:
+            self._fail(PeerDied(f"rank {event.rank} died: {event.reason}", rank=self.rank, peer=event.rank))
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """End what waits, on all ranks; later calls raise. Any thread may call it."""
+        if not self.closed:
+            self._fail(CommunicatorAborted(f"rank {self.rank} aborted the communicator: {reason}", rank=self.rank, peer=self.rank))
+            for cpu in self._cpus:
+                cpu.abort(reason)
+
+    def synchronize(self) -> None:
+        """Wait for this rank's GPU, then ``check``."""
+        self.gpu.make_current()
+        self.gpu.synchronize()
+        self.check()
+
+    def close(self) -> None:
+        """Free everything, after this rank's GPU has ended its work; may be called twice."""
+        if self.closed:
+            return
+        with contextlib.suppress(MiracclError):
+            self.gpu.make_current()
+            self.gpu.synchronize()
+        if self.fault is None:
+            with contextlib.suppress(MiracclError):  # no CPU communicator ends while another rank's stream needs it
+                self.session.barrier("gpu hosts close", timeout=CLOSE_WAIT_S)
+        self.closed = True
+        with contextlib.suppress(MiracclError):
+            self.staging.close()
+        self.local.close()
+        for cpu in self._cpus:
+            cpu.finalize()
+        self._local_session.close()
+
+
+def group_by_host(hosts: Sequence[str]) -> list[tuple[int, ...]]:
+    """The ranks of each host, hosts in the order of their first ranks."""
+    return [tuple(rank for rank, name in enumerate(hosts) if name == host) for host in dict.fromkeys(hosts)]
+
+
+def _agreeing(cpu: CpuCommunicator, pieces: tuple[Piece, ...], run: RunPiece) -> tuple[tuple[Piece, ...], RunPiece]:
+    """For counts that each rank knows only of itself: the proxies agree on the number of pieces, and who has fewer takes part emptily."""
+    nothing, none = np.empty(0, np.uint8), (0,) * cpu.nranks
+    mine = pieces or (Piece(source_counts=none, target_counts=none),)
+    agreed = len(mine)
+
+    def run_agreed(piece: Piece, number: int, slot: int) -> None:
+        nonlocal agreed
+        if number == 0:
+            agreed = int(cpu.all_reduce(np.array([len(mine)], np.int64), None, RedOp.MAX)[0])
+        run(piece, number, slot)
+        if number == len(mine) - 1:
+            for _ in range(agreed - len(mine)):
+                cpu.all_to_all_v(nothing, none, none, nothing)
+
+    return mine, run_agreed
