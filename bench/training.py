@@ -1,0 +1,193 @@
+"""Training with DDP and FSDP2 on miraccl beside Gloo (CPU) or NCCL (GPU): are the losses the same bit by bit, and how long is a step?
+
+    python bench/training.py --ranks 2,4 --out training-DATE
+    python bench/training.py --ranks 2 --device cuda --size large
+
+starts its own ranks; under ``torchrun`` it is one of them.  Several ways ("arms") of adding up the same gradients train their own copy of
+the same model from the same weights on the same batches, in turns: a few steps each, then the next one, so that a busy machine is
+busy for all.  An arm is a backend, perhaps with an order of additions:
+
+================== ===============================================================================================================
+gloo, nccl         as they are
+miraccl            as it is: on the CPU the algorithm, and with it the order on more than two ranks, depends on the size
+miraccl:NAME       only the algorithm NAME (MIRACCL_ALGO); one_shot and two_shot add in the order of the ranks
+miraccl:down_ring  Gloo's ring as a schedule: see ``build_down_ring``
+gloo:rank_order    Gloo moves the gradients (all_gather), each rank adds them up in the order of the ranks; nccl:rank_order likewise
+none               no communication at all: every rank trains alone
+================== ===============================================================================================================
+
+What must be equal: all arms on two ranks (a + b = b + a); the arms that add in the order of the ranks with each other;
+``miraccl:down_ring`` with ``gloo``.  Compared are the losses of all ranks in all steps, and a hash of the weights at the end.
+
+A step is forward, backward, optimizer and ``loss.item()``; its time is that of the slowest rank; the first step after every change
+of arms is not counted.  Figures are medians over steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import statistics
+import struct
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import add_output_option, describe_machine, heading, markdown_table, save
+from gpu_ranks import spawn
+
+LIMIT_S = 120.0
+RANK_ORDER = ("one_shot", "two_shot", "rank_order")
+CPU_ARMS = ("gloo", "miraccl", "miraccl:two_shot", "miraccl:one_shot", "gloo:rank_order", "miraccl:down_ring", "none")
+GPU_ARMS = ("nccl", "miraccl", "nccl:rank_order", "none")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt,resnet", help="gpt, resnet or both")
+    parser.add_argument("--parallel", default="ddp,fsdp2", help="ddp, fsdp2 or both")
+    parser.add_argument("--ranks", default="2", help="numbers of ranks, such as 2,4; taken from the launcher where there is one")
+    parser.add_argument("--backend", help="arms, separated by commas; the first is the one to compare with")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--size", choices=("small", "base", "large"), default="base")
+    parser.add_argument("--steps", type=int, default=6, help="steps in a row before the next arm has its turn")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of every arm")
+    parser.add_argument("--json", help="file for the raw record")
+    add_output_option(parser)
+    options = parser.parse_args()
+    options.arms = (options.backend or ",".join(GPU_ARMS if options.device == "cuda" else CPU_ARMS)).split(",")
+    if "RANK" in os.environ:
+        train_here(options)
+    else:
+        machine = describe_machine()
+        machine["versions"]["torch"] = importlib.metadata.version("torch")
+        report(options, machine, [record for nranks in options.ranks.split(",") for record in train_on(options, int(nranks))])
+
+
+def train_on(options: argparse.Namespace, nranks: int) -> list[dict[str, Any]]:
+    """Start the ranks and give what rank 0 has found."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "record.json"
+        status = spawn(__file__, nranks, [*sys.argv[1:], "--json", str(path)], timeout=3000)
+        if status:
+            sys.exit(status)
+        records: list[dict[str, Any]] = json.loads(path.read_text())
+        return records
+
+
+# ---- in a rank
+
+
+def train_here(options: argparse.Namespace) -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS adds in one order only with it
+    import torch
+    import torch.distributed as dist
+    import training_ranks as ranks
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LIMIT_S))
+    records = [ranks.compare(options, model, way) for model in options.model.split(",") for way in options.parallel.split(",")]
+    if dist.get_rank() == 0:
+        if options.json:
+            Path(options.json).write_text(json.dumps(records))
+        else:
+            print(tables(records))
+    dist.destroy_process_group()
+
+
+# ---- what it means
+
+
+def family(arm: str, record: dict[str, Any]) -> str:
+    """Arms of one family must give the same bits."""
+    order = arm.partition(":")[2]
+    if arm == "none":
+        return arm
+    if record["ranks"] == 2:
+        return "two ranks"
+    if order in RANK_ORDER or (arm == "miraccl" and record["device"] != "cpu"):
+        return "rank order"
+    return "Gloo's ring" if arm in ("gloo", "miraccl:down_ring") else arm
+
+
+def ulps(a: dict[str, Any], b: dict[str, Any]) -> int:
+    """The largest difference of two losses, in units of the last place of float32; 0: equal bits."""
+    pairs = [(x, y) for xs, ys in zip(a["losses"], b["losses"], strict=True) for x, y in zip(xs, ys, strict=True)]
+    return max(abs(_ordinal(x) - _ordinal(y)) for x, y in pairs)
+
+
+def _ordinal(x: float) -> int:
+    (bits,) = struct.unpack("<i", struct.pack("<f", x))
+    return bits if bits >= 0 else -(bits & 0x7FFFFFFF)
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return bool(a["losses"] == b["losses"] and a["digests"] == b["digests"])
+
+
+def broken(records: Sequence[dict[str, Any]]) -> list[str]:
+    """What should have been equal and is not."""
+    found = []
+    for record in records:
+        first: dict[str, str] = {}
+        for arm in record["arms"]:
+            other = first.setdefault(family(arm, record), arm)
+            if not same(record["arms"][arm], record["arms"][other]):
+                found.append(f"{title(record)}: {arm} differs from {other}")
+    return found
+
+
+def title(record: dict[str, Any]) -> str:
+    return f"{record['model']} {record['parallel']}, {record['ranks']} ranks"
+
+
+def tables(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown: how alike the losses are, and how long steps take."""
+    peer = next(iter(records[0]["arms"]))
+    arms = [arm for arm in records[0]["arms"] if arm != "none"]
+    alike, times = [], []
+    for record in records:
+        by_arm, row = record["arms"], [title(record)]
+        for arm in arms[1:]:
+            equal = next((other for other in arms if other != arm and same(by_arm[arm], by_arm[other])), "")
+            distance = ulps(by_arm[arm], by_arm[peer])
+            row.append(f"= {peer}" if same(by_arm[arm], by_arm[peer]) else f"{distance} ulp" + (f", = {equal}" if equal else ""))
+        first, last = (sum(losses[i] for losses in by_arm[peer]["losses"]) / record["ranks"] for i in (0, -1))
+        alike.append([*row, f"{first:.3f} to {last:.3f}"])
+        times.append([title(record), f"{record['parameters'] / 1e6:.2f} M", *_times(record, peer, "miraccl")])
+    shown = (f"## Losses and final weights beside {peer}\n\n", markdown_table(["", *arms[1:], f"mean loss ({peer})"], alike))
+    columns = ["", "parameters", peer, "miraccl", f"miraccl / {peer}", "turns", "no communication"]
+    return "".join((*shown, "\n\n## Milliseconds per step, slowest rank, median\n\n", markdown_table(columns, times)))
+
+
+def _times(record: dict[str, Any], peer: str, ours: str) -> list[str]:
+    arms = record["arms"]
+    if ours not in arms or peer == ours:
+        return [f"{arms[peer]['step_ms']:.2f}", "", "", "", ""]
+    ratios = [b / a for a, b in zip(arms[peer]["turns_ms"], arms[ours]["turns_ms"], strict=True)]
+    alone = f"{arms['none']['step_ms']:.2f}" if "none" in arms else ""
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return [f"{arms[peer]['step_ms']:.2f}", f"{arms[ours]['step_ms']:.2f}", f"**{statistics.median(ratios):.2f}**", spread, alone]
+
+
+def report(options: argparse.Namespace, machine: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
+    """Print and keep what was found; end with status 1 where equal things are not."""
+    wrong = broken(records)
+    words = f"Size {options.size}, {options.rounds} turns of {options.steps} steps."
+    text = f"{heading('Training', machine)}\n{words}\n\n{tables(records)}\n"
+    record = {"machine": machine, "records": list(records), "broken": wrong}
+    if options.json:
+        Path(options.json).write_text(json.dumps(record))
+    save(options.out, record, text)
+    if wrong:
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

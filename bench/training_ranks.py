@@ -1,0 +1,216 @@
+"""What a rank of ``training.py`` does: the arms' process groups, wrapped models, steps, and what rank 0 collects from all."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from training_models import SIZES, Size, loss_of, make_batch, make_model
+
+import miraccl.torch  # noqa: F401  (registers the backend)
+from miraccl.schedule.catalog import register
+from miraccl.schedule.ir import Schedule, Step
+from miraccl.schedule.steps import (
+    inp,
+    one_channel,
+    out,
+    recv,
+    recv_copy_send,
+    recv_reduce_copy,
+    recv_reduce_copy_send,
+    recv_reduce_send,
+    send,
+)
+from miraccl.types import Collective
+
+BUCKET_MB = 4  # DDP's buckets: several per model, so that communication and the backward pass overlap
+
+# ---- orders of additions
+
+
+@register(
+    "down_ring",
+    collectives=[Collective.ALL_REDUCE, Collective.REDUCE_SCATTER],
+    sentence="A ring downwards: the order in which Gloo adds.",
+)
+def build_down_ring(collective: Collective, nranks: int, root: int) -> Schedule:
+    """Chunk c starts at rank c - 1 and goes down to rank c, as in Gloo (``gloo/allreduce.cc: ring``, which sends to rank - 1).
+
+    Gloo's reduce_scatter is its all_reduce, of which it keeps a part.  Its chunks are whole segments, at least two, of at most 1 MiB.
+    They are ours where the count is a multiple of 2 * nranks elements and of nranks cache lines, and below 2 * nranks MiB.
+    """
+
+    def steps(rank: int) -> Iterator[Step]:
+        before, after = (rank + 1) % nranks, (rank - 1) % nranks
+        yield send(inp(before), after)
+        for distance in range(2, nranks):
+            yield recv_reduce_send(inp((rank + distance) % nranks), before, after)
+        if collective is Collective.REDUCE_SCATTER:
+            yield recv_reduce_copy(inp(rank), out(0), before)
+            return
+        yield recv_reduce_copy_send(inp(rank), out(rank), before, after)
+        for distance in range(1, nranks - 1):
+            yield recv_copy_send(out((rank + distance) % nranks), before, after)
+        yield recv(out(after), before)
+
+    parts = nranks if collective is Collective.ALL_REDUCE else 1
+    return one_channel("down_ring", collective, map(steps, range(nranks)), parts=parts)
+
+
+def add_in_rank_order(x: Any, group: Any) -> Any:
+    """The sum of all ranks' ``x`` (flat), added up here: ((x0 + x1) + x2) + ..."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x, group=group)
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def rank_ordered_hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations other than its own
+    """DDP's communication, with the additions in the order of the ranks. Divides first, as DDP does."""
+    x = bucket.buffer().mul_(1.0 / dist.get_world_size(group))
+    future: Any = torch.futures.Future(devices=[x.device] if x.is_cuda else None)
+    future.set_result(x.copy_(add_in_rank_order(x, group)))
+    return future
+
+
+class RankOrderedReduceScatter:
+    """FSDP2's reduction (``torch.distributed.fsdp``: ``ReduceScatter``), with the additions in the order of the ranks."""
+
+    def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
+        nranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        total = add_in_rank_order(input_tensor, group)
+        output_tensor.copy_(total.view(nranks, -1)[rank].view_as(output_tensor))
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(nranks)
+
+
+# ---- arms
+
+
+@contextmanager
+def setting(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    if value:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+@cache
+def group_of(arm: str) -> Any:
+    """The arm's process group of all ranks; its settings count when it is made."""
+    backend, _, order = arm.partition(":")
+    with setting("MIRACCL_ALGO", order if backend == "miraccl" else ""):
+        return dist.new_group(backend=backend)
+
+
+def spread(model: Any, arm: str, parallel: str, device: Any) -> Any:
+    """The model as DDP or FSDP2 trains it over the arm's group."""
+    if arm == "none":
+        return model
+    group, ordered = group_of(arm), arm.endswith(":rank_order")
+    if parallel == "ddp":
+        ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=BUCKET_MB)
+        if ordered:
+            ddp.register_comm_hook(group, rank_ordered_hook)
+        return ddp
+    mesh = DeviceMesh.from_group(group, device.type)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if ordered and isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(RankOrderedReduceScatter())
+    return model
+
+
+class Training:
+    """One arm's copy of the model: where it is, and what it has seen."""
+
+    def __init__(self, arm: str, name: str, parallel: str, size: Size, device: Any) -> None:
+        self.arm, self.name, self.size, self.device = arm, name, size, device
+        self.model = spread(make_model(name, size).to(device), arm, parallel, device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
+        self.losses: list[float] = []
+        self.blocks: list[list[float]] = []
+
+    def turn(self, steps: int) -> None:
+        """Some steps; the first is not timed."""
+        times = [self.step() for _ in range(steps)]
+        self.blocks.append(times[1:] or times)
+
+    def step(self) -> float:
+        """Milliseconds of one step."""
+        inputs, targets = (x.to(self.device) for x in make_batch(self.name, self.size, dist.get_rank(), len(self.losses)))
+        begin = time.perf_counter()
+        loss = loss_of(self.model(inputs), targets)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.losses.append(loss.item())
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begin) * 1e3
+
+    def digest(self) -> str:
+        """A hash of this rank's weights (of FSDP2: its shards)."""
+        total = hashlib.sha256()
+        for parameter in self.model.parameters():
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            total.update(local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return total.hexdigest()[:16]
+
+
+def compare(options: argparse.Namespace, name: str, parallel: str) -> dict[str, Any]:
+    """Train all arms in turns; what all ranks have seen, by arm: losses, digests, and the slowest rank's times by turn."""
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    trainings = [Training(arm, name, parallel, SIZES[options.size], device) for arm in options.arms]
+    for turn in range(options.rounds):
+        for training in trainings if turn % 2 == 0 else reversed(trainings):
+            dist.barrier()  # of the default group: nobody is behind in another arm
+            training.turn(options.steps)
+    mine = {t.arm: {"losses": t.losses, "digest": t.digest(), "blocks": t.blocks} for t in trainings}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    arms = {}
+    for arm in options.arms:
+        seen = [of_rank[arm] for of_rank in everyone]
+        blocks = [[max(step) for step in zip(*turns)] for turns in zip(*(s["blocks"] for s in seen))]
+        arms[arm] = {
+            "losses": [s["losses"] for s in seen],
+            "digests": [s["digest"] for s in seen],
+            "step_ms": statistics.median(step for block in blocks for step in block),
+            "turns_ms": [statistics.median(block) for block in blocks],
+        }
+    return {
+        "model": name,
+        "parallel": parallel,
+        "ranks": len(everyone),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "parameters": sum(p.numel() for p in make_model(name, SIZES[options.size]).parameters()),
+        "arms": arms,
+    }

@@ -1,0 +1,52 @@
+"""What the rank programs do their communication with: a communicator of miraccl.init(), or torch.distributed over the backend."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DEADLINE_S = 60.0
+Sum = Callable[[int], int]
+
+
+@contextmanager
+def connected(kind: str) -> Iterator[tuple[int, int, Sum]]:
+    """(rank, nranks, a function that adds a number up over all ranks); ``kind`` is ``init`` or ``torch``."""
+    if kind == "torch":
+        yield from _torch()
+        return
+    import miraccl
+
+    with miraccl.init(timeout=DEADLINE_S) as comm:
+        yield comm.rank, comm.nranks, lambda number: int(comm.all_reduce(np.array([number], np.int64))[0])
+
+
+def _torch() -> Iterator[tuple[int, int, Sum]]:
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    import miraccl.torch
+
+    dist.init_process_group(miraccl.torch.NAME, timeout=datetime.timedelta(seconds=DEADLINE_S))
+
+    def add_up(number: int) -> int:
+        x = torch.tensor([number])
+        dist.all_reduce(x)
+        return int(x.item())
+
+    yield dist.get_rank(), dist.get_world_size(), add_up
+    dist.destroy_process_group()
+
+
+def tell(folder: str, **what: Any) -> None:
+    """Leave a line of JSON for the test in a file of this rank."""
+    with (Path(folder) / f"rank-{os.environ['RANK']}.jsonl").open("a") as file:
+        file.write(json.dumps(what) + "\n")

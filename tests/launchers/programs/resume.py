@@ -1,0 +1,38 @@
+"""A job that survives the death of a rank, because torchrun starts it again: ``resume.py init|torch FOLDER VICTIM``.
+
+Ranks add up a number in every step; rank 0 keeps the state after it.  In the first generation the victim kills itself with SIGKILL in
+the middle; the others tell which error they saw.  They do not hear the agent's SIGTERM, so that they end by what they see themselves.
+The next generation goes on where the state was kept last.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from tests.launchers.programs.groups import connected, tell
+
+STEPS, FATAL = 6, 3
+kind, folder, victim = sys.argv[1:]
+generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+state = Path(folder) / "state"
+if generation == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+try:
+    with connected(kind) as (rank, nranks, add_up):
+        step, total = map(int, state.read_text().split()) if state.exists() else (0, 0)
+        first = step
+        while step < STEPS:
+            if generation == 0 and step == FATAL and rank == int(victim):
+                os.kill(os.getpid(), signal.SIGKILL)
+            step, total = step + 1, total + add_up(step + rank)
+            if rank == 0:
+                part = state.with_suffix(".part")
+                part.write_text(f"{step} {total}")
+                part.rename(state)
+        tell(folder, generation=generation, first=first, total=total, nranks=nranks)
+except Exception as error:
+    tell(folder, generation=generation, error=type(error).__name__, text=str(error))
+    raise

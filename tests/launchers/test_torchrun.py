@@ -1,0 +1,77 @@
+"""Ranks that ``torchrun`` starts: one agent, two agents, and again after one was killed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')")
+
+from tests.launchers.jobs import Ended, free_port, run_together, torchrun
+
+pytestmark = pytest.mark.multiprocess
+KINDS = ["init", "torch"]
+NRANKS, STEPS, FATAL = 3, 6, 3  # the last two are those of programs/resume.py
+
+
+def static(port: int, *more: str, local_ranks: int = NRANKS) -> list[str]:
+    return ["--nproc-per-node", str(local_ranks), "--master-addr", "127.0.0.1", "--master-port", str(port), *more]
+
+
+def run(*commands: Sequence[str]) -> list[Ended]:
+    ended = run_together(commands, [{}] * len(commands))
+    for one in ended:
+        assert one.status == 0, one.stderr
+    return ended
+
+
+def said(folder: Path, rank: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_agent(kind: str, tmp_path: Path) -> None:
+    run(torchrun(static(free_port()), "add_up.py", kind, str(tmp_path)))
+    for rank in range(NRANKS):
+        assert said(tmp_path, rank) == [{"rank": rank, "nranks": NRANKS, "total": 111}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_agents(kind: str, tmp_path: Path) -> None:
+    """As on two hosts: ranks of both agents meet at the first one's address."""
+    port = free_port()
+    agents = [static(port, "--nnodes", "2", "--node-rank", str(i), local_ranks=2) for i in range(2)]
+    run(*(torchrun(agent, "add_up.py", kind, str(tmp_path)) for agent in agents))
+    for rank in range(4):
+        assert said(tmp_path, rank) == [{"rank": rank, "nranks": 4, "total": 1111}]
+
+
+@pytest.mark.parametrize(("kind", "victim", "way"), [("init", 0, "elastic"), ("init", 2, "static"), ("torch", 1, "elastic")])
+def test_a_killed_rank_is_started_again(kind: str, victim: int, way: str, tmp_path: Path) -> None:
+    how = ["--standalone", "--nproc-per-node", str(NRANKS)] if way == "elastic" else static(free_port())
+    run(torchrun([*how, "--max-restarts", "1"], "resume.py", kind, str(tmp_path), str(victim)))
+    total = sum(step + rank for step in range(STEPS) for rank in range(NRANKS))
+    for rank in range(NRANKS):
+        *before, last = said(tmp_path, rank)
+        assert last == {"generation": 1, "first": FATAL, "total": total, "nranks": NRANKS}
+        if rank == victim:
+            assert not before
+            continue
+        (seen,) = before
+        assert seen["generation"] == 0
+        assert seen["error"] == ("PeerDied" if kind == "init" else "BackendError")
+        assert "PeerDied" in seen["error"] + seen["text"]
+        assert f"rank {victim}" in seen["text"]
+
+
+def test_perf() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", *static(free_port(), local_ranks=2)]
+    (ended,) = run([*command, "-m", "miraccl", "perf", "all_reduce", "--sizes", "8,64K", "--iters", "2", "--batches", "1", "--json", "-"])
+    rows = json.loads(ended.stdout)
+    assert {row["bytes"] for row in rows} == {8, 65536}
+    assert all(row["ranks"] == 2 and row["wrong"] == 0 for row in rows)
