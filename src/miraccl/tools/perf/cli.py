@@ -14,7 +14,7 @@ import click
 from miraccl.errors import InvalidUsage
 from miraccl.tools import launch
 from miraccl.tools.options import Size, Sizes, write_json
-from miraccl.tools.perf import table
+from miraccl.tools.perf import devices, table
 from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS, REDUCING, Case, Row, build_case, size_range
 
 DEFAULT_RANKS = 2
@@ -58,10 +58,24 @@ _DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
     show_default=True,
     help="Own ranks act as if on so many hosts.",
 )
-@click.option("--devices", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True, help="Where the data is.")
+@click.option(
+    "--devices",
+    type=devices.DevicesType(),
+    default="cpu",
+    show_default=True,
+    metavar="WHERE",
+    help="Where the data is: cpu, cuda for all GPUs, cuda:0,1 for some; a rank for each, or --ranks take them in turn.",
+)
+@click.option("--graph", is_flag=True, help="GPUs: time operations inside a CUDA graph instead of one by one.")
+@click.option(
+    "--threads", is_flag=True, help="GPUs: one process drives all of them, with a thread for each, instead of a process for each."
+)
+@click.option("--sms", type=click.IntRange(-1), help="GPUs: multiprocessors that kernels may occupy; 0: copy engines, where possible.")
 @click.option("--bind/--no-bind", default=None, help="Keep each own rank on a core, if there are enough.  [default: only with --compare]")
 @click.option("--explain", is_flag=True, help="Print, for each size, all candidates with their predicted times and the reason.")
-@click.option("--compare", type=click.Choice(("gloo", "mpi")), help="Measure this library too, in turns with miraccl, and print the ratio.")
+@click.option(
+    "--compare", type=click.Choice(("gloo", "mpi", "nccl")), help="Measure this library too, in turns with miraccl, and print the ratio."
+)
 @click.option("--peer-python", metavar="PATH", help="Python that has the library of --compare; without it this one.")
 @click.option("--json", "json_target", metavar="FILE", help="Write the rows as JSON; - is standard output, instead of the table.")
 @click.option("--plot", "plot_target", metavar="FILE", help="Draw busbw over size; the ending (.svg, .png, .pdf) decides the format.")
@@ -82,6 +96,7 @@ def perf(op: str, **options: Any) -> None:
       miraccl perf all_reduce -r 2 --algo ring --explain
       miraccl perf all_reduce -r 4 --compare gloo --json result.json --plot busbw.svg
       torchrun --nproc-per-node 4 --no-python miraccl perf all_reduce
+      miraccl perf all_reduce --devices cuda:0,1 --sizes 256K,4M,16M --graph --compare nccl
     """
     request = _check(op, options)
     if request.joins_launcher:
@@ -99,6 +114,8 @@ class _Request:
     nranks: int
     joins_launcher: bool
     cases: tuple[Case, ...]
+    ordinals: tuple[int, ...] = ()
+    device: str = ""
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -111,17 +128,23 @@ class _Request:
 
 
 def _check(op: str, options: dict[str, Any]) -> _Request:
-    if options["devices"] == "cuda":
-        raise click.UsageError("--devices cuda: this version measures on CPUs only; leave the option out")
+    devices.check_options(options)
+    if op == "barrier" and options["devices"].on_gpu:
+        raise click.UsageError("barrier moves no data: leave --devices out")
     if options["redop"] and op not in REDUCING:
         raise click.UsageError(f"--redop is for {', '.join(REDUCING)}; {op} reduces nothing")
     joined = None if options["ranks"] else launch.detect_ranks()
-    nranks = options["ranks"] or joined or DEFAULT_RANKS
+    ordinals, device = _gpus(options["devices"])
+    nranks = options["ranks"] or joined or len(ordinals) or DEFAULT_RANKS
     if options["root"] >= nranks:
         raise click.UsageError(f"--root {options['root']} is not one of the {nranks} ranks 0..{nranks - 1}")
     if options["hosts"] > nranks or (joined and options["hosts"] > 1):
         raise click.UsageError(f"--hosts {options['hosts']} needs as many ranks, own ones: give --ranks")
-    if joined and options["compare"]:
+    if joined and options["threads"]:
+        raise click.UsageError("--threads starts ranks itself: leave the launcher out")
+    if options["threads"] and options["hosts"] > 1:
+        raise click.UsageError("--hosts needs a process for each rank: leave --threads out")
+    if joined and options["compare"] in ("gloo", "mpi"):
         raise click.UsageError("--compare starts ranks itself: leave the launcher out and give --ranks")
     if options["peer_python"] and not options["compare"]:
         raise click.UsageError("--peer-python belongs to --compare")
@@ -131,7 +154,26 @@ def _check(op: str, options: dict[str, Any]) -> _Request:
         build_case(op, size, nranks=nranks, dtype=options["dtype"], redop=options["redop"] or "sum", root=options["root"])
         for size in _sizes(options)
     ]
-    return _Request(op=op, options=options, nranks=nranks, joins_launcher=bool(joined), cases=tuple(dict.fromkeys(cases)))
+    return _Request(
+        op=op,
+        options=options,
+        nranks=nranks,
+        joins_launcher=bool(joined),
+        cases=tuple(dict.fromkeys(cases)),
+        ordinals=ordinals,
+        device=device,
+    )
+
+
+def _gpus(wanted: devices.Devices) -> tuple[tuple[int, ...], str]:
+    """The numbers of the GPUs that are meant and their names; nothing on CPUs. CUDA is asked in another process: this one may fork."""
+    if not wanted.on_gpu:
+        return (), ""
+    from miraccl.tools import gpu_facts
+
+    facts = gpu_facts.read_facts()
+    ordinals = devices.resolve(wanted, facts)
+    return ordinals, facts.of(ordinals).names
 
 
 def _sizes(options: dict[str, Any]) -> list[int]:
@@ -170,6 +212,28 @@ def _job(request: _Request) -> Any:
     )
 
 
+def _device_job(request: _Request) -> Any:
+    from miraccl.tools.perf.device_measure import Cell
+    from miraccl.tools.perf.device_ranks import DeviceJob, check_peer
+    from miraccl.tools.perf.measure import Options
+
+    o = request.options
+    if request.peer:
+        check_peer(request.ordinals, request.nranks)
+    return DeviceJob(
+        cells=tuple(Cell(case=case, graph=o["graph"]) for case in request.cases),
+        options=Options(iters=o["iters"], warmup=o["warmup"], batches=o["batches"], check=not o["no_check"], bind=bool(o["bind"])),
+        ordinals=request.ordinals,
+        init={name: o[name] for name in ("algo", "proto") if o[name]},
+        libraries=("miraccl", request.peer) if request.peer else ("miraccl",),
+        sms=o["sms"],
+        window=o["window"],
+        explain=o["explain"],
+        threads=o["threads"],
+        hosts=o["hosts"],
+    )
+
+
 def _binds(options: dict[str, Any]) -> bool:
     """Ranks that take turns sleep and wake up, after which a scheduler may leave two that poll on one core: bind both sides."""
     return bool(options["compare"]) if options["bind"] is None else bool(options["bind"])
@@ -181,6 +245,9 @@ def _binds(options: dict[str, Any]) -> bool:
 def _run_own(request: _Request) -> None:
     from miraccl.tools.perf import conductor, peers
 
+    if request.ordinals:
+        _run_own_gpus(request)
+        return
     o = request.options
     python = peers.find_python(request.peer, o["peer_python"]) if request.peer else ""
     launch.warm_up()
@@ -198,6 +265,16 @@ def _run_own(request: _Request) -> None:
     finally:
         for group in groups:
             group.stop()
+    _finish(request)
+
+
+def _run_own_gpus(request: _Request) -> None:
+    from miraccl.tools.perf.device_ranks import run_cells
+
+    lines = run_cells(_device_job(request), request.nranks, request.options["timeout"])
+    with contextlib.closing(lines), _display(request) as show:
+        for line in lines:
+            show(line)
     _finish(request)
 
 
@@ -246,19 +323,35 @@ def _progress(total: int) -> Iterator[Any]:
 
 
 def _print_header(request: _Request) -> None:
-    ranks = f"{request.nranks} rank{'s' * (request.nranks != 1)} on {_machine(request.joins_launcher)}"
+    where = f"{request.device} ({devices.describe(request.ordinals)})" if request.ordinals else _machine(request.joins_launcher)
+    ranks = f"{request.nranks} rank{'s' * (request.nranks != 1)} on {where}"
     print(f"# miraccl {_version()} {request.op}, {ranks}, {request.cases[0].dtype}, {_how(request.options)}")
-    print("\n".join(table.header(request.peer)), flush=True)
+    print("\n".join(table.header(request.peer, bool(request.ordinals))), flush=True)
 
 
 def _how(options: dict[str, Any]) -> str:
     iters = f"{options['iters']} calls" if options["iters"] else "about 20 ms of calls"
+    if options["devices"].on_gpu:
+        return _how_on_gpus(options)
     kinds = [name for name in ("fresh", "window", "persistent", "deterministic") if options[name]]
     if _binds(options):
         kinds.append("bound if cores suffice")
     if options["hosts"] > 1:
         kinds.append(f"as if on {options['hosts']} hosts")
     return ", ".join([f"median of {options['batches']} batches of {iters}", *kinds])
+
+
+def _how_on_gpus(options: dict[str, Any]) -> str:
+    calls = f"{options['iters']} calls" if options["iters"] else "5 to 200 calls"
+    kinds = [name for name in ("window",) if options[name]]
+    if options["threads"]:
+        kinds.append("ranks are threads")
+    if options["sms"] is not None:
+        kinds.append(f"at most {options['sms']} multiprocessors" if options["sms"] > 0 else "copy engines" if not options["sms"] else "")
+    if options["hosts"] > 1:
+        kinds.append(f"as if on {options['hosts']} hosts")
+    how = "in a CUDA graph" if options["graph"] else "on a stream"
+    return ", ".join(filter(None, [f"median of {options['batches']} batches of {calls} {how}", *kinds]))
 
 
 def _version() -> str:
@@ -275,9 +368,13 @@ def _machine(joined: bool) -> str:
 
 def _print_line(request: _Request, line: Any) -> None:
     if line.rows:
-        print(table.line(line.out_of_place, line.in_place, request.peer))
+        print(table.line(line.out_of_place, line.in_place, request.peer, bool(request.ordinals)))
     for candidate in line.explanation:
         mark = "*" if candidate["chosen"] else " "
+        if "blocks" in candidate:
+            shape = f"{candidate['blocks']} blocks of {candidate['threads']} threads, {candidate['unroll']} vectors of a thread at a time"
+            print(f"#   {mark} {candidate['algo']}/{candidate['proto']:<12} {shape}  {candidate['reason']}".rstrip())
+            continue
         name = f"{candidate['algo']}/{candidate['proto']} x{candidate['channels']}"
         print(f"#   {mark} {name:<36} {table.format_us(candidate['predicted_us']):>9} us predicted  {candidate['reason']}")
     sys.stdout.flush()
@@ -296,7 +393,8 @@ def _finish(request: _Request) -> None:
     if any(row.wrong for row in request.rows):
         sys.exit(1)
     if not request.rows:
-        raise InvalidUsage(f"nothing was measured: {request.op} has no such form")
+        where = " on GPU memory" if request.ordinals else ""
+        raise InvalidUsage(f"nothing was measured: {request.op} has no such form{where}")
 
 
 # ---------------------------------------------------------------------- ranks of torchrun, mpirun or srun
@@ -308,6 +406,9 @@ def _run_joined(request: _Request) -> None:
     from miraccl.tools.perf.conductor import run_cases
     from miraccl.tools.perf.engine_miraccl import MiracclEngine
 
+    if request.ordinals:
+        _end_joined(request, _run_joined_gpu(request))
+        return
     job = _job(request)
     with miraccl.init(**job.init) as comm:
         engine = MiracclEngine(comm, window=job.window, persistent=job.persistent)
@@ -317,6 +418,21 @@ def _run_joined(request: _Request) -> None:
         else:
             run_cases(job, engine, _no_turns, lambda line: request.rows.extend(line.rows))
         rank = comm.rank
+    _end_joined(request, rank)
+
+
+def _run_joined_gpu(request: _Request) -> int:
+    from miraccl.bootstrap.launch import detect_launch
+    from miraccl.tools.perf.device_ranks import run_rank
+
+    job = _device_job(request)
+    if detect_launch(os.environ).rank:
+        return run_rank(job, os.environ, _no_turns, lambda line: request.rows.extend(line.rows))
+    with _display(request) as show:
+        return run_rank(job, os.environ, _no_turns, show)
+
+
+def _end_joined(request: _Request, rank: int) -> None:
     if rank == 0:
         _finish(request)
     elif any(row.wrong for row in request.rows):

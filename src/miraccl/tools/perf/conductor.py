@@ -50,12 +50,13 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One size measured: a line of the table."""
+    """One size measured: a line of the table. ``failure`` says why there are no figures, where the others are wanted anyway."""
 
     number: int
     out_of_place: Row | None
     in_place: Row | None
     explanation: tuple[dict[str, Any], ...] = ()
+    failure: str = ""
 
     @property
     def rows(self) -> list[Row]:
@@ -131,24 +132,39 @@ def pretend_host(rank: int, nranks: int, hosts: int) -> dict[str, str]:
 
 
 class OwnGroup:
-    """Own ranks of miraccl, forked from this process."""
+    """Own ranks, forked from this process.
 
-    def __init__(self, job: Job, nranks: int, on_line: Callable[[Line], None], name: str = "miraccl") -> None:
+    Each process runs ``main(context, job, *args)``; there is one for each rank, or ``processes`` whose threads are the ranks.  What they
+    emit goes to ``on_line``, but for the word that they are ready.
+    """
+
+    def __init__(
+        self,
+        job: Any,
+        nranks: int,
+        on_line: Callable[[Any], None],
+        name: str = "miraccl",
+        *,
+        main: Callable[..., None] | None = None,
+        processes: int = 0,
+        args: tuple[Any, ...] = (),
+    ) -> None:
         self.name = name
         self._stack = contextlib.ExitStack()
         of_rank = self._stack.enter_context(launch.local_job(nranks))
+        self._processes = processes or nranks
 
         def environ(rank: int) -> dict[str, str]:
             return {**of_rank(rank), **pretend_host(rank, nranks, job.hosts)}
 
-        self._ranks = self._stack.enter_context(Ranks(rank_main, nranks, (job,), environ=environ))
+        ranks = Ranks(main or rank_main, self._processes, (job, *args), environ=environ)
+        self._ranks = self._stack.enter_context(ranks)
         self._ready: set[int] = set()
-        self._nranks = nranks
         self._on_line = on_line
 
     @property
     def paused(self) -> bool:
-        return len(self._ready) == self._nranks
+        return len(self._ready) == self._processes
 
     @property
     def finished(self) -> bool:
@@ -156,7 +172,7 @@ class OwnGroup:
 
     def go(self) -> None:
         self._ready.clear()
-        for rank in range(self._nranks):
+        for rank in range(self._processes):
             self._ranks.send(rank, "go")
 
     def pump(self, timeout: float) -> None:

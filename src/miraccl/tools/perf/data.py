@@ -158,12 +158,12 @@ def expected_output(case: Case, rank: int, seed: int) -> list[Segment]:
 
 def count_wrong(case: Case, output: Array, segments: list[Segment]) -> int:
     """Elements of ``output`` that are not what they must be."""
-    tolerance = _tolerance(case)
+    tolerance = relative_tolerance(case)
     return sum(_count_wrong_in(output[s.start : s.start + s.length], s, tolerance) for s in segments)
 
 
-def _tolerance(case: Case) -> float:
-    """Relative; 0 asks for equality."""
+def relative_tolerance(case: Case) -> float:
+    """How far a result may be off, relative to the right one; 0 asks for equality of bits."""
     if case.redop != "avg" or case.dtype not in _EXACT or case.nranks & (case.nranks - 1) == 0:
         return 0.0
     return 2.0 / (_EXACT[case.dtype] / 2)  # two units in the last place; the spacing at 1.0 is 2 / _EXACT

@@ -35,7 +35,8 @@ def draw(rows: list[Row], target: str) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("size (bytes)")
     axes.set_ylabel("busbw (GB/s)")
-    axes.set_title(f"{first.op}, {first.ranks} ranks, {first.dtype}")
+    where = f" on {first.device}" if first.device else ""
+    axes.set_title(f"{first.op}, {first.ranks} ranks{where}, {first.dtype}{', CUDA graphs' if first.graph else ''}")
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
     try:

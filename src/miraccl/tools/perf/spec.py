@@ -117,7 +117,9 @@ def size_range(smallest: int, largest: int, factor: float) -> list[int]:
 class Row:
     """One measurement, as it is printed and written to JSON. Times in microseconds, speeds in GB/s.
 
-    ``wrong`` counts elements over all ranks and all checks; it is None when nothing was checked.
+    ``wrong`` counts elements over all ranks and all checks; it is None when nothing was checked.  On GPUs ``device`` is their name,
+    ``channels`` and ``threads`` are the blocks of a launch and the threads of a block, ``graph`` says that CUDA graphs were timed, and
+    ``host_us`` is what the calling thread spends on a call.
     """
 
     op: str
@@ -141,10 +143,25 @@ class Row:
     peer: str = ""
     peer_time_us: float | None = None
     ratio: float | None = None
+    device: str = ""
+    graph: bool = False
+    threads: int = 0
+    host_us: float | None = None
+    peer_host_us: float | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """The fields that mean something here; beside NCCL its figures also by its name."""
         record = asdict(self)
         if not self.peer:
-            for name in ("peer", "peer_time_us", "ratio"):
+            for name in _PEER_FIELDS:
                 del record[name]
+        if not self.device:
+            for name in _DEVICE_FIELDS:
+                record.pop(name, None)
+        elif self.peer:
+            record |= {f"{self.peer}_us": self.peer_time_us, f"{self.peer}_host_us": self.peer_host_us}
         return record
+
+
+_PEER_FIELDS = ("peer", "peer_time_us", "ratio", "peer_host_us")
+_DEVICE_FIELDS = ("device", "graph", "threads", "host_us", "peer_host_us")

@@ -7,6 +7,7 @@ from miraccl.tools.perf.spec import Row
 _LEFT = "{:>12}  {:>12}  {:>11}  {:>10}  {:>4}"
 _SIDE = "  {:>8}  {:>6}  {:>6}  {:>6}"
 _PEER = "  {:>8}  {:>5}"
+_HOST = "  {:>6}"
 
 
 def format_us(value: float) -> str:
@@ -21,28 +22,29 @@ def format_speed(value: float) -> str:
     return f"{value:.2f}" if value < 1000 else f"{value:.0f}"
 
 
-def header(peer: str) -> list[str]:
-    """The lines above the numbers; ``peer`` is empty without a comparison."""
+def header(peer: str, host: bool = False) -> list[str]:
+    """The lines above the numbers; ``peer`` is empty without a comparison, ``host`` asks for the host's time of a call."""
     left = [("size", "count", "type", "redop", "root"), ("(B)", "(elements)", "", "", "")]
     side = [("time", "algbw", "busbw", "#wrong"), ("(us)", "(GB/s)", "(GB/s)", "")]
     versus = [(peer, "ratio"), ("(us)", "")]
-    width = len(_SIDE.format(*side[0])) + (len(_PEER.format(*versus[0])) if peer else 0)
+    calls = ("host", "(us)")
+    width = len(_SIDE.format(*side[0])) + (len(_PEER.format(*versus[0])) if peer else 0) + (len(_HOST.format("")) if host else 0)
     lines = ["#" + " " * len(_LEFT.format(*left[0])) + "out-of-place".center(width) + "in-place".center(width)]
     for number in (0, 1):
-        part = _SIDE.format(*side[number]) + (_PEER.format(*versus[number]) if peer else "")
+        part = _SIDE.format(*side[number]) + (_PEER.format(*versus[number]) if peer else "") + (_HOST.format(calls[number]) if host else "")
         chosen = "  algorithm" if number == 0 else ""
         lines.append("#" + _LEFT.format(*left[number]) + part + part + chosen)
     return [line.rstrip() for line in lines]
 
 
-def line(out_of_place: Row | None, in_place: Row | None, peer: str) -> str:
+def line(out_of_place: Row | None, in_place: Row | None, peer: str, host: bool = False) -> str:
     """One size. A form that the library does not have is N/A, as in nccl-tests."""
     row = out_of_place or in_place
     if row is None:
         raise ValueError("a line needs at least one form")
     text = " " + _LEFT.format(row.bytes, row.count, row.dtype, row.redop, row.root)
     for side in (out_of_place, in_place):
-        text += _side(side) + (_versus(side) if peer else "")
+        text += _side(side) + (_versus(side) if peer else "") + (_host(side) if host else "")
     return f"{text}  {_chosen(out_of_place, in_place)}".rstrip()
 
 
@@ -59,10 +61,20 @@ def _versus(row: Row | None) -> str:
     return _PEER.format(format_us(row.peer_time_us), f"{row.ratio:.2f}")
 
 
+def _host(row: Row | None) -> str:
+    return _HOST.format("N/A" if row is None or row.host_us is None else f"{row.host_us:.2f}")
+
+
 def _chosen(*rows: Row | None) -> str:
-    """``ring/simple x2``; both forms if they differ."""
-    names = [f"{r.algo}/{r.proto} x{r.channels}" if r.proto else r.algo for r in rows if r is not None and r.algo]
-    return " | ".join(dict.fromkeys(names))
+    """``ring/simple x2``, on a GPU ``ring/simple 16x512`` (blocks x threads); both forms if they differ."""
+    return " | ".join(dict.fromkeys(_plan(row) for row in rows if row is not None and row.algo))
+
+
+def _plan(row: Row) -> str:
+    if not row.proto:
+        return row.algo
+    shape = f"x{row.channels}" if not row.device else f"{row.channels}x{row.threads}" if row.threads else "copy engines"
+    return f"{row.algo}/{row.proto} {shape}"
 
 
 def footer(rows: list[Row], peer: str) -> list[str]:

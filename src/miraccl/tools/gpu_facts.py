@@ -1,0 +1,256 @@
+"""What CUDA says about this machine, asked in a process of its own.
+
+A process that has initialised CUDA can neither be forked into ranks nor be trusted to survive a broken driver; so the tools ask a child
+(``python -m miraccl.tools.gpu_facts``), which answers in JSON.  Nothing here needs a GPU, a driver or the package: what is missing is the
+answer, with what to do about it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from miraccl.errors import MissingDependency
+
+PROBE_SECONDS = 60.0
+SHARED_BYTES = 2 << 20  # of an allocation that two processes map for a test
+DRIVER_ADVICE = "install the NVIDIA driver (Debian: nvidia-driver; Ubuntu: ubuntu-drivers install); containers: --gpus all"
+#: results of cuInit (cuda.h) that have a remedy of their own
+_INIT_ADVICE = {
+    100: "the driver finds no GPU: look at nvidia-smi, at CUDA_VISIBLE_DEVICES, and in containers at --gpus all",
+    802: "the GPUs are not ready: on machines with NVSwitch start nvidia-fabricmanager, then look at nvidia-smi -q (Fabric)",
+    803: "libcuda.so.1 and the driver's kernel module are of different versions: reboot, or remove the other libcuda from the path",
+    804: "a compatibility package of CUDA does not fit this GPU: remove cuda-compat from the library path",
+}
+_EXCLUSIVE_PROCESS, _PROHIBITED = 3, 2  # CUcomputemode
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuInfo:
+    """One GPU as this process numbers them. ``posix_handles``: its memory can be shared as file descriptors; ``mode`` other than 0: only
+    one process (3) or none (2) may use it."""
+
+    ordinal: int
+    name: str
+    bus_id: str
+    sm: int
+    multiprocessors: int
+    memory_bytes: int
+    posix_handles: bool
+    mode: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerAccess:
+    """Whether GPU ``source`` can address the memory of ``target``; ``rank`` orders the pairs of a machine, 0 is the fastest."""
+
+    source: int
+    target: int
+    allowed: bool
+    atomics: bool = False
+    rank: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaFacts:
+    """``problem`` says why there are no GPUs to use, ``advice`` what to do; both empty if there are. ``driver``: its CUDA version."""
+
+    problem: str = ""
+    advice: str = ""
+    driver: str = ""
+    bindings: str = ""
+    gpus: tuple[GpuInfo, ...] = ()
+    peers: tuple[PeerAccess, ...] = ()
+
+    @property
+    def names(self) -> str:
+        """``4 x NVIDIA H200``, several kinds separated by commas."""
+        kinds = dict.fromkeys(gpu.name for gpu in self.gpus)
+        return ", ".join(f"{sum(gpu.name == kind for gpu in self.gpus)} x {kind}" for kind in kinds)
+
+    def of(self, ordinals: Sequence[int]) -> CudaFacts:
+        """The same with some of the GPUs."""
+        return replace(self, gpus=tuple(gpu for gpu in self.gpus if gpu.ordinal in ordinals))
+
+
+def collect() -> CudaFacts:
+    """Ask the driver, in this process."""
+    from miraccl.executor.cuda.toolkit import INSTALL, bindings
+
+    try:
+        cuda = bindings("driver")
+    except MissingDependency as error:
+        return CudaFacts(problem=error.message, advice=INSTALL)
+    version = _package_version()
+    try:
+        (code,) = cuda.cuInit(0)
+    except Exception:  # the package raises errors of its own, which differ from version to version
+        return CudaFacts(problem="no NVIDIA driver: libcuda.so.1 cannot be loaded", advice=DRIVER_ADVICE, bindings=version)
+    if int(code) != 0:
+        advice = _INIT_ADVICE.get(int(code), "look at nvidia-smi and at the kernel's log (dmesg | grep -i nvrm)")
+        return CudaFacts(problem=f"CUDA does not start: {code.name}", advice=advice, bindings=version)
+    return _ask(cuda, version)
+
+
+def _package_version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("cuda-bindings")
+    except metadata.PackageNotFoundError:
+        return "unknown version"
+
+
+def _ask(cuda: Any, version: str) -> CudaFacts:
+    from miraccl.executor.cuda.driver import check
+
+    number = int(check(cuda.cuDriverGetVersion(), "cuDriverGetVersion"))
+    count = int(check(cuda.cuDeviceGetCount(), "cuDeviceGetCount"))
+    devices = [check(cuda.cuDeviceGet(i), "cuDeviceGet") for i in range(count)]
+    return CudaFacts(
+        problem="" if count else "CUDA shows no GPU",
+        advice="" if count else _INIT_ADVICE[100],
+        driver=f"{number // 1000}.{number % 1000 // 10}",
+        bindings=version,
+        gpus=tuple(_gpu(cuda, i, device) for i, device in enumerate(devices)),
+        peers=tuple(_peer(cuda, i, j, devices) for i in range(count) for j in range(count) if i != j),
+    )
+
+
+def _gpu(cuda: Any, ordinal: int, device: Any) -> GpuInfo:
+    from miraccl.executor.cuda.driver import check
+
+    def attribute(name: str) -> int:
+        kind = getattr(cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(check(cuda.cuDeviceGetAttribute(kind, device), name))
+
+    return GpuInfo(
+        ordinal=ordinal,
+        name=_text(check(cuda.cuDeviceGetName(256, device), "cuDeviceGetName")),
+        bus_id=_text(check(cuda.cuDeviceGetPCIBusId(64, device), "cuDeviceGetPCIBusId")).lower(),
+        sm=10 * attribute("COMPUTE_CAPABILITY_MAJOR") + attribute("COMPUTE_CAPABILITY_MINOR"),
+        multiprocessors=attribute("MULTIPROCESSOR_COUNT"),
+        memory_bytes=int(check(cuda.cuDeviceTotalMem(device), "cuDeviceTotalMem")),
+        posix_handles=bool(attribute("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")),
+        mode=attribute("COMPUTE_MODE"),
+    )
+
+
+def _peer(cuda: Any, source: int, target: int, devices: list[Any]) -> PeerAccess:
+    from miraccl.executor.cuda.driver import check
+
+    allowed = bool(check(cuda.cuDeviceCanAccessPeer(devices[source], devices[target]), "cuDeviceCanAccessPeer"))
+
+    def attribute(name: str) -> int:
+        kind = getattr(cuda.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}")
+        return int(check(cuda.cuDeviceGetP2PAttribute(kind, devices[source], devices[target]), name))
+
+    if not allowed:
+        return PeerAccess(source=source, target=target, allowed=False)
+    atomics, rank = bool(attribute("NATIVE_ATOMIC_SUPPORTED")), attribute("PERFORMANCE_RANK")
+    return PeerAccess(source=source, target=target, allowed=True, atomics=atomics, rank=rank)
+
+
+def _text(value: bytes) -> str:
+    return value.split(b"\0")[0].decode(errors="replace").strip()
+
+
+# ---------------------------------------------------------------------- in a process of its own
+
+
+def read_facts() -> CudaFacts:
+    """What CUDA says, without initialising it here. A child that crashes or hangs is a problem, too, never an exception."""
+    try:
+        done = subprocess.run(_command("facts"), env=_environ(), capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return CudaFacts(problem=f"the driver did not answer within {PROBE_SECONDS:.0f} s", advice="look at nvidia-smi and dmesg")
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        tail = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return CudaFacts(problem=f"asking the driver ended with status {done.returncode}: {tail}", advice="look at nvidia-smi and dmesg")
+    return facts_from_json(json.loads(lines[-1]))
+
+
+def facts_from_json(record: dict[str, Any]) -> CudaFacts:
+    gpus = tuple(GpuInfo(**gpu) for gpu in record["gpus"])
+    return CudaFacts(**{**record, "gpus": gpus, "peers": tuple(PeerAccess(**peer) for peer in record["peers"])})
+
+
+def try_ipc(owner: int, mapper: int) -> str:
+    """Whether memory of GPU ``owner`` in one process can be mapped by GPU ``mapper`` in another: the error, empty if it works."""
+    share = subprocess.Popen(
+        _command("share", str(owner)),
+        env=_environ(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert share.stdin is not None
+    assert share.stdout is not None
+    try:
+        handle = _first_line(share)
+        if not handle.startswith("handle "):
+            return handle or "the owner of the memory ended without a word"
+        command = _command("map", str(mapper), handle.split()[1])
+        done = subprocess.run(command, env=_environ(), capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+        answer = (done.stdout.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        return "" if answer == "mapped" else answer
+    except subprocess.TimeoutExpired:
+        return "the other process did not answer"
+    finally:
+        share.stdin.close()
+        try:
+            share.wait(10)
+        except subprocess.TimeoutExpired:
+            share.kill()
+            share.wait()
+        share.stdout.close()
+
+
+def _first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    readable, _, _ = select.select([process.stdout], [], [], PROBE_SECONDS)
+    return process.stdout.readline().strip() if readable else "the owner of the memory did not answer"
+
+
+def _command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "miraccl.tools.gpu_facts", *words]
+
+
+def _environ() -> dict[str, str]:
+    """The child finds the same miraccl."""
+    ours = str(Path(__file__).resolve().parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH", ""))))}
+
+
+def main(words: list[str]) -> None:
+    """``facts``; ``share ORDINAL``: hold an allocation until standard input ends; ``map ORDINAL HANDLE``: map it."""
+    from miraccl.executor.cuda.driver import Gpu
+
+    if words[0] == "facts":
+        print(json.dumps(asdict(collect())), flush=True)
+        return
+    try:
+        gpu = Gpu(int(words[1]))
+        if words[0] == "share":
+            address = gpu.allocate(SHARED_BYTES)
+            print("handle", gpu.export(address).hex(), flush=True)
+            sys.stdin.read()
+            gpu.free(address)
+        else:
+            gpu.unmap_peer(gpu.map_peer(bytes.fromhex(words[2])))
+            print("mapped", flush=True)
+    except Exception as error:  # whatever it is, it is the answer
+        print(str(error) or type(error).__name__, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

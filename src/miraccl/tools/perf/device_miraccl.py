@@ -1,0 +1,157 @@
+"""miraccl on GPU memory as a library of the measurement: calls on arrays in GPU memory, in a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import miraccl
+from miraccl.errors import InvalidUsage
+from miraccl.tools.perf.data import numpy_dtype, premul_scalar
+from miraccl.tools.perf.device_array import Arena, DeviceArray, as_device_array
+from miraccl.tools.perf.engine import place_buffers
+from miraccl.tools.perf.spec import REDUCING, Case
+from miraccl.types import PreMulSum
+
+_REDOPS = {"none": "SUM", "sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX", "avg": "AVG"}
+_ONE_FORM = ("broadcast", "all_to_all", "sendrecv")  # broadcast in place only, the others out of place only
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """How an operation ran; ``blocks`` and ``threads`` are 0 where no kernel did, ``unroll`` vectors a thread handles at a time."""
+
+    algo: str = ""
+    proto: str = ""
+    blocks: int = 0
+    threads: int = 0
+    unroll: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceBound:
+    """One operation with its buffers; ``call`` enqueues it. ``repeatable``: called again, it gives the same result."""
+
+    call: Callable[[], Any]
+    input: DeviceArray
+    output: DeviceArray
+    repeatable: bool
+    chosen: Callable[[], Chosen] = Chosen
+    owner: Any = field(default=None, repr=False)
+
+
+class DeviceLibrary(Protocol):
+    """A library on one rank, whose work goes to the stream of the measurement."""
+
+    name: str
+
+    def bind(self, case: Case, in_place: bool) -> DeviceBound | None:
+        """Cut buffers and prepare; None if the library does not have this form."""
+        ...
+
+    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """A CUDA graph of what ``run`` enqueues; the result replays it."""
+        ...
+
+    def align(self) -> None:
+        """Enqueue a small operation of all ranks, which ends on all at nearly the same time."""
+        ...
+
+    def check(self) -> None:
+        """Raise what went wrong on the GPU."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def is_repeatable(case: Case, x: DeviceArray, y: DeviceArray) -> bool:
+    """A reduction whose output lies on its input changes what it will reduce the next time."""
+    end = y.address + y.nbytes
+    overlap = x.nbytes > 0 and y.nbytes > 0 and x.address < end and y.address < x.address + x.nbytes
+    return not (overlap and case.op in REDUCING)
+
+
+class MiracclDevice:
+    """``comm`` is a ``comm.device.DeviceCommunicator``; ``window`` takes buffers from its ``empty``."""
+
+    name = "miraccl"
+
+    def __init__(self, comm: Any, stream: int, arena: Arena, capture: Callable[..., Any], *, window: bool = False) -> None:
+        self.comm, self.rank, self.nranks = comm, comm.rank, comm.nranks
+        self._stream, self._arena, self.capture = stream, arena, capture
+        self._ordinal: int = comm.gpu.ordinal
+        if window and not hasattr(comm, "empty"):
+            raise InvalidUsage("--window: this version has no window memory on GPUs", hint="leave the option out")
+        self._window = window
+        self._aligner = Arena(comm.gpu.allocate(512), 512, self._ordinal).take(4, "float32")
+        self._keep: list[Any] = []
+
+    def bind(self, case: Case, in_place: bool) -> DeviceBound | None:
+        if not hasattr(self.comm, case.op) or (in_place is not (case.op == "broadcast") and case.op in _ONE_FORM):
+            return None
+        self._keep = []
+        x, y = place_buffers(case, self.rank, in_place, lambda count: self._take(count, case.dtype))
+        call = self._call(case, x, y)
+        return DeviceBound(call=call, input=x, output=y, repeatable=is_repeatable(case, x, y), chosen=self._chosen, owner=tuple(self._keep))
+
+    def align(self) -> None:
+        self.comm.all_reduce(self._aligner, stream=self._stream)
+
+    def check(self) -> None:
+        self.comm.check()
+
+    def close(self) -> None:
+        """The communicator belongs to who made it."""
+
+    def _take(self, count: int, name: str) -> DeviceArray:
+        if not self._window or not count:
+            return self._arena.take(count, name)
+        memory = self.comm.empty(count, numpy_dtype(name))
+        self._keep.append(memory)
+        return as_device_array(memory, name, self._ordinal)
+
+    def _chosen(self) -> Chosen:
+        plan = self.comm.last_plan
+        if plan is None or self.nranks == 1:
+            return Chosen()
+        return Chosen(
+            algo=plan.algo,
+            proto=plan.proto,
+            blocks=getattr(plan, "blocks", 0),
+            threads=getattr(plan, "threads", 0),
+            unroll=getattr(plan, "unroll", 0),
+            reason=getattr(plan, "reason", ""),
+        )
+
+    def _call(self, case: Case, x: DeviceArray, y: DeviceArray) -> Callable[[], Any]:
+        """The call as a user writes it."""
+        function, stream, op = getattr(self.comm, case.op), self._stream, self._operator(case)
+        source, target = x.argument, y.argument
+        same = x is y
+        match case.op:
+            case "all_reduce":
+                return (lambda: function(source, op=op, stream=stream)) if same else lambda: function(source, target, op, stream=stream)
+            case "reduce_scatter":
+                return lambda: function(source, target, op, stream=stream)
+            case "all_gather" | "all_to_all":
+                return lambda: function(source, target, stream=stream)
+            case "broadcast":
+                return lambda: function(target, case.root, stream=stream)
+            case "reduce":
+                out = None if same or self.rank != case.root else target
+                return lambda: function(source, case.root, out, op, stream=stream)
+            case "gather":
+                out = target if self.rank == case.root else None
+                return lambda: function(source, root=case.root, out=out, stream=stream)
+            case "scatter":
+                given = source if self.rank == case.root else None
+                return lambda: function(given, root=case.root, out=target, stream=stream)
+        following, previous = (self.rank + 1) % self.nranks, (self.rank - 1) % self.nranks
+        return lambda: function(source, out=target, dst=following, src=previous, stream=stream)
+
+    def _operator(self, case: Case) -> Any:
+        if case.redop == "premul_sum":
+            return PreMulSum(premul_scalar(self.rank))
+        return getattr(miraccl, _REDOPS[case.redop])

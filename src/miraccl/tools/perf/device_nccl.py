@@ -1,0 +1,156 @@
+"""NCCL through ``torch.distributed`` as a library of the measurement, in the same process and stream as miraccl.
+
+Imported only for ``--compare nccl``; PyTorch is imported when it is made.  NVLink multicast stays off (NCCL_NVLS_ENABLE=0), as it is for
+miraccl.  What ``torch.distributed`` offers in place only (all_reduce, reduce, broadcast) is measured so beside either form of ours.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from miraccl.bootstrap import Session
+from miraccl.errors import InvalidUsage, MissingDependency
+from miraccl.tools.perf.device_array import Arena, DeviceArray
+from miraccl.tools.perf.device_miraccl import DeviceBound, is_repeatable
+from miraccl.tools.perf.engine import place_buffers
+from miraccl.tools.perf.spec import Case
+
+ENVIRON = {"NCCL_NVLS_ENABLE": "0"}
+_MEET_SECONDS = 120
+_TYPES = ("int8", "uint8", "int32", "int64", "float16", "float32", "float64", "bfloat16")
+_OPS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG", "none": "SUM"}
+_SAME_BUFFER = ("all_reduce", "reduce", "broadcast")
+
+
+def load_torch() -> Any:
+    """PyTorch with NCCL; raises ``MissingDependency`` with what to install."""
+    os.environ.update(ENVIRON)
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingDependency(f"--compare nccl needs PyTorch: {error}", hint="pip install torch, a build with CUDA") from None
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available() or not dist.is_nccl_available():
+        text = f"--compare nccl: PyTorch {torch.__version__} has no CUDA or no NCCL here"
+        raise MissingDependency(text, hint="pip install torch, a build with CUDA")
+    return torch
+
+
+class TorchStream:
+    """The stream of the measurement and the memory of its arrays, both PyTorch's, so that NCCL and miraccl get the same tensors."""
+
+    def __init__(self, torch: Any, ordinal: int) -> None:
+        self.torch, self.ordinal = torch, ordinal
+        torch.cuda.set_device(ordinal)
+        self.stream = torch.cuda.Stream()
+        torch.cuda.set_stream(self.stream)
+
+    @property
+    def number(self) -> int:
+        return int(self.stream.cuda_stream)
+
+    def arena(self, nbytes: int) -> Arena:
+        whole = self.torch.empty(nbytes, dtype=self.torch.uint8, device=f"cuda:{self.ordinal}")
+        return Arena(whole.data_ptr(), nbytes, self.ordinal, whole)
+
+    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """A CUDA graph, made the way PyTorch's users make it: NCCL's work is not left to be watched while a stream is captured."""
+        torch = self.torch
+        self.stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            run()
+        replay: Callable[[], Any] = graph.replay
+        return replay
+
+
+class NcclDevice:
+    """Made by all ranks of ``session`` together, each with a GPU of its own."""
+
+    name = "nccl"
+
+    def __init__(self, session: Session, place: TorchStream, arena: Arena) -> None:
+        import torch.distributed as dist
+
+        self._dist, self._torch, self._arena = dist, place.torch, arena
+        self.rank, self.nranks = session.rank, session.nranks
+        self.capture = place.capture
+        where = _meeting_point(session)
+        try:
+            dist.init_process_group(
+                "nccl",
+                init_method=where,
+                rank=self.rank,
+                world_size=self.nranks,
+                timeout=datetime.timedelta(seconds=_MEET_SECONDS),
+                device_id=place.torch.device("cuda", place.ordinal),
+            )
+        except Exception as error:
+            raise InvalidUsage(f"NCCL does not start: {error}", rank=self.rank, hint="NCCL_DEBUG=INFO says more") from error
+        self._aligner = place.torch.zeros(4, device=f"cuda:{place.ordinal}")
+
+    def bind(self, case: Case, in_place: bool) -> DeviceBound | None:
+        if case.dtype not in _TYPES or case.redop not in _OPS or (case.op == "broadcast" and not in_place):
+            return None
+        if (case.op in ("all_to_all", "sendrecv") and in_place) or (case.op == "sendrecv" and self.nranks == 1):
+            return None
+        if case.op in ("gather", "scatter") and in_place:
+            return None
+        same = in_place or case.op in _SAME_BUFFER
+        x, y = place_buffers(case, self.rank, same, lambda count: self._arena.take(count, case.dtype))
+        return DeviceBound(call=self._call(case, x, y), input=x, output=y, repeatable=is_repeatable(case, x, y))
+
+    def align(self) -> None:
+        self._dist.all_reduce(self._aligner)
+
+    def check(self) -> None:
+        """NCCL's errors are raised where they occur."""
+
+    def close(self) -> None:
+        self._dist.destroy_process_group()
+
+    def _call(self, case: Case, source: DeviceArray, target: DeviceArray) -> Callable[[], Any]:
+        dist, root, x, y = self._dist, case.root, source.tensor, target.tensor
+        op = getattr(dist.ReduceOp, _OPS[case.redop])
+        match case.op:
+            case "all_reduce":
+                return lambda: dist.all_reduce(y, op=op)
+            case "all_gather":
+                return lambda: dist.all_gather_into_tensor(y, x)
+            case "reduce_scatter":
+                return lambda: dist.reduce_scatter_tensor(y, x, op=op)
+            case "broadcast":
+                return lambda: dist.broadcast(y, root)
+            case "reduce":
+                return lambda: dist.reduce(y, root, op=op)
+            case "all_to_all":
+                return lambda: dist.all_to_all_single(y, x)
+            case "gather":
+                parts = list(y.chunk(self.nranks)) if self.rank == root else None
+                return lambda: dist.gather(x, parts, root)
+            case "scatter":
+                parts = list(x.chunk(self.nranks)) if self.rank == root else None
+                return lambda: dist.scatter(y, parts, root)
+        following, previous = (self.rank + 1) % self.nranks, (self.rank - 1) % self.nranks
+        both = [dist.P2POp(dist.isend, x, following), dist.P2POp(dist.irecv, y, previous)]
+
+        def exchange() -> None:
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+
+        return exchange
+
+
+def _meeting_point(session: Session) -> str:
+    """A free port of rank 0's for PyTorch's store; all ranks are on one host."""
+    port = b""
+    if session.rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1]).encode()
+    return f"tcp://127.0.0.1:{session.all_gather(port, 'perf nccl')[0].decode()}"

@@ -1,0 +1,342 @@
+"""Ranks of a measurement on GPUs: processes or threads of one process, beside NCCL in the same ones or in processes of its own.
+
+The parent never initialises CUDA (it forks).  NCCL shares process, stream and buffers with miraccl and takes turns with it batch by batch;
+PyTorch has one rank per process, so where miraccl's ranks are threads, NCCL gets processes of its own and the conductor gives turns.
+
+Rules it keeps: a rank that fails aborts its communicator, so that the others' kernels end; no wait is longer than a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from miraccl.errors import InvalidUsage
+from miraccl.tools.perf.conductor import Group, Line, OwnGroup, RunFailed, join, run_in_turns
+from miraccl.tools.perf.device_array import Arena, padded
+from miraccl.tools.perf.device_measure import Bench, Cell, CellFailed, measure_cell
+from miraccl.tools.perf.device_miraccl import Chosen, MiracclDevice
+from miraccl.tools.perf.measure import Options
+from miraccl.tools.spawn import Context
+
+_THREAD_PAUSES = 5  # threads of one process enqueue one after another
+_WARM_UP_US = 300_000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceJob:
+    """What each rank is told. ``ordinals``: the GPUs in turn; ``init``: options of the communicator; ``libraries``: the first is measured,
+    the second its peer.  ``keep_going``: a cell that cannot run is reported and the next one measured."""
+
+    cells: tuple[Cell, ...]
+    options: Options
+    ordinals: tuple[int, ...]
+    init: dict[str, Any] = field(default_factory=dict)
+    libraries: tuple[str, ...] = ("miraccl",)
+    sms: int | None = None
+    window: bool = False
+    explain: bool = False
+    threads: bool = False
+    in_turns: bool = False
+    keep_going: bool = False
+    hosts: int = 1
+
+    def environ(self) -> dict[str, str]:
+        """Settings of the ranks."""
+        from miraccl.tools.perf.device_nccl import ENVIRON
+
+        return ENVIRON | ({"MIRACCL_SMS": str(self.sms)} if self.sms is not None else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceInfo:
+    """What ranks found when they started: the GPU, versions, the memory that each library takes of a GPU, seconds to start miraccl."""
+
+    device: str
+    memory_bytes: dict[str, int]
+    start_s: float
+    versions: dict[str, str]
+
+
+# ---------------------------------------------------------------------- one rank
+
+
+def run_rank(
+    job: DeviceJob,
+    environ: Mapping[str, str],
+    turn: Callable[[], None],
+    report: Callable[[Line], None],
+    tell: Callable[[DeviceInfo], None] = lambda info: None,
+) -> int:
+    """The life of a rank; ``report`` is called on every rank with the same line. Returns the rank."""
+    from miraccl.bootstrap.launch import detect_launch, meet
+
+    place = detect_launch(environ)
+    session = meet(place)
+    local = session.rank if place.local_rank is None else place.local_rank
+    with open_bench(job, session, job.ordinals[local % len(job.ordinals)]) as (bench, info):
+        bench.turn = turn
+        tell(info)
+        if job.options.bind:
+            _bind_to_core(bench)
+        _warm_up(bench)
+        for number, cell in enumerate(job.cells):
+            report(_measure(bench, job, number, cell))
+    session.close()  # a rank that failed does not take its leave: the others are to see that it is lost
+    return int(session.rank)
+
+
+def _measure(bench: Bench, job: DeviceJob, number: int, cell: Cell) -> Line:
+    try:
+        rows, chosen = measure_cell(bench, cell)
+    except (InvalidUsage, CellFailed) as error:
+        if not job.keep_going:
+            raise
+        return Line(number=number, out_of_place=None, in_place=None, failure=str(error))
+    found = {row.in_place: row for row in rows}
+    explanation = (explain(chosen),) if job.explain and rows and chosen.algo else ()
+    return Line(number=number, out_of_place=found.get(False), in_place=found.get(True), explanation=explanation)
+
+
+def explain(chosen: Chosen) -> dict[str, Any]:
+    """The plan of the last form as a plain dictionary."""
+    names = ("algo", "proto", "blocks", "threads", "unroll", "reason")
+    return {**{name: getattr(chosen, name) for name in names}, "chosen": True}
+
+
+def _bind_to_core(bench: Bench) -> None:
+    """Keep the calling thread on one core, if every rank has one."""
+    cores = sorted(os.sched_getaffinity(0))
+    if all(bench.gather(bench.session.nranks <= len(cores))):
+        os.sched_setaffinity(0, {cores[bench.rank]})
+
+
+def _warm_up(bench: Bench) -> None:
+    """Clocks rise with work."""
+    bench.barrier()
+    elapsed = 0.0
+    while elapsed < _WARM_UP_US:
+        elapsed += max(1000.0, bench.card.time_us(lambda: bench.card.pause(50)))
+    bench.barrier()
+
+
+def arena_bytes(job: DeviceJob) -> int:
+    """What the largest case needs, for every library."""
+    largest = 0
+    for cell in job.cells:
+        case = cell.case
+        largest = max(largest, padded(case.input_count * case.itemsize) + padded(case.output_count * case.itemsize))
+    return max(512, largest) * len(job.libraries)
+
+
+@contextlib.contextmanager
+def open_bench(job: DeviceJob, session: Any, ordinal: int) -> Iterator[tuple[Bench, DeviceInfo]]:
+    """GPU, libraries and buffers of this rank. After a failure kernels that wait are ended, and the rest ends with the process."""
+    from miraccl.executor.cuda.driver import Gpu
+    from miraccl.tools.perf.card import Card
+
+    os.environ.update(job.environ())
+    place, versions = None, {}
+    if "nccl" in job.libraries:
+        from miraccl.tools.perf import device_nccl
+
+        torch = device_nccl.load_torch()
+        place = device_nccl.TorchStream(torch, ordinal)
+        versions = {"torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version())), "cuda": str(torch.version.cuda)}
+    gpu = Gpu(ordinal)
+    card = Card(gpu, place.number if place else None)
+    nbytes = arena_bytes(job)
+    arena = place.arena(nbytes) if place else Arena(gpu.allocate(nbytes), nbytes, ordinal)
+    with contextlib.ExitStack() as stack:
+        libraries: list[Any] = []
+        memory, start_s = {}, 0.0
+        for name in job.libraries:
+            free, before = card.free_bytes(), time.perf_counter()
+            if name == "miraccl":
+                libraries.append(_open_miraccl(job, session, ordinal, card, arena, stack))
+                start_s = time.perf_counter() - before
+            elif place is not None:
+                libraries.append(device_nccl.NcclDevice(session, place, arena))
+                stack.push(lambda kind, error, trace, library=libraries[-1]: None if error else library.close())
+            libraries[-1].align()
+            card.wait()
+            memory[name] = max(0, free - card.free_bytes())
+            session.barrier("perf opened")
+        info = DeviceInfo(device=_name_of(gpu, ordinal), memory_bytes=memory, start_s=start_s, versions=versions)
+        bench = Bench(
+            card=card,
+            arena=arena,
+            session=session,
+            libraries=libraries,
+            options=job.options,
+            device=info.device,
+            pauses=_THREAD_PAUSES if job.threads else 1,
+        )
+        yield bench, info
+    card.close()
+    if place is None:
+        gpu.free(arena.address)
+    gpu.close()
+
+
+def _open_miraccl(job: DeviceJob, session: Any, ordinal: int, card: Any, arena: Arena, stack: contextlib.ExitStack) -> MiracclDevice:
+    from miraccl.comm.device import DeviceCommunicator
+
+    comm = DeviceCommunicator(session, ordinal, **job.init)
+
+    def leave(kind: Any, error: Any, trace: Any) -> None:
+        if error is not None:
+            comm.abort()
+        comm.close()
+
+    stack.push(leave)
+    return MiracclDevice(comm, card.stream, arena, card.capture, window=job.window)
+
+
+def _name_of(gpu: Any, ordinal: int) -> str:
+    from miraccl.executor.cuda.driver import check
+
+    device = check(gpu.cuda.cuDeviceGet(ordinal), "cuDeviceGet")
+    name: bytes = check(gpu.cuda.cuDeviceGetName(256, device), "cuDeviceGetName")
+    return name.split(b"\0")[0].decode(errors="replace").strip()
+
+
+# ---------------------------------------------------------------------- ranks as processes, ranks as threads
+
+
+def process_main(context: Context, job: DeviceJob) -> None:
+    """What a forked rank runs."""
+    os.dup2(2, 1)  # standard output is the parent's table
+
+    def turn() -> None:
+        if job.in_turns:
+            context.emit("ready")
+            context.receive()
+
+    first = context.rank == 0
+    run_rank(job, os.environ, turn, context.emit if first else _ignore, context.emit if first else _ignore)
+
+
+def threads_main(context: Context, job: DeviceJob, nranks: int, timeout: float) -> None:
+    """What the one process runs whose threads are the ranks. The first thread that fails ends the process."""
+    os.dup2(2, 1)
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def hand_over() -> None:
+        context.emit("ready")
+        context.receive()
+
+    gate = threading.Barrier(nranks, hand_over)
+
+    def turn() -> None:
+        if job.in_turns:
+            gate.wait(timeout)
+
+    def rank_thread(rank: int) -> None:
+        numbers = {"MIRACCL_RANK": str(rank), "MIRACCL_LOCAL_RANK": str(rank)}
+        try:
+            run_rank(job, {**os.environ, **numbers}, turn, context.emit if not rank else _ignore, context.emit if not rank else _ignore)
+            ended.put(None)
+        except BaseException as error:
+            ended.put(error)
+
+    for rank in range(nranks):
+        threading.Thread(target=rank_thread, args=(rank,), name=f"rank {rank}", daemon=True).start()
+    for _ in range(nranks):
+        error = ended.get(timeout=timeout)
+        if error is not None:
+            raise error
+
+
+def _ignore(message: Any) -> None:
+    """Other ranks have the same to say."""
+
+
+# ---------------------------------------------------------------------- groups
+
+
+class _NcclGroup(OwnGroup):
+    """NCCL in processes of its own; the figures of its rows by case, as ``peers.PeerGroup`` has them."""
+
+    def __init__(self, job: DeviceJob, nranks: int) -> None:
+        self.times: dict[tuple[int, bool], float] = {}
+        self.host_times: dict[tuple[int, bool], float | None] = {}
+        self.done = 0
+        super().__init__(job, nranks, self._take, "nccl", main=process_main)
+
+    def _take(self, line: Line | DeviceInfo) -> None:
+        if isinstance(line, DeviceInfo):
+            return
+        for row in line.rows:
+            if row.wrong:
+                raise RunFailed(f"nccl computed {row.wrong} wrong values in case {line.number}")
+            self.times[line.number, row.in_place] = row.time_us
+            self.host_times[line.number, row.in_place] = row.host_us
+        self.done = line.number + 1
+
+
+def run_cells(
+    job: DeviceJob, nranks: int, timeout: float, on_info: Callable[[DeviceInfo], None] = lambda info: None
+) -> Generator[Line, None, None]:
+    """Start ranks on this host and give the lines as they come; the ranks end with the generator. ``timeout`` is for everything."""
+    _import_what_ranks_need()
+    arrived: list[Line] = []
+
+    def take(message: Any) -> None:
+        if isinstance(message, DeviceInfo):
+            on_info(message)
+        else:
+            arrived.append(message)
+
+    groups: list[Group] = []
+    nccl: _NcclGroup | None = None
+    beside = job.threads and "nccl" in job.libraries  # PyTorch has one rank per process
+    try:
+        if beside:
+            job = replace(job, libraries=("miraccl",), in_turns=True)
+        if job.threads:
+            groups.append(OwnGroup(job, nranks, take, main=threads_main, processes=1, args=(nranks, timeout)))
+        else:
+            groups.append(OwnGroup(job, nranks, take, main=process_main))
+        if beside:
+            nccl = _NcclGroup(replace(job, libraries=("nccl",), threads=False), nranks)
+            groups.append(nccl)
+        for _ in run_in_turns(groups, timeout):
+            while arrived and (nccl is None or arrived[0].number < nccl.done):
+                line = arrived.pop(0)
+                yield line if nccl is None else _join(line, nccl)
+    finally:
+        for group in groups:
+            group.stop()
+
+
+def _join(line: Line, nccl: _NcclGroup) -> Line:
+    line = join(line, nccl.times, "nccl")
+
+    def with_host(row: Any) -> Any:
+        return None if row is None else replace(row, peer_host_us=nccl.host_times.get((line.number, row.in_place)))
+
+    return replace(line, out_of_place=with_host(line.out_of_place), in_place=with_host(line.in_place))
+
+
+def _import_what_ranks_need() -> None:
+    """So that forked ranks have it already; nothing here touches CUDA."""
+    import miraccl.comm.device
+    import miraccl.tools.perf.card  # noqa: F401
+    from miraccl.schedule import catalog
+
+    catalog.names()
+
+
+def check_peer(ordinals: Sequence[int], nranks: int) -> None:
+    """NCCL refuses two ranks on one GPU."""
+    if nranks > len(ordinals):
+        gpus = f"{len(ordinals)} GPU{'s' * (len(ordinals) != 1)}"
+        text = f"--compare nccl: {nranks} ranks would share {gpus}, which NCCL refuses"
+        raise InvalidUsage(text, hint="as many GPUs as ranks, or no comparison")

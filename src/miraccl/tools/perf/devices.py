@@ -1,0 +1,94 @@
+"""``--devices``: where the data is. Which GPUs the user means, whether they exist, and which of them a rank gets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from miraccl.errors import InvalidUsage
+from miraccl.tools.gpu_facts import CudaFacts
+
+#: options that mean nothing there, and why
+_CPU_ONLY = {
+    "fresh": "it rewrites inputs from the CPU",
+    "persistent": "calls on GPU memory keep their plans, so there is nothing to prepare",
+    "deterministic": "sums on GPU memory are added in the order of the ranks, whatever the size; only --algo ring rounds at every hop",
+}
+_GPU_ONLY = ("graph", "threads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """``ordinals`` are numbers of GPUs as CUDA gives them to this process (after CUDA_VISIBLE_DEVICES); None: all of them."""
+
+    kind: str
+    ordinals: tuple[int, ...] | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.kind == "cuda"
+
+
+class DevicesType(click.ParamType[Devices]):
+    """``cpu``, ``cuda``, ``cuda:0,1`` or ``cuda:0,cuda:1``."""
+
+    name = "devices"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Devices:
+        if isinstance(value, Devices):
+            return value
+        text = str(value).replace(" ", "").lower()
+        if text in ("cpu", "cuda"):
+            return Devices(kind=text)
+        ordinals = []
+        for number, part in enumerate(text.split(",")):
+            match = re.fullmatch(r"(cuda:)?(\d{1,4})", part)
+            if match is None or (number == 0 and not match[1]):
+                self.fail(f"{value!r}: allowed are cpu, cuda (all GPUs), and numbers as in cuda:0,1", param, ctx)
+            ordinals.append(int(match[2]))
+        if len(set(ordinals)) < len(ordinals):
+            self.fail(f"{value!r} names a GPU twice; for more ranks than GPUs give --ranks", param, ctx)
+        return Devices(kind="cuda", ordinals=tuple(ordinals))
+
+
+def resolve(devices: Devices, facts: CudaFacts) -> tuple[int, ...]:
+    """The numbers of the GPUs that are meant; ``InvalidUsage`` where they are not there, with what to install or to change."""
+    if facts.problem:
+        raise InvalidUsage(f"--devices cuda: {facts.problem}", hint=f"{facts.advice}; miraccl doctor says more")
+    known = tuple(gpu.ordinal for gpu in facts.gpus)
+    if devices.ordinals is None:
+        return known
+    absent = [number for number in devices.ordinals if number not in known]
+    if absent:
+        have = f"cuda:0 to cuda:{known[-1]}" if len(known) > 1 else "cuda:0 only"
+        text = f"--devices: there is no {', '.join(f'cuda:{number}' for number in absent)}; this process sees {have} ({facts.names})"
+        raise InvalidUsage(text, hint="numbers count the GPUs of CUDA_VISIBLE_DEVICES, from 0")
+    return devices.ordinals
+
+
+def describe(ordinals: Sequence[int]) -> str:
+    """``cuda:0,1``."""
+    return "cuda:" + ",".join(map(str, ordinals))
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Options that do not fit what ``--devices`` says."""
+    on_gpu = options["devices"].on_gpu
+    for name, why in _CPU_ONLY.items():
+        if on_gpu and options[name]:
+            raise click.UsageError(f"--{name} is for CPU memory: {why}")
+    for name in _GPU_ONLY:
+        if not on_gpu and options[name]:
+            raise click.UsageError(f"--{name} is for GPU memory: give --devices cuda")
+    if options["sms"] is not None and not on_gpu:
+        raise click.UsageError("--sms is for GPU memory: give --devices cuda")
+    if options["compare"] == "nccl" and not on_gpu:
+        raise click.UsageError("--compare nccl: NCCL has no CPU side; give --devices cuda, or compare with gloo or mpi")
+    if options["compare"] in ("gloo", "mpi") and on_gpu:
+        raise click.UsageError(f"--compare {options['compare']} is for CPU memory; on GPUs compare with nccl")
+    if options["peer_python"] and options["compare"] == "nccl":
+        raise click.UsageError("--peer-python: NCCL runs under this Python, through its torch")

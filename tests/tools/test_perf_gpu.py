@@ -1,0 +1,299 @@
+"""``miraccl perf --devices cuda`` without a GPU: options, ranks, checks, graphs, the peer, on a driver and a communicator of cardboard."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+
+from miraccl.comm.device_memory import device_view, lies_on_gpu, ordinal_of
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda import toolkit
+from miraccl.tools.perf import data, device_check
+from miraccl.tools.perf.card import Card
+from miraccl.tools.perf.device_array import Arena, DeviceArray
+from miraccl.tools.perf.device_miraccl import is_repeatable
+from miraccl.tools.perf.devices import Devices, DevicesType, describe, resolve
+from miraccl.tools.perf.engine import place_buffers
+from miraccl.tools.perf.spec import ITEMSIZES, build_case
+from miraccl.types import DType
+from tests.tools import fake_gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = ("--iters", "2", "--warmup", "0", "--batches", "1", "--timeout", "100")
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "sendrecv")
+ONE_FORM = {"broadcast": [True], "all_to_all": [False], "sendrecv": [False]}
+
+
+def perf(gpus: int, *args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+    command = [sys.executable, "-m", "tests.tools.fake_gpu", str(gpus), "perf", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=environ, cwd=ROOT)
+
+
+# ---------------------------------------------------------------------- what the user means
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("cpu", Devices(kind="cpu")),
+        ("cuda", Devices(kind="cuda")),
+        ("cuda:0,1", Devices(kind="cuda", ordinals=(0, 1))),
+        ("cuda:3,cuda:1", Devices(kind="cuda", ordinals=(3, 1))),
+        ("CUDA:2", Devices(kind="cuda", ordinals=(2,))),
+    ],
+)
+def test_devices_are_read(text: str, expected: Devices) -> None:
+    assert DevicesType().convert(text, None, None) == expected
+
+
+@pytest.mark.parametrize("text", ["gpu", "0,1", "cuda:", "cuda:0-3", "cuda:0,0", "cuda:0,x", "", "cpu,cuda"])
+def test_devices_that_mean_nothing_are_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        DevicesType().convert(text, None, None)
+
+
+def test_devices_are_looked_up() -> None:
+    assert resolve(Devices(kind="cuda"), fake_gpu.facts(3)) == (0, 1, 2)
+    assert resolve(Devices(kind="cuda", ordinals=(2, 0)), fake_gpu.facts(3)) == (2, 0)
+    with pytest.raises(InvalidUsage, match=r"no cuda:3, cuda:7; this process sees cuda:0 to cuda:2"):
+        resolve(Devices(kind="cuda", ordinals=(0, 3, 7)), fake_gpu.facts(3))
+    with pytest.raises(InvalidUsage, match="cuda:0 only"):
+        resolve(Devices(kind="cuda", ordinals=(1,)), fake_gpu.facts(1))
+    with pytest.raises(InvalidUsage, match=r"no driver.*miraccl doctor"):
+        resolve(Devices(kind="cuda"), fake_gpu.facts(0, "no driver"))
+    assert describe((3, 1)) == "cuda:3,1"
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("--graph",), "--graph is for GPU memory"),
+        (("--threads",), "--threads is for GPU memory"),
+        (("--sms", "4"), "--sms is for GPU memory"),
+        (("--compare", "nccl"), "NCCL has no CPU side"),
+        (("--devices", "cuda", "--compare", "gloo"), "is for CPU memory"),
+        (("--devices", "cuda", "--fresh"), "--fresh is for CPU memory"),
+        (("--devices", "cuda", "--deterministic"), "in the order of the ranks"),
+        (("--devices", "cuda:4"), "there is no cuda:4"),
+        (("--devices", "cuda:0", "--ranks", "2", "--compare", "nccl"), "NCCL refuses"),
+        (("--devices", "cuda", "--threads", "--hosts", "2", "--ranks", "2"), "a process for each rank"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(args: tuple[str, ...], told: str) -> None:
+    done = perf(2, "all_reduce", *args)
+    assert done.returncode == 2, done.stdout
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------------- arrays, patterns, checks
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(toolkit, "compile_cubin", fake_gpu.compile_nothing)
+    gpu: Any = fake_gpu.FakeGpu(0)
+    return Card(gpu)
+
+
+def arena_of(card: Any, nbytes: int = 1 << 22) -> Arena:
+    return Arena(card.gpu.allocate(nbytes), nbytes, 3)
+
+
+@pytest.mark.parametrize("name", ITEMSIZES)
+def test_communicators_take_the_arrays(card: Any, name: str) -> None:
+    array = arena_of(card).take(100, name)
+    assert lies_on_gpu(array)
+    assert ordinal_of(array) == 3
+    part = array[10:30]
+    seen = device_view(part, "x", "a test")
+    assert seen == (array.address + 10 * ITEMSIZES[name], 20, DType[name.upper()])
+    assert array[40:40].nbytes == 0
+
+
+def test_arrays_of_an_arena_do_not_overlap(card: Any) -> None:
+    arena = arena_of(card, 4096)
+    arrays = [arena.take(count, "float32") for count in (1, 130, 200)]
+    ends = [a.address + a.nbytes for a in arrays]
+    assert all(a.address % 512 == 0 for a in arrays)
+    assert all(end <= b.address for end, b in zip(ends, arrays[1:]))
+    with pytest.raises(InvalidUsage, match="set aside"):
+        arena.take(1 << 20, "float32")
+    arena.reset()
+    assert arena.take(1, "int8").address == arrays[0].address
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float64"])
+def test_one_wrong_element_is_found(card: Any, dtype: str, on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_check, "HOST_BYTES", 1 << 30 if on_cpu else 0)
+    monkeypatch.setattr(device_check, "_CHUNK", 2 * data.PERIOD)
+    case = build_case("all_gather", ITEMSIZES[dtype] * 3 * (2 * data.PERIOD + 5), nranks=3, dtype=dtype)
+    output = arena_of(card).take(case.output_count, dtype)
+    device_check.poison(card, output)
+    assert device_check.count_wrong(card, case, output, 0, 5) == case.output_count
+    for rank in range(3):
+        device_check.fill_input(card, case, output[rank * case.count : (rank + 1) * case.count], rank, 5)
+    assert device_check.count_wrong(card, case, output, 0, 5) == 0
+    fake_gpu.view(output.address, output.nbytes)[-1] ^= 1
+    fake_gpu.view(output.address, output.nbytes)[0] ^= 1
+    assert device_check.count_wrong(card, case, output, 0, 5) == 2
+
+
+def test_averages_that_round_are_compared_on_the_cpu(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_check, "HOST_BYTES", 0)
+    case = build_case("all_reduce", 4 * 1000, nranks=3, dtype="float32", redop="avg")
+    output = arena_of(card).take(case.count, "float32")
+    right = np.resize(data.reduced_table(case, 1), case.count).astype(np.float32)
+    card.write(output.address, np.nextafter(right, np.float32(np.inf)))
+    assert device_check.count_wrong(card, case, output, 0, 1) == 0
+    card.write(output.address, right * np.float32(1.001))
+    assert device_check.count_wrong(card, case, output, 0, 1) == case.count
+
+
+@pytest.mark.parametrize(("redop", "value"), [("sum", 0.0), ("prod", 1.0)])
+def test_calm_buffers_hold_the_neutral_element(card: Any, redop: str, value: float) -> None:
+    case = build_case("all_reduce", 4 * 50, nranks=2, dtype="float32", redop=redop)
+    array = arena_of(card).take(50, "float32")
+    device_check.calm(card, case, array)
+    assert fake_gpu.view(array.address, array.nbytes).view(np.float32).tolist() == [value] * 50
+
+
+@pytest.mark.parametrize(
+    ("op", "in_place", "repeatable"),
+    [("all_reduce", False, True), ("all_reduce", True, False), ("reduce_scatter", True, False), ("all_gather", True, True)],
+)
+def test_only_reductions_in_place_change_their_input(card: Any, op: str, in_place: bool, repeatable: bool) -> None:
+    case, arena = build_case(op, 4 * 300, nranks=3, dtype="float32"), arena_of(card)
+    x, y = place_buffers(case, 1, in_place, lambda count: arena.take(count, "float32"))
+    assert isinstance(x, DeviceArray)
+    assert is_repeatable(case, x, y) is repeatable
+
+
+def test_a_graph_runs_what_was_captured_and_ends_with_its_owner(card: Any) -> None:
+    array = arena_of(card).take(4, "uint8")
+    replay = card.capture(lambda: card.set_bytes(array.address, 2, 9))
+    assert fake_gpu.view(array.address, 4).tolist() == [0, 0, 0, 0]
+    assert card.time_us(replay) == 500.0
+    assert fake_gpu.view(array.address, 4).tolist() == [9, 9, 0, 0]
+    with pytest.raises(RuntimeError, match="on purpose"):
+        card.capture(_fails)
+    assert card.capture(lambda: None) is not None, "a capture that failed does not shut the stream"
+    card.close()
+    card.close()
+
+
+def _fails() -> None:
+    raise RuntimeError("on purpose")
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_every_operation_is_right(op: str) -> None:
+    done = perf(3, op, "--devices", "cuda", "--sizes", "1,50000", "--dtype", "bfloat16", "--json", "-", "--graph", *QUICK)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [row["in_place"] for row in rows] == ONE_FORM.get(op, [False, True]) * 2
+    for row in rows:
+        assert (row["op"], row["ranks"], row["dtype"], row["wrong"]) == (op, 3, "bfloat16", 0)
+        assert (row["device"], row["graph"], row["algo"], row["threads"]) == (fake_gpu.NAME, True, "one_shot", 64)
+        assert row["time_us"] > 0
+        assert row["host_us"] > 0
+        assert "peer" not in row
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("options", [("--threads",), ("--ranks", "2"), ("--redop", "premul_sum", "--explain")])
+def test_kinds_of_ranks(options: tuple[str, ...]) -> None:
+    done = perf(2, "all_reduce", "--devices", "cuda:1,0", "--sizes", "3000", *options, *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert "0 OK" in done.stdout
+    assert "(cuda:1,0)" in done.stdout.splitlines()[0]
+    assert ("3 blocks of 64 threads" in done.stdout) is ("--explain" in options)
+
+
+@pytest.mark.multiprocess
+def test_more_ranks_than_gpus_share_them() -> None:
+    done = perf(1, "all_reduce", "--devices", "cuda", "--ranks", "3", "--sizes", "3000", "--json", "-", *QUICK)
+    assert [row["ranks"] for row in json.loads(done.stdout)] == [3, 3], done.stderr
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("how", [(), ("--threads",)])
+def test_nccl_is_measured_in_the_same_call(how: tuple[str, ...]) -> None:
+    done = perf(2, "reduce", "--root", "1", "--devices", "cuda", "--sizes", "8,3000", "--compare", "nccl", "--json", "-", *how, *QUICK)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert len(rows) == 4
+    for row in rows:
+        assert row["peer"] == "nccl"
+        assert row["nccl_us"] == row["peer_time_us"] > 0
+        assert row["nccl_host_us"] > 0
+        assert row["ratio"] == pytest.approx(row["nccl_us"] / row["time_us"])
+
+
+@pytest.mark.multiprocess
+def test_a_wrong_element_is_counted_before_and_after() -> None:
+    done = perf(2, "all_gather", "--devices", "cuda", "--sizes", "3000", "--json", "-", *QUICK, env={"FAKE_WRONG": "1"})
+    assert done.returncode == 1
+    assert [row["wrong"] for row in json.loads(done.stdout)] == [2, 2]
+
+
+@pytest.mark.multiprocess
+def test_what_is_refused_is_told_once() -> None:
+    done = perf(2, "all_gather", "--devices", "cuda", "--sizes", "3000", *QUICK, env={"FAKE_REFUSES": "all_gather"})
+    assert done.returncode == 2
+    assert done.stderr.count("refused on purpose") == 1
+    assert "Traceback" not in done.stderr
+    done = perf(2, "gather", "--devices", "cuda", "--sizes", "3000", *QUICK)
+    assert done.returncode == 2
+    assert "no such form on GPU memory" in done.stderr
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("how", [(), ("--threads",)])
+def test_a_rank_that_dies_ends_the_run(how: tuple[str, ...]) -> None:
+    done = perf(2, "all_gather", "--devices", "cuda", "--sizes", "3000", *how, *QUICK, env={"FAKE_DIES": "all_gather"})
+    assert done.returncode == 1
+    assert "SIGKILL" in done.stderr
+
+
+@pytest.mark.multiprocess
+def test_ranks_of_torchrun_take_the_gpu_of_their_local_rank() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "of-a-gpu-test"}
+    command = [sys.executable, "-m", "tests.tools.fake_gpu", "4", "perf", "all_reduce", "--devices", "cuda:3,1", "--sizes", "8", *QUICK]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "FAKE_TELLS": "1", **names, "RANK": str(r), "LOCAL_RANK": str(r)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for r in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=100) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert "0 OK" in outputs[0][0]
+    assert outputs[1][0] == ""
+    assert ["rank 0 on GPU 3" in outputs[0][1], "rank 1 on GPU 1" in outputs[1][1]] == [True, True]
