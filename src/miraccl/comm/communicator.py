@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miraccl.bootstrap import Session, UniqueId
 from miraccl.comm import calls
 from miraccl.comm import group as groups
 from miraccl.comm.arguments import peer_rank, view
 from miraccl.comm.calls import Call, Place
-from miraccl.comm.device import DeviceCommunicator
-from miraccl.comm.device_hosts import HostsCommunicator, make_device_communicator
 from miraccl.comm.device_memory import lies_on_gpu, ordinal_of
 from miraccl.comm.exchange import Transfer
 from miraccl.comm.meeting import meet_by_id
@@ -27,6 +25,10 @@ from miraccl.comm.planner import Candidate
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.types import Collective, DType, RedOp
+
+if TYPE_CHECKING:
+    from miraccl.comm.device import DeviceCommunicator
+    from miraccl.comm.device_hosts import HostsCommunicator
 
 SUM = RedOp.SUM
 
@@ -302,6 +304,8 @@ class Communicator:
         if async_op:
             raise InvalidUsage("operations on GPU memory only enqueue in their stream; async_op is for CPU memory", rank=self.rank)
         if self._device is None:
+            from miraccl.comm.device_hosts import make_device_communicator  # most programs have no GPU and need none of it
+
             self._member.check(0, "the first operation on GPU memory")
             options = self._member.options
             self._device = make_device_communicator(
