@@ -68,7 +68,7 @@ def test_a_misspelt_command_is_recognised() -> None:
         (["all_reduce", "--sizes", "8", "--min-bytes", "8"], "either"),
         (["all_reduce", "--min-bytes", "1M", "--max-bytes", "1K"], "no size"),
         (["all_reduce", "--factor", "1"], "--factor"),
-        (["all_reduce", "--devices", "cuda"], "CPUs only"),
+        (["all_reduce", "--devices", "cuda:0,0"], "names a GPU twice"),
         (["all_reduce", "--peer-python", "python3"], "--compare"),
         (["all_reduce", "--compare", "mpi", "--peer-python", "/nonexistent/python"], "pip install mpi4py"),
         (["sendrecv", "--persistent"], "no persistent form"),
