@@ -6,7 +6,7 @@ import pytest
 
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda import toolkit
-from miraccl.executor.cuda.source import PACKET_MODES, KernelSpec, can_spare_a_nan, write_source
+from miraccl.executor.cuda.source import PACKET_MODES, Frame, KernelSpec, write_source
 from miraccl.types import DType, RedOp
 
 try:
@@ -16,19 +16,22 @@ except MiracclError as error:
     ARCHS, REASON = (), str(error)
 
 pytestmark = pytest.mark.skipif(not ARCHS, reason=f"no NVRTC: {REASON}")
-MOVES = ("all_gather", "all_to_all")
+MOVES = ("all_gather", "all_to_all", "broadcast", "broadcast_chain")
 
 
 def specs() -> list[KernelSpec]:
     found = []
     for mode in PACKET_MODES:
-        for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64, DType.INT8):
-            reduces = mode not in MOVES
-            flagged = not (reduces and can_spare_a_nan(dtype))
-            if reduces or dtype is DType.INT8:
-                found.append(KernelSpec(family="packets", mode=mode, nranks=4, dtype=dtype, flagged=flagged, reduces=reduces))
+        if mode in MOVES:
+            frames = ((DType.UINT8, Frame.PAIR), (DType.UINT8, Frame.LINE))
+        else:
+            floats = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
+            frames = (*((dtype, Frame.WORD) for dtype in floats), (DType.INT8, Frame.PAIR), (DType.INT64, Frame.LINE))
+        for dtype, frame in frames:
+            found.append(KernelSpec(family="packets", mode=mode, nranks=4, dtype=dtype, frame=frame, reduces=mode not in MOVES))
+    found.append(KernelSpec(family="packets", mode="two_shot", nranks=3, dtype=DType.BFLOAT16, op=RedOp.PREMUL_SUM))
     for dtype in (DType.BFLOAT16, DType.INT64):
-        found += [KernelSpec(family="steps", nranks=2, dtype=dtype, op=op) for op in (RedOp.SUM, RedOp.AVG)]
+        found += [KernelSpec(family="steps", nranks=2, dtype=dtype, op=op) for op in (RedOp.SUM, RedOp.AVG, RedOp.PREMUL_SUM)]
     found.append(KernelSpec(family="steps", nranks=8, dtype=DType.UINT8, reduces=False))
     return found
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import struct
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from miraccl.executor.cuda.plan import DevicePlan, Request, choose
+from miraccl.executor.cuda import layout, lower
+from miraccl.executor.cuda.plan import DevicePlan, Request, choose, frame_of, kernel_spec, vectors_of
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.emulator import COMPILER, Machine
 from tests.gpu.emulator.collective import run
@@ -34,9 +38,14 @@ def small(request: Request, unroll: int = 1) -> DevicePlan:
 ALL_REDUCE = [
     ("one_shot", "ll128", DType.FLOAT32),
     ("one_shot", "ll", DType.INT8),
+    ("one_shot", "ll128", DType.INT64),
     ("two_shot", "ll128", DType.BFLOAT16),
     ("two_shot", "ll", DType.INT64),
+    ("two_shot", "ll128", DType.INT32),
+    ("two_shot", "ll128", DType.FLOAT8_E4M3),
+    ("two_shot", "simple", DType.FLOAT8_E5M2),
     ("ring", "ll128", DType.FLOAT16),
+    ("ring", "ll128", DType.UINT8),
     ("ring", "simple", DType.FLOAT64),
 ]
 
@@ -49,12 +58,66 @@ def test_all_reduce(algo: str, proto: str, dtype: DType, nranks: int) -> None:
         assert run(machine(nranks), request, small(request), repeat=2, close=algo == "ring") == [""] * nranks
 
 
-OTHERS = [Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL, Collective.BROADCAST, Collective.REDUCE]
+OTHERS = [
+    (Collective.ALL_GATHER, "one_shot"),
+    (Collective.REDUCE_SCATTER, "one_shot"),
+    (Collective.ALL_TO_ALL, "one_shot"),
+    (Collective.BROADCAST, "one_shot"),
+    (Collective.BROADCAST, "chain"),
+    (Collective.REDUCE, "one_shot"),
+    (Collective.REDUCE, "chain"),
+]
 
 
-@pytest.mark.parametrize("collective", OTHERS)
-@pytest.mark.parametrize("proto", ["", "simple"])
-def test_others(collective: Collective, proto: str) -> None:
-    for count, root, offset in ((1, 0, 0), (1501, 2, 1)):
-        request = asked(collective, DType.FLOAT32, count, 3, "", proto, root=root)
+@pytest.mark.parametrize(("collective", "algo"), OTHERS)
+@pytest.mark.parametrize("proto", ["ll", "ll128", "simple"])
+def test_others(collective: Collective, algo: str, proto: str) -> None:
+    for dtype, count, root, offset in ((DType.FLOAT32, 1, 0, 0), (DType.FLOAT32, 1501, 2, 1), (DType.INT32, 1501, 1, 0)):
+        request = asked(collective, dtype, count, 3, algo, proto, root=root)
         assert run(machine(3), request, small(request), repeat=2, offset=offset, close=True) == [""] * 3
+
+
+REUSED = [
+    (Collective.ALL_REDUCE, "one_shot"),
+    (Collective.ALL_REDUCE, "two_shot"),
+    (Collective.ALL_REDUCE, "ring"),
+    (Collective.ALL_GATHER, "one_shot"),
+    (Collective.BROADCAST, "chain"),
+    (Collective.REDUCE, "chain"),
+]
+
+
+@pytest.mark.parametrize("nranks", [2, 4])
+@pytest.mark.parametrize(("collective", "algo"), REUSED)
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT32])
+def test_slots_are_used_again(monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, dtype: DType, nranks: int) -> None:
+    """Banks that hold a fraction of the operation."""
+    monkeypatch.setattr(layout, "BANK_BYTES", 64 << 10)
+    request = asked(collective, dtype, 40001, nranks, algo, "ll128", root=1)
+    plan = replace(small(request), blocks=1)
+    args = lower.lower_packets(plan, request, machine(nranks).fixed(0))
+    field = layout.ARGS["nslots"]
+    (nslots,) = struct.unpack_from("<" + field.code, args, field.offset)
+    pieces = -(-vectors_of(request, algo, frame_of(request, "ll128")) // (plan.threads * plan.unroll))
+    assert nslots < pieces
+    assert run(machine(nranks), request, plan, repeat=2, close=True) == [""] * nranks
+
+
+@pytest.mark.parametrize(("algo", "proto"), [("one_shot", "ll128"), ("two_shot", "ll"), ("ring", "simple"), ("one_shot", "simple")])
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.INT32])
+def test_premultiplied_sum(algo: str, proto: str, dtype: DType) -> None:
+    request = replace(asked(Collective.ALL_REDUCE, dtype, 2001, 3, algo, proto), op=RedOp.PREMUL_SUM)
+    assert run(machine(3), request, small(request), scalars=[2.0, -1.5 if dtype.is_float else 5, 0.5], close=algo == "ring") == [""] * 3
+
+
+def test_a_rank_that_does_not_come_ends_the_wait() -> None:
+    lonely = Machine(2, timeout_s=0.2)
+    request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 2, "one_shot", "ll128")
+    plan = small(request)
+    args = [lower.lower_packets(plan, request, lonely.fixed(rank)) for rank in range(2)]
+    data = np.zeros(100, np.float32)
+    for block in args:
+        struct.pack_into("<QQ", block, 0, data.ctypes.data, data.ctypes.data)
+    lonely.launch(kernel_spec(plan, request), args, [1, 0])
+    assert lonely.errors() == [layout.ERROR_TIMEOUT, 0]
+    assert int(lonely.host[0][layout.HOST_PEER]) == 1

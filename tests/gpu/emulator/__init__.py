@@ -46,7 +46,7 @@ def compile_kernel(spec: KernelSpec) -> Any:
             source = folder() / f"{key}-{os.getpid()}.cpp"
             source.write_text(f'{text}\n#define ENTRY {spec.entry}\n#include "launch.h"\n')
             # the text keeps to CUDA's habits: pragmas of its own, unused functions
-            options = "-std=c++17 -O1 -w -shared -fPIC -pthread".split()
+            options = ("-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread")
             command = [str(COMPILER), *options, f"-I{HERE}", "-o", f"{library}.{os.getpid()}", str(source)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
             if done.returncode:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,14 @@ _GATHERED_OUT = (Collective.ALL_GATHER, Collective.ALL_TO_ALL)
 
 
 def run(
-    machine: Machine, asked: Request, plan: DevicePlan | None = None, *, repeat: int = 1, offset: int = 0, close: bool = False
+    machine: Machine,
+    asked: Request,
+    plan: DevicePlan | None = None,
+    *,
+    repeat: int = 1,
+    offset: int = 0,
+    close: bool = False,
+    scalars: Sequence[float] | None = None,
 ) -> list[str]:
     """What was wrong, per rank; arrays begin ``offset`` elements after an aligned address. Launched ``repeat`` times."""
     plan = plan or choose(asked)
@@ -29,7 +38,7 @@ def run(
     width = nranks if asked.collective in _SHARED_IN else 1
     inputs = [make_input(r, asked.count * width, asked.dtype, 1) for r in range(nranks)]
     whole = [x if asked.collective is not Collective.BROADCAST or r == asked.root else None for r, x in enumerate(inputs)]
-    wants = expected(asked.collective, whole, op=asked.op, root=asked.root)
+    wants = expected(asked.collective, whole, op=asked.op, root=asked.root, scalars=scalars)
     rooted = asked.collective in (Collective.BROADCAST, Collective.REDUCE)
     answers = [""] * nranks
     for _ in range(repeat):
@@ -38,17 +47,19 @@ def run(
         targets = sources if rooted else [_placed(np.zeros(size, NUMPY_DTYPE[asked.dtype]), offset) for _ in range(nranks)]
         args, blocks = [], 0
         for rank in range(nranks):
+            mine = replace(asked, scalar=scalars[rank]) if scalars else asked
             if plan.packets:
-                schedule, block = None, lower.lower_packets(plan, asked, machine.fixed(rank))
+                schedule, block = None, lower.lower_packets(plan, mine, machine.fixed(rank))
             else:
                 schedule = catalog.build(plan.algo, asked.collective, nranks, asked.root)
-                block = lower.lower_steps(schedule, plan, asked, machine.fixed(rank))
+                block = lower.lower_steps(schedule, plan, mine, machine.fixed(rank))
             blocks = lower.grid_of(plan, schedule)
             struct.pack_into("<QQ", block, 0, sources[rank].ctypes.data, targets[rank].ctypes.data)
             args.append(block)
         machine.launch(spec, args, blocks)
         for rank in range(nranks):
-            want = wants[rank] if wants[rank] is not None else inputs[rank]
+            defined = wants[rank]
+            want = inputs[rank] if defined is None else defined
             scale = None
             if close:
                 scale = sum(np.abs(x.astype(np.float64)) for x in inputs) if asked.reduces else np.abs(want.astype(np.float64))

@@ -125,6 +125,27 @@ inline void store_packet(uint4* p, uint4 v) {
   union { uint4 v; u64 q[2]; } u = {v};
   __atomic_store_n((u64*)p, u.q[0], __ATOMIC_RELEASE); __atomic_store_n((u64*)p + 1, u.q[1], __ATOMIC_RELEASE);
 }
+// Of a line the last lane is read first and written last, of this lane the half with the flag.
+inline uint4 load_flagged(const uint4* p) {
+  union { u64 q[2]; uint4 v; } u;
+  u.q[1] = __atomic_load_n((const u64*)p + 1, __ATOMIC_ACQUIRE); u.q[0] = __atomic_load_n((const u64*)p, __ATOMIC_ACQUIRE);
+  return u.v;
+}
+#define LOOK_WARP 64u    // polls of a warp between two looks at host memory: fibers are slow
+inline uint4 load_line(const uint4* p) {
+  bool flag = (threadIdx.x & 7) == 7;
+  uint4 v;
+  if (flag) v = load_flagged(p);
+  __syncwarp();
+  if (!flag) v = load_packet(p);
+  return v;
+}
+inline void store_line(uint4* p, uint4 v) {
+  bool flag = (threadIdx.x & 7) == 7;
+  if (!flag) store_packet(p, v);
+  __syncwarp();
+  if (flag) store_packet(p, v);
+}
 inline u64 load_word(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void store_release(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }

@@ -10,7 +10,10 @@ sent     messages sent, per (peer, block)                             its rank
 taken    messages taken, per (peer, block)                            its rank
 tail     messages that have come, per (peer, block)                   the peer
 head     messages that the peer has taken, per (peer, block)          the peer
+lanes    rows sent, rows taken, per (peer, lane)                      its rank
+credit   rows that the peer has taken, per (peer, lane)               the peer
 packets  two banks of packets, full of ones when nothing is there     peers; cleared by its rank
+rings    rows of messages to this rank, per (peer, lane)              peers
 fifo     slots of the FIFOs into this rank, per (peer, block)         peers
 ======== ============================================================ ======================
 """
@@ -34,20 +37,29 @@ SENT_OFFSET = 4 * KIB
 TAKEN_OFFSET = SENT_OFFSET + _COUNTERS
 TAIL_OFFSET = TAKEN_OFFSET + _COUNTERS
 HEAD_OFFSET = TAIL_OFFSET + _COUNTERS
+MAX_LANES = 256  # of a pair of ranks and a direction, source/p2p.cuh
+_LANE_WORDS = 128 * KIB
+LANE_SENT_OFFSET = 512 * KIB
+LANE_TAKEN_OFFSET = LANE_SENT_OFFSET + _LANE_WORDS
+LANE_CREDIT_OFFSET = LANE_TAKEN_OFFSET + _LANE_WORDS
 PACKETS_OFFSET = 1 * MIB
-BANK_BYTES = 24 * MIB
-FIFO_OFFSET = PACKETS_OFFSET + 2 * BANK_BYTES
+BANK_BYTES = 20 * MIB
+RINGS_OFFSET = PACKETS_OFFSET + 2 * BANK_BYTES
+RINGS_BYTES = 8 * MIB
+FIFO_OFFSET = RINGS_OFFSET + RINGS_BYTES
 FIFO_BYTES = 14 * MIB
 TOTAL_BYTES = FIFO_OFFSET + FIFO_BYTES
 #: what the memory begins with besides zeros: (offset, bytes, word). Packets are ones where nothing has come.
 FILLS = ((PACKETS_OFFSET, 2 * BANK_BYTES, 0xFFFFFFFF),)
-assert HEAD_OFFSET + _COUNTERS <= PACKETS_OFFSET
+assert HEAD_OFFSET + _COUNTERS <= LANE_SENT_OFFSET
+assert LANE_CREDIT_OFFSET + _LANE_WORDS <= PACKETS_OFFSET
 
 # Words (of 4 bytes) in host memory that the GPU reads and writes while it waits.
 HOST_ABORT, HOST_ERROR, HOST_PEER, HOST_WHAT = 0, 1, 2, 3
+HOST_CLAIM, HOST_SIZES = 4, 5  # ERROR_SIZES: two sizes as in MESSAGE, this rank's and the peer's
 HOST_BYTES = 64
-ERROR_TIMEOUT = 1
-WHAT_FIRST_SHOT, WHAT_SECOND_SHOT, WHAT_MESSAGE, WHAT_ROOM = 0, 1, 2, 3
+ERROR_TIMEOUT, ERROR_SIZES = 1, 2
+WHAT_FIRST_SHOT, WHAT_SECOND_SHOT, WHAT_MESSAGE, WHAT_ROOM, WHAT_SEND, WHAT_RECV = 0, 1, 2, 3, 4, 5
 WHAT_TEXT = {
     WHAT_FIRST_SHOT: "a packet of the first shot",
     WHAT_SECOND_SHOT: "a packet of the second shot",
@@ -59,6 +71,16 @@ WHAT_TEXT = {
 def slot_bytes(nranks: int) -> int:
     """Bytes of one slot of a FIFO: the FIFOs from all peers share ``FIFO_BYTES``."""
     return FIFO_BYTES // (max(1, nranks - 1) * BLOCKS * NSTEPS) // 1024 * 1024
+
+
+def ring_rows(nranks: int) -> int:
+    """Rows of 512 bytes in the ring of a lane. With many peers more lanes are worth more than longer rings."""
+    return 32 if nranks <= 5 else 16
+
+
+def message_lanes(nranks: int) -> int:
+    """Lanes between two ranks in one direction: the rings from all peers share ``RINGS_BYTES``."""
+    return min(MAX_LANES, RINGS_BYTES // (max(1, nranks - 1) * ring_rows(nranks) * 512))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +101,9 @@ ARGS = {
     "nslots": Field("I", 32),
     "ahead": Field("I", 36),
     "timeout_ns": Field("Q", 40),
-    "host": Field("Q", 48),
-    "own": Field("Q", 56),
+    "scalar": Field("Q", 48),
+    "host": Field("Q", 56),
+    "own": Field("Q", 64),
 }
 
 
@@ -92,6 +115,31 @@ def args_bytes(nranks: int) -> int:
 STEP = "<BBBBbbBxHHxxxxQ"
 #: what follows Args in struct Program: scratch, part, piece, parts, channels, first[MAX_CHANNELS + 1], -; then the steps
 PROGRAM_HEAD = f"<QQQII{MAX_CHANNELS + 1}Ixxxx"
+
+
+#: struct Message of source/p2p.cuh: address, bytes and type
+MESSAGE = "<QQ"
+TYPE_SHIFT = 56
+#: struct Queue: kind, peer, lanes, first warp, first message, messages
+QUEUE = "<BBHIII"
+TO_PEER, FROM_PEER, TO_SELF = 0, 1, 2
+MAX_QUEUES = 2 * MAX_RANKS - 1
+MAX_MESSAGES = 216  # in the arguments of a launch, which have 4 KiB
+#: what follows Args in struct Exchange: table, queues, lanes; then the queues and the messages
+EXCHANGE_HEAD = "<QII"
+#: frame -> (vectors of a group, vectors of the first group of a message)
+GROUPS = {"line": (124, 112), "pair": (64, 63)}
+
+
+def message_defines(nranks: int, frame: str) -> dict[str, int]:
+    """The constants of source/p2p.cuh."""
+    names = (
+        "LANE_SENT_OFFSET LANE_TAKEN_OFFSET LANE_CREDIT_OFFSET RINGS_OFFSET MAX_QUEUES MAX_MESSAGES HOST_CLAIM HOST_SIZES ERROR_SIZES "
+        "WHAT_SEND WHAT_RECV"
+    )
+    group, first = GROUPS[frame]
+    shape = {"LANES": message_lanes(nranks), "RING_ROWS": ring_rows(nranks), "GROUP_VECTORS": group, "FIRST_VECTORS": first}
+    return {name: int(globals()[name]) for name in names.split()} | shape
 
 
 def defines(nranks: int) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """From a plan to the arguments of a launch.
 
-``one_shot`` and ``two_shot`` on packets are recognised by name: their kernels are the schedules with send and receive fused, one thread per
-packet.  Every other schedule, and these in protocol Simple, is lowered step by step for the kernel ``steps``.  What is lowered depends on
-rank and size; pointers are filled in by whoever launches.
+``one_shot``, ``two_shot``, ``ring`` and ``chain`` on packets are recognised by name: their kernels are the schedules with send and receive
+fused, one thread per packet.  Every other schedule, and these in protocol Simple, is lowered step by step for the kernel ``steps``.  What
+is lowered depends on rank and size; pointers are filled in by whoever launches.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.plan import DevicePlan, Request, least_slots, rounds_of
+from miraccl.executor.cuda.plan import DevicePlan, Request, frame_of, least_slots, slot_packets, vectors_of
 from miraccl.schedule import catalog
 from miraccl.schedule.ir import Buffer, Op, Schedule, Step
+from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, RedOp
 
 PUSH_AHEAD = 2  # pieces, where a bank has room for all: more only delays the first read
@@ -35,7 +38,15 @@ class Fixed:
     timeout_ns: int
 
 
-def pack_args(fixed: Fixed, *, count: int, root: int = 0, nslots: int = 1, ahead: int = 0) -> bytearray:
+def scalar_bits(request: Request) -> int:
+    """The scalar of a pre-multiplied sum as the type in which elements are added up, zero-extended to 8 bytes."""
+    if request.op is not RedOp.PREMUL_SUM:
+        return 0
+    kind = np.dtype(np.float32) if request.dtype.accumulates_in_float32 else NUMPY_DTYPE[request.dtype]
+    return int.from_bytes(kind.type(request.scalar).tobytes(), "little")
+
+
+def pack_args(fixed: Fixed, *, count: int, root: int = 0, nslots: int = 1, ahead: int = 0, scalar: int = 0) -> bytearray:
     """struct Args with empty ``in`` and ``out``."""
     block = bytearray(layout.args_bytes(len(fixed.inboxes)))
     values = {
@@ -47,6 +58,7 @@ def pack_args(fixed: Fixed, *, count: int, root: int = 0, nslots: int = 1, ahead
         "timeout_ns": fixed.timeout_ns,
         "host": fixed.host,
         "own": fixed.own,
+        "scalar": scalar,
     }
     for name, value in values.items():
         field = layout.ARGS[name]
@@ -58,25 +70,22 @@ def pack_args(fixed: Fixed, *, count: int, root: int = 0, nslots: int = 1, ahead
 
 def lower_packets(plan: DevicePlan, request: Request, fixed: Fixed) -> bytearray:
     """Arguments of the kernel ``packets``. Raises ``InvalidUsage`` for a shape that the banks cannot hold."""
-    vec = 8 if plan.proto == "ll" else 16
     count = request.count if request.reduces else request.block_bytes
-    vectors = -(-request.block_bytes // vec)
-    shots = rounds_of(plan.algo, request)
-    if shots == 2:
-        vectors = -(-vectors // request.nranks)
     piece = plan.blocks * plan.threads * plan.unroll
-    pieces = -(-vectors // piece)
-    nslots = layout.BANK_BYTES // (shots * (request.nranks - 1) * piece * 16)
+    pieces = -(-vectors_of(request, plan.algo, frame_of(request, plan.proto)) // piece)
+    slot = slot_packets(plan.algo, request, piece)
+    spare = piece // 32 + layout.MAX_RANKS if plan.algo == "chain" else 0  # acks and hellos
+    nslots = (layout.BANK_BYTES // 16 - spare) // slot
     least = min(pieces, least_slots(plan.algo, request.nranks))
     if nslots < least:
         raise InvalidUsage(f"{plan.blocks} blocks of {plan.threads} x {plan.unroll} packets do not fit into a bank {least} times")
-    if request.collective.rooted and pieces > nslots:
+    if request.collective.rooted and plan.algo == "one_shot" and pieces > nslots:
         raise InvalidUsage(f"{request.collective.label} on packets has room for {nslots} pieces, not {pieces}")
     nslots = min(nslots, pieces)
     ahead = min(pieces - 1, PUSH_AHEAD) if pieces <= nslots else nslots // 2 - 1
     if plan.ahead:
         ahead = min(plan.ahead, pieces - 1 if pieces <= nslots else nslots // 2 - 1)
-    return pack_args(fixed, count=count, root=request.root, nslots=nslots, ahead=ahead)
+    return pack_args(fixed, count=count, root=request.root, nslots=nslots, ahead=ahead, scalar=scalar_bits(request))
 
 
 def part_elements(count: int, parts: int, itemsize: int) -> int:
@@ -104,7 +113,7 @@ def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, fixed: F
     first += [first[-1]] * (layout.MAX_CHANNELS + 1 - len(first))
     head = struct.pack(layout.PROGRAM_HEAD, 0, part, piece, schedule.parts, schedule.nchannels, *first)
     table = encoded.ljust(layout.MAX_STEPS * struct.calcsize(layout.STEP), b"\0")
-    return pack_args(fixed, count=count, root=request.root) + bytearray(head + table)
+    return pack_args(fixed, count=count, root=request.root, scalar=scalar_bits(request)) + bytearray(head + table)
 
 
 def grid_of(plan: DevicePlan, schedule: Schedule | None) -> int:

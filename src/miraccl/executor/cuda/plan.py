@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.source import KernelSpec, can_spare_a_nan
-from miraccl.schedule import catalog
+from miraccl.executor.cuda.source import Frame, KernelSpec, can_spare_a_nan
 from miraccl.types import Collective, DType, RedOp
 
 KIB, MIB = layout.KIB, layout.MIB
@@ -38,7 +37,7 @@ class DevicePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be run. ``count`` are the elements of a block (``schedule.ir``), ``multiprocessors`` those of the smallest GPU."""
+    """What is to be run. ``count`` are the elements of a block (``schedule.ir``), ``multiprocessors`` those that kernels may fill."""
 
     collective: Collective
     dtype: DType
@@ -48,7 +47,8 @@ class Request:
     root: int = 0
     algo: str = ""
     proto: str = ""
-    multiprocessors: int = 132
+    multiprocessors: int = 128
+    scalar: float = 1.0  # of a pre-multiplied sum; this rank's
 
     @property
     def block_bytes(self) -> int:
@@ -64,12 +64,19 @@ _ROOTED = (Collective.BROADCAST, Collective.REDUCE)
 
 
 def has_packets(request: Request, algo: str) -> bool:
-    """Whether there is a packet kernel: of rooted operations only where all their pieces have room at once."""
+    """Whether there is a packet kernel: one_shot of rooted operations only where all their pieces have room at once."""
     if request.collective in _ROOTED:
-        return algo == "one_shot" and 4 * request.block_bytes * (request.nranks - 1) <= layout.BANK_BYTES
+        return algo == "chain" or (algo == "one_shot" and 5 * request.block_bytes * (request.nranks - 1) <= layout.BANK_BYTES)
     if request.collective is Collective.ALL_REDUCE and algo == "ring":
         return True
     return request.collective in _SYMMETRIC and algo in ("one_shot", "two_shot")
+
+
+def frame_of(request: Request, proto: str) -> Frame:
+    """How packets of a protocol are framed. LL128 needs no flags in sums of floats."""
+    if proto != "ll128":
+        return Frame.PAIR
+    return Frame.WORD if request.reduces and can_spare_a_nan(request.dtype) else Frame.LINE
 
 
 def choose(request: Request) -> DevicePlan:
@@ -83,8 +90,6 @@ def choose(request: Request) -> DevicePlan:
         proto = _protocol(request, algo)
     if proto != "simple" and not has_packets(request, algo):
         proto = "simple"
-    if proto == "ll128" and not (request.reduces and can_spare_a_nan(request.dtype)):
-        proto = "ll"
     return _packet_shape(request, algo, proto) if proto != "simple" else _simple_shape(request, algo)
 
 
@@ -97,23 +102,20 @@ def _algorithm(request: Request) -> str:
             return "one_shot" if nbytes <= ONE_SHOT_UP_TO.get(nranks, 128 * KIB) else "two_shot"
         case Collective.REDUCE_SCATTER | Collective.ALL_GATHER | Collective.ALL_TO_ALL:
             return "one_shot"
+        case Collective.BROADCAST | Collective.REDUCE:
+            return "one_shot" if nbytes <= ROOTED_ONE_SHOT_UP_TO.get(nranks, 128 * KIB) else "chain"
         case _:
-            names = [a.name for a in catalog.algorithms_for(request.collective, nranks)]
-            for name in ("one_shot", "chain", "ring"):
-                if name in names:
-                    return name
             raise InvalidUsage(f"no algorithm for {request.collective.label} on GPU memory")
 
 
 ONE_SHOT_UP_TO = {2: 1 << 62, 3: 256 * KIB, 4: 128 * KIB}
-#: bytes of a block for types whose packets need words for flags: twice the bytes on the wire, but with 4 GPUs still faster than FIFOs
-LL_UP_TO = {2: 4 * MIB}
+ROOTED_ONE_SHOT_UP_TO = {2: MIB, 3: 256 * KIB, 4: 256 * KIB}
+#: bytes of a block for types whose packets need flags: pairs have less latency, lines carry 15/16 instead of half
+LL_UP_TO = 8 * KIB
 
 
 def _protocol(request: Request, algo: str) -> str:
-    if request.reduces and can_spare_a_nan(request.dtype):
-        return "ll128"
-    return "ll" if request.block_bytes <= LL_UP_TO.get(request.nranks, 1 << 62) else "simple"
+    return "ll" if frame_of(request, "ll128") is Frame.LINE and request.block_bytes <= LL_UP_TO else "ll128"
 
 
 #: (packets of a block or chunk up to, blocks at most, threads, unroll, blocks per multiprocessor); measured on H200, docs/performance.md
@@ -130,8 +132,11 @@ TWO_SHOT_SHAPES: Shapes = (
     (32768, 128, 256, 1, 1),
     (1 << 62, 128, 512, 1, 1),
 )
-
-
+CHAIN_SHAPES: Shapes = (
+    (4096, 64, 64, 1, 1),
+    (32768, 128, 256, 1, 1),
+    (1 << 62, 512, 256, 2, 4),
+)
 RING_SHAPES: Shapes = ((4096, 64, 64, 1, 1), (1 << 62, 128, 256, 1, 1))
 
 
@@ -141,29 +146,45 @@ def rounds_of(algo: str, request: Request) -> int:
 
 
 def least_slots(algo: str, nranks: int) -> int:
-    """Slots below which pieces cannot follow one another (source/packets.cuh says why)."""
+    """Slots below which pieces cannot follow one another (source/shots.cuh, ring.cuh and chain.cuh say why)."""
     return nranks + 2 if algo == "ring" else 4
+
+
+def slot_packets(algo: str, request: Request, piece: int) -> int:
+    """Packets of a slot for pieces of ``piece`` packets: one for each that a piece brings to a rank."""
+    if algo == "chain":
+        return piece
+    return rounds_of(algo, request) * (request.nranks - 1) * piece
+
+
+def vectors_of(request: Request, plan_algo: str, frame: Frame) -> int:
+    """Packets of a block, or of a rank's chunk of it (``look_at`` of source/packets.cuh)."""
+    vectors = frame.vectors(request.block_bytes)
+    if rounds_of(plan_algo, request) == 2:
+        vectors = -(-vectors // request.nranks)
+        if frame is Frame.LINE:
+            vectors = -(-vectors // 32) * 32
+    return vectors
 
 
 def _packet_shape(request: Request, algo: str, proto: str) -> DevicePlan:
     """Many small blocks for short messages, so that each multiprocessor has little to do; fuller ones where bandwidth counts."""
-    vectors = -(-request.block_bytes // (8 if proto == "ll" else 16))
-    shots = rounds_of(algo, request)
-    if shots == 2:
-        vectors = -(-vectors // request.nranks)
-    table = RING_SHAPES if algo == "ring" else TWO_SHOT_SHAPES if shots == 2 else ONE_SHOT_SHAPES
+    vectors = vectors_of(request, algo, frame_of(request, proto))
+    table = {"ring": RING_SHAPES, "chain": CHAIN_SHAPES, "two_shot": TWO_SHOT_SHAPES}.get(algo, ONE_SHOT_SHAPES)
+    if algo == "two_shot" and rounds_of(algo, request) == 1:
+        table = ONE_SHOT_SHAPES
     _, limit, threads, unroll, min_blocks = next(row for row in table if vectors <= row[0])
     # all blocks are on the GPU at once, and an operation of several pieces has slots enough (lower.lower_packets)
-    resident = min_blocks * (request.multiprocessors - 4)
-    largest = layout.BANK_BYTES // (least_slots(algo, request.nranks) * shots * (request.nranks - 1) * 16)
-    limit = max(1, min(limit, resident, largest // (threads * unroll)))
+    resident = min_blocks * request.multiprocessors
+    largest = layout.BANK_BYTES // (16 * least_slots(algo, request.nranks) * slot_packets(algo, request, threads * unroll))
+    limit = max(1, min(limit, resident, largest - (algo == "chain")))
     blocks = max(1, min(limit, -(-vectors // (threads * unroll))))
     return DevicePlan(algo=algo, proto=proto, blocks=blocks, threads=threads, unroll=unroll, min_blocks=min_blocks)
 
 
 def _simple_shape(request: Request, algo: str) -> DevicePlan:
     total = request.block_bytes
-    blocks = max(1, min(layout.BLOCKS, total // (16 * KIB)))
+    blocks = max(1, min(layout.BLOCKS, request.multiprocessors, total // (16 * KIB)))
     return DevicePlan(algo=algo, proto="simple", blocks=blocks, threads=512, unroll=4)
 
 
@@ -172,6 +193,7 @@ def kernel_spec(plan: DevicePlan, request: Request) -> KernelSpec:
     mode = ""
     if plan.packets:
         mode = plan.algo if rounds_of(plan.algo, request) == 2 else request.collective.label
+        mode += "_chain" if plan.algo == "chain" else ""
     return KernelSpec(
         family="packets" if plan.packets else "steps",
         mode=mode,
@@ -179,7 +201,7 @@ def kernel_spec(plan: DevicePlan, request: Request) -> KernelSpec:
         dtype=request.dtype if request.reduces else DType.UINT8,
         op=request.op if request.reduces else RedOp.SUM,
         reduces=request.reduces,
-        flagged=plan.proto == "ll",
+        frame=frame_of(request, plan.proto) if plan.packets else Frame.WORD,
         threads=plan.threads,
         unroll=plan.unroll,
         min_blocks=plan.min_blocks,

@@ -5,6 +5,7 @@ Data that is only moved is moved as bytes or words, never as floats: bits of a N
 
 from __future__ import annotations
 
+import enum
 import functools
 from dataclasses import dataclass
 from importlib import resources
@@ -14,23 +15,43 @@ from miraccl.executor.cuda import layout
 from miraccl.types import DType, RedOp
 
 MACHINE = "machine.cuh"
-#: family, which is also the name of the kernel -> the files of its text
-FILES = {
-    "packets": (MACHINE, "common.cuh", "packets.cuh"),
-    "steps": (MACHINE, "common.cuh", "steps.cuh"),
+#: mode of a packet kernel -> the file that its loop is in
+PACKET_MODES = {
+    "all_reduce": "shots.cuh",
+    "two_shot": "shots.cuh",
+    "reduce_scatter": "shots.cuh",
+    "all_gather": "shots.cuh",
+    "all_to_all": "shots.cuh",
+    "broadcast": "shots.cuh",
+    "reduce": "shots.cuh",
+    "ring": "ring.cuh",
+    "broadcast_chain": "chain.cuh",
+    "reduce_chain": "chain.cuh",
 }
-PACKET_MODES = ("all_reduce", "two_shot", "ring", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce")
-#: 8-bit floats are moved, not added up: their conversion needs instructions of sm_89 and later
-REDUCIBLE = tuple(dtype for dtype in DType if dtype not in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2))
+
+
+class Frame(enum.Enum):
+    """How a packet of 16 bytes tells that it has come (source/packets.cuh)."""
+
+    WORD = "word"  # every word of floats is its own flag
+    PAIR = "pair"  # 8 bytes of data, 8 of flags
+    LINE = "line"  # 120 bytes of data and one flag in eight packets
+
+    def vectors(self, nbytes: int) -> int:
+        """Packets for ``nbytes`` of data (``vectors_of`` of source/common.cuh)."""
+        if self is Frame.LINE:
+            return -(-nbytes // 480) * 32
+        return -(-nbytes // (8 if self is Frame.PAIR else 16))
+
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSpec:
     """What a kernel is compiled for.
 
-    ``family`` is ``packets`` (protocol LL, ``mode`` one of ``PACKET_MODES``) or ``steps`` (protocol Simple, any schedule).  ``flagged``:
-    packets with words for flags, for types that have no NaN to spare.  ``threads`` of a block, ``unroll`` vectors of a thread at a time,
-    ``min_blocks`` per multiprocessor (limits registers).
+    ``family``, which is also the name of the kernel, is ``packets`` (``mode`` one of ``PACKET_MODES``, packets framed as ``frame`` says),
+    ``steps`` (protocol Simple, any schedule) or ``p2p`` (messages, framed as lines or pairs).  ``threads`` of a block, ``unroll`` vectors of a thread at a time, ``min_blocks`` per
+    multiprocessor (limits registers).
     """
 
     family: str
@@ -38,21 +59,19 @@ class KernelSpec:
     dtype: DType
     op: RedOp = RedOp.SUM
     mode: str = ""
-    flagged: bool = False
+    frame: Frame = Frame.WORD
     reduces: bool = True
     threads: int = 512
     unroll: int = 1
     min_blocks: int = 1
 
     def __post_init__(self) -> None:
-        if self.family not in FILES or (self.family == "steps") == (self.mode in PACKET_MODES):
+        if self.family not in ("packets", "steps", "p2p") or (self.family == "packets") != (self.mode in PACKET_MODES):
             raise ValueError(f"no kernel of family {self.family!r} and mode {self.mode!r}")
         if not 2 <= self.nranks <= layout.MAX_RANKS:
             raise InvalidUsage(f"kernels are for 2 to {layout.MAX_RANKS} GPUs, not {self.nranks}")
-        if self.reduces and self.dtype not in REDUCIBLE:
-            raise InvalidUsage(f"{self.dtype.label} cannot be reduced on a GPU; it can be moved")
-        if self.op is RedOp.PREMUL_SUM:
-            raise InvalidUsage("a pre-multiplied sum is not supported on GPU memory; multiply before the call")
+        if self.threads % 32:
+            raise ValueError(f"{self.threads} threads are no whole number of warps")
 
     @property
     def entry(self) -> str:
@@ -62,18 +81,20 @@ class KernelSpec:
     @property
     def name(self) -> str:
         parts = [self.family, self.mode, self.dtype.label if self.reduces else "bytes", self.op.name.lower() if self.reduces else ""]
-        parts += ["flagged" if self.flagged else "", f"n{self.nranks}", f"t{self.threads}u{self.unroll}b{self.min_blocks}"]
+        parts += [self.frame.value if self.family != "steps" else "", f"n{self.nranks}", f"t{self.threads}u{self.unroll}b{self.min_blocks}"]
         return "-".join(part for part in parts if part)
 
     @property
-    def vec_bytes(self) -> int:
-        """Bytes of data in a packet, or of a vector."""
-        return 8 if self.flagged else 16
+    def files(self) -> tuple[str, ...]:
+        """The files of its text."""
+        if self.family != "packets":
+            return (MACHINE, "common.cuh", f"{self.family}.cuh")
+        return (MACHINE, "common.cuh", "packets.cuh", PACKET_MODES[self.mode])
 
 
 def can_spare_a_nan(dtype: DType) -> bool:
     """Whether packets of ``dtype`` need no flags: floats have a NaN that can mean "nothing here yet"."""
-    return dtype in (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64)
+    return dtype.is_float
 
 
 @functools.cache
@@ -89,13 +110,15 @@ def write_source(spec: KernelSpec, arch: int, machine: str | None = None) -> str
         "THREADS": spec.threads,
         "UNROLL": spec.unroll,
         "MIN_BLOCKS": spec.min_blocks,
-        "FLAGGED": int(spec.flagged),
+        f"FRAME_{spec.frame.name}": 1,
         "REDUCES": int(spec.reduces),
         f"TYPE_{dtype.name}": 1,
         f"OP_{spec.op.name}": 1,
     }
+    if spec.family == "p2p":
+        constants |= layout.message_defines(spec.nranks, spec.frame.value)
     if spec.mode:
         constants[f"MODE_{spec.mode.upper()}"] = 1
     head = "".join(f"#define {name} {value}\n" for name, value in sorted(constants.items()))
-    parts = (machine if machine is not None and name == MACHINE else _text(name) for name in FILES[spec.family])
+    parts = (machine if machine is not None and name == MACHINE else _text(name) for name in spec.files)
     return head + "".join(parts)

@@ -1,7 +1,7 @@
 // What all kernels share: the arguments of a launch, element types, operators, vectors, and waiting that ends.
 //
 // The generator (executor/cuda/source.py) puts before this text: RANKS, THREADS, UNROLL, TYPE_<dtype>, OP_<operator>,
-// FLAGGED (0 or 1), MODE_<collective>, ARCH and the offsets of executor/cuda/layout.py; then machine.cuh, all that is PTX.
+// FRAME_<kind of packet>, MODE_<collective>, ARCH and the offsets of executor/cuda/layout.py; then machine.cuh, all that is PTX.
 
 struct Args {          // layout.ARGS
   const void* in;
@@ -10,6 +10,7 @@ struct Args {          // layout.ARGS
   u32 rank, root;
   u32 nslots, ahead;   // packet kernels: slots of a bank, pieces that are pushed ahead
   u64 timeout_ns;
+  u64 scalar;          // OP_PREMUL_SUM: this rank's factor, the bits of an A
   u32* host;           // layout.HOST_*: words in host memory
   char* own;           // this rank's memory on its GPU
   char* inbox[RANKS];  // the region through which a peer's packets, messages and signals come here
@@ -38,6 +39,47 @@ typedef u16 T; typedef float A;
 #define IS_FLOAT 1
 __device__ __forceinline__ A widen(T x) { return half_value(x); }
 __device__ __forceinline__ T narrow(A x) { return half_bits(x); }
+#elif defined(TYPE_FLOAT8_E4M3) || defined(TYPE_FLOAT8_E5M2)
+typedef u8 T; typedef float A;
+#define IS_FLOAT 1
+// OCP 8-bit floats (E4M3 without infinity: what is too large becomes NaN), by integer arithmetic: conversions need no sm_89.
+#if defined(TYPE_FLOAT8_E4M3)
+#define F8_MANTISSA 3
+#define F8_BIAS 7
+#define F8_LARGEST 0x7e
+#define F8_BEYOND 0x7f
+#define F8_NAN 0x7f
+#else
+#define F8_MANTISSA 2
+#define F8_BIAS 15
+#define F8_LARGEST 0x7b
+#define F8_BEYOND 0x7c
+#define F8_NAN 0x7e
+#endif
+#define F8_UNIT (127 + F8_BIAS + F8_MANTISSA - 1)           // exponent of 1 / the smallest number
+__device__ __forceinline__ A widen(T x) {
+  u32 sign = (u32)(x & 0x80) << 24, bits = x & 0x7f;
+#if defined(TYPE_FLOAT8_E4M3)
+  if (bits == 0x7f) return __uint_as_float(sign | 0x7fc00000u);
+#else
+  if (bits >= 0x7c) return __uint_as_float(sign | 0x7f800000u | (bits & 3) << 21);
+#endif
+  if (bits >> F8_MANTISSA) return __uint_as_float(sign | (bits + ((127 - F8_BIAS) << F8_MANTISSA)) << (23 - F8_MANTISSA));
+  return __uint_as_float(sign | __float_as_uint((float)bits * __uint_as_float((u32)(254 - F8_UNIT) << 23)));
+}
+__device__ __forceinline__ T narrow(A x) {
+  u32 b = __float_as_uint(x), sign = (b >> 24) & 0x80, a = b & 0x7fffffffu;
+  if (a > 0x7f800000u) return (T)(sign | F8_NAN);
+  if (a < (u32)(128 - F8_BIAS) << 23) {                      // below the smallest normal number: in units, to nearest even
+    float scaled = __uint_as_float(a) * __uint_as_float((u32)F8_UNIT << 23);
+    u32 whole = (u32)scaled;
+    float rest = scaled - (float)whole;
+    return (T)(sign | (whole + (rest > 0.5f || (rest == 0.5f && (whole & 1)))));
+  }
+  a += (1u << (22 - F8_MANTISSA)) - 1 + ((a >> (23 - F8_MANTISSA)) & 1);
+  a = (a - ((u32)(127 - F8_BIAS) << 23)) >> (23 - F8_MANTISSA);
+  return (T)(sign | (a > F8_LARGEST ? F8_BEYOND : a));
+}
 #else
 #define IS_FLOAT 0
 #if defined(TYPE_INT8)
@@ -83,9 +125,19 @@ __device__ __forceinline__ A finish(A a) {
 #endif
 }
 
-// ---- vectors: what one thread handles at a time. A packet is 16 bytes on the wire; see packets.cuh
+// A rank's own element as it is added up: multiplied by the rank's scalar first, and rounded, where the operator says so.
+__device__ __forceinline__ T own_element(const Args& a, T x) {
+#if defined(OP_PREMUL_SUM)
+  return narrow((A)(widen(x) * *(const A*)&a.scalar));
+#else
+  return x;
+#endif
+}
 
-#if FLAGGED
+// ---- vectors: what one thread handles at a time, in packets of 16 bytes (packets.cuh). FRAME_PAIR packets hold 8 bytes of data, the others
+// 16; of FRAME_LINE packets every eighth holds 8, so that eight of them hold 120 bytes.
+
+#if defined(FRAME_PAIR)
 #define VEC_BYTES 8
 #else
 #define VEC_BYTES 16
@@ -95,14 +147,49 @@ __device__ __forceinline__ A finish(A a) {
 
 union Vec {
   u32 w[VEC_WORDS];
+  u64 q[VEC_WORDS / 2];
   T e[ELEMS];
 };
 
-// Elements [first, first + ELEMS) of an array of ``count``; what lies beyond its end is zero.
-__device__ __forceinline__ Vec load_vec(const T* p, u64 first, u64 count, bool aligned) {
+// The first element of vector ``i`` of an array, and how many elements it has.
+__device__ __forceinline__ u64 element(u64 i) {
+#if defined(FRAME_LINE)
+  return (i / 8 * 120 + i % 8 * 16) / sizeof(T);
+#else
+  return i * ELEMS;
+#endif
+}
+__device__ __forceinline__ int elements(u64 i) {
+#if defined(FRAME_LINE)
+  return i % 8 == 7 ? ELEMS / 2 : ELEMS;
+#else
+  return ELEMS;
+#endif
+}
+// Vectors of ``bytes``; lines are counted in fours, so that a warp is in a loop as a whole.
+__device__ __forceinline__ u64 vectors_of(u64 bytes) {
+#if defined(FRAME_LINE)
+  return (bytes + 479) / 480 * 32;
+#else
+  return (bytes + VEC_BYTES - 1) / VEC_BYTES;
+#endif
+}
+#if defined(FRAME_LINE)
+#define ALIGNMENT 8
+#else
+#define ALIGNMENT VEC_BYTES
+#endif
+
+// Vector ``i`` of an array of ``count`` elements; what lies beyond its end is zero.
+__device__ __forceinline__ Vec load_vec(const T* p, u64 i, u64 count, bool aligned) {
   Vec v;
-  if (aligned && first + ELEMS <= count) {
-#if FLAGGED
+  u64 first = element(i);
+  int n = elements(i);
+  if (aligned && first + n <= count) {
+#if defined(FRAME_LINE)
+    const u64* q = (const u64*)(p + first);
+    v.q[0] = q[0]; v.q[1] = n == ELEMS ? q[1] : 0;
+#elif defined(FRAME_PAIR)
     uint2 q = *(const uint2*)(p + first); v.w[0] = q.x; v.w[1] = q.y;
 #else
     uint4 q = *(const uint4*)(p + first); v.w[0] = q.x; v.w[1] = q.y; v.w[2] = q.z; v.w[3] = q.w;
@@ -111,22 +198,35 @@ __device__ __forceinline__ Vec load_vec(const T* p, u64 first, u64 count, bool a
 #pragma unroll
     for (int j = 0; j < VEC_WORDS; j++) v.w[j] = 0;
 #pragma unroll
-    for (int j = 0; j < ELEMS; j++) if (first + j < count) v.e[j] = p[first + j];
+    for (int j = 0; j < ELEMS; j++) if (j < n && first + j < count) v.e[j] = p[first + j];
   }
   return v;
 }
 
-__device__ __forceinline__ void store_vec(T* p, u64 first, u64 count, bool aligned, const Vec& v) {
-  if (aligned && first + ELEMS <= count) {
-#if FLAGGED
+__device__ __forceinline__ void store_vec(T* p, u64 i, u64 count, bool aligned, const Vec& v) {
+  u64 first = element(i);
+  int n = elements(i);
+  if (aligned && first + n <= count) {
+#if defined(FRAME_LINE)
+    u64* q = (u64*)(p + first);
+    q[0] = v.q[0]; if (n == ELEMS) q[1] = v.q[1];
+#elif defined(FRAME_PAIR)
     *(uint2*)(p + first) = make_uint2(v.w[0], v.w[1]);
 #else
     *(uint4*)(p + first) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]);
 #endif
   } else {
 #pragma unroll
-    for (int j = 0; j < ELEMS; j++) if (first + j < count) p[first + j] = v.e[j];
+    for (int j = 0; j < ELEMS; j++) if (j < n && first + j < count) p[first + j] = v.e[j];
   }
+}
+
+__device__ __forceinline__ Vec own_vec(const Args& a, Vec v) {
+#if defined(OP_PREMUL_SUM)
+#pragma unroll
+  for (int j = 0; j < ELEMS; j++) v.e[j] = own_element(a, v.e[j]);
+#endif
+  return v;
 }
 
 struct Sum {

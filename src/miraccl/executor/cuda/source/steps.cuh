@@ -56,7 +56,7 @@ __device__ __forceinline__ void wait_room(const Args& a, Ends& e, Watch& w, u32 
 // Elements [0, n) of up to RANKS sources are added up (one source: copied bit by bit) into one or two places.
 struct Move {
   const T* src[RANKS];
-  int nsrc;
+  int nsrc, own;         // own: which source is this rank's input, to be multiplied where the operator says so; -1: none
   T* dst;
   T* far;
   u64 n;
@@ -67,10 +67,14 @@ __device__ __forceinline__ Vec load_raw(const T* p, u64 i) {
 }
 __device__ __forceinline__ void store_raw(T* p, u64 i, const Vec& v) { *(uint4*)(p + i) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]); }
 
-template <int U> __device__ __forceinline__ void move_vectors(const Move& m, u64 first, u64 stride) {
+template <int U> __device__ __forceinline__ void move_vectors(const Args& a, const Move& m, u64 first, u64 stride) {
   Vec v[U];
 #pragma unroll
   for (int u = 0; u < U; u++) v[u] = load_raw(m.src[0], (first + u * stride) * ELEMS);
+  if (m.own == 0) {
+#pragma unroll
+    for (int u = 0; u < U; u++) v[u] = own_vec(a, v[u]);
+  }
 #if REDUCES
   if (m.nsrc > 1) {
     Sum sum[U];
@@ -79,6 +83,10 @@ template <int U> __device__ __forceinline__ void move_vectors(const Move& m, u64
     for (int s = 1; s < m.nsrc; s++) {
 #pragma unroll
       for (int u = 0; u < U; u++) v[u] = load_raw(m.src[s], (first + u * stride) * ELEMS);
+      if (m.own == s) {
+#pragma unroll
+        for (int u = 0; u < U; u++) v[u] = own_vec(a, v[u]);
+      }
 #pragma unroll
       for (int u = 0; u < U; u++) sum[u].add(v[u]);
     }
@@ -96,18 +104,18 @@ template <int U> __device__ __forceinline__ void move_vectors(const Move& m, u64
   }
 }
 
-__device__ __forceinline__ void move(const Move& m) {
+__device__ __forceinline__ void move(const Args& a, const Move& m) {
   u64 all = (u64)m.dst | (u64)m.far;
   for (int s = 0; s < m.nsrc; s++) all |= (u64)m.src[s];
   u64 whole = (all & 15) ? 0 : m.n / ELEMS, i = threadIdx.x;
-  for (; i + (UNROLL - 1) * THREADS < whole; i += UNROLL * THREADS) move_vectors<UNROLL>(m, i, THREADS);
-  for (; i < whole; i += THREADS) move_vectors<1>(m, i, THREADS);
+  for (; i + (UNROLL - 1) * THREADS < whole; i += UNROLL * THREADS) move_vectors<UNROLL>(a, m, i, THREADS);
+  for (; i < whole; i += THREADS) move_vectors<1>(a, m, i, THREADS);
   for (u64 j = whole * ELEMS + threadIdx.x; j < m.n; j += THREADS) {  // the rest, or everything where addresses are odd
-    T x = m.src[0][j];
+    T x = m.own == 0 ? own_element(a, m.src[0][j]) : m.src[0][j];
 #if REDUCES
     if (m.nsrc > 1) {
       A sum = widen(x);
-      for (int s = 1; s < m.nsrc; s++) sum = combine(sum, widen(m.src[s][j]));
+      for (int s = 1; s < m.nsrc; s++) sum = combine(sum, widen(m.own == s ? own_element(a, m.src[s][j]) : m.src[s][j]));
       x = narrow(finish(sum));
     }
 #endif
@@ -150,23 +158,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) steps(const __
         if (end > begin + p.piece) end = begin + p.piece;
         if (begin >= end) continue;
         Move m;
-        m.n = end - begin; m.nsrc = 0; m.dst = nullptr; m.far = nullptr;
+        m.n = end - begin; m.nsrc = 0; m.own = -1; m.dst = nullptr; m.far = nullptr;
         T* base[3] = {(T*)a.in, (T*)a.out, (T*)p.scratch};
         T* near_src = base[s.src_buf] + (u64)(src / p.parts) * a.count + begin;
         T* near_dst = base[s.dst_buf] + (u64)(dst / p.parts) * a.count + (u64)(dst % p.parts) * p.part + at;
         if (s.op == RECV_REDUCE_ALL) {
           for (u32 j = 0; j < s.npeers; j++) {
             u32 peer = (s.peers >> (4 * j)) & 15;
+            if (peer == a.rank && s.src_buf == 0) m.own = m.nsrc;
             m.src[m.nsrc++] = peer == a.rank ? near_src : (T*)slot_of(a, a.rank, peer, e.taken[peer]) + c * p.piece;
           }
         } else {
-          if (local) m.src[m.nsrc++] = near_src;
+          if (local) { m.own = s.src_buf == 0 ? 0 : -1; m.src[m.nsrc++] = near_src; }
           if (s.op == RECV_REDUCE) m.src[m.nsrc++] = near_dst;
           if (s.recv_peer >= 0) m.src[m.nsrc++] = (T*)slot_of(a, a.rank, from, e.taken[from]) + c * p.piece;
         }
         if (s.op != SEND && s.op != RECV_REDUCE_SEND) m.dst = near_dst;
         if (sends) m.far = (T*)slot_of(a, to, a.rank, e.sent[to]) + c * p.piece;
-        move(m);
+        move(a, m);
       }
       __syncthreads();
       if (threadIdx.x == 0) {

@@ -1,0 +1,340 @@
+// Messages between pairs of ranks: any number of sends and receives in one launch.
+//
+// What goes in one direction between this rank and a peer is a queue, served in order by lanes. A lane is a warp here and a warp of the peer, and
+// a ring of rows in the receiver's memory. Lanes know nothing of one another, so sends and receives of a launch progress at the same time and
+// no order of them can deadlock. A message is cut into groups of vectors, which are dealt to the lanes in turn; how many lanes take part follows
+// from its size alone, so both sides agree without a word.
+//
+// A row is what a warp writes by one store of 16 bytes per thread, and says by itself that it has come:
+//   FRAME_LINE  four lines of 128 bytes, each with 124 bytes of data and a flag in its last word. NVLink and L2 keep a line that eight threads
+//               write whole (NCCL, src/device/prims_ll128.h, whose flag takes 8 bytes).
+//   FRAME_PAIR  8 bytes of data and two flags per thread, for paths that keep only 8 bytes together (NCCL, src/device/prims_ll.h).
+// The flag is the number of the lap around the ring. Rows are always written whole and in order, so what lay there carries the flag of the lap before:
+// there is nothing to clear, and wrapping does no harm. The receiver writes how many rows it has taken back to the sender every quarter of a ring (credit).
+// Counts of rows are kept in device memory from launch to launch, so captured launches can be replayed, and it does not matter how messages are
+// distributed over launches. A message begins with a header, its size and type; a receiver that expects another one reports both sizes and poisons
+// the credits, so that the sender hears of it.
+
+struct Message {         // layout.MESSAGE
+  u64 address;
+  u64 size;              // bytes; the type of the elements in the eight highest bits
+};
+#define SIZE_BYTES(size) ((size) & 0x00ffffffffffffffull)
+#define POISON (1ull << 63)
+
+struct Queue {           // layout.QUEUE
+  u8 kind, peer;
+  u16 lanes;
+  u32 warp;              // the first of its lanes in this launch
+  u32 first, count;      // messages; TO_SELF: source and target in turn
+};
+enum { TO_PEER, FROM_PEER, TO_SELF };
+
+struct Exchange {        // layout.EXCHANGE_HEAD
+  Args a;
+  const Message* table;  // null: the messages are in this struct
+  u32 nqueues, lanes;    // lanes of a message at most, the same on all ranks
+  Queue queues[MAX_QUEUES];
+  Message messages[MAX_MESSAGES];
+};
+
+#define FULL 0xffffffffu
+#define ROWS 8           // that a warp handles at a time: two groups
+#define QUARTER (RING_ROWS / 4)
+#ifndef LOOK_WARP
+#define LOOK_WARP 4096u  // polls of a warp between two looks at host memory; milliseconds
+#endif
+
+// ---- places
+
+__device__ __forceinline__ u64* lane_word(char* box, u64 offset, u32 peer, u32 lane) { return (u64*)(box + offset + ((u64)peer * LANES + lane) * WORD_STRIDE); }
+
+__device__ __forceinline__ uint4* ring_of(const Args& a, u32 dst, u32 src, u32 lane) {
+  u64 ring = (u64)(src < dst ? src : src - 1) * LANES + lane;
+  return (uint4*)((dst == a.rank ? a.inbox[src] : a.outbox[dst]) + RINGS_OFFSET + ring * (RING_ROWS * 512));
+}
+__device__ __forceinline__ u32 flag_of(u64 row) { return (u32)(row / RING_ROWS) + 1; }
+__device__ __forceinline__ u32 place_of(u64 row) { return (u32)(row % RING_ROWS) * 32; }
+
+struct Cut {             // of a message
+  char* p;
+  u64 bytes, groups;
+  u32 lanes;
+  bool aligned;
+};
+__device__ __forceinline__ Cut cut(const Message& m, u32 limit) {
+  Cut c;
+  c.p = (char*)m.address; c.bytes = SIZE_BYTES(m.size);
+  u64 vectors = (c.bytes + 15) / 16;
+  c.groups = vectors <= FIRST_VECTORS ? 1 : 1 + (vectors - FIRST_VECTORS + GROUP_VECTORS - 1) / GROUP_VECTORS;
+  c.lanes = c.groups < limit ? (u32)c.groups : limit;
+  c.aligned = (m.address & 15) == 0;
+  return c;
+}
+__device__ __forceinline__ u64 first_byte(u64 group) { return group ? (FIRST_VECTORS + (group - 1) * GROUP_VECTORS) * 16 : 0; }
+
+// ---- groups and rows. The first group of a message has less room: a thread's first vector is the header.
+
+#if defined(FRAME_LINE)
+#define LOADS 4          // vectors of a thread at most
+#define HEADER_THREAD 7
+// A flag thread spreads three vectors over the four rows of a group, beside four flags; the others have one vector in each row.
+__device__ __forceinline__ int vector_of(u32 t, int u, bool first) {
+  if ((t & 7) == 7) return first || u == 3 ? -1 : 112 + 4 * u + (int)(t / 8);
+  return 28 * u + (int)(t - t / 8);
+}
+__device__ __forceinline__ u32 rows_of(u64 bytes, bool first) { return bytes > 84 * 16 ? 4 : bytes > 56 * 16 ? 3 : bytes > 28 * 16 ? 2 : 1; }
+__device__ __forceinline__ void frame(uint4* row, const uint4* d, u32 t) {
+  if ((t & 7) != 7) {
+#pragma unroll
+    for (int u = 0; u < 4; u++) row[u] = d[u];
+  } else {
+    row[0] = d[0];
+    row[1] = make_uint4(d[0].w, d[1].x, d[1].y, 0);
+    row[2] = make_uint4(d[1].z, d[1].w, d[2].x, 0);
+    row[3] = make_uint4(d[2].y, d[2].z, d[2].w, 0);
+  }
+}
+__device__ __forceinline__ void unframe(uint4* d, const uint4* row, u32 t) {
+  if ((t & 7) != 7) {
+#pragma unroll
+    for (int u = 0; u < 4; u++) d[u] = row[u];
+  } else {
+    d[0] = make_uint4(row[0].x, row[0].y, row[0].z, row[1].x);
+    d[1] = make_uint4(row[1].y, row[1].z, row[2].x, row[2].y);
+    d[2] = make_uint4(row[2].z, row[3].x, row[3].y, row[3].z);
+  }
+}
+__device__ __forceinline__ void store_row(uint4* p, uint4 v, u32 flag, u32 t) { if ((t & 7) == 7) v.w = flag; store_line(p, v); }
+__device__ __forceinline__ uint4 load_row(const uint4* p) { return load_line(p); }
+__device__ __forceinline__ bool is_there(const uint4& v, u32 flag, u32 t) { return (t & 7) != 7 || v.w == flag; }
+#else
+#define LOADS 2
+#define HEADER_THREAD 0
+__device__ __forceinline__ int vector_of(u32 t, int u, bool first) { return 32 * u + (int)t - (first ? 1 : 0); }
+__device__ __forceinline__ u32 rows_of(u64 bytes, bool first) { return bytes + (first ? 16 : 0) > 32 * 16 ? 4 : 2; }
+__device__ __forceinline__ void frame(uint4* row, const uint4* d, u32 t) {
+#pragma unroll
+  for (int u = 0; u < 2; u++) { row[2 * u] = make_uint4(d[u].x, 0, d[u].y, 0); row[2 * u + 1] = make_uint4(d[u].z, 0, d[u].w, 0); }
+}
+__device__ __forceinline__ void unframe(uint4* d, const uint4* row, u32 t) {
+#pragma unroll
+  for (int u = 0; u < 2; u++) d[u] = make_uint4(row[2 * u].x, row[2 * u].z, row[2 * u + 1].x, row[2 * u + 1].z);
+}
+__device__ __forceinline__ void store_row(uint4* p, uint4 v, u32 flag, u32 t) { v.y = v.w = flag; store_packet(p, v); }
+__device__ __forceinline__ uint4 load_row(const uint4* p) { return load_packet(p); }
+__device__ __forceinline__ bool is_there(const uint4& v, u32 flag, u32 t) { return v.y == flag && v.w == flag; }
+#endif
+
+// ---- users' memory: whole vectors where addresses allow, else units that do; ``left`` bytes are there
+
+template <class W> __device__ __forceinline__ uint4 load_units(const char* p, u64 left) {
+  u32 w[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int j = 0; j < 16; j += sizeof(W))
+    if (j < left) w[j / 4] |= (u32)*(const W*)(p + j) << (8 * (j & 3));
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+template <class W> __device__ __forceinline__ void store_units(char* p, const uint4& v, u64 left) {
+  u32 w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int j = 0; j < 16; j += sizeof(W))
+    if (j < left) *(W*)(p + j) = (W)(w[j / 4] >> (8 * (j & 3)));
+}
+__device__ __noinline__ uint4 load_part(const char* p, u64 left) {
+  u64 odd = (u64)p | left;
+  return odd & 1 ? load_units<u8>(p, left) : odd & 2 ? load_units<u16>(p, left) : load_units<u32>(p, left);
+}
+__device__ __noinline__ void store_part(char* p, uint4 v, u64 left) {
+  u64 odd = (u64)p | left;
+  if (odd & 1) store_units<u8>(p, v, left); else if (odd & 2) store_units<u16>(p, v, left); else store_units<u32>(p, v, left);
+}
+__device__ __forceinline__ u64 vector_left(u64 bytes, u64 at) { return bytes - at < 16 ? bytes - at : 16; }
+
+__device__ __forceinline__ void load_group(uint4* d, const Cut& c, u64 group, u32 t) {
+  u64 at = first_byte(group);
+  bool whole = c.aligned && at + GROUP_VECTORS * 16 <= c.bytes;
+#pragma unroll
+  for (int u = 0; u < LOADS; u++) {
+    int i = vector_of(t, u, group == 0);
+    u64 here = at + i * 16;
+    d[u] = make_uint4(0, 0, 0, 0);
+    if (i < 0 || (!whole && here >= c.bytes)) continue;
+    if (whole || (c.aligned && here + 16 <= c.bytes)) d[u] = *(const uint4*)(c.p + here);
+    else d[u] = load_part(c.p + here, vector_left(c.bytes, here));
+  }
+}
+__device__ __forceinline__ void store_group(const uint4* d, const Cut& c, u64 group, u32 t) {
+  u64 at = first_byte(group);
+  bool whole = c.aligned && at + GROUP_VECTORS * 16 <= c.bytes;
+#pragma unroll
+  for (int u = 0; u < LOADS; u++) {
+    int i = vector_of(t, u, group == 0);
+    u64 here = at + i * 16;
+    if (i < 0 || (!whole && here >= c.bytes)) continue;
+    if (whole || (c.aligned && here + 16 <= c.bytes)) *(uint4*)(c.p + here) = d[u];
+    else store_part(c.p + here, d[u], vector_left(c.bytes, here));
+  }
+}
+// Rows of the groups ``group`` and ``group + lanes``; only the last group of a message is not full.
+__device__ __forceinline__ u32 rows_at(const Cut& c, u64 group) {
+  u64 second = group + c.lanes;
+  if (second < c.groups) return 4 + rows_of(c.bytes - first_byte(second), false);
+  return rows_of(c.bytes - first_byte(group), group == 0);
+}
+
+// ---- waiting and failing, as a warp
+
+__device__ __forceinline__ bool warp_gives_up(const Args& a, Watch& w, u32 t, u32 peer, u32 what) {
+  bool over = false;
+  if (t == 0) {
+    between_polls();
+    if (++w.spins >= LOOK_WARP) { w.spins = 0; w.since = look(a.host, a.timeout_ns, w.since, peer, what); over = w.since == NEVER; }
+  }
+  return __any_sync(FULL, over);
+}
+
+// One thread: this rank has a message of ``mine`` where the peer has one of ``theirs`` (both as Message.size).
+__device__ __noinline__ void report_sizes(u32* host_words, u32 peer, u32 what, u64 mine, u64 theirs) {
+  volatile u32* host = host_words;
+  if (atomicCAS_system(host_words + HOST_CLAIM, 0u, 1u) == 0u) {
+    host[HOST_SIZES] = (u32)mine; host[HOST_SIZES + 1] = (u32)(mine >> 32);
+    host[HOST_SIZES + 2] = (u32)theirs; host[HOST_SIZES + 3] = (u32)(theirs >> 32);
+    host[HOST_PEER] = peer; host[HOST_WHAT] = what;
+    fence();
+    atomicCAS_system(host_words + HOST_ERROR, 0u, ERROR_SIZES);
+  }
+  host[HOST_ABORT] = 1u;
+}
+
+__device__ __forceinline__ void store_credit(u64* word, u64 credit) { store_packet((uint4*)word, make_uint4((u32)credit, (u32)(credit >> 32), 0, 0)); }
+
+// ---- what a warp does with a queue
+
+__device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, const Message* list, u32 lane, u32 t) {
+  const Args& a = x.a;
+  const u64* credit = lane_word(a.inbox[q.peer], LANE_CREDIT_OFFSET, q.peer, lane);
+  u64* counter = lane_word(a.own, LANE_SENT_OFFSET, q.peer, lane);
+  uint4* ring = ring_of(a, q.peer, a.rank, lane) + t;
+  u64 row = load_word(counter), taken = load_word(credit);
+  u64 room = taken & POISON ? 0 : taken + RING_ROWS;
+  Watch watch = {0, 0};
+  __syncwarp();
+  for (u32 m = 0; m < q.count; m++) {
+    Cut c = cut(list[m], x.lanes);
+    if (lane >= c.lanes) continue;
+    for (u64 g = lane; g < c.groups; g += 2 * c.lanes) {
+      bool two = g + c.lanes < c.groups;
+      u32 rows = rows_at(c, g);
+      uint4 d[2 * LOADS], v[ROWS];
+      load_group(d, c, g, t);
+      if (two) load_group(d + LOADS, c, g + c.lanes, t);
+      if (g == 0 && t == HEADER_THREAD) { u64 size = list[m].size; d[0] = make_uint4((u32)size, (u32)(size >> 32), 0, 0); }
+      watch.spins = 0; watch.since = 0;
+      while (__any_sync(FULL, row + rows > room)) {
+        taken = load_word(credit);
+        if (__any_sync(FULL, (taken & POISON) != 0)) {
+          if (t == 0) report_sizes(a.host, q.peer, WHAT_SEND, list[m].size, load_word(credit) & ~POISON);
+          return;
+        }
+        room = taken + RING_ROWS;
+        if (warp_gives_up(a, watch, t, q.peer, WHAT_ROOM)) return;
+      }
+      frame(v, d, t);
+      if (two) frame(v + 4, d + LOADS, t);
+#pragma unroll
+      for (int u = 0; u < ROWS; u++)
+        if (u < rows) store_row(ring + place_of(row + u), v[u], flag_of(row + u), t);
+      row += rows;
+    }
+  }
+  __syncwarp();
+  if (t == 0) *counter = row;
+}
+
+__device__ __forceinline__ void receive_lane(const Exchange& x, const Queue& q, const Message* list, u32 lane, u32 t) {
+  const Args& a = x.a;
+  u64* credit = lane_word(a.outbox[q.peer], LANE_CREDIT_OFFSET, a.rank, lane);
+  u64* counter = lane_word(a.own, LANE_TAKEN_OFFSET, q.peer, lane);
+  const uint4* ring = ring_of(a, a.rank, q.peer, lane) + t;
+  u64 row = load_word(counter);
+  Watch watch = {0, 0};
+  __syncwarp();
+  for (u32 m = 0; m < q.count; m++) {
+    Cut c = cut(list[m], x.lanes);
+    if (lane >= c.lanes) continue;
+    for (u64 g = lane; g < c.groups; g += 2 * c.lanes) {
+      bool two = g + c.lanes < c.groups;
+      u32 rows = rows_at(c, g);
+      uint4 d[2 * LOADS], v[ROWS];
+      watch.spins = 0; watch.since = 0;
+      for (;;) {
+        bool missing = false;
+#pragma unroll
+        for (int u = 0; u < ROWS; u++)
+          if (u < rows) v[u] = load_row(ring + place_of(row + u));
+#pragma unroll
+        for (int u = 0; u < ROWS; u++)
+          if (u < rows && !is_there(v[u], flag_of(row + u), t)) missing = true;
+        if (!__any_sync(FULL, missing)) break;
+        if (warp_gives_up(a, watch, t, q.peer, WHAT_MESSAGE)) return;
+      }
+      unframe(d, v, t);
+      if (two) unframe(d + LOADS, v + 4, t);
+      if (g == 0) {
+        u64 theirs = (u64)d[0].y << 32 | d[0].x, mine = list[m].size;
+        if (__any_sync(FULL, t == HEADER_THREAD && theirs != mine)) {
+          theirs = __shfl_sync(FULL, theirs, HEADER_THREAD);
+          if (t == 0) report_sizes(a.host, q.peer, WHAT_RECV, mine, theirs);
+          for (u32 l = t; l < x.lanes; l += 32) store_credit(lane_word(a.outbox[q.peer], LANE_CREDIT_OFFSET, a.rank, l), POISON | mine);
+          return;
+        }
+      }
+      u64 next = row + rows;
+      if (t == 0 && next / QUARTER != row / QUARTER) store_credit(credit, next);  // the votes above have waited for all loads
+      row = next;
+      store_group(d, c, g, t);
+      if (two) store_group(d + LOADS, c, g + c.lanes, t);
+    }
+  }
+  __syncwarp();
+  if (t == 0) *counter = row;
+}
+
+__device__ __forceinline__ void copy_lane(const Queue& q, const Message* list, u32 lane, u32 t) {
+  for (u32 m = 0; m < q.count; m += 2) {
+    const char* from = (const char*)list[m].address;
+    char* to = (char*)list[m + 1].address;
+    u64 bytes = SIZE_BYTES(list[m].size), stride = q.lanes * 512ull;
+    bool aligned = (((u64)from | (u64)to) & 15) == 0;
+    for (u64 at = lane * 512ull + t * 16; at < bytes; at += 4 * stride) {
+      uint4 v[4];
+#pragma unroll
+      for (int u = 0; u < 4; u++) {
+        u64 here = at + u * stride;
+        if (here >= bytes) continue;
+        v[u] = aligned && here + 16 <= bytes ? *(const uint4*)(from + here) : load_part(from + here, vector_left(bytes, here));
+      }
+#pragma unroll
+      for (int u = 0; u < 4; u++) {
+        u64 here = at + u * stride;
+        if (here >= bytes) continue;
+        if (aligned && here + 16 <= bytes) *(uint4*)(to + here) = v[u]; else store_part(to + here, v[u], vector_left(bytes, here));
+      }
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) p2p(const __grid_constant__ Exchange x) {
+  u32 warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, t = threadIdx.x % 32;  // neighbours on different multiprocessors
+  for (u32 i = 0; i < x.nqueues; i++) {
+    const Queue& q = x.queues[i];
+    if (warp < q.warp || warp - q.warp >= q.lanes) continue;
+    const Message* list = (x.table ? x.table : x.messages) + q.first;
+    u32 lane = warp - q.warp;
+    if (q.kind == TO_PEER) send_lane(x, q, list, lane, t);
+    else if (q.kind == FROM_PEER) receive_lane(x, q, list, lane, t);
+    else copy_lane(q, list, lane, t);
+    return;
+  }
+}

@@ -1,0 +1,70 @@
+"""Messages on emulated GPUs: one launch per rank, every receiver's bytes compared with the sender's."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from miraccl.executor.cuda.messages import Message, Reach, lower_messages
+from miraccl.types import DType
+from tests.gpu.emulator import Machine
+
+THREADS = 64
+
+
+@dataclass(frozen=True)
+class Send:
+    """One message between two ranks; arrays begin ``offset`` bytes after an aligned address. ``expected``: bytes that the receiver expects."""
+
+    src: int
+    dst: int
+    nbytes: int
+    offset: int = 0
+    out_offset: int = 0
+    expected: int | None = None
+
+
+def _placed(nbytes: int, offset: int, fill: Any) -> Any:
+    """(bytes of an array, the memory around it)."""
+    room = np.full(nbytes + offset + 192, 0xA5, np.uint8)
+    start = -room.ctypes.data % 64 + 64 + offset
+    room[start : start + nbytes] = fill
+    return room[start : start + nbytes], room
+
+
+def run(machine: Machine, reach: Reach, sends: Sequence[Send], seed: int = 0, only: Sequence[int] | None = None) -> list[str]:
+    """What was wrong, per message; ranks take their messages in the order of ``sends``. ``only``: other ranks do not come."""
+    rng = np.random.default_rng(seed)
+    sources = [_placed(s.nbytes, s.offset, rng.integers(0, 256, s.nbytes, np.uint8)) for s in sends]
+    targets = [_placed(s.nbytes if s.expected is None else s.expected, s.out_offset, 0x5A) for s in sends]
+    args, blocks, keep = [], [], []
+    for rank in range(machine.nranks):
+        messages = []
+        for s, (source, _), (target, _) in zip(sends, sources, targets):
+            if s.src == rank:
+                messages.append(Message(False, s.dst, source.ctypes.data, source.size, DType.UINT8))
+            if s.dst == rank:
+                messages.append(Message(True, s.src, target.ctypes.data, target.size, DType.UINT8))
+        lowered = lower_messages(messages, machine.fixed(rank), reach)
+        for message, position in zip(messages, lowered.positions, strict=True):
+            block = lowered.args if lowered.table is None else lowered.table
+            assert struct.unpack_from("<Q", block, position) == (message.address,)
+        if lowered.table is not None:
+            table = (ctypes.c_char * len(lowered.table)).from_buffer(lowered.table)
+            keep.append(table)
+            lowered.set_table(ctypes.addressof(table))
+        args.append(lowered.args)
+        comes = messages and (only is None or rank in only)
+        blocks.append(-(-lowered.blocks * lowered.threads // THREADS) if comes else 0)
+    machine.launch(replace(reach.spec(), threads=THREADS), args, blocks)
+    answers = []
+    for s, (source, _), (target, room) in zip(sends, sources, targets):
+        outside = room.size - target.size - int((room == 0xA5).sum()) + int((target == 0xA5).sum())
+        wrong = int((source != target).sum()) if source.size == target.size else 0
+        answers.append(f"{s}: {wrong} bytes wrong, {outside} written outside" if wrong or outside else "")
+    return answers
