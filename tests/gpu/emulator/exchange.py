@@ -19,7 +19,7 @@ THREADS = 64
 
 @dataclass(frozen=True)
 class Send:
-    """One message between two ranks; arrays begin ``offset`` bytes after an aligned address. ``expected``: bytes that the receiver expects."""
+    """One message; arrays begin ``offset`` bytes after an aligned address, the receiver expects ``expected`` bytes."""
 
     src: int
     dst: int

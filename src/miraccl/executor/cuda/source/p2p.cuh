@@ -105,6 +105,7 @@ __device__ __forceinline__ void unframe(uint4* d, const uint4* row, u32 t) {
     d[2] = make_uint4(row[2].z, row[3].x, row[3].y, row[3].z);
   }
 }
+__device__ __forceinline__ u64 header_of(const uint4& row) { return (u64)row.y << 32 | row.x; }  // from the first row
 __device__ __forceinline__ void store_row(uint4* p, uint4 v, u32 flag, u32 t) { if ((t & 7) == 7) v.w = flag; store_line(p, v); }
 __device__ __forceinline__ uint4 load_row(const uint4* p) { return load_line(p); }
 __device__ __forceinline__ bool is_there(const uint4& v, u32 flag, u32 t) { return (t & 7) != 7 || v.w == flag; }
@@ -121,6 +122,7 @@ __device__ __forceinline__ void unframe(uint4* d, const uint4* row, u32 t) {
 #pragma unroll
   for (int u = 0; u < 2; u++) d[u] = make_uint4(row[2 * u].x, row[2 * u].z, row[2 * u + 1].x, row[2 * u + 1].z);
 }
+__device__ __forceinline__ u64 header_of(const uint4& row) { return (u64)row.z << 32 | row.x; }
 __device__ __forceinline__ void store_row(uint4* p, uint4 v, u32 flag, u32 t) { v.y = v.w = flag; store_packet(p, v); }
 __device__ __forceinline__ uint4 load_row(const uint4* p) { return load_packet(p); }
 __device__ __forceinline__ bool is_there(const uint4& v, u32 flag, u32 t) { return v.y == flag && v.w == flag; }
@@ -252,6 +254,12 @@ __device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, con
   if (t == 0) *counter = row;
 }
 
+// The receiver has a message of size ``mine``; thread HEADER_THREAD knows the size that came.
+__device__ __noinline__ void refuse(const Exchange& x, const Queue& q, u64 mine, u64 theirs, u32 t) {
+  if (t == HEADER_THREAD) report_sizes(x.a.host, q.peer, WHAT_RECV, mine, theirs);
+  for (u32 l = t; l < x.lanes; l += 32) store_credit(lane_word(x.a.outbox[q.peer], LANE_CREDIT_OFFSET, x.a.rank, l), POISON | mine);
+}
+
 __device__ __forceinline__ void receive_lane(const Exchange& x, const Queue& q, const Message* list, u32 lane, u32 t) {
   const Args& a = x.a;
   u64* credit = lane_word(a.outbox[q.peer], LANE_CREDIT_OFFSET, a.rank, lane);
@@ -276,20 +284,16 @@ __device__ __forceinline__ void receive_lane(const Exchange& x, const Queue& q, 
 #pragma unroll
         for (int u = 0; u < ROWS; u++)
           if (u < rows && !is_there(v[u], flag_of(row + u), t)) missing = true;
+        // the header is looked at as soon as it is there: the rows that this rank expects may never come
+        if (g == 0 && __any_sync(FULL, t == HEADER_THREAD && is_there(v[0], flag_of(row), t) && header_of(v[0]) != list[m].size)) {
+          refuse(x, q, list[m].size, header_of(v[0]), t);
+          return;
+        }
         if (!__any_sync(FULL, missing)) break;
         if (warp_gives_up(a, watch, t, q.peer, WHAT_MESSAGE)) return;
       }
       unframe(d, v, t);
       if (two) unframe(d + LOADS, v + 4, t);
-      if (g == 0) {
-        u64 theirs = (u64)d[0].y << 32 | d[0].x, mine = list[m].size;
-        if (__any_sync(FULL, t == HEADER_THREAD && theirs != mine)) {
-          theirs = __shfl_sync(FULL, theirs, HEADER_THREAD);
-          if (t == 0) report_sizes(a.host, q.peer, WHAT_RECV, mine, theirs);
-          for (u32 l = t; l < x.lanes; l += 32) store_credit(lane_word(a.outbox[q.peer], LANE_CREDIT_OFFSET, a.rank, l), POISON | mine);
-          return;
-        }
-      }
       u64 next = row + rows;
       if (t == 0 && next / QUARTER != row / QUARTER) store_credit(credit, next);  // the votes above have waited for all loads
       row = next;

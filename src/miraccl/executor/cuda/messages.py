@@ -1,0 +1,150 @@
+"""From sends and receives to the arguments of the kernel ``p2p`` (source/p2p.cuh): which warps do what.
+
+Messages between two ranks in one direction are a queue; a queue is served by lanes, a warp each.  How many lanes a message uses follows
+from its bytes and from ``Reach``, which all ranks have alike.  What fits goes into the arguments, else into a table that the kernel reads.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.lower import Fixed, pack_args
+from miraccl.executor.cuda.source import Frame, KernelSpec
+from miraccl.types import DType
+
+WARPS = 16  # of a block at most; one block per multiprocessor is on the GPU for certain
+COPY_BYTES = 16 << 10  # of a message of a rank to itself, per warp
+MAX_BYTES = 1 << 48  # of a message
+
+_MESSAGE, _QUEUE, _HEAD = (struct.Struct(code) for code in (layout.MESSAGE, layout.QUEUE, layout.EXCHANGE_HEAD))
+
+
+class Message(NamedTuple):
+    """One send to ``peer`` or receive from it. ``dtype`` is compared with the peer's; what is moved are bytes."""
+
+    receives: bool
+    peer: int
+    address: int
+    nbytes: int
+    dtype: DType
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """What all ranks know alike: how many warps a launch may have (``multiprocessors`` that kernels may fill), how rows are framed."""
+
+    nranks: int
+    multiprocessors: int
+    frame: Frame = Frame.LINE
+
+    @property
+    def copy_lanes(self) -> int:
+        """Warps for messages of a rank to itself at most."""
+        return max(1, min(64, self.multiprocessors * WARPS // 8))
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a message at most: with all peers in both directions at once, all lanes are on the GPU together."""
+        warps = self.multiprocessors * WARPS - self.copy_lanes
+        return max(1, min(layout.message_lanes(self.nranks), warps // (2 * (self.nranks - 1))))
+
+    def lanes_of(self, nbytes: int) -> int:
+        """Lanes of a message (``cut`` of source/p2p.cuh)."""
+        group, first = layout.GROUPS[self.frame.value]
+        vectors = -(-nbytes // 16)
+        groups = 1 if vectors <= first else 1 - (first - vectors) // group
+        return min(groups, self.lanes)
+
+    def spec(self) -> KernelSpec:
+        """The kernel."""
+        return KernelSpec(family="p2p", nranks=self.nranks, dtype=DType.UINT8, reduces=False, frame=self.frame, threads=32 * WARPS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowered:
+    """A launch. ``positions[i]`` is where the address of the i-th message lies, in ``table`` if there is one, else in ``args``."""
+
+    args: bytearray
+    table: bytearray | None
+    positions: tuple[int, ...]
+    blocks: int
+    threads: int
+
+    def set_table(self, address: int) -> None:
+        """Where the kernel finds the table."""
+        struct.pack_into("<Q", self.args, len(self.args) - _body_bytes(), address)
+
+
+def _body_bytes() -> int:
+    return _HEAD.size + layout.MAX_QUEUES * _QUEUE.size + layout.MAX_MESSAGES * _MESSAGE.size
+
+
+def lower_messages(messages: Sequence[Message], fixed: Fixed, reach: Reach) -> Lowered:
+    """One launch for all messages, in which those of a queue keep their order.
+
+    Raises ``InvalidUsage`` for messages to this rank itself that do not pair up.
+    """
+    queues: dict[tuple[int, int], list[int]] = {}
+    for number, message in enumerate(messages):
+        if message.nbytes >= MAX_BYTES:
+            raise InvalidUsage(f"a message has {message.nbytes} bytes; at most {MAX_BYTES - 1} are possible")
+        if message.peer != fixed.rank:
+            queues.setdefault((layout.FROM_PEER if message.receives else layout.TO_PEER, message.peer), []).append(number)
+    to_self = _pairs([(n, m) for n, m in enumerate(messages) if m.peer == fixed.rank], fixed.rank)
+    if to_self:
+        queues[layout.TO_SELF, fixed.rank] = to_self
+    order = [number for numbers in queues.values() for number in numbers]
+    heads, warp, first = [], 0, 0
+    for (kind, peer), numbers in queues.items():
+        sizes = [messages[n].nbytes for n in numbers]
+        if kind == layout.TO_SELF:
+            lanes = max(1, min(reach.copy_lanes, max(sizes) // COPY_BYTES))
+        else:
+            lanes = max(map(reach.lanes_of, sizes))
+        heads.append(_QUEUE.pack(kind, peer, lanes, warp, first, len(numbers)))
+        warp, first = warp + lanes, first + len(numbers)
+    return _pack([messages[n] for n in order], order, heads, warp, fixed, reach)
+
+
+def _pack(messages: list[Message], order: list[int], heads: list[bytes], warps: int, fixed: Fixed, reach: Reach) -> Lowered:
+    records = bytearray().join(_MESSAGE.pack(m.address, m.nbytes | int(m.dtype) << layout.TYPE_SHIFT) for m in messages)
+    args = pack_args(fixed, count=0)
+    args += _HEAD.pack(0, len(heads), reach.lanes) + b"".join(heads).ljust(layout.MAX_QUEUES * _QUEUE.size, b"\0")
+    inline = len(messages) <= layout.MAX_MESSAGES
+    start = len(args) if inline else 0
+    args += (records if inline else b"").ljust(layout.MAX_MESSAGES * _MESSAGE.size, b"\0")
+    places = {number: start + at * _MESSAGE.size for at, number in enumerate(order)}
+    blocks = max(1, min(warps, reach.multiprocessors))
+    return Lowered(
+        args=args,
+        table=None if inline else records,
+        positions=tuple(places[number] for number in range(len(order))),
+        blocks=blocks,
+        threads=32 * max(1, -(-warps // blocks)),
+    )
+
+
+def _pairs(messages: list[tuple[int, Message]], rank: int) -> list[int]:
+    """Source and target in turn: the n-th send of this rank to itself and its n-th receive."""
+    sends = [item for item in messages if not item[1].receives]
+    receives = [item for item in messages if item[1].receives]
+    if len(sends) != len(receives):
+        text = f"rank {rank} sends itself {len(sends)} messages and receives {len(receives)} of them"
+        raise InvalidUsage(text, rank=rank, hint="a rank that sends to itself needs the receive in the same group")
+    found = []
+    for (i, send), (j, receive) in zip(sends, receives, strict=True):
+        if (send.nbytes, send.dtype) != (receive.nbytes, receive.dtype):
+            mine, other = describe(send.nbytes, send.dtype), describe(receive.nbytes, receive.dtype)
+            raise InvalidUsage(f"rank {rank} sends itself {mine} and receives {other}", rank=rank)
+        found += [i, j]
+    return found
+
+
+def describe(nbytes: int, dtype: DType) -> str:
+    """A message in words."""
+    return f"{nbytes // dtype.itemsize} x {dtype.label} ({nbytes} bytes)"

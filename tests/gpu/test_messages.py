@@ -1,0 +1,216 @@
+"""Sends and receives on emulated GPUs: the kernel, and how messages become its arguments."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import struct
+
+import pytest
+
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.lower import Fixed
+from miraccl.executor.cuda.messages import Message, Reach, lower_messages
+from miraccl.executor.cuda.source import Frame
+from miraccl.types import DType
+from tests.gpu.emulator import COMPILER, Machine
+from tests.gpu.emulator.exchange import Send, run
+
+emulated = pytest.mark.skipif(COMPILER is None, reason="kernels are emulated with a C++ compiler (g++ or clang++), and there is none")
+FRAMES = [Frame.LINE, Frame.PAIR]
+
+
+@functools.cache
+def machine(nranks: int, frame: Frame) -> Machine:
+    """Shared by tests, so that counters go on from one to the next as in a communicator."""
+    return Machine(nranks)
+
+
+def reach(nranks: int, frame: Frame = Frame.LINE, lanes: int = 2) -> Reach:
+    """Few lanes, so that short messages go around rings."""
+    found = Reach(nranks=nranks, multiprocessors=128, frame=frame)
+    return _Narrow(nranks=nranks, multiprocessors=128, frame=frame, width=lanes) if lanes < found.lanes else found
+
+
+class _Narrow(Reach):
+    def __init__(self, *, width: int, **more: object) -> None:
+        super().__init__(**more)  # type: ignore[arg-type]
+        object.__setattr__(self, "width", width)
+
+    @property
+    def lanes(self) -> int:
+        return int(self.width)  # type: ignore[attr-defined]
+
+
+def right(sends: list[Send], nranks: int = 2, frame: Frame = Frame.LINE, lanes: int = 2) -> None:
+    where = machine(nranks, frame)
+    assert [text for text in run(where, reach(nranks, frame, lanes), sends) if text] == []
+    assert where.errors() == [0] * nranks
+
+
+# around the limits of vectors, rows, groups and pairs of groups, in both frames
+EDGES = (0, 16, 120, 448, 496, 1008, 1344, 1792, 2032, 3776, 5000)
+SIZES = sorted({max(0, edge + change) for edge in EDGES for change in (-1, 0, 1)})
+
+
+@emulated
+@pytest.mark.parametrize("frame", FRAMES)
+def test_sizes(frame: Frame) -> None:
+    right([Send(0, 1, size) for size in SIZES], frame=frame)
+    right([Send(1, 0, size) for size in reversed(SIZES)], frame=frame, lanes=1)
+
+
+@emulated
+@pytest.mark.parametrize("frame", FRAMES)
+def test_addresses(frame: Frame) -> None:
+    offsets = [1, 2, 4, 8, 12]
+    right([Send(0, 1, 1000 + a, a, b) for a, b in itertools.product(offsets, [0, *offsets])], frame=frame)
+
+
+@emulated
+@pytest.mark.parametrize("frame", FRAMES)
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_rings_are_used_again(frame: Frame, lanes: int) -> None:
+    """Several times what the rings hold, in both directions at once."""
+    size = 3 * lanes * layout.ring_rows(2) * 512
+    right([Send(0, 1, size + 5), Send(1, 0, size)], frame=frame, lanes=lanes)
+
+
+@emulated
+@pytest.mark.parametrize("frame", FRAMES)
+def test_all_pairs_at_once(frame: Frame) -> None:
+    pairs = [Send(a, b, 4000 + 700 * a + 90 * b) for a in range(3) for b in range(3)]
+    right(pairs + pairs[::-1], 3, frame)
+
+
+@emulated
+def test_four_ranks() -> None:
+    right([Send(a, b, 3000 * (1 + a)) for a in range(4) for b in range(4)], 4, lanes=1)
+
+
+@emulated
+def test_orders_that_would_deadlock_one_by_one() -> None:
+    """Rank 0 names its sends first, rank 1, too: each has more than the rings hold."""
+    big = 2 * layout.ring_rows(2) * 512
+    right([Send(0, 1, big), Send(0, 1, big), Send(1, 0, big), Send(1, 0, 0), Send(0, 1, 3)], lanes=1)
+
+
+@emulated
+def test_many_messages_are_read_from_a_table() -> None:
+    right([Send(i % 2, 1 - i % 2, 1 + i % 40) for i in range(2 * layout.MAX_MESSAGES)])
+
+
+@emulated
+def test_launches_of_changing_shapes_follow_one_another() -> None:
+    for round_ in range(12):
+        sends = [Send(0, 1, 300 * round_), Send(1, 0, 5000 - 400 * round_)]
+        right(sends[round_ % 3 == 0 : 1 + (round_ % 3 < 2)], lanes=2)
+
+
+@emulated
+def test_messages_may_be_distributed_over_launches_differently() -> None:
+    """Rank 0 sends three messages in three launches, rank 1 takes them in one."""
+    where = machine(2, Frame.LINE)
+    sends = [Send(0, 1, 100), Send(0, 1, 3000), Send(0, 1, 20)]
+    for number in range(3):
+        run(where, reach(2), sends[number : number + 1], seed=1, only=[0])
+    assert run(where, reach(2), [Send(0, 1, 100)], seed=1, only=[1]) == [""]
+    run(where, reach(2), [Send(0, 1, 3000), Send(0, 1, 20)], only=[1])
+    right([Send(0, 1, 9), Send(1, 0, 8)])
+
+
+@emulated
+@pytest.mark.parametrize(("sent", "expected"), [(100, 99), (0, 1), (16, 0), (5000, 100), (100, 5000), (200_000, 300_000)])
+@pytest.mark.parametrize("frame", FRAMES)
+def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Frame) -> None:
+    where = Machine(2)
+    run(where, reach(2, frame), [Send(0, 1, sent, expected=expected)])
+    host = where.host[1]
+    assert host[layout.HOST_ERROR] == layout.ERROR_SIZES
+    assert (host[layout.HOST_PEER], host[layout.HOST_WHAT]) == (0, layout.WHAT_RECV)
+    tag = int(DType.UINT8) << layout.TYPE_SHIFT
+    assert host[layout.HOST_SIZES : layout.HOST_SIZES + 4].view("u8").tolist() == [expected | tag, sent | tag]
+    if where.host[0][layout.HOST_ERROR]:  # the sender had to wait for room
+        assert where.host[0][layout.HOST_SIZES : layout.HOST_SIZES + 4].view("u8").tolist() == [sent | tag, expected | tag]
+    # whoever did not wait hears of it with the next message that needs room
+    run(where, reach(2, frame), [Send(0, 1, 1 << 17)], only=[0])
+    assert where.host[0][layout.HOST_ERROR] == layout.ERROR_SIZES
+
+
+@emulated
+@pytest.mark.parametrize("alone", [0, 1])
+def test_waiting_ends(alone: int) -> None:
+    where = Machine(2, timeout_s=0.2)
+    run(where, reach(2), [Send(0, 1, 200_000)], only=[alone])
+    host = where.host[alone]
+    what = layout.WHAT_MESSAGE if alone else layout.WHAT_ROOM
+    assert (host[layout.HOST_ERROR], host[layout.HOST_PEER], host[layout.HOST_WHAT]) == (layout.ERROR_TIMEOUT, 1 - alone, what)
+
+
+@emulated
+def test_an_abort_ends_the_wait() -> None:
+    where = Machine(2)
+    where.host[1][layout.HOST_ABORT] = 1
+    run(where, reach(2), [Send(0, 1, 10)], only=[1])
+    assert where.errors() == [0, 0]
+
+
+# ---- lowering
+
+
+def fixed(nranks: int, rank: int = 0) -> Fixed:
+    boxes = tuple(1 << 40 | r for r in range(nranks))
+    return Fixed(rank=rank, own=1 << 41, inboxes=boxes, outboxes=boxes, host=4096, timeout_ns=10**9)
+
+
+def message(peer: int, nbytes: int, receives: bool = False, dtype: DType = DType.UINT8) -> Message:
+    return Message(receives, peer, 4096, nbytes, dtype)
+
+
+def test_arguments_stay_below_the_limit_of_a_launch() -> None:
+    everything = [message(1, 10)] * layout.MAX_MESSAGES
+    for count in (1, layout.MAX_MESSAGES):
+        assert len(lower_messages(everything[:count], fixed(8), reach(8)).args) <= 4096
+    assert lower_messages(everything, fixed(8), reach(8)).table is None
+    assert lower_messages([*everything, message(1, 1)], fixed(8), reach(8)).table is not None
+
+
+def test_parts_of_the_memory_do_not_overlap() -> None:
+    for nranks in range(2, layout.MAX_RANKS + 1):
+        lanes, rows = layout.message_lanes(nranks), layout.ring_rows(nranks)
+        assert (nranks - 1) * lanes * rows * 512 <= layout.RINGS_BYTES
+        assert nranks * lanes * layout.WORD_STRIDE <= layout.LANE_TAKEN_OFFSET - layout.LANE_SENT_OFFSET
+        assert rows & (rows - 1) == 0, "rows are counted beyond any number, and places follow from the lowest bits"
+        assert 8 + rows // 4 - 1 <= rows, "credit that is not yet given back leaves room for a step"
+    assert layout.RINGS_OFFSET + layout.RINGS_BYTES == layout.FIFO_OFFSET
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 2, 8, 132])
+@pytest.mark.parametrize("nranks", [2, 3, 5, 8])
+def test_all_lanes_are_on_the_gpu_together(nranks: int, multiprocessors: int) -> None:
+    where = Reach(nranks=nranks, multiprocessors=multiprocessors)
+    everything = [message(peer, 1 << 30, receives) for peer in range(nranks) for receives in (False, True)]
+    lowered = lower_messages(everything, fixed(nranks), where)
+    assert lowered.threads <= 512
+    assert lowered.blocks <= multiprocessors
+    heads = [struct.unpack_from(layout.QUEUE, lowered.args, layout.args_bytes(nranks) + 16 + 16 * i) for i in range(2 * nranks - 1)]
+    taken = [lane for _, _, lanes, warp, _, _ in heads for lane in range(warp, warp + lanes)]
+    assert taken == list(range(len(taken)))
+    assert len(taken) <= lowered.blocks * lowered.threads // 32
+
+
+def test_both_sides_use_the_same_lanes() -> None:
+    where = Reach(nranks=2, multiprocessors=128)
+    counts = [where.lanes_of(size) for size in range(0, 1 << 20, 1000)]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1], where.lanes_of(1792), where.lanes_of(1793)) == (1, 256, 1, 2)
+
+
+def test_messages_to_oneself_pair_up() -> None:
+    lowered = lower_messages([message(0, 5), message(0, 5, receives=True)], fixed(2), reach(2))
+    assert len(lowered.positions) == 2
+    with pytest.raises(InvalidUsage, match="sends itself 1 messages and receives 0"):
+        lower_messages([message(0, 5)], fixed(2), reach(2))
+    with pytest.raises(InvalidUsage, match=r"5 x uint8 .* and receives 1 x float32"):
+        lower_messages([message(0, 5), message(0, 4, receives=True, dtype=DType.FLOAT32)], fixed(2), reach(2))
