@@ -6,6 +6,7 @@ import pytest
 
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda import toolkit
+from miraccl.executor.cuda.messages import Reach
 from miraccl.executor.cuda.source import PACKET_MODES, Frame, KernelSpec, write_source
 from miraccl.types import DType, RedOp
 
@@ -33,6 +34,7 @@ def specs() -> list[KernelSpec]:
     for dtype in (DType.BFLOAT16, DType.INT64):
         found += [KernelSpec(family="steps", nranks=2, dtype=dtype, op=op) for op in (RedOp.SUM, RedOp.AVG, RedOp.PREMUL_SUM)]
     found.append(KernelSpec(family="steps", nranks=8, dtype=DType.UINT8, reduces=False))
+    found += [Reach(nranks=n, multiprocessors=128, frame=frame).spec() for n in (2, 8) for frame in (Frame.LINE, Frame.PAIR)]
     return found
 
 
