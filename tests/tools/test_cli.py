@@ -15,6 +15,7 @@ import miraccl
 from miraccl.errors import MiracclError
 from miraccl.schedule import catalog
 from miraccl.tools import cli, doctor, env
+from miraccl.tools.findings import Finding
 from miraccl.tools.schedule_draw import compute_timeline, draw_svg
 from miraccl.types import Collective
 
@@ -176,7 +177,7 @@ def test_doctor_finds_what_is_needed() -> None:
 
 
 def test_doctor_survives_a_check_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> doctor.Finding:
+    def fails() -> Finding:
         raise RuntimeError("boom")
 
     monkeypatch.setitem(doctor.CHECKS, "futex", fails)

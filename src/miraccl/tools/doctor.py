@@ -11,27 +11,16 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import click
 
 import miraccl
 from miraccl import params
+from miraccl.tools import doctor_gpu
+from miraccl.tools.findings import Check, Finding, Status
 from miraccl.tools.options import write_json
-
-Status = Literal["ok", "note", "missing"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One thing that was looked at. ``note``: miraccl works, something is slower or off. ``missing``: it does not work."""
-
-    name: str
-    status: Status
-    found: str
-    advice: str = ""
 
 
 @click.command(short_help="Check this machine.")
@@ -57,6 +46,7 @@ def doctor(json_target: str | None) -> None:
 
 def examine() -> list[Finding]:
     """All findings; a check that fails itself is a finding too."""
+    doctor_gpu.forget()
     findings = []
     for name, check in CHECKS.items():
         try:
@@ -221,21 +211,6 @@ def _check_verbs() -> Finding:
     return Finding(name="rdma", status="ok", found=", ".join(devices))
 
 
-def _check_gpu() -> Finding:
-    version = _read("/proc/driver/nvidia/version")
-    if version:
-        return Finding(name="gpu", status="ok", found=version.splitlines()[0])
-    if any(_is_nvidia_gpu(device) for device in Path("/sys/bus/pci/devices").glob("*")):
-        advice = "install the NVIDIA driver (Debian: nvidia-driver; Ubuntu: ubuntu-drivers install)"
-        return Finding(name="gpu", status="note", found="an NVIDIA GPU without a driver", advice=advice)
-    return Finding(name="gpu", status="note", found="no NVIDIA GPU", advice="collectives run on CPUs")
-
-
-def _is_nvidia_gpu(device: Path) -> bool:
-    """PCI vendor 10de, class 03 (display controller)."""
-    return _read(str(device / "vendor")) == "0x10de" and _read(str(device / "class")).startswith("0x03")
-
-
 def _check_tools() -> Finding:
     found = [name for name in ("torchrun", "mpirun", "srun") if shutil.which(name)]
     return Finding(name="launchers", status="ok", found=", ".join(["miraccl run", *found]))
@@ -248,13 +223,13 @@ def _read(path: str) -> str:
         return ""
 
 
-CHECKS: dict[str, Callable[[], Finding]] = {
+CHECKS: dict[str, Check] = {
     "python": _check_python,
     "numpy": _check_package("numpy", True, "buffers are numpy arrays"),
     "numba": _check_package("numba", True, "compiles the kernels"),
     "ml_dtypes": _check_package("ml_dtypes", True, "bfloat16 and 8-bit floats"),
     "matplotlib": _check_package("matplotlib", False, "miraccl perf --plot draws with it"),
-    "torch": _check_package("torch", False, "tensors as buffers, and the comparison with gloo"),
+    "torch": _check_package("torch", False, "tensors as buffers, and the comparisons with gloo and NCCL"),
     "kernel": _check_kernel,
     "cores": _check_cores,
     "memfd": _check_memfd,
@@ -264,6 +239,6 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "cache": _check_cache,
     "interfaces": _check_interfaces,
     "rdma": _check_verbs,
-    "gpu": _check_gpu,
+    **doctor_gpu.CHECKS,
     "launchers": _check_tools,
 }

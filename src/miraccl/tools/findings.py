@@ -1,0 +1,22 @@
+"""What ``miraccl doctor`` finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["ok", "note", "missing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that was looked at. ``note``: miraccl works, something is slower or off. ``missing``: it does not work."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+Check = Callable[[], Finding]
