@@ -18,6 +18,7 @@ from typing import Any
 
 from miraccl import params
 from miraccl.bootstrap import Event, PeerLost, Session
+from miraccl.comm.arguments import operator
 from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError, PeerDied
 from miraccl.executor.cuda import layout
@@ -26,10 +27,13 @@ from miraccl.executor.cuda.launch import Kernels, Launch
 from miraccl.executor.cuda.lower import Fixed
 from miraccl.executor.cuda.plan import DevicePlan, Request, choose
 from miraccl.transport.cuda_p2p import SymmetricMemory
-from miraccl.types import Collective, DType, RedOp
+from miraccl.types import Collective, DType, PreMulSum, RedOp
 
 SUM = RedOp.SUM
+Operator = RedOp | PreMulSum
 CLOSE_WAIT_S = 10.0
+SPARED_MULTIPROCESSORS = 4
+MAX_LAUNCHES = 4096  # prepared ones that are kept; scalars of pre-multiplied sums may be new in every call
 
 
 class DeviceCommunicator:
@@ -48,7 +52,7 @@ class DeviceCommunicator:
         self.memory = SymmetricMemory(self.gpu, self.rank, self.nranks, layout.TOTAL_BYTES, layout.FILLS, exchange=session.all_gather)
         self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
         # nobody sends before everybody has mapped and filled its memory
-        sizes = session.all_gather(str(self.gpu.multiprocessors).encode(), "gpu ready")
+        sizes = session.all_gather(str(self._usable_multiprocessors()).encode(), "gpu ready")
         self.multiprocessors = min(int(size) for size in sizes)
         self._fixed = Fixed(
             rank=self.rank,
@@ -71,14 +75,14 @@ class DeviceCommunicator:
 
     # ---- collectives
 
-    def all_reduce(self, x: Any, out: Any = None, op: RedOp = SUM, *, stream: Any = None) -> Any:
+    def all_reduce(self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``out``, or into ``x`` itself."""
         source = device_view(x, "x", "all_reduce")
         target = source if out is None else self._like(out, source, source.count, "all_reduce")
         self._run(Collective.ALL_REDUCE, source, target, source.count, op, 0, stream)
         return x if out is None else out
 
-    def reduce_scatter(self, x: Any, out: Any = None, op: RedOp = SUM, *, stream: Any = None) -> Any:
+    def reduce_scatter(self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks; rank r gets the r-th of nranks equal shares in ``out``."""
         source = device_view(x, "x", "reduce_scatter")
         count = self._share(source, "reduce_scatter")
@@ -112,7 +116,7 @@ class DeviceCommunicator:
         self._run(Collective.BROADCAST, source, source, source.count, SUM, self._root(root), stream)
         return x
 
-    def reduce(self, x: Any, root: int = 0, out: Any = None, op: RedOp = SUM, *, stream: Any = None) -> Any:
+    def reduce(self, x: Any, root: int = 0, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``x`` or ``out`` of rank ``root``; the others' stays as it is."""
         chief = self._root(root)
         source = device_view(x, "x", "reduce")
@@ -122,8 +126,14 @@ class DeviceCommunicator:
 
     # ---- running
 
+    def _usable_multiprocessors(self) -> int:
+        """How many kernels may fill: as ``MIRACCL_SMS`` says, else all but a few, which are left to other kernels."""
+        limit = params.SMS.read()
+        most = max(1, self.gpu.multiprocessors - SPARED_MULTIPROCESSORS)
+        return most if limit < 0 else max(1, min(limit, most))
+
     def _run(
-        self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: RedOp, root: int, stream: Any
+        self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
     ) -> None:
         if self.nranks == 1 or count == 0:
             self._run_alone(source, target, stream, collective)
@@ -149,21 +159,22 @@ class DeviceCommunicator:
 
     def _prepare(self, key: tuple[Any, ...]) -> Launch:
         collective, dtype, count, op, root = key
-        if not isinstance(op, RedOp):
-            text = f"{collective.label}: op is {op!r}; on GPU memory SUM, PROD, MIN, MAX and AVG are supported"
-            raise InvalidUsage(text, rank=self.rank)
         request = self.request(collective, dtype, count, op, root)
         self.gpu.make_current()
         launch = self.prepare(self.plan(request), request)
+        if len(self._launches) >= MAX_LAUNCHES:
+            self._launches.clear()
         self._launches[key] = launch
         return launch
 
-    def request(self, collective: Collective, dtype: DType, count: int, op: RedOp = SUM, root: int = 0) -> Request:
+    def request(self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0) -> Request:
         """What ``choose`` decides about; ``count`` are the elements of a block."""
+        kind, scalar = operator(op, dtype, collective.label)
         return Request(
             collective=collective,
             dtype=dtype,
-            op=op,
+            op=kind,
+            scalar=scalar,
             count=count,
             nranks=self.nranks,
             root=root,
