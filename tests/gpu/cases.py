@@ -65,7 +65,22 @@ def _others() -> Iterator[Case]:
         for dtype in ("bfloat16", "uint8", "int64"):
             yield {"collective": collective, "dtype": dtype, "count": 9001, "root": 1, "repeat": 20}
         yield {"collective": collective, "dtype": "float32", "count": 5000, "proto": "simple", "close": True}
+        for proto in ("ll", "ll128"):
+            for dtype, count in (("float32", 3), ("int32", 70001), ("uint8", 7 << 20)):
+                case = {"collective": collective, "dtype": dtype, "count": count, "root": 1, "algo": "chain", "proto": proto}
+                yield case | {"repeat": 5, "close": True}
+        yield {"collective": collective, "dtype": "float32", "count": 500000, "root": 1, "algo": "chain", "graph": 4, "close": True}
     yield {"collective": "all_gather", "dtype": "float8_e4m3", "count": 999}
+    for collective in ("all_gather", "all_to_all"):
+        for count in (7, 40001, 9 << 20):
+            yield {"collective": collective, "dtype": "uint8", "count": count, "proto": "ll128", "offset": 3, "repeat": 3}
+    for algo in ("one_shot", "two_shot", "ring"):
+        yield {"collective": "all_reduce", "dtype": "int32", "count": 300001, "algo": algo, "proto": "ll128", "repeat": 3}
+        for dtype in ("float8_e4m3", "float8_e5m2"):
+            yield {"collective": "all_reduce", "dtype": dtype, "count": 5001, "algo": algo, "close": algo == "ring"}
+    for dtype in ("float32", "bfloat16", "int32"):
+        for proto in ("", "simple"):
+            yield {"collective": "all_reduce", "dtype": dtype, "count": 3001, "op": "PREMUL_SUM", "algo": "one_shot", "proto": proto}
 
 
 CASES: list[Case] = [*_all_reduce(), *_others()]

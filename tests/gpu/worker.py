@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from miraccl.bootstrap.launch import detect_launch, meet
-from miraccl.comm.device import DeviceCommunicator
+from miraccl.comm.device import DeviceCommunicator, Operator
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
-from miraccl.types import Collective, DType, RedOp
+from miraccl.types import Collective, DType, PreMulSum, RedOp
 
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -85,9 +85,11 @@ class Rank:
         blocks = comm.nranks if collective in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL) else 1
         inputs = [make_input(r, count * blocks, dtype, case.get("seed", 1)) for r in range(comm.nranks)]
         whole = [i if collective is not Collective.BROADCAST or r == root else None for r, i in enumerate(inputs)]
-        want = expected(collective, whole, op=op, root=root)[comm.rank]
+        scalars = [r + 2 if not dtype.is_float else 0.5 - r for r in range(comm.nranks)]
+        want = expected(collective, whole, op=op, root=root, scalars=scalars)[comm.rank]
         x = to_gpu(torch, inputs[comm.rank], dtype, case.get("offset", 0))
-        run = self.call(collective, x, dtype, op, root, case, want)
+        operator = PreMulSum(scalars[comm.rank]) if op is RedOp.PREMUL_SUM else op
+        run = self.call(collective, x, dtype, operator, root, case, want)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -155,7 +157,7 @@ class Rank:
         comm.finalize()
         return "" if right else "wrong result"
 
-    def call(self, collective: Collective, x: Any, dtype: DType, op: RedOp, root: int, case: dict[str, Any], want: Any) -> Any:
+    def call(self, collective: Collective, x: Any, dtype: DType, op: Operator, root: int, case: dict[str, Any], want: Any) -> Any:
         comm, torch = self.comm, self.torch
         out = None
         if not case.get("in_place") and collective is not Collective.BROADCAST and not (collective is Collective.REDUCE and want is None):
@@ -187,7 +189,7 @@ def compare(got: Any, want: Any, dtype: DType, scale: Any) -> str:
             a, b = got.astype(np.float64), want.astype(np.float64)
             wrong &= ~(np.isnan(a) & np.isnan(b))
             if scale is not None:
-                unit = {2: 2.0**-8, 4: 2.0**-23, 8: 2.0**-52}[dtype.itemsize]
+                unit = {1: 2.0**-2, 2: 2.0**-8, 4: 2.0**-23, 8: 2.0**-52}[dtype.itemsize]
                 wrong &= ~(np.abs(a - b) <= 4 * unit * scale)
     if not wrong.any():
         return ""
