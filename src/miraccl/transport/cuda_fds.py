@@ -9,6 +9,7 @@ and know the token; others are dropped.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import hmac
 import json
@@ -104,7 +105,7 @@ class Door:
         """Rank and descriptors of a caller, None for a stranger."""
         received: list[int] = []
         try:
-            data, received, flags, _ = socket.recv_fds(sock, _HEAD.size, MAX_DESCRIPTORS, socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC)
+            data, received, flags = _receive(sock)
             if len(data) == _HEAD.size and not flags & socket.MSG_CTRUNC:
                 token, rank, count = _HEAD.unpack(data)
                 if hmac.compare_digest(token, self._token) and rank in peers and count == len(received):
@@ -121,6 +122,17 @@ class Door:
         pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if uid != os.geteuid() or (peer.pid_namespace == self._namespace and pid != peer.pid):
             raise SystemFailure(f"process {pid} of user {uid} is on the other side instead of process {peer.pid} of user {os.geteuid()}")
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, list[int], int]:
+    """One message: bytes, descriptors (close-on-exec) and flags. ``socket.recv_fds`` drops its flags in Python 3.11."""
+    flags = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
+    data, extra, got, _ = sock.recvmsg(_HEAD.size, socket.CMSG_SPACE(4 * MAX_DESCRIPTORS), flags)
+    descriptors = array.array("i")
+    for level, kind, value in extra:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(value[: len(value) // descriptors.itemsize * descriptors.itemsize])
+    return data, list(descriptors), got
 
 
 def close_all(descriptors: Sequence[int]) -> None:

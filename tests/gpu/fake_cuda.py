@@ -1,0 +1,457 @@
+"""A CUDA driver without a GPU: what ``executor.cuda.driver`` calls, over memory of this process; streams are threads.
+
+Device memory is an anonymous file, so that handles and descriptors work between processes as the real ones do.  Kernels cannot be launched.
+Streams and graphs behave as the driver's: work is done in order and later than the call, values are waited for, what is captured runs when
+it is replayed.  ``FakeLocal`` stands in for the kernels of a host: the CPU communicator, called by the stream.
+"""
+
+# ruff: noqa: N802, N815
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import mmap
+import os
+import queue
+import threading
+import time
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from miraccl.comm.device_memory import DeviceMemory
+from miraccl.executor.cuda import driver
+from miraccl.schedule.reduction import NUMPY_DTYPE
+from miraccl.types import Collective, RedOp
+
+WAIT_LIMIT_S = 60.0
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_NONE, _READ_WRITE, _SHARED, _PRIVATE, _FIXED, _ANONYMOUS = 0, 3, 1, 2, 0x10, 0x20
+
+
+class Result(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_NOT_SUPPORTED = 801
+    CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704
+
+
+class _Record:
+    """A struct: any attribute, structs in structs."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = _Record()
+        setattr(self, name, value)
+        return value
+
+
+def _map(fd: int, nbytes: int, at: int = 0) -> int:
+    address = _libc.mmap(at or None, nbytes, _READ_WRITE, _SHARED | (_FIXED if at else 0), fd, 0)
+    assert address not in (None, ctypes.c_void_p(-1).value)
+    return int(address)
+
+
+class Stream:
+    """Runs work in order, in a thread; while it captures, work goes to ``graph`` instead."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.graph: list[Callable[[], None]] | None = None
+        self.error: BaseException | None = None
+        threading.Thread(target=self._loop, daemon=True).start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        if self.graph is None:
+            self._queue.put(work)
+        else:
+            self.graph.append(work)
+
+    def replay(self, graph: Sequence[Callable[[], None]]) -> None:
+        for work in graph:
+            self._queue.put(work)
+
+    def synchronize(self) -> None:
+        done = threading.Event()
+        self._queue.put(done.set)
+        assert done.wait(WAIT_LIMIT_S), "the stream does not come to its end"
+        if self.error is not None:
+            raise self.error
+
+    def _loop(self) -> None:
+        while True:
+            work = self._queue.get()
+            try:
+                work()
+            except BaseException as error:
+                self.error = self.error or error
+
+
+class FakeCuda:
+    """The functions of ``cuda.bindings.driver``. ``refuse`` names calls that fail; ``access(a, b)`` is cuDeviceCanAccessPeer."""
+
+    CUdevice_attribute = types.SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=75,
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=76,
+        CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT=16,
+        CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED=103,
+    )
+    CUmemAllocationHandleType = types.SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1)
+    CUmemAllocationType = types.SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
+    CUmemLocationType = types.SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
+    CUmemAccess_flags = types.SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+    CUmemAllocationGranularity_flags = types.SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_RECOMMENDED=1)
+    CUstreamCaptureMode = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
+    CUmemAllocationProp = CUmemAccessDesc = CUipcMemHandle = _Record
+
+    def __init__(self, ngpus: int = 8, refuse: Sequence[str] = (), access: Callable[[int, int], bool] = lambda a, b: True) -> None:
+        self.ngpus, self.refuse, self.access = ngpus, set(refuse), access
+        self.live: dict[int, tuple[int, int]] = {}  # address -> (descriptor, bytes) of cuMemAlloc and cuMemCreate's mappings
+        self.handles: dict[int, int] = {}  # handle -> descriptor
+        self.pinned: set[int] = set()
+        self.streams: dict[int, Stream] = {0: Stream()}
+        self.enabled: set[int] = set()
+        self._opened: dict[int, int] = {}
+        self._host: dict[int, mmap.mmap] = {}
+        self._numbers = iter(range(1000, 1 << 30))
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("cu") and name in object.__getattribute__(self, "refuse"):
+            return lambda *_: (Result.CUDA_ERROR_NOT_SUPPORTED, None)
+        return object.__getattribute__(self, name)
+
+    def install(self) -> FakeCuda:
+        """Let ``Gpu`` of this process use this driver."""
+        vars(driver)["bindings"] = lambda name: self
+        return self
+
+    # devices and contexts
+
+    def cuInit(self, flags: int) -> tuple[Any, ...]:
+        return (Result.CUDA_SUCCESS,)
+
+    def cuDeviceGetCount(self) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, self.ngpus
+
+    def cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:
+        return (Result.CUDA_SUCCESS, ordinal) if ordinal < self.ngpus else (Result.CUDA_ERROR_INVALID_VALUE, None)
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, device
+
+    def cuDevicePrimaryCtxRelease(self, device: int) -> tuple[Any, ...]:
+        return (Result.CUDA_SUCCESS,)
+
+    def cuCtxSetCurrent(self, context: int) -> tuple[Any, ...]:
+        return (Result.CUDA_SUCCESS,)
+
+    def cuDeviceGetAttribute(self, kind: int, device: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, {75: 9, 76: 0, 16: 132, 103: 1}[kind]
+
+    def cuDeviceGetPCIBusId(self, length: int, device: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, f"0000:{device + 16:02X}:00.0".encode().ljust(length, b"\0")
+
+    def cuDeviceGetByPCIBusId(self, bus_id: bytes) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, int(bus_id.split(b":")[1], 16) - 16
+
+    def cuDeviceCanAccessPeer(self, device: int, peer: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, int(self.access(device, peer))
+
+    def cuCtxEnablePeerAccess(self, context: int, flags: int) -> tuple[Any, ...]:
+        again = context in self.enabled
+        self.enabled.add(context)
+        return (Result.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED if again else Result.CUDA_SUCCESS,)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, 0
+
+    # memory
+
+    def cuMemAlloc(self, nbytes: int) -> tuple[Any, ...]:
+        fd = os.memfd_create("gpu")
+        os.ftruncate(fd, nbytes)
+        address = _map(fd, nbytes)
+        self.live[address] = (fd, nbytes)
+        return Result.CUDA_SUCCESS, address
+
+    def cuMemFree(self, address: int) -> tuple[Any, ...]:
+        fd, nbytes = self.live.pop(address)
+        _libc.munmap(address, nbytes)
+        os.close(fd)
+        return (Result.CUDA_SUCCESS,)
+
+    def cuIpcGetMemHandle(self, address: int) -> tuple[Any, ...]:
+        record: Any = _Record()
+        fd, nbytes = self.live[address]
+        record.reserved = f"{os.getpid()} {fd} {nbytes}".encode().ljust(64, b"\0")
+        return Result.CUDA_SUCCESS, record
+
+    def cuIpcOpenMemHandle(self, record: Any, flags: int) -> tuple[Any, ...]:
+        pid, fd, nbytes = map(int, bytes(record.reserved).strip(b"\0").split())
+        if pid == os.getpid():
+            return Result.CUDA_ERROR_INVALID_VALUE, None
+        handle = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+        address = _map(handle, nbytes)
+        os.close(handle)
+        self._opened[address] = nbytes
+        return Result.CUDA_SUCCESS, address
+
+    def cuIpcCloseMemHandle(self, address: int) -> tuple[Any, ...]:
+        _libc.munmap(address, self._opened.pop(address))
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemGetAllocationGranularity(self, properties: Any, option: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, 2 << 20
+
+    def cuMemCreate(self, nbytes: int, properties: Any, flags: int) -> tuple[Any, ...]:
+        assert (properties.type, properties.requestedHandleTypes, properties.location.type) == (1, 1, 1)
+        assert nbytes % (2 << 20) == 0
+        fd = os.memfd_create("physical")
+        os.ftruncate(fd, nbytes)
+        return Result.CUDA_SUCCESS, self._handle(fd)
+
+    def _handle(self, fd: int) -> int:
+        number = next(self._numbers)
+        self.handles[number] = fd
+        return number
+
+    def cuMemExportToShareableHandle(self, handle: int, kind: int, flags: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, os.dup(self.handles[handle])
+
+    def cuMemImportFromShareableHandle(self, fd: int, kind: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, self._handle(os.dup(fd))
+
+    def cuMemAddressReserve(self, nbytes: int, alignment: int, at: int, flags: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, int(_libc.mmap(None, nbytes, _NONE, _PRIVATE | _ANONYMOUS, -1, 0))
+
+    def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> tuple[Any, ...]:
+        _map(self.handles[handle], nbytes, address)
+        self.live[address] = (-1, nbytes)
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemSetAccess(self, address: int, nbytes: int, records: list[Any], count: int) -> tuple[Any, ...]:
+        assert (len(records), count, records[0].flags) == (1, 1, 3)
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemUnmap(self, address: int, nbytes: int) -> tuple[Any, ...]:
+        assert self.live.pop(address)[1] == nbytes
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemAddressFree(self, address: int, nbytes: int) -> tuple[Any, ...]:
+        assert address not in self.live
+        _libc.munmap(address, nbytes)
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemRelease(self, handle: int) -> tuple[Any, ...]:
+        os.close(self.handles.pop(handle))
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemHostAlloc(self, nbytes: int, flags: int) -> tuple[Any, ...]:
+        memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._host[address] = memory
+        return Result.CUDA_SUCCESS, address
+
+    def cuMemFreeHost(self, address: int) -> tuple[Any, ...]:
+        del self._host[address]
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, address
+
+    def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> tuple[Any, ...]:
+        assert (address % mmap.PAGESIZE, nbytes % mmap.PAGESIZE, flags) == (0, 0, 3)
+        self.pinned.add(address)
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemHostUnregister(self, address: int) -> tuple[Any, ...]:
+        self.pinned.remove(address)
+        return (Result.CUDA_SUCCESS,)
+
+    # streams
+
+    def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:
+        number = next(self._numbers)
+        self.streams[number] = Stream()
+        return Result.CUDA_SUCCESS, number
+
+    def cuStreamDestroy(self, stream: int) -> tuple[Any, ...]:
+        return (Result.CUDA_SUCCESS,)
+
+    def _put(self, stream: int, work: Callable[[], None]) -> tuple[Any, ...]:
+        self.streams[int(stream)].put(work)
+        return (Result.CUDA_SUCCESS,)
+
+    def cuStreamSynchronize(self, stream: int) -> tuple[Any, ...]:
+        self.streams[stream].synchronize()
+        return (Result.CUDA_SUCCESS,)
+
+    def cuCtxSynchronize(self) -> tuple[Any, ...]:
+        for stream in list(self.streams.values()):
+            stream.synchronize()
+        return (Result.CUDA_SUCCESS,)
+
+    def cuStreamIsCapturing(self, stream: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, int(self.streams[stream].graph is not None)
+
+    def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, threading.Event()
+
+    def cuEventRecord(self, event: Any, stream: int) -> tuple[Any, ...]:
+        return self._put(stream, event.set)
+
+    def cuStreamWaitEvent(self, stream: int, event: Any, flags: int) -> tuple[Any, ...]:
+        return self._put(stream, lambda: self._wait(event.is_set))
+
+    def cuEventDestroy(self, event: Any) -> tuple[Any, ...]:
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemsetD32Async(self, address: int, word: int, count: int, stream: int) -> tuple[Any, ...]:
+        def fill() -> None:
+            words: Any = (ctypes.c_uint32 * count).from_address(address)
+            np.frombuffer(words, np.uint32)[:] = word
+
+        return self._put(stream, fill)
+
+    def _copy(self, target: int, source: int, nbytes: int, stream: int) -> tuple[Any, ...]:
+        def copy() -> None:
+            ctypes.memmove(target, source, nbytes)
+
+        return self._put(stream, copy)
+
+    cuMemcpyDtoDAsync = cuMemcpyDtoHAsync = cuMemcpyHtoDAsync = _copy
+
+    def cuStreamWriteValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Any, ...]:
+        def write() -> None:
+            ctypes.c_uint32.from_address(address).value = value
+
+        return self._put(stream, write)
+
+    def cuStreamWaitValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Any, ...]:
+        assert flags == 1
+        return self._put(stream, lambda: self._wait(lambda: ctypes.c_uint32.from_address(address).value == value))
+
+    @staticmethod
+    def _wait(ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_LIMIT_S
+        while not ready():
+            if time.monotonic() > deadline:
+                raise TimeoutError("a stream has waited too long")
+            time.sleep(20e-6)
+
+    def cuModuleUnload(self, module: Any) -> tuple[Any, ...]:
+        return (Result.CUDA_SUCCESS,)
+
+    # graphs
+
+    def begin_capture(self, stream: int) -> None:
+        self.streams[stream].graph = []
+
+    def end_capture(self, stream: int) -> list[Callable[[], None]]:
+        graph, self.streams[stream].graph = self.streams[stream].graph, None
+        assert graph is not None
+        return graph
+
+
+class FakeArray:
+    """An array in fake device memory with ``__cuda_array_interface__``."""
+
+    def __init__(self, cuda: FakeCuda, array: np.ndarray) -> None:
+        self.memory = place(cuda, array)
+        self.array = seen(self.memory)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": self.array.shape, "typestr": self.array.dtype.str, "data": (self.memory.address, False), "version": 3}
+
+
+def place(cuda: FakeCuda, array: np.ndarray) -> DeviceMemory:
+    """A copy of ``array`` on the GPU."""
+    dtype = next(code for code, kind in NUMPY_DTYPE.items() if kind == array.dtype)
+    address = cuda.cuMemAlloc(max(4096, array.nbytes))[1]
+    memory = DeviceMemory(address, array.size, dtype)
+    seen(memory)[:] = array.reshape(-1)
+    return memory
+
+
+def seen(memory: DeviceMemory) -> np.ndarray:
+    """What lies in memory, as an array that shares it."""
+    if not memory.count:
+        return np.empty(0, NUMPY_DTYPE[memory.dtype])
+    data: Any = (ctypes.c_uint8 * memory.nbytes).from_address(memory.address)
+    array: np.ndarray = np.frombuffer(data, np.uint8)
+    return array.view(NUMPY_DTYPE[memory.dtype])
+
+
+class FakeLocal:
+    """``comm.device.DeviceCommunicator`` for ranks of a host without kernels: streams call a CPU communicator."""
+
+    def __init__(self, session: Any, ordinal: int, **options: Any) -> None:
+        from miraccl.comm.communicator import Communicator
+        from miraccl.comm.member import Options
+
+        self.session, self.rank, self.nranks = session, session.rank, session.nranks
+        self.gpu = driver.Gpu(ordinal)
+        self.cuda: FakeCuda = self.gpu.cuda
+        name = f"{session.name}/fake"
+        self._cpu = Communicator.from_session(session.sub(range(self.nranks), name), Options.create(timeout=options.get("timeout")))
+        self._stream = -1
+        self.calls: list[Collective] = []
+        self.memory = types.SimpleNamespace(nbytes=0, explain=list)
+
+    def _stream_number(self, stream: Any) -> int:
+        return int(stream or 0)
+
+    def _change_stream(self, number: int) -> None:
+        before, self._stream = self._stream, number
+        if before != -1:
+            self.gpu.order_streams(before, number)
+
+    def _like(self, out: DeviceMemory, source: DeviceMemory, count: int, where: str) -> DeviceMemory:
+        from miraccl.comm.device import DeviceCommunicator
+
+        return DeviceCommunicator._like(self, out, source, count, where)  # type: ignore[arg-type]
+
+    def _put(self, collective: Collective, stream: int, work: Callable[[], Any]) -> None:
+        self.calls.append(collective)
+
+        def run() -> None:
+            work()
+
+        self.cuda.streams[stream].put(run)
+
+    def all_reduce(self, x: DeviceMemory, out: DeviceMemory, op: RedOp, *, stream: int) -> None:
+        self._put(Collective.ALL_REDUCE, stream, lambda: self._cpu.all_reduce(seen(x), seen(out), op))
+
+    def reduce_scatter(self, x: DeviceMemory, out: DeviceMemory, op: RedOp, *, stream: int) -> None:
+        self._put(Collective.REDUCE_SCATTER, stream, lambda: self._cpu.reduce_scatter(seen(x), seen(out), op))
+
+    def all_gather(self, x: DeviceMemory, out: DeviceMemory, *, stream: int) -> None:
+        self._put(Collective.ALL_GATHER, stream, lambda: self._cpu.all_gather(seen(x), seen(out)))
+
+    def all_to_all(self, x: DeviceMemory, out: DeviceMemory, *, stream: int) -> None:
+        self._put(Collective.ALL_TO_ALL, stream, lambda: self._cpu.all_to_all(seen(x), seen(out)))
+
+    def broadcast(self, x: DeviceMemory, root: int, *, stream: int) -> None:
+        self._put(Collective.BROADCAST, stream, lambda: self._cpu.broadcast(seen(x), root))
+
+    def reduce(self, x: DeviceMemory, root: int, out: DeviceMemory | None, op: RedOp, *, stream: int) -> None:
+        target = seen(out) if out is not None else None
+        self._put(Collective.REDUCE, stream, lambda: self._cpu.reduce(seen(x), root, target, op))
+
+    def check(self, name: str = "") -> None:
+        self._cpu._member.check(0, name)
+
+    def abort(self) -> None:
+        self._cpu.abort()
+
+    def close(self) -> None:
+        self._cpu.finalize()

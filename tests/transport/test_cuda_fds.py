@@ -1,0 +1,124 @@
+"""Descriptors over Unix sockets: who gets what, and who is sent away."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from miraccl.errors import SystemFailure
+from miraccl.transport.cuda_fds import Address, Door, close_all
+from miraccl.transport.cuda_pairs import pid_namespace
+from tests.support.ranks import run_ranks
+
+
+@pytest.fixture
+def doors() -> Iterator[list[Door]]:
+    made = [Door(2, pid_namespace()) for _ in range(3)]
+    yield made
+    for door in made:
+        door.close()
+
+
+def file_with(text: bytes) -> int:
+    fd = os.memfd_create("test")
+    os.write(fd, text)
+    return fd
+
+
+def text_of(fd: int) -> bytes:
+    return os.pread(fd, 100, 0)
+
+
+def test_everybody_pushes_before_anybody_takes(doors: list[Door]) -> None:
+    files = [file_with(f"rank {rank}".encode()) for rank in range(3)]
+    for rank, door in enumerate(doors):
+        for peer in range(3):
+            if peer != rank:
+                door.push(rank, doors[peer].address, [files[rank]] * 2)
+    for rank, door in enumerate(doors):
+        got = door.take({p: doors[p].address for p in range(3) if p != rank}, 5)
+        assert {peer: [text_of(fd) for fd in fds] for peer, fds in got.items()} == {
+            p: [f"rank {p}".encode()] * 2 for p in range(3) if p != rank
+        }
+        assert not any(os.get_inheritable(fd) for fds in got.values() for fd in fds)
+        for fds in got.values():
+            close_all(fds)
+    close_all(files)
+
+
+def test_who_does_not_come_is_missing(doors: list[Door]) -> None:
+    doors[1].push(1, doors[0].address, [])
+    assert doors[0].take({1: doors[1].address, 2: doors[2].address}, 0.05) == {1: []}
+
+
+@pytest.mark.parametrize("how", ["token", "rank", "silent", "junk", "process"])
+def test_strangers_are_dropped(doors: list[Door], how: str) -> None:
+    here, there = doors[0].address, doors[1].address
+    fd = file_with(b"evil")
+    if how == "token":
+        doors[1].push(1, dataclasses.replace(here, token="00" * 16), [fd])
+    elif how == "rank":
+        doors[1].push(7, here, [fd])
+    elif how == "process":  # the right token, but the control plane said that rank 1 is another process
+        doors[1].push(1, here, [fd])
+        there = dataclasses.replace(there, pid=1)
+    with socket.socket(socket.AF_UNIX) as sock:
+        if how in ("silent", "junk"):
+            sock.connect("\0" + here.name)
+            sock.sendall(b"" if how == "silent" else b"x" * 200)
+            sock.shutdown(socket.SHUT_WR)
+        peers = {1: there}
+        before = len(os.listdir("/proc/self/fd"))
+        assert doors[0].take(peers, 0.3) == {}
+        assert len(os.listdir("/proc/self/fd")) == before, "descriptors of strangers are closed"
+    doors[1].push(1, here, [fd])
+    got = doors[0].take({1: doors[1].address}, 5)
+    assert [text_of(f) for f in got[1]] == [b"evil"]
+    close_all([fd, *got[1]])
+
+
+def test_a_closed_door_and_a_false_one_are_told(doors: list[Door]) -> None:
+    gone = dataclasses.replace(doors[1].address, name="miraccl-nobody")
+    with pytest.raises(SystemFailure, match="cannot be passed to process"):
+        doors[0].push(0, gone, [])
+    with pytest.raises(SystemFailure, match="instead of process 1 "):
+        doors[0].push(0, dataclasses.replace(doors[1].address, pid=1), [])
+    doors[0].push(0, dataclasses.replace(doors[1].address, pid=1, pid_namespace=-1), [])  # numbers of another namespace mean nothing
+
+
+def test_addresses_travel_as_text(doors: list[Door]) -> None:
+    assert Address.from_json(doors[0].address.to_json()) == doors[0].address
+
+
+def pass_around() -> list[str]:
+    from miraccl.bootstrap.launch import detect_launch, meet
+
+    session = meet(detect_launch(os.environ))
+    door, mine = Door(session.nranks, pid_namespace()), file_with(f"from {session.rank}".encode())
+    addresses = [Address.from_json(blob.decode()) for blob in session.all_gather(door.address.to_json().encode(), "doors")]
+    peers = {p: a for p, a in enumerate(addresses) if p != session.rank}
+    for address in peers.values():
+        door.push(session.rank, address, [mine])
+    got = door.take(peers)
+    texts = [text_of(got[p][0]).decode() for p in sorted(got)]
+    session.barrier("read")
+    if session.rank == 0:
+        for fds in got.values():
+            os.write(fds[0], b" seen by 0")
+    session.barrier("written")
+    texts.append(text_of(mine).decode())
+    session.close()
+    return texts
+
+
+@pytest.mark.multiprocess
+def test_between_processes() -> None:
+    assert run_ranks(pass_around, 3) == [
+        ["from 1", "from 2", "from 0"],
+        ["from 0", "from 2", "from 1 seen by 0"],
+        ["from 0", "from 1", "from 2 seen by 0"],
+    ]
