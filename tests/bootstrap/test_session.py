@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 
 import pytest
@@ -15,9 +16,11 @@ from miraccl.bootstrap import (
     connect,
     create_root,
     get_unique_id,
+    join,
     solo,
 )
 from miraccl.bootstrap.host import host_fingerprint, network_fingerprint
+from miraccl.bootstrap.link import Link
 from miraccl.errors import (
     AuthenticationError,
     BootstrapError,
@@ -68,6 +71,36 @@ def test_ranks_may_come_before_the_root_and_in_any_order():
     for session in sessions:
         session.close()
     assert root.join(PATIENCE)
+
+
+@pytest.mark.parametrize("moment", ["before the link", "as soon as the link has it"])
+def test_a_hub_that_hangs_up_at_once_is_tried_again(monkeypatch, moment):
+    """As the hub of the port's last job does: the link's watcher may have closed the socket before the first word was sent."""
+    hung_up = []
+
+    class Fleeting(Link):
+        def __init__(self, sock, machine, **kwargs):
+            if not hung_up:
+                hung_up.append(sock)
+                sock.shutdown(socket.SHUT_RDWR)
+            super().__init__(sock, machine, **kwargs)
+            if hung_up == [sock]:
+                until(lambda: sock.fileno() < 0)
+
+    def read(sock, *args):
+        if not hung_up:
+            hung_up.append(sock)
+            sock.shutdown(socket.SHUT_RDWR)
+        return original(sock, *args)
+
+    original = join._join
+    if moment == "before the link":
+        monkeypatch.setattr(join, "_join", read)
+    else:
+        monkeypatch.setattr(join, "Link", Fleeting)
+    with job(2) as sessions:
+        assert sorted(session.rank for session in sessions) == [0, 1]
+    assert hung_up
 
 
 def test_a_gather_is_as_large_as_it_says():

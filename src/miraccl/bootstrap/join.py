@@ -122,10 +122,14 @@ def join_job(
             if over is not None:
                 raise over from None
             raise
-        hub = tuple(sock.getpeername())
+        try:  # before the link takes the socket over: it closes it when the hub hangs up
+            hub, join = tuple(sock.getpeername()), _join(sock, remote, timeout, deadline)
+        except OSError:
+            sock.close()
+            continue
         link = Link(sock, machine, rank=rank, nranks=nranks)
         try:
-            meeting = link.meet(_join(sock, remote, timeout, deadline), deadline)
+            meeting = link.meet(join, deadline)
         except HubVanished:
             continue  # it made place for others before it knew us; the deadline holds
         except JobOver as error:

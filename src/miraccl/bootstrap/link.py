@@ -143,7 +143,7 @@ class Link:
         self.close("the meeting failed")
         if refused is not None:
             raise _refusal(refused, self.rank)
-        if lost is not None and lost.state is MemberState.JOINING:
+        if lost is not None and lost.state in (MemberState.PROVED, MemberState.JOINING):
             raise HubVanished(lost.reason)
         if lost is not None:
             raise PeerDied(f"the hub died while the ranks were meeting: {lost.reason}", rank=self.rank, peer=0)
