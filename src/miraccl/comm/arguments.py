@@ -80,7 +80,7 @@ def _as_array(thing: Any, name: str, where: str) -> Array:
 # ---- DLPack (dlpack.h, version 1): NumPy's importer knows neither bfloat16 nor 8-bit floats
 
 
-class _DLTensor(ctypes.Structure):
+class DLTensor(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("device_type", ctypes.c_int32),
@@ -100,8 +100,8 @@ _DL_VERSION = (1, 0)
 _DL_READ_ONLY = 1  # bit of DLManagedTensorVersioned.flags
 _DL_FLAGS_AT, _DL_TENSOR_AT = 24, 32  # offsets in DLManagedTensorVersioned: version, context, deleter, flags, tensor
 #: Libraries whose arrays never change, and whose DLPack tensors do not say so.
-_IMMUTABLE = ("jax", "jaxlib")
-_DL_TYPES = {
+IMMUTABLE = ("jax", "jaxlib")
+DL_TYPES = {
     (0, 8): DType.INT8,
     (0, 32): DType.INT32,
     (0, 64): DType.INT64,
@@ -123,18 +123,21 @@ _name_of.restype = ctypes.c_char_p
 _name_of.argtypes = [ctypes.py_object]
 
 
-def _capsule_of(thing: Any) -> tuple[Any, int, bool]:
-    """(capsule, address of its DLTensor, whether it is read-only); libraries from before DLPack 1.0 know no ``max_version``."""
+def capsule_of(thing: Any, **options: Any) -> tuple[Any, int, bool]:
+    """(capsule, address of its DLTensor, whether it is read-only); libraries from before DLPack 1.0 know no ``max_version``.
+
+    ``options`` are further arguments of ``__dlpack__``.
+    """
     try:
-        capsule = thing.__dlpack__(max_version=_DL_VERSION)
+        capsule = thing.__dlpack__(max_version=_DL_VERSION, **options)
     except TypeError:
-        capsule = thing.__dlpack__()
+        capsule = thing.__dlpack__(**options)
     name = _name_of(capsule)
     if name == b"dltensor_versioned":
         pointer = _pointer_of(capsule, name)
         flags = ctypes.c_uint64.from_address(pointer + _DL_FLAGS_AT).value
         return capsule, pointer + _DL_TENSOR_AT, bool(flags & _DL_READ_ONLY)
-    return capsule, _pointer_of(capsule, b"dltensor"), type(thing).__module__.partition(".")[0] in _IMMUTABLE
+    return capsule, _pointer_of(capsule, b"dltensor"), type(thing).__module__.partition(".")[0] in IMMUTABLE
 
 
 def _from_dlpack(thing: Any, name: str, where: str) -> Array:
@@ -143,11 +146,11 @@ def _from_dlpack(thing: Any, name: str, where: str) -> Array:
     if int(device[0]) != _DL_CPU:
         raise InvalidUsage(f"{where}: {name} lies on a device (DLPack type {int(device[0])}); this communicator works on CPU memory")
     try:
-        capsule, pointer, read_only = _capsule_of(thing)
+        capsule, pointer, read_only = capsule_of(thing)
     except Exception as error:
         raise InvalidUsage(f"{where}: {name} gives no DLPack tensor: {error}") from error
-    tensor = _DLTensor.from_address(pointer)
-    code = _DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    tensor = DLTensor.from_address(pointer)
+    code = DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if code is None:
         raise InvalidUsage(f"{where}: {name} has DLPack type ({tensor.code}, {tensor.bits} bits); allowed are {ALLOWED}")
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))

@@ -1,6 +1,6 @@
-"""Arrays on a GPU as users pass them: PyTorch tensors and anything with ``__cuda_array_interface__`` (CuPy, Numba, RAPIDS).
+"""Arrays on a GPU as users pass them: PyTorch tensors, anything with ``__cuda_array_interface__`` (CuPy, Numba, RAPIDS) or DLPack.
 
-Only headers are read; nothing is copied.  PyTorch is recognised without being imported.
+Only headers are read; nothing is copied.  PyTorch is recognised without being imported.  DLPack is asked last: it may make streams wait.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from miraccl.comm.arguments import ALLOWED, DL_TYPES, IMMUTABLE, DLTensor, capsule_of
+from miraccl.comm.device_stream import dlpack_stream
 from miraccl.errors import InvalidUsage
 from miraccl.types import DType
 
@@ -33,11 +35,13 @@ _torch_dtypes: dict[Any, DType] = {}
 
 
 class DeviceMemory(NamedTuple):
-    """A contiguous buffer."""
+    """A contiguous buffer. ``keep`` is what must stay alive while the GPU works on it, beyond what users hold; None for most."""
 
     address: int
     count: int  # type: ignore[assignment]  # elements; hides tuple.count
     dtype: DType
+    keep: Any = None
+    read_only: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +49,7 @@ class DeviceMemory(NamedTuple):
 
     def part(self, first: int, count: int) -> DeviceMemory:
         """Elements ``first`` to ``first + count``."""
-        return DeviceMemory(self.address + first * self.dtype.itemsize, count, self.dtype)
+        return DeviceMemory(self.address + first * self.dtype.itemsize, count, self.dtype, self.keep, self.read_only)
 
 
 def lies_on_gpu(thing: Any) -> bool:
@@ -56,7 +60,23 @@ def lies_on_gpu(thing: Any) -> bool:
     if flag is not None:
         return bool(flag)
     # the class is asked first, since that is cheap; JAX's has the attribute, but only its arrays on a GPU do
-    return hasattr(type(thing), "__cuda_array_interface__") and hasattr(thing, "__cuda_array_interface__")
+    if hasattr(type(thing), "__cuda_array_interface__") and hasattr(thing, "__cuda_array_interface__"):
+        return True
+    return _dlpack_device(thing)[0] in _DL_CUDA
+
+
+_DL_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
+
+
+def _dlpack_device(thing: Any) -> tuple[int, int]:
+    """(kind, number) of the device that DLPack says, (0, 0) without."""
+    if not hasattr(type(thing), "__dlpack_device__"):
+        return 0, 0
+    try:
+        kind, number = thing.__dlpack_device__()
+    except Exception:  # an array of several devices, or one that was deleted
+        return 0, 0
+    return int(kind), int(number)
 
 
 def ordinal_of(thing: Any) -> int:
@@ -66,21 +86,52 @@ def ordinal_of(thing: Any) -> int:
         number = getattr(device, name, None)
         if isinstance(number, int):
             return number
-    return 0
+    kind, number = _dlpack_device(thing)
+    return number if kind in _DL_CUDA else 0
 
 
-def device_view(thing: Any, name: str, where: str) -> DeviceMemory:
-    """The memory of ``thing``, or ``InvalidUsage`` that says what is wrong with the argument ``name`` of ``where``."""
+def device_view(thing: Any, name: str, where: str, stream: Any = None) -> DeviceMemory:
+    """The memory of ``thing``, or ``InvalidUsage`` that says what is wrong with the argument ``name`` of ``where``.
+
+    ``stream`` is where it will be used; DLPack's producers make it wait for what they still compute.
+    """
     if isinstance(thing, DeviceMemory):
         return thing
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(thing, torch.Tensor):
         return _view_tensor(thing, torch, name, where)
-    interface = getattr(thing, "__cuda_array_interface__", None)
+    immutable = type(thing).__module__.partition(".")[0] in IMMUTABLE
+    interface = None if immutable else getattr(thing, "__cuda_array_interface__", None)
     if interface is not None:
         return _view_interface(interface, name, where)
-    kind = type(thing).__name__
-    raise InvalidUsage(f"{where}: {name} is a {kind}; allowed is GPU memory with __cuda_array_interface__, or a PyTorch tensor")
+    kind, ordinal = _dlpack_device(thing)
+    if kind in _DL_CUDA:
+        view = _view_dlpack(thing, name, where, dlpack_stream(stream, ordinal))
+        return view._replace(read_only=view.read_only or immutable)
+    if kind or hasattr(type(thing), "__array_interface__"):
+        raise InvalidUsage(f"{where}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU")
+    text = f"{where}: {name} is a {type(thing).__name__}"
+    raise InvalidUsage(f"{text}; allowed are PyTorch tensors and GPU memory with __cuda_array_interface__ or DLPack")
+
+
+def _view_dlpack(thing: Any, name: str, where: str, stream: int) -> DeviceMemory:
+    """The capsule is kept, not consumed: the producer's memory is let go when the last reference to it goes."""
+    try:
+        capsule, pointer, read_only = capsule_of(thing, stream=stream)
+    except Exception as error:
+        raise InvalidUsage(f"{where}: {name} gives no DLPack tensor: {error}") from error
+    tensor = DLTensor.from_address(pointer)
+    dtype = DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    if dtype is None:
+        raise InvalidUsage(f"{where}: {name} has DLPack type ({tensor.code}, {tensor.bits} bits); allowed are {ALLOWED}")
+    count, dense = 1, True
+    for axis in reversed(range(tensor.ndim)):
+        dense = dense and (not tensor.strides or tensor.shape[axis] == 1 or tensor.strides[axis] == count)
+        count *= int(tensor.shape[axis])
+    if not dense and count:
+        shape, strides = list(tensor.shape[: tensor.ndim]), list(tensor.strides[: tensor.ndim])
+        raise InvalidUsage(f"{where}: {name} is not contiguous (shape {shape}, strides {strides} elements)")
+    return DeviceMemory((tensor.data or 0) + tensor.byte_offset, count, dtype, capsule, read_only)
 
 
 def _view_tensor(tensor: Any, torch: Any, name: str, where: str) -> DeviceMemory:
@@ -112,9 +163,10 @@ def _view_interface(interface: dict[str, Any], name: str, where: str) -> DeviceM
     count = 1
     for length in shape:
         count *= int(length)
-    if interface["data"][0] % size:
+    address, read_only = interface["data"]
+    if address % size:
         raise InvalidUsage(f"{where}: {name} is not aligned to its element size of {size} bytes")
-    return DeviceMemory(int(interface["data"][0] or 0), count, dtype)
+    return DeviceMemory(int(address or 0), count, dtype, None, bool(read_only))
 
 
 def empty_like(thing: Any, count: int, where: str) -> Any:

@@ -1,0 +1,40 @@
+"""Streams as users name them: a number, an object of a library, or none for the current one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from miraccl.errors import InvalidUsage
+
+
+def find_current_stream() -> Callable[[int], int]:
+    """How to ask for the current stream of a device: PyTorch's, CuPy's, or the legacy default stream."""
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch._C, "_cuda_getCurrentRawStream"):
+        raw: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        return raw
+    cupy = sys.modules.get("cupy")
+    if cupy is not None:
+        return lambda ordinal: int(cupy.cuda.get_current_stream().ptr)
+    return lambda ordinal: 0
+
+
+def number_of(stream: Any) -> int:
+    """A stream as the driver's number: a number, a stream of PyTorch or CuPy, anything with ``__cuda_stream__``."""
+    if isinstance(stream, int):
+        return stream
+    for name in ("cuda_stream", "ptr"):
+        number = getattr(stream, name, None)
+        if number is not None:
+            return int(number)
+    if hasattr(stream, "__cuda_stream__"):
+        return int(stream.__cuda_stream__()[1])
+    raise InvalidUsage(f"stream is {stream!r}; allowed are a CUstream as a number and objects that have one")
+
+
+def dlpack_stream(stream: Any, ordinal: int) -> int:
+    """The consumer's stream as ``__dlpack__`` wants to hear it: 1 is the legacy default stream, 2 that of the thread."""
+    number = find_current_stream()(ordinal) if stream is None else number_of(stream)
+    return number or 1
