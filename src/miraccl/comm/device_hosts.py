@@ -423,7 +423,7 @@ class HostsCommunicator:
         counts = tuple(0 if begin <= rank < begin + near else count for rank in range(self.nranks))
         even = Shape.even(Collective.ALL_TO_ALL, source.dtype.itemsize, self.rank, self.nranks, 0, count)
         places = tuple(rank * count for rank in range(self.nranks))
-        shape = dataclasses.replace(even, sends=counts, receives=counts, uneven=True, places=places)
+        shape = dataclasses.replace(even, sends=counts, receives=counts, uneven=True, source_places=places, places=places)
         self._enqueue(self.world, shape, source.dtype, SUM, (source.address, target.address), number, captured)
 
     def _place(self, rank: int) -> tuple[int, int]:

@@ -57,8 +57,8 @@ class Piece:
 class Shape:
     """An operation as far as it decides about pieces. ``sends[j]`` and ``receives[j]`` are the elements of block j of this rank's input and
     output, ``rank`` the caller's number among ``nranks``.  ``counts`` are those of an uneven collective, as all ranks know them; ``uneven``
-    collectives run as such in every piece, also where its blocks are equal.  ``places`` are the elements of the output where its blocks
-    begin; empty is one after another."""
+    collectives run as such in every piece, also where its blocks are equal.  ``source_places`` and ``places`` are the elements of input and
+    output where their blocks begin; empty is one after another."""
 
     collective: Collective
     itemsize: int
@@ -69,6 +69,7 @@ class Shape:
     receives: tuple[int, ...]
     counts: tuple[int, ...] = ()
     uneven: bool = False
+    source_places: tuple[int, ...] = ()
     places: tuple[int, ...] = ()
 
     @classmethod
@@ -122,7 +123,7 @@ def _piece(shape: Shape, most: int, number: int) -> Piece:
     gives = chief or collective not in (Collective.BROADCAST, Collective.SCATTER)
     gets = (chief or collective not in (Collective.REDUCE, Collective.GATHER)) and not (chief and collective is Collective.BROADCAST)
     return Piece(
-        down=_copies(0, _one_after_another(shape.sends), sends, begin, source, size) if gives else (),
+        down=_copies(0, shape.source_places or _one_after_another(shape.sends), sends, begin, source, size) if gives else (),
         up=_copies(1, shape.places or _one_after_another(shape.receives), receives, begin, target, size) if gets else (),
         source=source,
         source_counts=sends,
