@@ -81,6 +81,11 @@ TABLE: dict[str, tuple[dict[str, str], tuple[Any, ...], type]] = {
     "srun": (SLURM, ("slurm", 5, 8, 1), PortPoint),
     "srun with master": ({**SLURM, **MASTER}, ("slurm", 5, 8, 1), PortPoint),
     "batch script": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "1"}, ("none", 0, 1, 0), type(None)),
+    "mpirun on nodes of an allocation": (
+        {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "n", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a,b"},
+        ("openmpi", 3, 8, 3),
+        PortPoint,
+    ),
     "interactive step": ({**SLURM, "SLURM_STEP_ID": "4294967290"}, ("none", 0, 1, 0), type(None)),
 }
 
@@ -188,6 +193,55 @@ def test_node_lists(text, hosts):
 def test_node_lists_that_are_none(text):
     with pytest.raises(InvalidUsage):
         list(expand_nodelist(text))
+
+
+def test_mpirun_in_an_allocation_meets_on_its_first_node():
+    """The daemons of mpirun are steps of their own: whatever differs between the nodes must not be looked at."""
+    job = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[08-10]"}
+    daemon = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "gpu09"}
+    first = _point({**job, "PMIX_NAMESPACE": "1", "OMPI_COMM_WORLD_RANK": "0"})
+    assert first.host == "gpu08"
+    assert first == _point({**job, **daemon, "PMIX_NAMESPACE": "1", "OMPI_COMM_WORLD_RANK": "3"})
+    assert first.secret != _point({**job, "PMIX_NAMESPACE": "2", "OMPI_COMM_WORLD_RANK": "0"}).secret
+    with pytest.raises(InvalidUsage, match="several hosts"):  # no name of the job: another mpirun of the allocation could be met
+        _point({**job, "OMPI_COMM_WORLD_RANK": "0"})
+
+
+def test_hydra_in_an_allocation_meets_on_the_first_node_of_its_proxies():
+    proxies = {**SLURM, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"}
+    ranks = [
+        {**proxies, "PMI_RANK": rank, "PMI_SIZE": "4", "MPI_LOCALNRANKS": here, "SLURM_PROCID": node}
+        for rank, here, node in (("0", "3", "0"), ("2", "3", "0"), ("3", "1", "1"))
+    ]
+    assert {_point(rank).host for rank in ranks} == {"gpu08"}
+    assert len({_point(rank).secret for rank in ranks}) == 1
+    with pytest.raises(InvalidUsage, match="several hosts"):
+        _point({**ranks[0], "SLURM_STEP_NUM_NODES": "1"})
+
+
+_WORDS = st.text("abn-", min_size=1, max_size=4)
+
+
+@st.composite
+def _groups(draw):
+    """(compact form, host names) of one item of a list, made without the code under test."""
+    text, hosts = "", [""]
+    for _ in range(draw(st.integers(1, 2))):
+        word, width = draw(_WORDS), draw(st.integers(1, 3))
+        ranges, numbers = [], []
+        for first in draw(st.lists(st.integers(0, 10**width - 4), min_size=1, max_size=3)):
+            last = first + draw(st.integers(0, 3))
+            ranges.append(f"{first:0{width}}" if first == last else f"{first:0{width}}-{last:0{width}}")
+            numbers += [f"{number:0{width}}" for number in range(first, last + 1)]
+        text += f"{word}[{','.join(ranges)}]"
+        hosts = [host + word + number for host in hosts for number in numbers]
+    tail = draw(st.sampled_from(["", "x", ".example.org"]))
+    return text + tail, [host + tail for host in hosts]
+
+
+@given(st.lists(st.one_of(_groups(), _WORDS.map(lambda word: (word, [word]))), max_size=4))
+def test_a_compact_list_means_its_hosts(items):
+    assert list(expand_nodelist(",".join(text for text, _ in items))) == [host for _, hosts in items for host in hosts]
 
 
 @given(st.text("n[]-,0123", max_size=12))

@@ -76,7 +76,7 @@ def test_ranks_may_come_before_the_root_and_in_any_order():
 @pytest.mark.parametrize("moment", ["before the link", "as soon as the link has it"])
 def test_a_hub_that_hangs_up_at_once_is_tried_again(monkeypatch, moment):
     """As the hub of the port's last job does: the link's watcher may have closed the socket before the first word was sent."""
-    hung_up = []
+    hung_up: list[socket.socket] = []
 
     class Fleeting(Link):
         def __init__(self, sock, machine, **kwargs):

@@ -7,9 +7,9 @@ launcher     numbers                                          meeting point with
 ============ ================================================ ==========================================================
 miraccl      MIRACCL_RANK, _NRANKS, _LOCAL_RANK               none: an error
 torchrun     RANK, WORLD_SIZE, LOCAL_RANK                     none: an error
-openmpi      OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK         a file of this user on this host
-mpich, intel PMI_RANK, PMI_SIZE, MPI_LOCALRANKID              a file, or Slurm's first node under ``srun``
-pmix         PMIX_RANK, and MIRACCL_NRANKS or Slurm's number  a file, or Slurm's first node under ``srun``
+openmpi      OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK         a file of this user on this host, or Slurm's first node
+mpich, intel PMI_RANK, PMI_SIZE, MPI_LOCALRANKID              a file, or Slurm's first node
+pmix         PMIX_RANK, and MIRACCL_NRANKS or Slurm's number  a file, or Slurm's first node
 slurm        SLURM_PROCID, SLURM_STEP_NUM_TASKS               the first node of the step, a port made of job and step
 none         one rank alone                                   not needed
 ============ ================================================ ==========================================================
@@ -155,12 +155,16 @@ def _meeting_point(
         )
     if _in_slurm_step(environ) and _number(environ, "SLURM_PROCID") == rank and _slurm_size(environ) == nranks:
         return _slurm_point(environ)
+    job = next((environ[name] for name in launcher.job if environ.get(name)), "")
     if local_nranks is not None and local_nranks < nranks:
+        if job and environ.get("SLURM_JOB_NODELIST"):
+            return _allocation_point(environ, job)
+        if _in_slurm_step(environ) and (_number(environ, "SLURM_STEP_NUM_NODES") or 1) > 1:
+            return _slurm_point(environ)  # Hydra's proxies are one step on all nodes
         raise InvalidUsage(
             f"{nranks} ranks on several hosts ({local_nranks} here), but nothing says where they meet",
             hint="set MASTER_ADDR (and MASTER_PORT) or MIRACCL_UNIQUE_ID for all ranks",
         )
-    job = next((environ[name] for name in launcher.job if environ.get(name)), "")
     return FilePoint(job=f"{launcher.name} {job}" if job else "")
 
 
@@ -210,12 +214,26 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
 
 def _slurm_point(environ: Mapping[str, str]) -> PortPoint:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
+    return _first_node(environ, nodes, ["slurm", _slurm_job(environ), step])
+
+
+def _allocation_point(environ: Mapping[str, str], mpi_job: str) -> PortPoint:
+    """For ``mpirun`` on several nodes of an allocation, which puts rank 0 on the first one unless it is told otherwise.
+
+    The variables of the step are those of mpirun's own daemons, another step on each node: only the allocation's are the same everywhere.
+    """
+    return _first_node(environ, environ["SLURM_JOB_NODELIST"], ["slurm", _slurm_job(environ), "mpirun", mpi_job])
+
+
+def _slurm_job(environ: Mapping[str, str]) -> str:
+    return environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or ""
+
+
+def _first_node(environ: Mapping[str, str], nodes: str, words: list[str]) -> PortPoint:
     host = next(expand_nodelist(nodes), "")
     if not host:
         raise InvalidUsage("Slurm's variables name no node (SLURM_STEP_NODELIST)", hint="set MASTER_ADDR and MASTER_PORT")
-    job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or ""
-    step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
-    words = ["slurm", job, step]
     low, high = SLURM_PORTS
     port = low + int.from_bytes(hashlib.sha256("\0".join(words).encode()).digest()[:4], "big") % (high - low - PORT_SPAN)
     return _port_point(environ, host, port, port + PORT_SPAN, words)
