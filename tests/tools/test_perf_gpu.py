@@ -117,7 +117,7 @@ def test_communicators_take_the_arrays(card: Any, name: str) -> None:
     assert ordinal_of(array) == 3
     part = array[10:30]
     seen = device_view(part, "x", "a test")
-    assert seen == (array.address + 10 * ITEMSIZES[name], 20, DType[name.upper()])
+    assert seen[:3] == (array.address + 10 * ITEMSIZES[name], 20, DType[name.upper()])
     assert array[40:40].nbytes == 0
 
 

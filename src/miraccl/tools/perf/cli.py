@@ -271,8 +271,7 @@ def _run_own(request: _Request) -> None:
 def _run_own_gpus(request: _Request) -> None:
     from miraccl.tools.perf.device_ranks import run_cells
 
-    lines = run_cells(_device_job(request), request.nranks, request.options["timeout"])
-    with contextlib.closing(lines), _display(request) as show:
+    with run_cells(_device_job(request), request.nranks, request.options["timeout"]) as lines, _display(request) as show:
         for line in lines:
             show(line)
     _finish(request)

@@ -198,27 +198,30 @@ def _tell(failure: Outcome) -> str:
     return text if failure.summary else f"{text} before it could report an error"
 
 
-def run_in_turns(groups: list[Group], timeout: float) -> Iterator[None]:
+def run_in_turns(groups: list[Group], timeout: float, patience: float | None = None) -> Iterator[None]:
     """Give each group its turn until all have finished; yields whenever something may have arrived.
 
-    ``timeout`` is for the whole run, in seconds.  The caller stops the groups.
+    ``timeout`` is for the whole run, in seconds; ``patience`` for the time between two messages.  The caller stops the groups.
     """
     deadline = time.monotonic() + timeout
     while not all(g.finished for g in groups):
         for group in groups:
-            yield from _pump_until_idle(group, deadline)
+            yield from _pump_until_idle(group, deadline, patience)
             if not group.finished:
                 group.go()
-                yield from _pump_until_idle(group, deadline)
+                yield from _pump_until_idle(group, deadline, patience)
         yield
 
 
-def _pump_until_idle(group: Group, deadline: float) -> Iterator[None]:
+def _pump_until_idle(group: Group, deadline: float, patience: float | None) -> Iterator[None]:
     while not (group.paused or group.finished):
-        left = deadline - time.monotonic()
+        now = time.monotonic()
+        left = deadline - now
         if left <= 0:
             raise RunFailed(f"{group.name} did not finish in time", hint="--timeout gives it longer")
-        group.pump(left)
+        group.pump(left if patience is None else min(left, patience))
+        if patience is not None and time.monotonic() - now >= patience:
+            raise RunFailed(f"{group.name} was silent for {patience:g} s")
         yield
 
 

@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -191,9 +191,10 @@ def _open_miraccl(job: DeviceJob, session: Any, ordinal: int, card: Any, arena: 
     comm = DeviceCommunicator(session, ordinal, **job.init)
 
     def leave(kind: Any, error: Any, trace: Any) -> None:
-        if error is not None:
-            comm.abort()
-        comm.close()
+        if error is None:
+            comm.close()
+        else:
+            comm.abort()  # and no more: to close would wait for the GPU, and the error is to be told now
 
     stack.push(leave)
     return MiracclDevice(comm, card.stream, arena, card.capture, window=job.window)
@@ -281,12 +282,23 @@ class _NcclGroup(OwnGroup):
         self.done = line.number + 1
 
 
+@contextlib.contextmanager
 def run_cells(
-    job: DeviceJob, nranks: int, timeout: float, on_info: Callable[[DeviceInfo], None] = lambda info: None
-) -> Generator[Line, None, None]:
-    """Start ranks on this host and give the lines as they come; the ranks end with the generator. ``timeout`` is for everything."""
+    job: DeviceJob,
+    nranks: int,
+    timeout: float,
+    on_info: Callable[[DeviceInfo], None] = lambda info: None,
+    patience: float | None = None,
+) -> Iterator[Iterator[Line]]:
+    """Start ranks on this host, now, since they are forked; gives the lines as they come. The ranks end with the block.
+
+    ``timeout`` is for everything, ``patience`` for the time between two lines, in seconds.  The iterator raises ``RunFailed``, after the
+    lines that came before.
+    """
     _import_what_ranks_need()
     arrived: list[Line] = []
+    groups: list[Group] = []
+    nccl: _NcclGroup | None = None
 
     def take(message: Any) -> None:
         if isinstance(message, DeviceInfo):
@@ -294,10 +306,21 @@ def run_cells(
         else:
             arrived.append(message)
 
-    groups: list[Group] = []
-    nccl: _NcclGroup | None = None
-    beside = job.threads and "nccl" in job.libraries  # PyTorch has one rank per process
+    def complete() -> Iterator[Line]:
+        while arrived and (nccl is None or arrived[0].number < nccl.done):
+            line = arrived.pop(0)
+            yield line if nccl is None else _join(line, nccl)
+
+    def lines() -> Iterator[Line]:
+        try:
+            for _ in run_in_turns(groups, timeout, patience):
+                yield from complete()
+        except RunFailed:
+            yield from complete()
+            raise
+
     try:
+        beside = job.threads and "nccl" in job.libraries  # PyTorch has one rank per process
         if beside:
             job = replace(job, libraries=("miraccl",), in_turns=True)
         if job.threads:
@@ -307,10 +330,7 @@ def run_cells(
         if beside:
             nccl = _NcclGroup(replace(job, libraries=("nccl",), threads=False), nranks)
             groups.append(nccl)
-        for _ in run_in_turns(groups, timeout):
-            while arrived and (nccl is None or arrived[0].number < nccl.done):
-                line = arrived.pop(0)
-                yield line if nccl is None else _join(line, nccl)
+        yield lines()
     finally:
         for group in groups:
             group.stop()
