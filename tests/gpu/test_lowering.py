@@ -83,7 +83,7 @@ def test_parts_of_the_memory_do_not_overlap() -> None:
     counters = layout.MAX_RANKS * layout.BLOCKS * layout.WORD_STRIDE
     starts = [layout.SENT_OFFSET, layout.TAKEN_OFFSET, layout.TAIL_OFFSET, layout.HEAD_OFFSET]
     assert all(b - a >= counters for a, b in zip(starts, [*starts[1:], layout.PACKETS_OFFSET]))
-    assert layout.FIFO_OFFSET == layout.PACKETS_OFFSET + 2 * layout.BANK_BYTES
+    assert layout.RINGS_OFFSET == layout.PACKETS_OFFSET + 2 * layout.BANK_BYTES
     assert layout.TOTAL_BYTES <= 64 << 20
     for nranks in range(2, layout.MAX_RANKS + 1):
         assert (nranks - 1) * layout.BLOCKS * layout.NSTEPS * layout.slot_bytes(nranks) <= layout.FIFO_BYTES

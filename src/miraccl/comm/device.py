@@ -12,19 +12,23 @@ While kernels wait they look at an abort word and at the operation's deadline; `
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from miraccl import params
 from miraccl.bootstrap import Event, PeerLost, Session
 from miraccl.comm.arguments import operator
 from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
+from miraccl.comm.device_messages import MessageCalls, frame_of, mismatch
+from miraccl.comm.device_stream import find_current_stream, number_of
+from miraccl.comm.device_work import Kept
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError, PeerDied
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.launch import Kernels, Launch
 from miraccl.executor.cuda.lower import Fixed
+from miraccl.executor.cuda.message_launch import MessageLaunches
+from miraccl.executor.cuda.messages import Reach
 from miraccl.executor.cuda.plan import DevicePlan, Request, choose
 from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.types import Collective, DType, PreMulSum, RedOp
@@ -36,7 +40,7 @@ SPARED_MULTIPROCESSORS = 4
 MAX_LAUNCHES = 4096  # prepared ones that are kept; scalars of pre-multiplied sums may be new in every call
 
 
-class DeviceCommunicator:
+class DeviceCommunicator(MessageCalls):
     """The GPU side of a communicator; made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU."""
 
     def __init__(
@@ -66,6 +70,9 @@ class DeviceCommunicator:
         self._kernels = Kernels(self.gpu)
         self._launches: dict[tuple[Any, ...], Launch] = {}
         self._plans: dict[tuple[Any, ...], DevicePlan] = {}
+        reach = Reach(nranks=self.nranks, multiprocessors=self.multiprocessors, frame=frame_of(self.memory))
+        self._messages = MessageLaunches(self.gpu, self._kernels, self._fixed, reach)
+        self._kept = Kept(self.gpu)
         self._stream = -1
         self._current_stream: Callable[[int], int] | None = None
         self.last_plan: DevicePlan | None = None
@@ -77,14 +84,14 @@ class DeviceCommunicator:
 
     def all_reduce(self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``out``, or into ``x`` itself."""
-        source = device_view(x, "x", "all_reduce")
+        source = device_view(x, "x", "all_reduce", stream)
         target = source if out is None else self._like(out, source, source.count, "all_reduce")
         self._run(Collective.ALL_REDUCE, source, target, source.count, op, 0, stream)
         return x if out is None else out
 
     def reduce_scatter(self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks; rank r gets the r-th of nranks equal shares in ``out``."""
-        source = device_view(x, "x", "reduce_scatter")
+        source = device_view(x, "x", "reduce_scatter", stream)
         count = self._share(source, "reduce_scatter")
         out = empty_like(x, count, "reduce_scatter") if out is None else out
         target = self._like(out, source, count, "reduce_scatter")
@@ -93,7 +100,7 @@ class DeviceCommunicator:
 
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
         """All ranks' ``x``, one after another, on every rank."""
-        source = device_view(x, "x", "all_gather")
+        source = device_view(x, "x", "all_gather", stream)
         out = empty_like(x, source.count * self.nranks, "all_gather") if out is None else out
         target = self._like(out, source, source.count * self.nranks, "all_gather")
         self._run(Collective.ALL_GATHER, source, target, source.count, SUM, 0, stream)
@@ -101,7 +108,7 @@ class DeviceCommunicator:
 
     def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
         """Block j of rank i's ``x`` becomes block i of rank j's ``out``."""
-        source = device_view(x, "x", "all_to_all")
+        source = device_view(x, "x", "all_to_all", stream)
         count = self._share(source, "all_to_all")
         out = empty_like(x, source.count, "all_to_all") if out is None else out
         target = self._like(out, source, source.count, "all_to_all")
@@ -112,14 +119,14 @@ class DeviceCommunicator:
 
     def broadcast(self, x: Any, root: int = 0, *, stream: Any = None) -> Any:
         """``x`` of rank ``root`` into ``x`` of every rank."""
-        source = device_view(x, "x", "broadcast")
+        source = device_view(x, "x", "broadcast", stream)
         self._run(Collective.BROADCAST, source, source, source.count, SUM, self._root(root), stream)
         return x
 
     def reduce(self, x: Any, root: int = 0, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``x`` or ``out`` of rank ``root``; the others' stays as it is."""
         chief = self._root(root)
-        source = device_view(x, "x", "reduce")
+        source = device_view(x, "x", "reduce", stream)
         target = source if out is None or self.rank != chief else self._like(out, source, source.count, "reduce")
         self._run(Collective.REDUCE, source, target, source.count, op, chief, stream)
         return x if target is source else out
@@ -135,19 +142,26 @@ class DeviceCommunicator:
     def _run(
         self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
     ) -> None:
+        if target.read_only and self._writes(collective, root):
+            text = f"{collective.label}: the result's array cannot be written"
+            raise InvalidUsage(text, rank=self.rank, hint="give out, an array that can; arrays of JAX never change")
         if self.nranks == 1 or count == 0:
             self._run_alone(source, target, stream, collective)
             return
         key = (collective, source.dtype, count, op, root)
         launch = self._launches.get(key) or self._prepare(key)
         self._start(launch, source.address, target.address, stream, collective)
+        if source.keep is not None or target.keep is not None:
+            self._hold([source, target], self._stream)
+
+    def _writes(self, collective: Collective, root: int) -> bool:
+        """Whether this rank's target is written to."""
+        if collective is Collective.BROADCAST:
+            return self.rank != root
+        return collective is not Collective.REDUCE or self.rank == root
 
     def _start(self, launch: Launch, source: int, target: int, stream: Any, collective: Collective) -> None:
-        if self._host[layout.HOST_ABORT] or self.closed:
-            self.check(collective.label)
-        number = self._stream_number(stream)
-        if number != self._stream:
-            self._change_stream(number)
+        number = self._enter(collective.label, stream)
         launch.run(source, target, number)
         self.last_plan = launch.plan
 
@@ -199,26 +213,33 @@ class DeviceCommunicator:
         return launch
 
     def _stream_number(self, stream: Any) -> int:
-        """A stream as the driver's number: a number, a stream of PyTorch or CuPy, anything with ``__cuda_stream__``; None: the current."""
+        """A stream as the driver's number; None: the current one (``comm.device_stream``)."""
         if stream is None:
             if self._current_stream is None:
-                self._current_stream = _find_current_stream()
+                self._current_stream = find_current_stream()
             return self._current_stream(self.gpu.ordinal)
-        if isinstance(stream, int):
-            return stream
-        for name in ("cuda_stream", "ptr"):
-            number = getattr(stream, name, None)
-            if number is not None:
-                return int(number)
-        if hasattr(stream, "__cuda_stream__"):
-            return int(stream.__cuda_stream__()[1])
-        raise InvalidUsage(f"stream is {stream!r}; allowed are a CUstream as a number and objects that have one", rank=self.rank)
+        return number_of(stream)
 
     def _change_stream(self, number: int) -> None:
-        """The first call in another stream waits for what this communicator did in the last one."""
+        """The first call in another stream waits for what this communicator did in the last one, inside a capture for what was captured."""
         before, self._stream = self._stream, number
-        if before != -1 and not (self.gpu.is_capturing(number) or self.gpu.is_capturing(before)):
+        if before != -1 and self.gpu.capture_id(number) == self.gpu.capture_id(before):
             self.gpu.order_streams(before, number)
+
+    def _enter(self, name: str, stream: Any) -> int:
+        """What every operation begins with: raise what is known to be wrong, and the stream's number, ordered after the one before."""
+        if self._host[layout.HOST_ABORT] or self.closed:
+            self.check(name)
+        number = self._stream_number(stream)
+        if number != self._stream:
+            self._change_stream(number)
+        return number
+
+    def _hold(self, views: Sequence[DeviceMemory], number: int) -> None:
+        """Keep what these views keep until the GPU has done with them."""
+        objects = [view.keep for view in views if view.keep is not None]
+        if objects:
+            self._kept.hold(objects, number)
 
     # ---- arguments
 
@@ -253,6 +274,8 @@ class DeviceCommunicator:
             text = f"waited longer than {self._timeout:.3g} s for {what} from rank {peer}"
             hint = f"rank {peer} has not come to this operation, or is stuck before it on its stream"
             raise CollectiveTimeout(text, rank=self.rank, peer=peer, op=name or None, hint=hint)
+        if self._host[layout.HOST_ERROR] == layout.ERROR_SIZES:
+            raise mismatch(self._host, self.rank, name or None)
         if self._host[layout.HOST_ABORT]:
             raise CommunicatorAborted("the communicator was aborted", rank=self.rank, op=name or None)
 
@@ -293,18 +316,8 @@ class DeviceCommunicator:
             together = False
         if together:
             self.memory.close()
+            self._kept.close()
+            self._messages.close()
             with contextlib.suppress(MiracclError):
                 self.gpu.free_host(self._host_address)
                 self.gpu.close()
-
-
-def _find_current_stream() -> Callable[[int], int]:
-    """How to ask for the current stream of a device: PyTorch's, CuPy's, or the legacy default stream."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        raw: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-        return raw
-    cupy = sys.modules.get("cupy")
-    if cupy is not None:
-        return lambda ordinal: int(cupy.cuda.get_current_stream().ptr)
-    return lambda ordinal: 0

@@ -21,6 +21,7 @@ PEER_ACCESS_ALREADY_ENABLED = 704  # cuda.h CUDA_ERROR_PEER_ACCESS_ALREADY_ENABL
 WAIT_VALUE_EQ = 0x01  # cuda.h CU_STREAM_WAIT_VALUE_EQ
 IPC_LAZY_ENABLE_PEER_ACCESS = 0x01
 EVENT_DISABLE_TIMING = 0x02
+STREAM_NON_BLOCKING = 0x01
 
 
 def check(result: tuple[Any, ...], what: str) -> Any:
@@ -263,6 +264,44 @@ class Gpu:
             check(self.cuda.cuStreamWaitEvent(after, event, 0), "cuStreamWaitEvent")
         finally:
             self.cuda.cuEventDestroy(event)
+
+    def make_event(self) -> Any:
+        """An event without time, which the caller destroys."""
+        return check(self.cuda.cuEventCreate(EVENT_DISABLE_TIMING), "cuEventCreate")
+
+    def record(self, event: Any, stream: int) -> None:
+        check(self.cuda.cuEventRecord(event, stream), "cuEventRecord")
+
+    def wait_event(self, stream: int, event: Any) -> None:
+        """What follows in ``stream`` waits for the event as it was recorded last."""
+        check(self.cuda.cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent")
+
+    def has_passed(self, event: Any) -> bool:
+        """Whether the GPU has come past the event; does not wait."""
+        result = self.cuda.cuEventQuery(event)
+        if result[0] == self.cuda.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        check(result, "cuEventQuery")
+        return True
+
+    def destroy_event(self, event: Any) -> None:
+        self.cuda.cuEventDestroy(event)
+
+    def make_stream(self) -> int:
+        """A stream that does not wait for the legacy default stream."""
+        return int(check(self.cuda.cuStreamCreate(STREAM_NON_BLOCKING), "cuStreamCreate"))
+
+    def destroy_stream(self, stream: int) -> None:
+        self.cuda.cuStreamDestroy(stream)
+
+    def capture_id(self, stream: int) -> int:
+        """Which capture a stream takes part in, 0 for none."""
+        result = self.cuda.cuStreamIsCapturing(stream)
+        if result[0] == self.cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:  # the legacy stream, while one that it waits for is captured
+            return 0
+        if not int(check(result, "cuStreamIsCapturing")):
+            return 0
+        return int(check(self.cuda.cuStreamGetCaptureInfo(stream), "cuStreamGetCaptureInfo")[1])
 
     def synchronize(self) -> None:
         check(self.cuda.cuCtxSynchronize(), "cuCtxSynchronize")

@@ -51,7 +51,7 @@ class Reach:
     def lanes(self) -> int:
         """Lanes of a message at most: with all peers in both directions at once, all lanes are on the GPU together."""
         warps = self.multiprocessors * WARPS - self.copy_lanes
-        return max(1, min(layout.message_lanes(self.nranks), warps // (2 * (self.nranks - 1))))
+        return max(1, min(layout.message_lanes(self.nranks), warps // (2 * max(1, self.nranks - 1))))
 
     def lanes_of(self, nbytes: int) -> int:
         """Lanes of a message (``cut`` of source/p2p.cuh)."""

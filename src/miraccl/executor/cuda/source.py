@@ -50,8 +50,8 @@ class KernelSpec:
     """What a kernel is compiled for.
 
     ``family``, which is also the name of the kernel, is ``packets`` (``mode`` one of ``PACKET_MODES``, packets framed as ``frame`` says),
-    ``steps`` (protocol Simple, any schedule) or ``p2p`` (messages, framed as lines or pairs).  ``threads`` of a block, ``unroll`` vectors of
-    a thread at a time, ``min_blocks`` per multiprocessor (limits registers).
+    ``steps`` (protocol Simple, any schedule) or ``p2p`` (messages, framed as lines or pairs).  ``threads`` of a block, ``unroll`` vectors
+    of a thread at a time, ``min_blocks`` per multiprocessor (limits registers).
     """
 
     family: str

@@ -1,0 +1,140 @@
+"""Launches of the kernel ``p2p``: lowered once for a pattern of messages, with other addresses every time.
+
+Patterns that do not fit into the arguments of a launch have a table in pinned memory. Outside of captures a table is used again when its
+launch has ended; one that was captured stays, since the graph may be replayed at any time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from miraccl.executor.cuda.driver import Gpu, check
+from miraccl.executor.cuda.launch import Kernels
+from miraccl.executor.cuda.lower import Fixed
+from miraccl.executor.cuda.messages import Lowered, Message, Reach, lower_messages
+from miraccl.executor.cuda.plan import DevicePlan
+from miraccl.executor.cuda.source import Frame
+
+PATTERNS = 1024  # that are kept
+
+_address = struct.Struct("<Q")
+
+
+@dataclass
+class _Table:
+    """Pinned memory; ``event`` follows the launch that read it last, None after a capture."""
+
+    host: int
+    on_gpu: int
+    nbytes: int
+    event: Any = None
+    free: bool = True
+
+
+class _Launch:
+    """A pattern: everything but the addresses is decided."""
+
+    def __init__(self, lowered: Lowered, plan: DevicePlan) -> None:
+        self.lowered, self.plan = lowered, plan
+        self.args = (ctypes.c_char * len(lowered.args)).from_buffer(lowered.args)
+        self._params = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))
+        self.params = ctypes.addressof(self._params)
+
+
+class MessageLaunches:
+    """Enqueues messages of one communicator on ``gpu``; ``reach`` is the same on all ranks. Calls of one thread."""
+
+    def __init__(self, gpu: Gpu, kernels: Kernels, fixed: Fixed, reach: Reach) -> None:
+        self.gpu, self.reach = gpu, reach
+        self._kernels, self._fixed = kernels, fixed
+        self._patterns: dict[tuple[Any, ...], _Launch] = {}
+        self._tables: list[_Table] = []
+        self._function: Any = None
+        self.last_plan: DevicePlan | None = None
+
+    def run(self, messages: Sequence[Message], stream: int) -> None:
+        """Enqueue one launch for all messages in ``stream``; it neither waits nor, but for tables, allocates."""
+        if not messages:
+            return
+        if self.reach.nranks == 1:
+            self._copy(messages, stream)
+            return
+        key = tuple((m.receives, m.peer, m.nbytes, m.dtype) for m in messages)
+        launch = self._patterns.get(key) or self._prepare(key, messages)
+        lowered = launch.lowered
+        table = None
+        if lowered.table is None:
+            for message, position in zip(messages, lowered.positions):
+                _address.pack_into(lowered.args, position, message.address)
+        else:
+            for message, position in zip(messages, lowered.positions):
+                _address.pack_into(lowered.table, position, message.address)
+            table = self._table(len(lowered.table))
+            ctypes.memmove(table.host, bytes(lowered.table), len(lowered.table))
+            lowered.set_table(table.on_gpu)
+        code = self.gpu.cuda.cuLaunchKernel(
+            self._function, lowered.blocks, 1, 1, lowered.threads, 1, 1, 0, self.gpu.cuda.CUstream(stream), launch.params, 0
+        )
+        check(code, "cuLaunchKernel")
+        if table is not None:
+            self._lend(table, stream)
+        self.last_plan = launch.plan
+
+    def _prepare(self, key: tuple[Any, ...], messages: Sequence[Message]) -> _Launch:
+        self.gpu.make_current()
+        if self._function is None:
+            self._function = self._kernels.function(self.reach.spec())
+        lowered = lower_messages(messages, self._fixed, self.reach)
+        proto = "ll128" if self.reach.frame is Frame.LINE else "ll"
+        warps = lowered.blocks * lowered.threads // 32
+        reason = f"{len(messages)} messages, up to {warps} warps"
+        plan = DevicePlan(algo="p2p", proto=proto, blocks=lowered.blocks, threads=lowered.threads, unroll=8, reason=reason)
+        if len(self._patterns) >= PATTERNS:
+            self._patterns.clear()
+        launch = self._patterns[key] = _Launch(lowered, plan)
+        return launch
+
+    def _copy(self, messages: Sequence[Message], stream: int) -> None:
+        """A single rank sends to itself alone."""
+        lowered = lower_messages(messages, self._fixed, self.reach)
+        assert len(lowered.positions) == len(messages)
+        sends = [m for m in messages if not m.receives]
+        receives = [m for m in messages if m.receives]
+        for send, receive in zip(sends, receives):
+            if send.nbytes and send.address != receive.address:
+                self.gpu.copy(receive.address, send.address, send.nbytes, stream)
+
+    # ---- tables
+
+    def _table(self, nbytes: int) -> _Table:
+        for table in self._tables:
+            if table.nbytes >= nbytes and (table.free or (table.event is not None and self.gpu.has_passed(table.event))):
+                return table
+        with self.gpu.outside_of_capture():
+            _, host, on_gpu = self.gpu.host_words(-(-nbytes // 4096) * 4096)
+        table = _Table(host=host, on_gpu=on_gpu, nbytes=-(-nbytes // 4096) * 4096)
+        self._tables.append(table)
+        return table
+
+    def _lend(self, table: _Table, stream: int) -> None:
+        table.free = False
+        if self.gpu.is_capturing(stream):
+            if table.event is not None:
+                self.gpu.destroy_event(table.event)
+            table.event = None
+            return
+        if table.event is None:
+            table.event = self.gpu.make_event()
+        self.gpu.record(table.event, stream)
+
+    def close(self) -> None:
+        """Free tables; the GPU has ended its work. May be called twice."""
+        tables, self._tables = self._tables, []
+        for table in tables:
+            if table.event is not None:
+                self.gpu.destroy_event(table.event)
+            self.gpu.free_host(table.host)
