@@ -281,7 +281,7 @@ def start(count: int, *words: str) -> None:
 
 def install(count: int) -> None:
     """``count`` GPUs from now on, in this process and what it forks."""
-    import miraccl.comm.device as device
+    import miraccl.comm.device_hosts as device_hosts
     import miraccl.executor.cuda.driver as driver
     from miraccl.executor.cuda import toolkit
     from miraccl.tools import gpu_facts
@@ -294,7 +294,9 @@ def install(count: int) -> None:
         (gpu_facts, "read_facts"): lambda: facts(count),
         (driver, "Gpu"): gpu,
         (toolkit, "compile_cubin"): compile_nothing,
-        (device, "DeviceCommunicator"): FakeCommunicator,
+        (device_hosts, "make_device_communicator"): lambda session, ordinal, *, open_cpu, **init: FakeCommunicator(
+            session, ordinal, **init
+        ),
         (device_nccl, "load_torch"): lambda: SimpleNamespace(
             __version__="0", version=SimpleNamespace(cuda="0"), cuda=SimpleNamespace(nccl=SimpleNamespace(version=lambda: (0, 0)))
         ),

@@ -216,7 +216,7 @@ def test_every_operation_is_right(op: str) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("options", [("--threads",), ("--ranks", "2"), ("--redop", "premul_sum", "--explain")])
+@pytest.mark.parametrize("options", [("--threads",), ("--ranks", "2", "--hosts", "2"), ("--redop", "premul_sum", "--explain")])
 def test_kinds_of_ranks(options: tuple[str, ...]) -> None:
     done = perf(2, "all_reduce", "--devices", "cuda:1,0", "--sizes", "3000", *options, *QUICK)
     assert done.returncode == 0, done.stderr

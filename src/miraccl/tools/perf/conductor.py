@@ -127,8 +127,9 @@ def rank_main(context: Context, job: Job) -> None:
 
 
 def pretend_host(rank: int, nranks: int, hosts: int) -> dict[str, str]:
-    """The setting that puts a rank on one of ``hosts`` hosts, as far as miraccl is concerned; nothing if there is one."""
-    return {"MIRACCL_HOSTID": f"perf-host-{rank * hosts // nranks}"} if hosts > 1 else {}
+    """The settings that put a rank on one of ``hosts`` hosts, as far as miraccl and NCCL are concerned; nothing if there is one."""
+    name = f"perf-host-{rank * hosts // nranks}"
+    return {"MIRACCL_HOSTID": name, "NCCL_HOSTID": name} if hosts > 1 else {}
 
 
 class OwnGroup:

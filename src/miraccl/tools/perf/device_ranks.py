@@ -186,9 +186,13 @@ def open_bench(job: DeviceJob, session: Any, ordinal: int) -> Iterator[tuple[Ben
 
 
 def _open_miraccl(job: DeviceJob, session: Any, ordinal: int, card: Any, arena: Arena, stack: contextlib.ExitStack) -> MiracclDevice:
-    from miraccl.comm.device import DeviceCommunicator
+    """What a ``Communicator`` opens with the first array on a GPU."""
+    from miraccl.comm.communicator import Communicator
+    from miraccl.comm.device_hosts import make_device_communicator
+    from miraccl.comm.member import Options as Choices
 
-    comm = DeviceCommunicator(session, ordinal, **job.init)
+    options = Choices.create(**job.init)
+    comm = make_device_communicator(session, ordinal, open_cpu=lambda part: Communicator.from_session(part, options), **job.init)
 
     def leave(kind: Any, error: Any, trace: Any) -> None:
         if error is None:
@@ -347,7 +351,8 @@ def _join(line: Line, nccl: _NcclGroup) -> Line:
 
 def _import_what_ranks_need() -> None:
     """So that forked ranks have it already; nothing here touches CUDA."""
-    import miraccl.comm.device
+    import miraccl.comm.communicator
+    import miraccl.comm.device_hosts
     import miraccl.tools.perf.card  # noqa: F401
     from miraccl.schedule import catalog
 

@@ -1,0 +1,99 @@
+"""``miraccl perf`` and ``miraccl doctor`` on real GPUs; with a single one the ranks share it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miraccl.executor.cuda.driver import device_count
+
+ROOT = Path(__file__).resolve().parents[2]
+GPUS = device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU, no driver, or cuda-bindings is not installed"),
+]
+WHERE = ("--devices", "cuda:0,1") if GPUS > 1 else ("--devices", "cuda:0", "--ranks", "2")
+QUICK = ("--batches", "2", "--timeout", "200")
+two_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+with_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="NCCL comes with PyTorch")
+
+
+def run(*words: str, module: str = "miraccl") -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
+    command = [sys.executable, "-m", module, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environ, cwd=ROOT)
+
+
+def rows_of(*words: str) -> list[dict[str, Any]]:
+    done = run("perf", *words, *QUICK, "--json", "-")
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    assert all(row["wrong"] == 0 and row["time_us"] > 0 and row["host_us"] > 0 for row in rows)
+    return rows
+
+
+def test_patterns_graphs_and_clock() -> None:
+    done = run(module="tests.gpu.perf_card")
+    assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "sendrecv"])
+def test_every_operation_is_right(op: str) -> None:
+    for extra in ((), ("--graph", "--dtype", "bfloat16")):
+        rows = rows_of(op, *WHERE, "--sizes", "8,1000,300K,5M", *extra)
+        assert {row["graph"] for row in rows} == {bool(extra)}
+        assert all("NVIDIA" in row["device"] for row in rows)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int64", "float16", "float64"])
+@pytest.mark.parametrize("redop", ["prod", "min", "avg"])
+def test_types_and_operators(dtype: str, redop: str) -> None:
+    rows_of("all_reduce", *WHERE, "--sizes", "5000,2M", "--dtype", dtype, "--redop", redop)
+
+
+def test_algorithms_and_protocols_are_those_asked_for() -> None:
+    rows = rows_of("all_reduce", *WHERE, "--sizes", "100K", "--algo", "ring", "--proto", "simple")
+    assert {(row["algo"], row["proto"]) for row in rows} == {("ring", "simple")}
+
+
+@two_gpus
+def test_one_process_drives_several_gpus() -> None:
+    rows_of("all_reduce", *WHERE, "--threads", "--sizes", "8,300K,5M", "--graph")
+
+
+@two_gpus
+@with_torch
+def test_nccl_is_measured_in_the_same_call() -> None:
+    for extra in (("--graph",), ()):
+        for op in ("all_reduce", "sendrecv"):
+            rows = rows_of(op, *WHERE, "--sizes", "1K,1M", "--compare", "nccl", *extra)
+            assert all(row["nccl_us"] > 0 and row["ratio"] > 0 and row["nccl_host_us"] > 0 for row in rows)
+
+
+@two_gpus
+@with_torch
+def test_nccl_beside_threads_has_processes_of_its_own() -> None:
+    assert all(row["nccl_us"] > 0 for row in rows_of("all_gather", *WHERE, "--threads", "--sizes", "1K", "--compare", "nccl"))
+
+
+def test_gpus_that_are_not_there_are_named() -> None:
+    done = run("perf", "all_reduce", "--devices", "cuda:0,77")
+    assert done.returncode == 2
+    assert "there is no cuda:77" in done.stderr
+
+
+def test_the_doctor_lists_them() -> None:
+    found = {f["name"]: f for f in json.loads(run("doctor", "--json", "-").stdout)}
+    assert "NVIDIA" in found["cuda"]["found"]
+    assert found["nvrtc"]["status"] == "ok"
+    assert found["gpu ipc"]["status"] == "ok", found["gpu ipc"]
+    assert found["gpu peers"]["status"] == "ok", found["gpu peers"]
