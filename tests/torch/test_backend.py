@@ -1,4 +1,7 @@
-"""The PyTorch backend against plain computations and against Gloo."""
+"""The PyTorch backend against plain computations and against Gloo.
+
+Importing torch takes a rank two seconds, so each test here starts a world once for many checks.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')")
+pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
 
 from tests.support.ranks import ROOT, run_ranks
-from tests.torch import calls, matrix
+from tests.torch import calls, failures, groups, matrix, messages, training
+from tests.torch.worlds import in_turn
 
 pytestmark = pytest.mark.multiprocess
 TABLE = ("<!-- table -->\n", "\n<!-- end of table -->")
@@ -33,30 +37,31 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "names",
-    [["layouts", "uneven", "point_to_point", "refusals"], ["handles", "groups_and_objects", "same_file_again", "beside_gloo"]],
-    ids=" ".join,
-)
-def test_calls(names: list[str], tmp_path: Path) -> None:
-    run_ranks(calls.in_turn, 3, str(tmp_path / "meet"), names)
-
-
-def test_models_train_as_on_gloo(tmp_path: Path) -> None:
-    for by_name in run_ranks(calls.train, 2, str(tmp_path / "meet"), 5):
-        for name, (ours, theirs) in by_name.items():
-            assert ours == theirs, name
-            assert ours[-1] < ours[0], name
-
-
-@pytest.mark.parametrize(
-    ("check", "nranks", "words"),
+    ("nranks", "checks"),
     [
-        (calls.mismatch, 2, ("CollectiveMismatch", "count")),
-        (calls.lonely, 2, ("CollectiveTimeout", "rank 1")),
-        (calls.aborted, 2, ("CommunicatorAborted", "rank 0")),
+        (3, (calls.layouts, calls.uneven, calls.handles, messages.point_to_point, messages.tags, messages.any_source, messages.threads)),
+        (3, (messages.misfits, groups.objects_and_groups, groups.beside_gloo, groups.same_file_again, groups.split, groups.by_hand)),
+        (3, (groups.several_backends, groups.monitored, groups.deadlines, groups.callbacks_in_order, failures.refusals)),
+        (2, (training.losses, training.dtensor, training.pipelines, training.checkpoint, training.compiled)),
     ],
+    ids=lambda value: str(value) if isinstance(value, int) else " ".join(check.__name__ for check in value),
 )
-def test_failures_are_told_with_their_reason(check: Any, nranks: int, words: tuple[str, ...], tmp_path: Path) -> None:
-    told = [text for text in run_ranks(check, nranks, str(tmp_path / "meet")) if text]
-    assert len(told) == (2 if check is calls.mismatch else 1)
-    assert all(word in text for text in told for word in words), told
+def test_calls(nranks: int, checks: tuple[Any, ...], tmp_path: Path) -> None:
+    run_ranks(in_turn, nranks, str(tmp_path / "meet"), [(check.__module__, check.__name__) for check in checks], timeout=200.0)
+
+
+def test_failures_are_told_with_their_reason(tmp_path: Path) -> None:
+    """(rank that is told: words of its error) for each kind of failure."""
+    expected: dict[Any, list[tuple[str, ...]]] = {
+        failures.mismatch: [("CollectiveMismatch", "count")] * 2,
+        failures.lonely: [("CollectiveTimeout", "rank 1", "rank 1: ", "failures.py"), ()],
+        failures.late_message: [("CollectiveTimeout", "deadline of 1 s", "rank 1", "tag 6", "rank 1: "), ("CollectiveTimeout",)],
+        failures.aborted: [(), ("CommunicatorAborted", "rank 0")],
+        failures.all_aborted: [(), ("CommunicatorAborted", "rank 0")],
+    }
+    told = run_ranks(failures.in_turn, 2, str(tmp_path / "meet"), [check.__name__ for check in expected], timeout=120.0)
+    for rank, texts in enumerate(told):
+        for check, text in zip(expected, texts, strict=True):
+            words = expected[check][rank]
+            assert bool(words) == bool(text), (check.__name__, rank, text)
+            assert all(word in text for word in words), (check.__name__, rank, text)

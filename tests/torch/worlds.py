@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +26,14 @@ def world(path: str, backend: str = miraccl.torch.NAME, timeout: datetime.timede
     try:
         yield rank, nranks
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def in_turn(path: str, names: list[tuple[str, str]]) -> None:
+    """Several checks (module, function), each with groups of its own: importing torch takes longer than most of them."""
+    for module, function in names:
+        getattr(importlib.import_module(module), function)(f"{path}-{function}")
 
 
 def gloo() -> Any:
@@ -49,3 +57,24 @@ def equal(a: Any, b: Any) -> bool:
     if a.dtype is not b.dtype or a.shape != b.shape:
         return False
     return bool((a.contiguous().view(-1).view(torch.uint8) == b.contiguous().view(-1).view(torch.uint8)).all())
+
+
+def both(run: Callable[[Any], Any], other: Any) -> Any:
+    """The result on miraccl, which is that of Gloo."""
+    mine, theirs = run(None), run(other)
+    pairs = zip(mine, theirs, strict=True) if isinstance(mine, list | tuple) else [(mine, theirs)]
+    for ours, wanted in pairs:
+        assert equal(ours, wanted), (ours, wanted)
+    return mine
+
+
+@contextmanager
+def refused(*words: str) -> Iterator[None]:
+    """The block raises ``BackendError`` whose text has these words."""
+    try:
+        yield
+    except miraccl.torch.BackendError as error:
+        if not isinstance(error, dist.DistBackendError) or not all(w in str(error) for w in words):
+            raise AssertionError(f"expected {words}") from error
+    else:
+        raise AssertionError(f"nothing was raised; expected {words}")

@@ -1,4 +1,4 @@
-"""The PyTorch backend: ``import miraccl.torch``, then ``torch.distributed.init_process_group("miraccl")``, for tensors in CPU memory.
+"""The PyTorch backend: ``import miraccl.torch``, then ``torch.distributed.init_process_group("miraccl")``; tensors in CPU and GPU memory.
 
 This package and nothing else in miraccl imports torch.  See docs/torch.md for what works on which types.
 """
@@ -15,11 +15,14 @@ except ImportError as error:
 if not dist.is_available():
     raise MissingDependency("this build of PyTorch has no torch.distributed", hint="install a build with USE_DISTRIBUTED=1")
 
+from miraccl.torch.batches import install
 from miraccl.torch.failures import BackendError
 from miraccl.torch.process_group import NAME, ProcessGroupMiraccl
 from miraccl.torch.start import create
+from miraccl.torch.tensors import DEVICES
 
 __all__ = ["NAME", "BackendError", "ProcessGroupMiraccl", "create"]
 
 if NAME.upper() not in dist.Backend._plugins:
-    dist.Backend.register_backend(NAME, create, devices=["cpu"])
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(DEVICES))
+    install()

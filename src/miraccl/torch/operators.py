@@ -5,6 +5,8 @@
 - 16-bit integers are reduced as 32-bit ones and cut back, which gives the same as 16-bit arithmetic.
 - Bitwise operators are no operators of miraccl: the ranks exchange their bytes and fold them locally.  That costs the traffic and the
   memory of an all_gather (all_to_all for reduce_scatter).
+
+Arrays are those of ``tensors.Staged``: NumPy's for CPU memory, flat tensors for GPU memory.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from miraccl.comm.arguments import Array
 from miraccl.comm.communicator import Communicator
 from miraccl.errors import InvalidUsage
 from miraccl.torch.tensors import NATIVE, SMALL_FLOATS, WIDENED, Form
@@ -32,17 +33,17 @@ _BOOLS = {
     _Kind.MIN: RedOp.MIN,
     _Kind.BAND: RedOp.MIN,
 }
-_BITWISE = {_Kind.BAND: np.bitwise_and, _Kind.BOR: np.bitwise_or, _Kind.BXOR: np.bitwise_xor}
+_BITWISE = {_Kind.BAND: "bitwise_and", _Kind.BOR: "bitwise_or", _Kind.BXOR: "bitwise_xor"}
 _COMPLEX_OPS = (_Kind.SUM, _Kind.AVG, _Kind.PREMUL_SUM)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to reduce: with an operator of miraccl on arrays of ``form``, or with ``fold``, a NumPy function of two arrays of bytes."""
+    """How to reduce: with an operator of miraccl on arrays of ``form``, or with ``fold``, the name of a function of two arrays of bytes."""
 
     form: Form
     op: RedOp | PreMulSum = RedOp.SUM
-    fold: np.ufunc | None = None
+    fold: str | None = None
 
 
 def recipe(op: Any, dtype: Any, where: str) -> Recipe:
@@ -71,7 +72,7 @@ def _refused(kind: Any, dtype: Any, where: str) -> InvalidUsage:
 # ---- reductions of flat arrays by a recipe
 
 
-def all_reduce(comm: Communicator, x: Array, how: Recipe) -> None:
+def all_reduce(comm: Communicator, x: Any, how: Recipe) -> None:
     """In place."""
     if how.fold is None:
         comm.all_reduce(x, op=how.op)
@@ -79,7 +80,7 @@ def all_reduce(comm: Communicator, x: Array, how: Recipe) -> None:
         _fold(how.fold, comm.all_gather(x), x)
 
 
-def reduce(comm: Communicator, x: Array, root: int, how: Recipe) -> None:
+def reduce(comm: Communicator, x: Any, root: int, how: Recipe) -> None:
     """In place on the root."""
     if how.fold is None:
         comm.reduce(x, root, op=how.op)
@@ -89,7 +90,7 @@ def reduce(comm: Communicator, x: Array, root: int, how: Recipe) -> None:
         _fold(how.fold, parts, x)
 
 
-def reduce_scatter(comm: Communicator, x: Array, out: Array, how: Recipe) -> None:
+def reduce_scatter(comm: Communicator, x: Any, out: Any, how: Recipe) -> None:
     """Equal shares."""
     if how.fold is None:
         comm.reduce_scatter(x, out, how.op)
@@ -97,7 +98,7 @@ def reduce_scatter(comm: Communicator, x: Array, out: Array, how: Recipe) -> Non
         _fold(how.fold, comm.all_to_all(x), out)
 
 
-def reduce_scatter_v(comm: Communicator, x: Array, counts: list[int], out: Array, how: Recipe) -> None:
+def reduce_scatter_v(comm: Communicator, x: Any, counts: list[int], out: Any, how: Recipe) -> None:
     """Rank r gets ``counts[r]`` elements."""
     if how.fold is None:
         comm.reduce_scatter_v(x, counts, out, how.op)
@@ -105,6 +106,12 @@ def reduce_scatter_v(comm: Communicator, x: Array, counts: list[int], out: Array
         _fold(how.fold, comm.all_to_all_v(x, counts, [counts[comm.rank]] * comm.nranks), out)
 
 
-def _fold(function: np.ufunc, parts: Array, out: Array) -> None:
-    if out.size:
-        function.reduce(parts.reshape(-1, out.size), axis=0, out=out)
+def _fold(name: str, parts: Any, out: Any) -> None:
+    if isinstance(out, np.ndarray):
+        if out.size:
+            getattr(np, name).reduce(parts.reshape(-1, out.size), axis=0, out=out)
+    elif out.numel():
+        rows = parts.view(-1, out.numel())
+        out.copy_(rows[0])
+        for row in rows[1:]:
+            getattr(torch, name)(out, row, out=out)

@@ -1,57 +1,76 @@
-"""The process group: c10d's calls, each staged into flat arrays and given to the communicator.
+"""The process group: one communicator as c10d's callers see it.
 
 PyTorch lets Python subclass ``ProcessGroup``, not ``Backend`` (``PyProcessGroup.hpp``): the object that this module makes *is* the group
 of ``init_process_group``, for all devices.  C++ callers (DDP's reducer, the functional collectives) reach the methods that
 ``PyProcessGroup`` forwards; Python callers reach them all.
 
-A call stages its arguments on the caller's thread, so that errors in them are raised there, and hands the rest to the lane.
+Three ways lead on.  CPU memory: the lane, in the order of the calls.  Messages of CPU memory: the post, beside the lane.  GPU memory: the
+streams.  Calls with tensors of a device that the group's string gives to another backend are passed on to that one (``elsewhere``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+import contextlib
+import datetime
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from miraccl.comm.communicator import Communicator
 from miraccl.errors import InvalidUsage
-from miraccl.torch import operators
+from miraccl.torch import monitored
+from miraccl.torch.channel import deadline, set_timeout
+from miraccl.torch.collectives import Collectives, only
+from miraccl.torch.elsewhere import Elsewhere
 from miraccl.torch.failures import as_backend_errors
-from miraccl.torch.operators import recipe
-from miraccl.torch.tensors import Staged, stage, stage_list
-from miraccl.torch.work import Lane, TransferWork, Work
+from miraccl.torch.post import Post
+from miraccl.torch.routing import by_device, first_tensor
+from miraccl.torch.streams import Streams, as_one_batch
+from miraccl.torch.tensors import DEVICES, Staged, stage
+from miraccl.torch.work import Lane, TransferWork, Work, seconds
 
 NAME = "miraccl"
 CLOSE_WAIT_S = 10.0
-
-_ALL_REDUCE = c10d.AllreduceOptions()
-_ALL_REDUCE_COALESCED = c10d.AllreduceCoalescedOptions()
-_ALL_GATHER = c10d.AllgatherOptions()
-_ALL_TO_ALL = c10d.AllToAllOptions()
 _BARRIER = c10d.BarrierOptions()
-_BROADCAST = c10d.BroadcastOptions()
-_GATHER = c10d.GatherOptions()
-_REDUCE = c10d.ReduceOptions()
-_REDUCE_SCATTER = c10d.ReduceScatterOptions()
-_SCATTER = c10d.ScatterOptions()
 
 
-class ProcessGroupMiraccl(dist.ProcessGroup):
-    """One communicator as a ``torch.distributed`` group; ``communicator`` is there for its own calls (explain, last_plan)."""
+class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
+    """One communicator as a ``torch.distributed`` group; ``communicator`` is there for its own calls (explain, last_plan).
 
-    def __init__(self, store: Any, communicator: Communicator) -> None:
-        super().__init__(communicator.rank, communicator.nranks)  # the constructor with a store makes no object that can be overridden
+    ``mail`` is a communicator of the same ranks for messages alone, ``elsewhere`` has the backends of other devices.
+    """
+
+    supports_splitting = True
+    supports_coalescing = True
+    supports_shrinking = False
+    supports_time_estimate = False
+    options = None
+
+    def __init__(self, store: Any, communicator: Communicator, mail: Communicator, elsewhere: Elsewhere | None = None) -> None:
+        dist.ProcessGroup.__init__(self, communicator.rank, communicator.nranks)  # the one with a store makes no object to override
         self._store = store
         self._group_name = self._group_desc = ""
         self.communicator = communicator
+        self._elsewhere = elsewhere
         self._lane = Lane(f"{NAME}-torch-{communicator.rank}")
+        self._mail_lane = Lane(f"{NAME}-torch-mail-{communicator.rank}")
+        self._post = Post(mail)
+        self._streams: Streams | None = None
+        self._batch: list[Work] | None = None
+        self._sequence = 0
+        self._splits = 0
+        self._barriers = 0
+        self._aborted = False
 
-    # The base class keeps its names in backends, of which this group has none.
+    # ---- names: the base class keeps its own in backends, of which this group has none
 
     def name(self) -> str:
         return NAME
+
+    getBackendName = _get_backend_name = name  # noqa: N815  (the trampoline asks under C++'s names)
 
     def _set_group_name(self, name: str) -> None:
         self._group_name = name
@@ -67,9 +86,6 @@ class ProcessGroupMiraccl(dist.ProcessGroup):
     def group_desc(self) -> str:
         return self._group_desc
 
-    def getBackendName(self) -> str:  # noqa: N802  (the trampoline asks under C++'s names)
-        return NAME
-
     def getGroupName(self) -> str:  # noqa: N802
         return self._group_name
 
@@ -79,259 +95,275 @@ class ProcessGroupMiraccl(dist.ProcessGroup):
     def get_group_store(self) -> Any:
         return self._store
 
-    # ---- collectives
+    # ---- devices
 
-    def allreduce(self, tensors: Sequence[Any], opts: Any = _ALL_REDUCE) -> Work:
-        return self._all_reduce("all_reduce", tensors, opts)
+    @property
+    def _device_types(self) -> list[Any]:
+        others = self._elsewhere.devices if self._elsewhere else {}
+        return [torch.device(d) for d in dict.fromkeys((*DEVICES, *others))]
 
-    def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = _ALL_REDUCE_COALESCED) -> Work:
-        return self._all_reduce("all_reduce_coalesced", tensors, opts)
+    def _get_backend(self, device: Any) -> Any:
+        """This group itself, which answers what callers ask backends, or another library's for its device."""
+        kind = torch.device(device).type
+        if self._elsewhere is not None and kind in self._elsewhere.devices:
+            return self._elsewhere.group._get_backend(torch.device(device))
+        if kind not in DEVICES:
+            raise RuntimeError(f"no backend for device type {kind}")
+        return self
 
-    def _all_reduce(self, name: str, tensors: Sequence[Any], opts: Any) -> Work:
-        with as_backend_errors():
-            jobs = []
-            for tensor in tensors:
-                how = recipe(opts.reduceOp, tensor.dtype, name)
-                jobs.append((stage(tensor, name, how.form), how))
+    def elsewhere_for(self, arguments: Any) -> Any:
+        """The group of PyTorch's own that takes a call with these arguments; None: this one."""
+        if self._elsewhere is None:
+            return None
+        tensor = first_tensor(arguments)
+        return self._elsewhere.group if tensor is not None and tensor.device.type in self._elsewhere.devices else None
 
-        def action() -> None:
-            for staged, how in jobs:
-                operators.all_reduce(self.communicator, staged.array, how)
-                staged.store()
+    def eager_connect_single_device(self, device: Any) -> None:
+        self.bound_device_id = device
 
-        return self._go(name, tensors, action, opts)
+    def perform_nocolor_split(self, device: Any) -> None:
+        """Groups meet through the store, without those that stay out."""
 
-    def broadcast(self, tensors: Sequence[Any], opts: Any = _BROADCAST) -> Work:
-        with as_backend_errors():
-            jobs = [stage(t, "broadcast") for t in tensors]
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        return False
 
-        def action() -> None:
-            for staged in jobs:
-                self.communicator.broadcast(staged.array, opts.rootRank)
-                staged.store()
+    def _backend_id(self, kind: Any) -> int:
+        return id(self)
 
-        return self._go("broadcast", tensors, action, opts)
+    def _has_hooks(self) -> bool:
+        return False
 
-    def reduce(self, tensors: Sequence[Any], opts: Any = _REDUCE) -> Work:
-        tensor, root = _only(tensors, "reduce"), opts.rootRank
-        with as_backend_errors():
-            how = recipe(opts.reduceOp, tensor.dtype, "reduce")
-            staged = stage(tensor, "reduce", how.form)
+    def _enable_collectives_timing(self) -> None:
+        """Nothing is timed."""
 
-        def action() -> None:
-            operators.reduce(self.communicator, staged.array, root, how)
-            if self.communicator.rank == root:
-                staged.store()
+    def _streams_of(self, device: Any) -> Streams:
+        if self._streams is None:
+            ordinal = torch.cuda.current_device() if device.index is None else device.index
+            self._streams = Streams(self.communicator, torch.device(device.type, ordinal))
+        elif device.index not in (None, self._streams.device.index):
+            with as_backend_errors():
+                raise InvalidUsage(f"the tensor is on {device}, this group works on {self._streams.device}: one GPU a group and rank")
+        return self._streams
 
-        return self._go("reduce", tensors, action, opts)
+    # ---- running
 
-    def allgather(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _ALL_GATHER) -> Work:
-        return self._all_gather_lists("all_gather", output_lists, inputs, opts)
+    def _go(self, name: str, tensors: Sequence[Any], staged: Iterable[Staged], action: Callable[[], Any], opts: Any) -> Work:
+        places = list(staged)
+        self._sequence += 1
+        if places and places[0].device.type != "cpu":
+            memory = [t for place in places for t in place.memory]
+            work: Work = self._streams_of(places[0].device).run(name, tensors, memory, action, asynchronous=opts.asyncOp)
+        else:
+            work = self._on_lane(name, tensors, action, seconds(opts.timeout), opts.asyncOp or self._batch is not None)
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
 
-    def allgather_coalesced(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _ALL_GATHER) -> Work:
-        """``output_lists[r][i]`` becomes rank r's ``inputs[i]``."""
-        by_input = [[of_rank[i] for of_rank in output_lists] for i in range(len(inputs))]
-        return self._all_gather_lists("all_gather_coalesced", by_input, inputs, opts)
+    def _on_lane(self, name: str, tensors: Sequence[Any], action: Callable[[], Any], limit: float | None, asynchronous: bool) -> Work:
+        def timed() -> None:
+            with deadline(self.communicator, limit):
+                action()
 
-    def _all_gather_lists(self, name: str, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Work:
-        with as_backend_errors():
-            jobs = []
-            for outputs, tensor in zip(output_lists, inputs, strict=True):
-                source = stage(tensor, name)
-                target = stage_list(outputs, name, load=False)
-                jobs.append((source, _counts(target), target))
-
-        def action() -> None:
-            for source, counts, target in jobs:
-                if len(set(counts)) == 1:
-                    self.communicator.all_gather(source.array, target.array)
-                else:
-                    self.communicator.all_gather_v(source.array, counts, target.array)
-                target.store()
-
-        return self._go(name, [t for outputs in output_lists for t in outputs], action, opts)
-
-    def all_gather_single(self, output: Any, tensor: Any, opts: Any = _ALL_GATHER) -> Work:
-        return self.all_gather_single_coalesced([output], [tensor], opts)
-
-    def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = _ALL_GATHER) -> Work:
-        name = "all_gather_into_tensor"
-        with as_backend_errors():
-            jobs = [(stage(x, name), stage(out, name)) for out, x in zip(outputs, inputs, strict=True)]
-
-        def action() -> None:
-            for source, target in jobs:
-                self.communicator.all_gather(source.array, target.array)
-                target.store()
-
-        return self._go(name, outputs, action, opts)
-
-    def reduce_scatter(self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], opts: Any = _REDUCE_SCATTER) -> Work:
-        name = "reduce_scatter"
-        with as_backend_errors():
-            jobs = []
-            for output, inputs in zip(outputs, input_lists, strict=True):
-                how = recipe(opts.reduceOp, output.dtype, name)
-                source = stage_list(inputs, name, how.form)
-                jobs.append((source, _counts(source), stage(output, name, how.form), how))
-
-        def action() -> None:
-            for source, counts, target, how in jobs:
-                if len(set(counts)) == 1:
-                    operators.reduce_scatter(self.communicator, source.array, target.array, how)
-                else:
-                    operators.reduce_scatter_v(self.communicator, source.array, counts, target.array, how)
-                target.store()
-
-        return self._go(name, outputs, action, opts)
-
-    def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = _REDUCE_SCATTER) -> Work:
-        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
-
-    def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = _REDUCE_SCATTER) -> Work:
-        name = "reduce_scatter_tensor"
-        with as_backend_errors():
-            jobs = []
-            for output, tensor in zip(outputs, inputs, strict=True):
-                how = recipe(opts.reduceOp, output.dtype, name)
-                jobs.append((stage(tensor, name, how.form), stage(output, name, how.form), how))
-
-        def action() -> None:
-            for source, target, how in jobs:
-                operators.reduce_scatter(self.communicator, source.array, target.array, how)
-                target.store()
-
-        return self._go(name, outputs, action, opts)
-
-    def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = _ALL_TO_ALL) -> Work:
-        name = "all_to_all"
-        with as_backend_errors():
-            source = stage_list(inputs, name)
-            target = stage_list(outputs, name, load=False)
-
-        def action() -> None:
-            self.communicator.all_to_all_v(source.array, _counts(source), _counts(target), target.array)
-            target.store()
-
-        return self._go(name, outputs, action, opts)
-
-    def all_to_all_single(
-        self, output: Any, tensor: Any, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = _ALL_TO_ALL
-    ) -> Work:
-        """Splits are in rows. Either none on all ranks (equal blocks) or some on all ranks: what the others gave cannot be seen here."""
-        name = "all_to_all_single"
-        with as_backend_errors():
-            source, target = stage(tensor, name), stage(output, name)
-            sends, receives = self._splits(source, input_splits), self._splits(target, output_splits)
-
-        def action() -> None:
-            if output_splits or input_splits:
-                self.communicator.all_to_all_v(source.array, sends, receives, target.array)
-            else:
-                self.communicator.all_to_all(source.array, target.array)
-            target.store()
-
-        return self._go(name, [output], action, opts)
-
-    def _splits(self, staged: Staged, rows: Sequence[int]) -> list[int]:
-        """Counts of array elements per rank from counts of rows; equal shares where there are none."""
-        tensor = staged.tensors[0]
-        if not rows:
-            return [staged.array.size // self.communicator.nranks] * self.communicator.nranks
-        length = tensor.shape[0] if tensor.dim() else 1
-        if sum(rows) != length:
-            raise InvalidUsage(f"all_to_all_single: the splits {list(rows)} add up to {sum(rows)}, the tensor has {length} rows")
-        per_row = staged.array.size // length if length else 0
-        return [n * per_row for n in rows]
-
-    def gather(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _GATHER) -> Work:
-        name, root = "gather", opts.rootRank
-        outputs = _only(output_lists, name) if self.communicator.rank == root else []
-        with as_backend_errors():
-            source = stage(_only(inputs, name), name)
-            target = stage_list(outputs, name, load=False) if outputs else None
-
-        def action() -> None:
-            self.communicator.gather(source.array, root, None if target is None else target.array)
-            if target is not None:
-                target.store()
-
-        return self._go(name, outputs, action, opts)
-
-    def scatter(self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], opts: Any = _SCATTER) -> Work:
-        name, root = "scatter", opts.rootRank
-        with as_backend_errors():
-            target = stage(_only(outputs, name), name)
-            source = stage_list(_only(input_lists, name), name) if self.communicator.rank == root else None
-
-        def action() -> None:
-            self.communicator.scatter(None if source is None else source.array, root, target.array)
-            target.store()
-
-        return self._go(name, outputs, action, opts)
+        run = action if limit is None else timed
+        if asynchronous:
+            return self._lane.submit(Work(name, tensors), run)
+        self._lane.run(name, run)
+        return Work.finished(name, tensors)
 
     def barrier(self, opts: Any = _BARRIER) -> Work:
-        return self._go("barrier", [], self.communicator.barrier, opts)
+        device = opts.device
+        if self._elsewhere is not None and device is not None and device.type in self._elsewhere.devices:
+            other: Work = self._elsewhere.group.barrier(opts)
+            return other
+        self._sequence += 1
+        streams = self._streams_of(device) if device is not None and device.type == "cuda" else self._streams
+        drain = streams.mark() if streams is not None else None
+
+        def action() -> None:
+            if drain is not None:
+                drain()
+            self.communicator.barrier()
+
+        return self._on_lane("barrier", [], action, seconds(opts.timeout), opts.asyncOp)
+
+    def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names the ranks that do not come, and where they are. Rank 0 finds out and tells the others."""
+        limit = seconds(timeout)
+        self._barriers += 1
+        with as_backend_errors():
+            monitored.barrier(self._post, self._barriers, self._post.timeout if limit is None else limit, wait_all_ranks)
 
     # ---- point to point
 
+    @by_device("send")
     def send(self, tensors: Sequence[Any], dst: int, tag: int = 0) -> Work:
-        return self._transfer("send", tensors, dst, tag, self.communicator.send)
+        """Tags are for CPU memory; messages between GPUs are matched by their order, as on NCCL."""
+        with as_backend_errors():
+            staged = stage(only(tensors, "send"), "send")
+            if staged.device.type != "cpu":
+                begin = lambda: self.communicator.send(staged.array, dst)  # noqa: E731
+                return self._streams_of(staged.device).transfer("send", tensors, staged.memory, begin, _nothing)
+            message = self._post.send(staged.array, dst, tag)
+        return self._transfer(TransferWork("send", tensors, self._post, message, self._mail_lane, _nothing))
 
+    @by_device("recv")
     def recv(self, tensors: Sequence[Any], src: int, tag: int = 0) -> Work:
-        return self._transfer("recv", tensors, src, tag, self.communicator.recv)
-
-    def _transfer(self, name: str, tensors: Sequence[Any], peer: int, tag: int, call: Callable[..., Any]) -> Work:
         with as_backend_errors():
-            if tag:
-                raise InvalidUsage(f"{name}: tag is {tag}; messages between two ranks are matched by their order, without tags")
-            staged = stage(_only(tensors, name), name)
-            after = staged.store if name == "recv" else _nothing
-            return TransferWork(name, tensors, self._lane, lambda: call(staged.array, peer, async_op=True), after)
+            staged = stage(only(tensors, "recv"), "recv")
+            if staged.device.type != "cpu":
+                begin = lambda: self.communicator.recv(staged.array, src)  # noqa: E731
+                return self._streams_of(staged.device).transfer("recv", tensors, staged.memory, begin, staged.store)
+            return self._receive(tensors, staged, src, tag)
 
-    def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> NoReturn:
+    @by_device("recv_anysource")
+    def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> Work:
+        """From whoever sends first; ``source_rank`` of the work says who it was."""
         with as_backend_errors():
-            raise InvalidUsage("recv: a receive names the rank it receives from; 'any source' is not supported")
+            staged = stage(only(tensors, "recv"), "recv")
+            if staged.device.type != "cpu":
+                raise InvalidUsage("recv: a receive into GPU memory names the rank it receives from", hint="as on NCCL")
+            return self._receive(tensors, staged, None, tag)
 
-    # ---- names that older callers use
+    def _receive(self, tensors: Sequence[Any], staged: Staged, source: int | None, tag: int) -> Work:
+        message = self._post.receive(staged.array, source, tag)
+        return self._transfer(TransferWork("recv", tensors, self._post, message, self._mail_lane, staged.store))
 
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+    def _transfer(self, work: Work) -> Work:
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
+
+    # ---- several at once
+
+    def _start_coalescing(self, device: Any) -> None:
+        """Until ``_end_coalescing``, calls are asynchronous, and sends and receives of GPU memory wait for one another."""
+        device = torch.device(device)
+        if self._elsewhere is not None and device.type in self._elsewhere.devices:
+            self._elsewhere.group._start_coalescing(device)
+            return
+        self._batch = []
+        if device.type == "cuda":
+            self._streams_of(device).open_batch()
+
+    def _end_coalescing(self, device: Any) -> Any:
+        device = torch.device(device)
+        if self._elsewhere is not None and device.type in self._elsewhere.devices:
+            return self._elsewhere.group._end_coalescing(device)
+        batch, self._batch = self._batch or [], None
+        transfers = self._streams.close_batch() if device.type == "cuda" and self._streams is not None else None
+        return _Several(batch if transfers is None else [*batch, transfers])
+
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
+
+    @contextlib.contextmanager
+    def batch(self, device: Any) -> Iterator[list[Work]]:
+        """Sends and receives of GPU memory inside the block are one operation; afterwards the list has its work."""
+        works: list[Work] = []
+        streams = self._streams_of(device)
+        with as_one_batch(streams):
+            yield works
+        work = streams.close_batch()
+        if work is not None:
+            works.append(work)
+
+    # ---- sequence numbers, timeouts, other groups
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has called."""
+        return self._sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Numbers begin at 0 on all ranks."""
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """The deadline of operations on CPU memory from now on; that of GPU memory is fixed when the group first uses it."""
+        set_timeout(self.communicator, timeout.total_seconds())
+        self._post.set_timeout(timeout.total_seconds())
+
+    _set_default_timeout = set_timeout
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: datetime.timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> ProcessGroupMiraccl | None:
+        """A group of some of this group's ranks, in their order; collective over all of them, each with the ranks of its own new group.
+
+        A rank that is not among its ``ranks`` gets None.
+        """
+        if self._elsewhere is not None:
+            with as_backend_errors():
+                raise InvalidUsage("split_group: this group has backends of other libraries", hint="use new_group")
+        self._splits += 1
+        member = self.rank() in ranks
+        with as_backend_errors():
+            color, key = (min(ranks), list(ranks).index(self.rank())) if member else (None, 0)
+            part, mail = self.communicator.split(color, key), self._post.comm.split(color, key)
+        if part is None or mail is None:
+            return None
+        name = group_name or f"{self._group_name}:split{self._splits}:{min(ranks)}"
+        group = ProcessGroupMiraccl(dist.PrefixStore(f"{name}/", self._store), part, mail)
+        group._set_group_name(name)
+        group._set_group_desc(group_desc or f"{self._group_desc}:split:{self._splits}")
+        if timeout is not None:
+            group.set_timeout(timeout)
+        return group
+
+    def comm_split_count(self) -> int:
+        return self._splits
 
     # ---- life
 
+    def _wait_for_pending_works(self) -> None:
+        self._lane.run("wait_for_pending_works", _nothing)
+
     def shutdown(self) -> None:
         """From ``destroy_process_group``: end after what is pending."""
+        self._mail_lane.close(0)
         if not self._lane.close(CLOSE_WAIT_S):
             self.communicator.abort("the process group was destroyed while an operation was pending")
             self._lane.close(CLOSE_WAIT_S)
+        self._post.close()
         self.communicator.finalize()
+        if self._elsewhere is not None and not self._aborted:
+            self._elsewhere.close()
 
     def abort(self) -> None:
         """End now, on all ranks."""
-        self.communicator.abort("the process group was aborted")
+        self._aborted = True
+        for comm in (self.communicator, self._post.comm):
+            comm.abort("the process group was aborted")
+        if self._elsewhere is not None:
+            self._elsewhere.abort()
         self.shutdown()
 
-    def _go(self, name: str, tensors: Sequence[Any], action: Callable[[], Any], opts: Any) -> Work:
-        if opts.asyncOp:
-            return self._lane.submit(Work(name, tensors), action)
-        self._lane.run(name, action)
-        return Work.finished(name, tensors)
 
+class _Several(Work):
+    """The operations of a coalesced block."""
 
-def _only(items: Sequence[Any], name: str) -> Any:
-    if len(items) != 1:
-        with as_backend_errors():
-            raise InvalidUsage(f"{name}: one tensor (or list of tensors) a call, got {len(items)}")
-    return items[0]
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__("coalesced", [t for work in works for t in work.result()])
+        self._works = list(works)
 
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        return not [work for work in self._works if not work.wait(timeout)]  # all are waited for
 
-def _counts(staged: Staged) -> list[int]:
-    """Array elements of each tensor of a list."""
-    return [t.numel() * staged.width for t in staged.tensors]
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Exception | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def get_future(self) -> Any:
+        futures = [work.get_future() for work in self._works]
+        return torch.futures.collect_all(futures).then(lambda done: [t for f in done.value() for t in f.value()])
 
 
 def _nothing() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 from typing import Any
 
 import torch.distributed as dist
@@ -11,25 +10,46 @@ import torch.distributed as dist
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.start import get_unique_id
 from miraccl.errors import BootstrapError, MiracclError
+from miraccl.torch.elsewhere import Elsewhere, devices_of_call
 from miraccl.torch.failures import as_backend_errors
-from miraccl.torch.process_group import ProcessGroupMiraccl
+from miraccl.torch.process_group import NAME, ProcessGroupMiraccl
+from miraccl.torch.tensors import DEVICES
 
 KEY = "miraccl/unique_id"
 _FAILED = "failed: "
 
 
-def create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> ProcessGroupMiraccl:
-    """The group of ``size`` ranks that share ``store``; collective. ``timeout`` becomes the deadline of every operation.
+def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
+    """The group that ``init_process_group`` and ``new_group`` ask for; collective. Its ``timeout`` becomes the deadline of every operation.
 
     Raises ``BackendError`` when ranks cannot meet; a rank 0 that cannot open the meeting point says so to the others through the store.
     """
+    store, rank, size, timeout = opts.store, opts.group_rank, opts.group_size, opts.timeout
+    devices = devices_of_call(dict.fromkeys(DEVICES, NAME))
     with as_backend_errors():
         ident = _publish(store) if rank == 0 else _wait_for(store, rank)
         comm = Communicator(size, ident, rank, timeout=timeout.total_seconds())
+        mail = comm.split(0)
+    assert mail is not None
     if rank == 0:  # all have read it by now; a later group on the same store must not find it
         with contextlib.suppress(RuntimeError, NotImplementedError):
             store.delete_key(KEY)
-    return ProcessGroupMiraccl(store, comm)
+    others = {device: name for device, name in devices.items() if name != NAME}
+    elsewhere = None
+    if others:
+        place = dist.PrefixStore(f"{NAME}/elsewhere/", store)
+        with as_backend_errors():
+            elsewhere = Elsewhere(
+                others,
+                place,
+                rank,
+                size,
+                timeout=timeout,
+                options=backend_options,
+                global_ranks=opts.global_ranks_in_group,
+                name=opts.group_id,
+            )
+    return ProcessGroupMiraccl(store, comm, mail, elsewhere)
 
 
 def _publish(store: Any) -> str:

@@ -1,4 +1,4 @@
-"""Tensors as flat NumPy arrays that collectives can use.
+"""Tensors as flat arrays that collectives can use: NumPy arrays for CPU memory, tensors for GPU memory.
 
 A contiguous tensor is viewed, never copied.  Anything else (strides, the lazy conjugate and negative bits, 16-bit integers in a
 reduction, a list of tensors) goes through one temporary, which ``Staged.store`` writes back.
@@ -20,6 +20,7 @@ import torch
 from miraccl.comm.arguments import Array
 from miraccl.errors import InvalidUsage
 
+DEVICES = ("cpu", "cuda")
 NATIVE = frozenset(
     (torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.float16, torch.float32, torch.float64)
 )
@@ -45,9 +46,28 @@ class Staged:
     """``array`` is flat and holds ``width`` elements per element of the tensors; ``temporary`` is None where it is their own memory."""
 
     tensors: Sequence[Any]
-    array: Array
+    array: Any
     width: int
     temporary: Any = None
+
+    @property
+    def count(self) -> int:
+        """Elements of the array."""
+        return sum(self.counts)
+
+    @property
+    def counts(self) -> list[int]:
+        """Array elements of each tensor."""
+        return [t.numel() * self.width for t in self.tensors]
+
+    @property
+    def device(self) -> Any:
+        return self.tensors[0].device
+
+    @property
+    def memory(self) -> list[Any]:
+        """The tensors whose memory is used."""
+        return [*self.tensors, *([] if self.temporary is None else [self.temporary])]
 
     def store(self) -> None:
         """Write a temporary back to the tensors."""
@@ -63,9 +83,9 @@ class Staged:
 
 def check(tensor: Any, where: str) -> None:
     """Raise ``InvalidUsage`` for tensors that this backend cannot carry."""
-    if tensor.device.type != "cpu":
-        hint = "name another backend for these tensors in a group of its own: new_group(backend=...)"
-        raise InvalidUsage(f"{where}: the tensor is on {tensor.device}; this backend works on CPU tensors", hint=hint)
+    if tensor.device.type not in DEVICES:
+        hint = "name a backend for this device: init_process_group('cpu:miraccl,xpu:xccl'), say"
+        raise InvalidUsage(f"{where}: the tensor is on {tensor.device}; this backend works on {' and '.join(DEVICES)} tensors", hint=hint)
     if tensor.layout is not torch.strided:
         raise InvalidUsage(f"{where}: the tensor's layout is {tensor.layout}; allowed is torch.strided", hint="use to_dense()")
 
@@ -86,8 +106,10 @@ def stage_list(tensors: Sequence[Any], where: str, form: Form = Form.VALUES, *, 
     first = tensors[0]
     if any(t.dtype is not first.dtype for t in tensors):
         raise InvalidUsage(f"{where}: the tensors of a list have one dtype, got {sorted({str(t.dtype) for t in tensors})}")
+    if any(t.device != first.device for t in tensors):
+        raise InvalidUsage(f"{where}: the tensors of a list are on one device, got {sorted({str(t.device) for t in tensors})}")
     kind = torch.int32 if form is Form.WIDE else first.dtype
-    temporary = torch.empty(sum(t.numel() for t in tensors), dtype=kind)
+    temporary = torch.empty(sum(t.numel() for t in tensors), dtype=kind, device=first.device)
     if load:
         start = 0
         for tensor in tensors:
@@ -108,16 +130,18 @@ def _known(dtype: Any) -> bool:
     return dtype in NATIVE or dtype in SMALL_FLOATS or dtype in (torch.complex64, torch.complex128)
 
 
-def _array(flat: Any, form: Form) -> Array:
+def _array(flat: Any, form: Form) -> Any:
     """The memory of a flat contiguous tensor."""
-    result: Array
     if form is Form.BYTES or not _known(flat.dtype):
-        result = flat.view(torch.uint8).numpy()
-    elif flat.dtype in SMALL_FLOATS:
+        flat = flat.view(torch.uint8)
+    elif flat.dtype.is_complex:
+        flat = torch.view_as_real(flat).view(-1)
+    if flat.is_cuda:
+        return flat
+    result: Array
+    if flat.dtype in SMALL_FLOATS:
         carrier, dtype = SMALL_FLOATS[flat.dtype]
         result = flat.view(carrier).numpy().view(dtype)
-    elif flat.dtype.is_complex:
-        result = torch.view_as_real(flat).view(-1).numpy()
     else:
         result = flat.numpy()
     return result

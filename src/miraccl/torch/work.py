@@ -6,6 +6,7 @@ the lane is empty, else behind what is pending.  One thread at a time is inside 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import queue
 import threading
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from miraccl.comm.work import Work as OpenWork
 from miraccl.errors import CollectiveTimeout, CommunicatorClosed, MiracclError
 from miraccl.torch.failures import BackendError
+from miraccl.torch.post import Message, Post
 
 Action = Callable[[], Any]
 
@@ -32,6 +33,7 @@ class Work(dist.Work):
         self._error: Exception | None = None
         self._future: Any = None
         self._lock = threading.Lock()
+        self._concluding = threading.Lock()
 
     @classmethod
     def finished(cls, name: str, tensors: Sequence[Any]) -> Work:
@@ -41,7 +43,7 @@ class Work(dist.Work):
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """True when the operation has ended well; ``BackendError`` after its failure or after ``timeout`` (none, or 0: the group's)."""
-        if not self._done.wait(_seconds(timeout)):
+        if not self._done.wait(seconds(timeout)):
             raise BackendError(CollectiveTimeout(f"not finished within {timeout}; it goes on in the background", op=self._name))
         if self._error is not None:
             raise self._error
@@ -69,19 +71,22 @@ class Work(dist.Work):
                 self._future = torch.futures.Future()
             fulfil = fresh and self._done.is_set()
         if fulfil:
-            self._fulfil()
+            self.fulfil()
         return self._future
 
     def end(self, error: Exception | None) -> None:
         """From whoever ran it."""
+        if self.settle(error):
+            self.fulfil()
+
+    def settle(self, error: Exception | None) -> bool:
+        """Mark it as ended; whether somebody has a future of it, which is still to be fulfilled."""
         with self._lock:
             self._error = error
             self._done.set()
-            fulfil = self._future is not None
-        if fulfil:
-            self._fulfil()
+            return self._future is not None
 
-    def _fulfil(self) -> None:
+    def fulfil(self) -> None:
         """Callbacks of the future run in here, and may ask for anything: no lock is held."""
         if self._error is None:
             self._future.set_result(self._tensors)
@@ -109,45 +114,56 @@ class Lane:
         """Run an action after what is pending, and wait for it. The callback of a future, which runs on the lane itself, does not queue."""
         if self.idle or threading.current_thread() is self._thread:
             with self._turn:
-                _translated(action)
+                translated(action)
         else:
             self.submit(Work(name, []), action).wait()
 
     def submit(self, work: Work, action: Action) -> Work:
-        """Run an action in the background, in order."""
+        """Run an action in the background, in order; from a callback that runs on the lane, at once: it may be waited for there."""
         with self._lock:
-            if self._closed:
-                raise BackendError(CommunicatorClosed("the process group has been destroyed"))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-                self._thread.start()
-            self._pending += 1
-            self._queue.put((work, action))
+            own = threading.current_thread() is self._thread
+            if not own:
+                if self._closed:
+                    raise BackendError(CommunicatorClosed("the process group has been destroyed"))
+                self._enqueue(work, action)
+        if own:
+            work.end(self._run(action))
         return work
 
-    def try_now(self, action: Action) -> bool:
-        """Run a short action unless that would have to wait; whether it ran."""
-        if not self.idle or not self._turn.acquire(blocking=False):
-            return False
+    def _enqueue(self, work: Work, action: Action) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            self._thread.start()
+        self._pending += 1
+        self._queue.put((work, action))
+
+    def _run(self, action: Action) -> Exception | None:
+        """The error of an action belongs to whoever waits for it."""
         try:
-            _translated(action)
-        finally:
-            self._turn.release()
-        return True
+            with self._turn:
+                translated(action)
+        except Exception as error:
+            return error
+        return None
 
     def _loop(self) -> None:
         while (item := self._queue.get()) is not None:
             work, action = item
-            error: Exception | None = None
-            try:
-                with self._turn:
-                    _translated(action)
-            except Exception as caught:  # it belongs to whoever waits
-                error = caught
+            error = self._run(action)
+            self._end(work, error)
+            del item, work, action
+
+    def _end(self, work: Work, error: Exception | None) -> None:
+        """The lane is idle only after its last operation has ended and the callbacks of its future have run: what they call comes
+        before whatever others call next, on every rank."""
+        with self._lock:
+            fulfil = work.settle(error)
+            if not fulfil:
+                self._pending -= 1
+        if fulfil:
+            work.fulfil()
             with self._lock:
                 self._pending -= 1
-            work.end(error)
-            del item, work, action
 
     def close(self, timeout: float) -> bool:
         """End the thread after what is pending; False if that takes longer than ``timeout`` seconds."""
@@ -162,67 +178,70 @@ class Lane:
 
 
 class TransferWork(Work):
-    """A send or receive. It goes on inside calls of its group, ``wait`` and ``is_completed`` among them.
+    """A send or receive of CPU memory. It goes on inside calls of its ``post``; ``after`` is what remains when it has ended.
 
-    ``begin`` starts it in the communicator, ``after`` is what remains when it has ended.
+    ``lane`` runs the waiting once a future was asked for, which has to end by itself.
     """
 
-    def __init__(self, name: str, tensors: Sequence[Any], lane: Lane, begin: Callable[[], OpenWork], after: Action) -> None:
+    def __init__(self, name: str, tensors: Sequence[Any], post: Post, message: Message, lane: Lane, after: Action) -> None:
         super().__init__(name, tensors)
-        self._lane, self._begin, self._after = lane, begin, after
-        self._open: OpenWork | None = None
+        self._post, self._message, self._lane, self._after = post, message, lane, after
         self._handed_over = False
-        lane.run(name, self._start)
-
-    def _start(self) -> None:
-        self._open = self._begin()
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        if not self._done.is_set() and not self._handed_over:
-            limit = _seconds(timeout)
-            self._lane.run(self._name, lambda: self._settle(limit))
+        if not self._done.is_set():
+            try:
+                self._post.wait(self._message, seconds(timeout))
+            except MiracclError as error:
+                if not self._message.done:
+                    raise BackendError(error) from error
+            self._conclude()
         return super().wait(timeout)
 
     def is_completed(self) -> bool:
-        if not self._done.is_set() and not self._handed_over:
-            self._lane.try_now(self._poll)
+        if not self._done.is_set():
+            with contextlib.suppress(MiracclError):  # it becomes the message's
+                self._post.poll(self._message)
+            self._conclude()
         return self._done.is_set()
 
     def get_future(self) -> Any:
-        """A future has to end by itself: the lane takes over the waiting."""
-        if not self._done.is_set() and not self._handed_over:
+        if not self.is_completed() and not self._handed_over:
             self._handed_over = True
-            self._lane.submit(Work(self._name, []), lambda: self._settle(None))
+            self._lane.submit(Work(self._name, []), self._wait)
         return super().get_future()
 
-    def _poll(self) -> None:
-        if self._open is not None and self._open.done():
-            self._settle(None)
+    def source_rank(self) -> int:
+        """The rank that sent, of a receive that has ended."""
+        return -1 if self._message.peer is None else self._message.peer
 
-    def _settle(self, limit: float | None) -> None:
-        if self._done.is_set() or self._open is None:
+    _source_rank = source_rank
+
+    def _wait(self) -> None:
+        with contextlib.suppress(MiracclError):
+            self._post.wait(self._message)
+        self._conclude()
+
+    def _conclude(self) -> None:
+        if not self._message.done:
             return
-        try:
-            self._open.wait(limit)
-            self._after()
-        except CollectiveTimeout as error:
-            if limit is None:
-                self.end(BackendError(error))
-            else:
-                raise
-        except MiracclError as error:
-            self.end(BackendError(error))
-        else:
-            self.end(None)
+        with self._concluding:
+            if self._done.is_set():
+                return
+            error = self._message.error
+            if error is None:
+                self._after()
+            self.end(None if error is None else BackendError(error))
 
 
-def _translated(action: Action) -> None:
+def translated(action: Action) -> None:
+    """Run an action whose errors leave as those of the backend."""
     try:
         action()
     except MiracclError as error:
         raise BackendError(error) from error
 
 
-def _seconds(timeout: datetime.timedelta | None) -> float | None:
+def seconds(timeout: datetime.timedelta | None) -> float | None:
     """c10d says 0 (``kNoTimeout``) where it means the group's own."""
     return None if timeout is None or timeout <= datetime.timedelta(0) else timeout.total_seconds()

@@ -1,0 +1,264 @@
+"""c10d's collectives, each staged into flat arrays and given to the communicator.
+
+A call stages its arguments on the caller's thread, so that errors in them are raised there, and hands the rest to ``_go``.  The same code
+serves CPU and GPU memory: a staged array is NumPy's or a tensor, and the communicator takes both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+
+from miraccl.comm.communicator import Communicator
+from miraccl.errors import InvalidUsage
+from miraccl.torch import operators
+from miraccl.torch.failures import as_backend_errors
+from miraccl.torch.operators import recipe
+from miraccl.torch.routing import by_device
+from miraccl.torch.tensors import Staged, stage, stage_list
+from miraccl.torch.work import Work
+
+_ALL_REDUCE = c10d.AllreduceOptions()
+_ALL_REDUCE_COALESCED = c10d.AllreduceCoalescedOptions()
+_ALL_GATHER = c10d.AllgatherOptions()
+_ALL_TO_ALL = c10d.AllToAllOptions()
+_BROADCAST = c10d.BroadcastOptions()
+_GATHER = c10d.GatherOptions()
+_REDUCE = c10d.ReduceOptions()
+_REDUCE_SCATTER = c10d.ReduceScatterOptions()
+_SCATTER = c10d.ScatterOptions()
+
+
+class Collectives:
+    """The collectives of a group, under all names that PyTorch has given them."""
+
+    communicator: Communicator
+
+    def _go(self, name: str, tensors: Sequence[Any], staged: Iterable[Staged], action: Callable[[], Any], opts: Any) -> Work:
+        """Run ``action`` where the staged arrays lie, as ``opts`` say; ``tensors`` hold the result."""
+        raise NotImplementedError
+
+    @by_device("allreduce")
+    def allreduce(self, tensors: Sequence[Any], opts: Any = _ALL_REDUCE) -> Work:
+        return self._all_reduce("all_reduce", tensors, opts)
+
+    @by_device("allreduce_coalesced")
+    def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = _ALL_REDUCE_COALESCED) -> Work:
+        return self._all_reduce("all_reduce_coalesced", tensors, opts)
+
+    def _all_reduce(self, name: str, tensors: Sequence[Any], opts: Any) -> Work:
+        with as_backend_errors():
+            jobs = []
+            for tensor in tensors:
+                how = recipe(opts.reduceOp, tensor.dtype, name)
+                jobs.append((stage(tensor, name, how.form), how))
+
+        def action() -> None:
+            for staged, how in jobs:
+                operators.all_reduce(self.communicator, staged.array, how)
+                staged.store()
+
+        return self._go(name, tensors, [staged for staged, _ in jobs], action, opts)
+
+    @by_device("broadcast")
+    def broadcast(self, tensors: Sequence[Any], opts: Any = _BROADCAST) -> Work:
+        with as_backend_errors():
+            jobs = [stage(t, "broadcast") for t in tensors]
+
+        def action() -> None:
+            for staged in jobs:
+                self.communicator.broadcast(staged.array, opts.rootRank)
+                staged.store()
+
+        return self._go("broadcast", tensors, jobs, action, opts)
+
+    @by_device("reduce")
+    def reduce(self, tensors: Sequence[Any], opts: Any = _REDUCE) -> Work:
+        tensor, root = only(tensors, "reduce"), opts.rootRank
+        with as_backend_errors():
+            how = recipe(opts.reduceOp, tensor.dtype, "reduce")
+            staged = stage(tensor, "reduce", how.form)
+
+        def action() -> None:
+            operators.reduce(self.communicator, staged.array, root, how)
+            if self.communicator.rank == root:
+                staged.store()
+
+        return self._go("reduce", tensors, [staged], action, opts)
+
+    @by_device("allgather")
+    def allgather(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _ALL_GATHER) -> Work:
+        return self._all_gather_lists("all_gather", output_lists, inputs, opts)
+
+    @by_device("allgather_coalesced")
+    def allgather_coalesced(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _ALL_GATHER) -> Work:
+        """``output_lists[r][i]`` becomes rank r's ``inputs[i]``."""
+        by_input = [[of_rank[i] for of_rank in output_lists] for i in range(len(inputs))]
+        return self._all_gather_lists("all_gather_coalesced", by_input, inputs, opts)
+
+    def _all_gather_lists(self, name: str, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Work:
+        with as_backend_errors():
+            jobs = []
+            for outputs, tensor in zip(output_lists, inputs, strict=True):
+                jobs.append((stage(tensor, name), stage_list(outputs, name, load=False)))
+
+        def action() -> None:
+            for source, target in jobs:
+                if len(set(target.counts)) == 1:
+                    self.communicator.all_gather(source.array, target.array)
+                else:
+                    self.communicator.all_gather_v(source.array, target.counts, target.array)
+                target.store()
+
+        return self._go(name, [t for outputs in output_lists for t in outputs], [s for job in jobs for s in job], action, opts)
+
+    @by_device("all_gather_single", "_allgather_base")
+    def all_gather_single(self, output: Any, tensor: Any, opts: Any = _ALL_GATHER) -> Work:
+        return self._all_gather_singles([output], [tensor], opts)
+
+    @by_device("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+    def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = _ALL_GATHER) -> Work:
+        return self._all_gather_singles(outputs, inputs, opts)
+
+    def _all_gather_singles(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> Work:
+        name = "all_gather_into_tensor"
+        with as_backend_errors():
+            jobs = [(stage(x, name), stage(out, name)) for out, x in zip(outputs, inputs, strict=True)]
+
+        def action() -> None:
+            for source, target in jobs:
+                self.communicator.all_gather(source.array, target.array)
+                target.store()
+
+        return self._go(name, outputs, [s for job in jobs for s in job], action, opts)
+
+    @by_device("reduce_scatter")
+    def reduce_scatter(self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], opts: Any = _REDUCE_SCATTER) -> Work:
+        name = "reduce_scatter"
+        with as_backend_errors():
+            jobs = []
+            for output, inputs in zip(outputs, input_lists, strict=True):
+                how = recipe(opts.reduceOp, output.dtype, name)
+                jobs.append((stage_list(inputs, name, how.form), stage(output, name, how.form), how))
+
+        def action() -> None:
+            for source, target, how in jobs:
+                if len(set(source.counts)) == 1:
+                    operators.reduce_scatter(self.communicator, source.array, target.array, how)
+                else:
+                    operators.reduce_scatter_v(self.communicator, source.array, source.counts, target.array, how)
+                target.store()
+
+        return self._go(name, outputs, [s for job in jobs for s in job[:2]], action, opts)
+
+    @by_device("reduce_scatter_single", "_reduce_scatter_base")
+    def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = _REDUCE_SCATTER) -> Work:
+        return self._reduce_scatter_singles([output], [tensor], opts)
+
+    @by_device("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+    def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = _REDUCE_SCATTER) -> Work:
+        return self._reduce_scatter_singles(outputs, inputs, opts)
+
+    def _reduce_scatter_singles(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> Work:
+        name = "reduce_scatter_tensor"
+        with as_backend_errors():
+            jobs = []
+            for output, tensor in zip(outputs, inputs, strict=True):
+                how = recipe(opts.reduceOp, output.dtype, name)
+                jobs.append((stage(tensor, name, how.form), stage(output, name, how.form), how))
+
+        def action() -> None:
+            for source, target, how in jobs:
+                operators.reduce_scatter(self.communicator, source.array, target.array, how)
+                target.store()
+
+        return self._go(name, outputs, [s for job in jobs for s in job[:2]], action, opts)
+
+    @by_device("alltoall")
+    def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = _ALL_TO_ALL) -> Work:
+        name = "all_to_all"
+        with as_backend_errors():
+            source = stage_list(inputs, name)
+            target = stage_list(outputs, name, load=False)
+
+        def action() -> None:
+            self.communicator.all_to_all_v(source.array, source.counts, target.counts, target.array)
+            target.store()
+
+        return self._go(name, outputs, [source, target], action, opts)
+
+    @by_device("all_to_all_single", "alltoall_base")
+    def all_to_all_single(
+        self, output: Any, tensor: Any, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = _ALL_TO_ALL
+    ) -> Work:
+        """Splits are in rows; none are equal blocks. Ranks need not agree on whether they give any."""
+        name = "all_to_all_single"
+        with as_backend_errors():
+            source, target = stage(tensor, name), stage(output, name)
+            sends, receives = self._shares(source, input_splits), self._shares(target, output_splits)
+
+        def action() -> None:
+            self.communicator.all_to_all_v(source.array, sends, receives, target.array)
+            target.store()
+
+        return self._go(name, [output], [source, target], action, opts)
+
+    def _shares(self, staged: Staged, rows: Sequence[int]) -> list[int]:
+        """Counts of array elements per rank from counts of rows; equal shares where there are none."""
+        tensor, nranks = staged.tensors[0], self.communicator.nranks
+        length = tensor.shape[0] if tensor.dim() else 1
+        if not rows:
+            if length % nranks:
+                text = f"all_to_all_single: the tensor has {length} rows, which {nranks} ranks cannot share evenly"
+                raise InvalidUsage(text, hint="give splits")
+            return [staged.count // nranks] * nranks
+        if sum(rows) != length:
+            raise InvalidUsage(f"all_to_all_single: the splits {list(rows)} add up to {sum(rows)}, the tensor has {length} rows")
+        per_row = staged.count // length if length else 0
+        return [n * per_row for n in rows]
+
+    @by_device("gather")
+    def gather(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _GATHER) -> Work:
+        name, root = "gather", opts.rootRank
+        outputs = only(output_lists, name) if self.communicator.rank == root else []
+        with as_backend_errors():
+            source = stage(only(inputs, name), name)
+            target = stage_list(outputs, name, load=False) if outputs else None
+
+        def action() -> None:
+            self.communicator.gather(source.array, root, None if target is None else target.array)
+            if target is not None:
+                target.store()
+
+        return self._go(name, outputs, [source] if target is None else [source, target], action, opts)
+
+    @by_device("scatter")
+    def scatter(self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], opts: Any = _SCATTER) -> Work:
+        name, root = "scatter", opts.rootRank
+        with as_backend_errors():
+            target = stage(only(outputs, name), name)
+            source = stage_list(only(input_lists, name), name) if self.communicator.rank == root else None
+
+        def action() -> None:
+            self.communicator.scatter(None if source is None else source.array, root, target.array)
+            target.store()
+
+        return self._go(name, outputs, [target] if source is None else [source, target], action, opts)
+
+    # ---- names that older and newer callers use
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def only(items: Sequence[Any], name: str) -> Any:
+    """The one item of a list that C++ passes."""
+    if len(items) != 1:
+        with as_backend_errors():
+            raise InvalidUsage(f"{name}: one tensor (or list of tensors) a call, got {len(items)}")
+    return items[0]

@@ -1,0 +1,78 @@
+"""Other libraries' backends for the devices that the string of a group gives them, as in ``cpu:miraccl,cuda:nccl``.
+
+PyTorch lets Python subclass ``ProcessGroup``, not ``Backend``, and what a plugin returns replaces the whole group: PyTorch stops at
+the first such backend and drops those made before.  So the miraccl group makes the others itself, in a group of PyTorch's own that it
+holds, and passes on the calls with tensors on their devices.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from miraccl.errors import InvalidUsage
+
+
+def devices_of_call(default: dict[str, str]) -> dict[str, str]:
+    """Backend by device type, from the call of PyTorch that asks a plugin for a backend: it is not among the plugin's arguments."""
+    frame = sys._getframe(2)
+    config = frame.f_locals.get("backend_config")
+    if not isinstance(config, distributed_c10d.BackendConfig):
+        return default
+    return {str(device): str(name) for device, name in config.get_device_backend_map().items()}
+
+
+class Elsewhere:
+    """The backends for ``devices`` (name by device type); ``group`` is the group that has them."""
+
+    def __init__(
+        self,
+        devices: dict[str, str],
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        timeout: datetime.timedelta,
+        options: Any = None,
+        global_ranks: Sequence[int] = (),
+        name: str = "",
+    ) -> None:
+        self.devices = devices
+        self.group = dist.ProcessGroup(store, rank, size)
+        self._arguments = (rank, size, timeout, options, list(global_ranks), name)
+        made: dict[str, tuple[Any, Any]] = {}
+        for device, backend in devices.items():
+            if backend not in made:
+                made[backend] = self._make(backend, dist.PrefixStore(f"{device}/", store))
+            kind, instance = made[backend]
+            self.group._set_default_backend(kind)
+            self.group._register_backend(torch.device(device), kind, instance)
+
+    def _make(self, backend: str, store: Any) -> tuple[Any, Any]:
+        rank, size, timeout, options, global_ranks, name = self._arguments
+        kind = dist.ProcessGroup.BackendType
+        if backend == "gloo" and dist.is_gloo_available():
+            return kind.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        if backend == "nccl" and dist.is_nccl_available():
+            options = options or dist.ProcessGroupNCCL.Options()
+            options._timeout, options.global_ranks_in_group, options.group_name = timeout, global_ranks, name
+            return kind.NCCL, dist.ProcessGroupNCCL(store, rank, size, options)
+        plugin = dist.Backend._plugins.get(backend.upper())
+        if plugin is None or plugin.extended_api:
+            raise InvalidUsage(f"a group with miraccl for one device cannot have {backend!r} for another", hint="gloo and nccl can")
+        instance = plugin.creator_fn(store, rank, size, timeout)
+        if isinstance(instance, dist.ProcessGroup):
+            raise InvalidUsage(f"the backend {backend!r} is a process group of its own, which cannot stand beside another")
+        return kind.CUSTOM, instance
+
+    def close(self) -> None:
+        self.group.shutdown()
+
+    def abort(self) -> None:
+        self.group.abort()

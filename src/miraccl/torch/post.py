@@ -1,0 +1,298 @@
+"""Messages with tags between ranks' CPU memory, and receives from whoever sends first.
+
+A message is a header (tag, bytes) and its payload; both go over a communicator of their own, so that messages and collectives of a
+group do not wait for each other.  Between two ranks in one direction messages follow one another, so a message that comes before its
+receive is put aside, in memory of its own.  A header is awaited only while some receive may want it.
+
+Rules, those of MPI and Gloo: a receive takes the oldest message with its tag from its source; of several receives that want the same
+message, the oldest gets it.  The sizes must be equal.
+
+Everything goes on inside calls: of ``wait``, ``poll`` and whatever else is called here.  A thread that waits steps back every
+``SLICE_S``, so that threads of one process do not wait for each other's messages.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from miraccl.comm.arguments import Array
+from miraccl.comm.communicator import Communicator
+from miraccl.comm.exchange import Entry
+from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
+from miraccl.torch.channel import Wire, as_bytes, set_timeout, timeout_of
+
+SLICE_S = 0.005
+#: A rank that waits for any other cannot sleep on one bell; it looks again after ever longer naps.
+NAP_FIRST_S, NAP_LAST_S = 20e-6, 500e-6
+CLOSE_WAIT_S = 10.0
+
+
+@dataclass(eq=False, kw_only=True)
+class Message:
+    """A send or receive. ``peer`` of a receive from anyone is None until it has found its message."""
+
+    name: str
+    tag: int
+    array: Array
+    peer: int | None
+    done: bool = False
+    error: MiracclError | None = None
+    header: Array | None = None
+    entries: list[Entry] = field(default_factory=list)
+    #: Where the payload lands first, if not in ``array``.
+    aside: Array | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class _Early:
+    """A message that nobody has asked for yet."""
+
+    peer: int
+    tag: int
+    payload: Array
+    entries: list[Entry]
+
+
+class Post:
+    """The messages of one rank of a group. Any thread may call."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.timeout = timeout_of(comm)
+        self._wire = Wire(comm)
+        self._turn = threading.RLock()
+        self._counting = threading.Lock()
+        self._waiting = 0
+        self._wanted: list[Message] = []  # receives without a message
+        self._moving: list[Message] = []  # sends, and receives with one
+        self._early: list[_Early] = []
+        self._headers: dict[int, tuple[Entry, Array]] = {}
+        self._closed = False
+
+    # ---- calls
+
+    def send(self, array: Array, peer: int, tag: int, name: str = "send") -> Message:
+        """Begin to send a flat array, which stays as it is until the message is done."""
+        message = Message(name=name, tag=tag, array=as_bytes(array), peer=self._rank(peer, name))
+        with self._inside():
+            self._check(name)
+            if peer == self.comm.rank:
+                self._early.append(_Early(peer=peer, tag=tag, payload=message.array.copy(), entries=[]))
+                message.done = True
+            else:
+                message.header = np.array([tag, message.array.nbytes], np.int64)
+                message.entries.append(self._wire.start(as_bytes(message.header), peer, receives=False))
+                if message.array.nbytes:
+                    message.entries.append(self._wire.start(message.array, peer, receives=False))
+                self._moving.append(message)
+            self._advance([])
+        return message
+
+    def receive(self, array: Array, peer: int | None, tag: int, name: str = "recv") -> Message:
+        """Begin to receive into a flat array, from ``peer`` or from anyone."""
+        source = None if peer is None else self._rank(peer, name)
+        message = Message(name=name, tag=tag, array=as_bytes(array), peer=source)
+        with self._inside():
+            self._check(name)
+            self._wanted.append(message)
+            self._advance([])
+        return message
+
+    def poll(self, message: Message) -> bool:
+        """Do what can be done at once; whether the message is done."""
+        if not message.done and self._turn.acquire(blocking=False):
+            try:
+                self._advance([])
+            finally:
+                self._turn.release()
+        return message.done
+
+    def wait(self, message: Message, limit: float | None = None) -> None:
+        """Until the message is done; raises its error.
+
+        After ``limit`` seconds it raises ``CollectiveTimeout`` and the message goes on; without a limit, the group's deadline breaks
+        the communicator.
+        """
+        end = time.monotonic() + (self.timeout if limit is None else limit)
+        nap = NAP_FIRST_S
+        while not message.done:
+            left = end - time.monotonic()
+            if left <= 0:
+                self._late(message, limit)
+                break
+            with self._inside():
+                must = self._next(message)
+                self._advance(must, min(SLICE_S, left))
+            if not message.done and (not must or self._waiting):
+                time.sleep(min(nap, left))
+                nap = min(2 * nap, NAP_LAST_S)
+        if message.error is not None:
+            raise message.error
+
+    def withdraw(self, message: Message) -> bool:
+        """Take back a receive that has found no message; whether that was so."""
+        with self._inside():
+            if message in self._wanted:
+                self._wanted.remove(message)
+                return True
+        return False
+
+    def set_timeout(self, seconds: float) -> None:
+        self.timeout = seconds
+
+    def close(self) -> None:
+        """End after the sends under way, and leave. Receives that wait are forgotten."""
+        with self._turn:
+            if self._closed:
+                return
+            self._closed = True
+            sends = [m for m in self._moving if m.header is not None]
+            end = time.monotonic() + CLOSE_WAIT_S
+            try:
+                while any(not m.done for m in sends) and time.monotonic() < end:
+                    self._advance([e for m in sends for e in m.entries], SLICE_S)
+            except MiracclError:
+                pass  # whoever waits for one of them is told
+            self._fail(CommunicatorClosed("the process group has been destroyed", rank=self.comm.rank))
+        set_timeout(self.comm, self.timeout)
+        self.comm.finalize()
+
+    def abort(self, reason: str) -> None:
+        self.comm.abort(reason)
+
+    # ---- one turn
+
+    def _inside(self) -> _Turn:
+        return _Turn(self)
+
+    def _check(self, name: str) -> None:
+        if self._closed:
+            raise CommunicatorClosed("the process group has been destroyed", rank=self.comm.rank, op=name)
+
+    def _rank(self, peer: int, name: str) -> int:
+        if not 0 <= peer < self.comm.nranks:
+            raise InvalidUsage(f"{name}: the rank is {peer}; allowed are 0 to {self.comm.nranks - 1}", rank=self.comm.rank)
+        return peer
+
+    def _next(self, message: Message) -> Sequence[Entry]:
+        """What has to end for ``message`` to go on; empty where that is not one thing."""
+        if message.entries:
+            return message.entries
+        header = None if message.peer is None else self._headers.get(message.peer)
+        return [] if header is None else [header[0]]
+
+    def _advance(self, must: Sequence[Entry], limit_s: float = 1.0) -> None:
+        """Go on with everything. A fault of the communicator becomes that of all messages."""
+        try:
+            self._await_headers()
+            self._wire.go_on(must, limit_s)
+            while self._sort():
+                self._wire.go_on([], limit_s)
+        except MiracclError as error:
+            self._fail(error)
+        self._conclude()
+
+    def _fail(self, error: MiracclError) -> None:
+        self._conclude()
+        for message in [*self._wanted, *self._moving]:
+            message.error, message.done = error, True
+        self._wanted, self._moving = [], []
+
+    def _await_headers(self) -> None:
+        """A header is awaited from every rank from which some receive may get a message."""
+        sources: set[int] = set()
+        for message in self._wanted:
+            sources |= set(range(self.comm.nranks)) if message.peer is None else {message.peer}
+        for source in sorted(sources - {self.comm.rank} - self._headers.keys()):
+            header = np.zeros(2, np.int64)
+            self._headers[source] = self._wire.start(as_bytes(header), source, receives=True), header
+
+    def _sort(self) -> bool:
+        """Bring messages and receives together; whether there is something new to do."""
+        new = False
+        for source, (entry, header) in list(self._headers.items()):
+            if entry.done:
+                del self._headers[source]
+                self._arrived(source, int(header[0]), int(header[1]))
+                new = True
+        for early in list(self._early):
+            taker = self._taker(early.peer, early.tag)
+            if taker is not None:
+                self._early.remove(early)
+                self._give(taker, early)
+                new = True
+        if new:
+            self._await_headers()
+        return new
+
+    def _taker(self, source: int, tag: int) -> Message | None:
+        return next((m for m in self._wanted if m.tag == tag and m.peer in (None, source)), None)
+
+    def _arrived(self, source: int, tag: int, nbytes: int) -> None:
+        """A header: its payload goes straight to the receive that waits for it, else aside."""
+        ahead = any(e.peer == source and e.tag == tag for e in self._early)
+        taker = None if ahead else self._taker(source, tag)
+        fits = taker is not None and taker.array.nbytes == nbytes
+        payload = taker.array if taker is not None and fits else np.empty(nbytes, np.uint8)
+        entries = [self._wire.start(payload, source, receives=True)] if nbytes else []
+        early = _Early(peer=source, tag=tag, payload=payload, entries=entries)
+        if taker is None:
+            self._early.append(early)
+        else:
+            self._give(taker, early)
+
+    def _give(self, message: Message, early: _Early) -> None:
+        self._wanted.remove(message)
+        self._moving.append(message)
+        message.peer, message.entries = early.peer, early.entries
+        message.aside = None if early.payload is message.array else early.payload
+        if message.array.nbytes != early.payload.nbytes:
+            sizes = f"{early.payload.nbytes} bytes, the tensor {message.array.nbytes}"
+            text = f"the message of rank {early.peer} with tag {early.tag} has {sizes}"
+            message.error = CollectiveMismatch(text, rank=self.comm.rank, peer=early.peer, op=message.name)
+
+    def _conclude(self) -> None:
+        """Mark what is done."""
+        for message in [m for m in self._moving if all(e.done for e in m.entries)]:
+            if message.aside is not None and message.error is None:
+                np.copyto(message.array, message.aside)
+            self._moving.remove(message)
+            message.done = True
+
+    def _late(self, message: Message, limit: float | None) -> None:
+        who = "any rank" if message.peer is None else f"rank {message.peer}"
+        it = f"a message with tag {message.tag}"
+        what = f"{who} to take {it}" if message.name == "send" else f"{it} from {who}"
+        if limit is not None:
+            text = f"not finished within {limit:g} s: waits for {what}; it goes on"
+            raise CollectiveTimeout(text, rank=self.comm.rank, peer=message.peer, op=message.name)
+        text = f"rank {self.comm.rank} passed the deadline of {self.timeout:g} s while waiting for {what}"
+        with self._inside():
+            if not message.done:
+                self._fail(self._wire.expire(text, message.peer))
+
+
+class _Turn:
+    """One thread at a time; others are counted, so that the one inside hurries."""
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+
+    def __enter__(self) -> None:
+        post = self._post
+        if not post._turn.acquire(blocking=False):
+            with post._counting:
+                post._waiting += 1
+            try:
+                post._turn.acquire()
+            finally:
+                with post._counting:
+                    post._waiting -= 1
+
+    def __exit__(self, *args: object) -> None:
+        self._post._turn.release()

@@ -1,0 +1,225 @@
+"""Operations on GPU memory, with the stream semantics of c10d's NCCL backend.
+
+- An asynchronous operation runs on the group's own stream, after what the current stream held when it was called; ``Work.wait`` makes the
+  current stream wait for it, not the host.  A synchronous one runs on the current stream.
+- Memory that the group's stream uses is noted with the allocator (``record_stream``).
+- Futures know their device: their callbacks run on streams that wait for the operation.
+- Nothing waits on the host except ``barrier`` and a ``wait`` with a timeout, so a CUDA graph may capture it all.
+- What kernels find out later (a deadline, an abort) is raised by the next call, ``wait`` or ``synchronize`` of the group.
+
+``torch.cuda`` is an argument, so that the order of events can be tested on machines without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from miraccl.comm.communicator import Communicator
+from miraccl.comm.group import group
+from miraccl.errors import CollectiveTimeout, InvalidUsage
+from miraccl.torch.channel import check_gpu
+from miraccl.torch.failures import BackendError, as_backend_errors
+from miraccl.torch.work import Action, Work, seconds, translated
+
+POLL_S = 0.0002
+
+
+class Streams:
+    """The streams of one group on one GPU. Any thread may call; calls come in the same order on all ranks."""
+
+    def __init__(self, comm: Communicator, device: Any, cuda: Any = None) -> None:
+        self.comm, self.device = comm, device
+        self.cuda: Any = torch.cuda if cuda is None else cuda
+        self._lock = threading.RLock()
+        self._own: Any = None
+        self._side: Any = None
+        self._batch: list[tuple[_Part, Action, Action]] | None = None
+
+    @property
+    def own(self) -> Any:
+        """The stream of asynchronous operations."""
+        if self._own is None:
+            self._own = self.cuda.Stream(self.device)
+        return self._own
+
+    def run(self, name: str, tensors: Sequence[Any], memory: Iterable[Any], action: Action, *, asynchronous: bool) -> StreamWork:
+        """Enqueue ``action``, which only enqueues; ``memory`` is every tensor that it touches, ``tensors`` those with the result."""
+        with self._lock, self.cuda.device(self.device):
+            current = self.cuda.current_stream(self.device)
+            if not asynchronous:
+                translated(action)
+                return StreamWork(name, tensors, self, current)
+            own = self.own
+            own.wait_stream(current)
+            with self.cuda.stream(own):
+                translated(action)
+            for tensor in memory:
+                tensor.record_stream(own)
+            return StreamWork(name, tensors, self, own, own.record_event())
+
+    def transfer(self, name: str, tensors: Sequence[Any], memory: Iterable[Any], begin: Action, after: Action) -> Work:
+        """A send or receive: now, or with the others of the batch that is open."""
+        if self._batch is None:
+            return self.run(name, tensors, memory, lambda: (begin(), after()), asynchronous=True)
+        part = _Part(name, tensors, memory)
+        self._batch.append((part, begin, after))
+        return part
+
+    def open_batch(self) -> None:
+        self._batch = []
+
+    def drop_batch(self) -> None:
+        self._batch = None
+
+    def close_batch(self) -> Work | None:
+        """Start the sends and receives of the batch as one operation; None if there were none."""
+        batch, self._batch = self._batch, None
+        if not batch:
+            return None
+
+        def action() -> None:
+            with group():
+                for _, begin, _ in batch:
+                    begin()
+            for _, _, after in batch:
+                after()
+
+        memory = [t for part, _, _ in batch for t in part.memory]
+        work = self.run("batch_isend_irecv", [t for part, _, _ in batch for t in part.result()], memory, action, asynchronous=True)
+        for part, _, _ in batch:
+            part.whole = work
+        return work
+
+    def mark(self) -> Callable[[], None]:
+        """What waits on the host until everything enqueued so far has run, as c10d's barriers do."""
+        with self.cuda.device(self.device):
+            events = [self.cuda.current_stream(self.device).record_event(), self.own.record_event()]
+
+        def drain() -> None:
+            for event in events:
+                event.synchronize()
+            self.check("barrier")
+
+        return drain
+
+    def future(self, tensors: list[Any], stream: Any, event: Any, error: Exception | None) -> Any:
+        """A future of the operation that ``event`` follows; fulfilled at once, for whoever waits for it waits on a stream."""
+        result: Any = torch.futures.Future(devices=[self.device])
+        if error is not None:
+            result.set_exception(error)
+            return result
+        with self._lock, self.cuda.device(self.device):
+            if event is not None:  # the stream may hold later operations already
+                if self._side is None:
+                    self._side = self.cuda.Stream(self.device)
+                self._side.wait_event(event)
+                stream = self._side
+            with self.cuda.stream(stream):
+                result.set_result(tensors)
+        return result
+
+    def check(self, name: str) -> None:
+        """Raise what kernels have found so far."""
+        with as_backend_errors():
+            check_gpu(self.comm, name)
+
+
+class StreamWork(Work):
+    """An operation that has been enqueued in ``stream``; ``event`` follows it there, None for the stream's end at any time."""
+
+    def __init__(self, name: str, tensors: Sequence[Any], streams: Streams, stream: Any, event: Any = None) -> None:
+        super().__init__(name, tensors)
+        self._streams, self._stream, self._event = streams, stream, event
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Make the current stream wait. With a ``timeout``, the host waits as well, at most that long."""
+        streams = self._streams
+        current = streams.cuda.current_stream(streams.device)
+        if self._event is not None:
+            current.wait_event(self._event)
+        elif current != self._stream:
+            current.wait_stream(self._stream)
+        limit = seconds(timeout)
+        if limit is not None and not streams.cuda.is_current_stream_capturing():
+            self._wait_on_host(limit, timeout)
+        streams.check(self._name)
+        return True
+
+    def _wait_on_host(self, limit: float, timeout: datetime.timedelta | None) -> None:
+        end = time.monotonic() + limit
+        while not self.is_completed():
+            if time.monotonic() >= end:
+                raise BackendError(CollectiveTimeout(f"not finished within {timeout}; it goes on on the GPU", op=self._name))
+            time.sleep(POLL_S)
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        if self._event is None:
+            self._event = self._stream.record_event()
+        return bool(self._event.query())
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        try:
+            self._streams.check(self._name)
+        except BackendError as error:
+            return error
+        return None
+
+    def get_future(self) -> Any:
+        with self._lock:
+            if self._future is None:
+                self._future = self._streams.future(self._tensors, self._stream, self._event, self.exception())
+            return self._future
+
+
+class _Part(Work):
+    """A send or receive of a batch; ``whole`` is there once the batch has started."""
+
+    whole: StreamWork | None = None
+
+    def __init__(self, name: str, tensors: Sequence[Any], memory: Iterable[Any]) -> None:
+        super().__init__(name, tensors)
+        self.memory = list(memory)
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        return self._started().wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self.whole is not None and self.whole.is_completed()
+
+    def is_success(self) -> bool:
+        return self.whole is not None and self.whole.is_success()
+
+    def exception(self) -> Exception | None:
+        return None if self.whole is None else self.whole.exception()
+
+    def get_future(self) -> Any:
+        return self._started().get_future()
+
+    def _started(self) -> StreamWork:
+        if self.whole is None:
+            raise BackendError(InvalidUsage(f"{self._name}: the batch has not ended", hint="wait for it after _coalescing_manager"))
+        return self.whole
+
+
+@contextlib.contextmanager
+def as_one_batch(streams: Streams) -> Iterator[None]:
+    """Inside the block, sends and receives are collected."""
+    streams.open_batch()
+    try:
+        yield
+    except BaseException:
+        streams.drop_batch()
+        raise

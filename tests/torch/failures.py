@@ -1,0 +1,105 @@
+"""What goes wrong, and what is said about it."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from miraccl.torch import BackendError, ProcessGroupMiraccl
+from tests.torch.worlds import refused, world
+
+
+def refusals(path: str) -> None:
+    """Arguments that cannot work are refused before anything is sent, so that the group goes on."""
+    with world(path) as (_, nranks):
+        with refused("meta", "cpu and cuda"):
+            dist.all_reduce(torch.ones(2, device="meta"))
+        with refused("sparse"):
+            dist.all_reduce(torch.eye(2).to_sparse())
+        with refused("BXOR", "float32", "docs/torch.md"):
+            dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BXOR)
+        with refused("splits", "4 rows"):
+            dist.all_to_all_single(torch.ones(4), torch.ones(4), [1] * nranks, [1] * nranks)
+        dist.all_reduce(x := torch.ones(2))
+        assert x.tolist() == [nranks] * 2
+
+
+def in_turn(path: str, names: list[str]) -> list[str]:
+    """What each of these checks returns."""
+    return [globals()[name](f"{path}-{name}") for name in names]
+
+
+def mismatch(path: str) -> str:
+    """Ranks that call different things; the text of the error."""
+    with world(path) as (rank, _):
+        try:
+            dist.all_reduce(torch.ones(2 + rank))
+        except BackendError as error:
+            return str(error)
+    return ""
+
+
+def aborted(path: str) -> str:
+    """One rank aborts while the others wait; the text of their error."""
+    with world(path) as (rank, _):
+        group = dist.new_group()
+        if rank == 0:
+            group.abort()
+            return ""
+        try:
+            dist.all_reduce(torch.ones(2), group=group, async_op=True).wait()
+        except BackendError as error:
+            return str(error)
+    return ""
+
+
+def lonely(path: str) -> str:
+    """A rank that comes too late to the operation of another one; the text of the error."""
+    with world(path) as (rank, _):
+        dist.barrier()
+        group = dist.group.WORLD
+        assert isinstance(group, ProcessGroupMiraccl)
+        group.set_timeout(datetime.timedelta(seconds=1))  # not that of the meeting: ranks may start far apart
+        if rank == 0:
+            try:
+                dist.all_reduce(torch.ones(2), async_op=True).wait()
+            except BackendError as error:
+                Path(f"{path}-told").touch()
+                return str(error)
+        for _ in range(2000):
+            if Path(f"{path}-told").exists():
+                break
+            time.sleep(0.01)
+    return ""
+
+
+def late_message(path: str) -> str:
+    """A receive that passes the group's deadline; the text of the error of each rank."""
+    with world(path) as (rank, nranks):
+        group = dist.group.WORLD
+        assert isinstance(group, ProcessGroupMiraccl)
+        dist.barrier()
+        if rank == 0:
+            group.set_timeout(datetime.timedelta(seconds=1))
+        try:
+            dist.recv(torch.zeros(1), (rank + 1) % nranks, tag=6)
+        except BackendError as error:
+            return str(error)
+    return ""
+
+
+def all_aborted(path: str) -> str:
+    """``_abort_process_group`` of the default group on one rank; the text of the error of the others."""
+    with world(path) as (rank, _):
+        if rank == 0:
+            dist.distributed_c10d._abort_process_group()
+            return ""
+        try:
+            dist.recv(torch.ones(2), 0)
+        except BackendError as error:
+            return str(error)
+    return ""

@@ -1,0 +1,252 @@
+"""Groups: new, split, of several backends, objects, coalescing by hand, barriers that name who is missing, timeouts, numbers."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from miraccl.torch import ProcessGroupMiraccl
+from tests.torch.worlds import LIMIT, both, gloo, refused, world
+
+SHORT = datetime.timedelta(seconds=0.3)
+
+
+def objects_and_groups(path: str) -> None:
+    with world(path) as (rank, nranks):
+        assert dist.get_backend() == "miraccl"
+        assert isinstance(dist.group.WORLD, ProcessGroupMiraccl)
+        everything: list[Any] = [None] * nranks
+        dist.all_gather_object(everything, {"rank": rank})
+        assert everything == [{"rank": r} for r in range(nranks)]
+        box = [f"from {rank}"]
+        dist.broadcast_object_list(box, src=nranks - 1)
+        assert box == [f"from {nranks - 1}"]
+        got: list[Any] = [None]
+        dist.scatter_object_list(got, [f"for {r}" for r in range(nranks)] if rank == 0 else None, src=0)
+        assert got == [f"for {rank}"]
+        here: list[Any] = [None] * nranks
+        dist.gather_object(rank, here if rank == 1 else None, dst=1)
+        assert rank != 1 or here == list(range(nranks))
+        pair = dist.new_group([0, nranks - 1])
+        if rank in (0, nranks - 1):
+            x = torch.full((3,), float(rank))
+            dist.all_reduce(x, group=pair)
+            assert x.tolist() == [nranks - 1.0] * 3
+            dist.broadcast(x, nranks - 1, group=pair)
+            dist.destroy_process_group(pair)
+        dist.barrier(async_op=True).wait()
+    with world(f"{path}-again", "cpu:miraccl") as (rank, nranks):  # a process may begin anew, and name the device
+        dist.all_reduce(x := torch.ones(2))
+        assert x.tolist() == [float(nranks)] * 2
+
+
+def beside_gloo(path: str) -> None:
+    """A group of its own for miraccl where the default group is another library's."""
+    with world(path, "gloo") as (rank, nranks):
+        group = dist.new_group(backend="miraccl", timeout=LIMIT)
+        assert isinstance(group, ProcessGroupMiraccl)
+        assert (dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group)) == (rank, nranks, "miraccl")
+        alone = dist.new_group([rank], backend="miraccl", use_local_synchronization=True, timeout=LIMIT)
+        dist.all_reduce(x := torch.ones(2), group=alone)
+        assert x.tolist() == [1.0] * 2
+        for g in (group, None):
+            dist.all_reduce(x := torch.ones(2), group=g)
+            assert x.tolist() == [float(nranks)] * 2
+        dist.destroy_process_group(group)
+
+
+def same_file_again(path: str) -> None:
+    """A store that outlives the group: the second group must not meet at the first one's id."""
+    rank, nranks = int(os.environ["MIRACCL_RANK"]), int(os.environ["MIRACCL_NRANKS"])
+    store = dist.FileStore(path, -1)
+    for _ in range(2):
+        dist.init_process_group("miraccl", store=store, rank=rank, world_size=nranks, timeout=LIMIT)
+        dist.all_reduce(x := torch.ones(2))
+        assert x.tolist() == [float(nranks)] * 2
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def several_backends(path: str) -> None:
+    """A string that gives devices to different backends: tensors go where their device says."""
+    with world(path, "cpu:gloo,cuda:miraccl") as (rank, nranks):
+        group = dist.group.WORLD
+        assert isinstance(group, ProcessGroupMiraccl)
+        assert dist.get_backend_config() == "cpu:gloo,cuda:miraccl"
+        assert isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+        assert group._get_backend(torch.device("cuda")) is group
+        before = group.communicator.last_plan
+        dist.all_reduce(x := torch.ones(3))
+        dist.all_gather_into_tensor(gathered := torch.zeros(nranks), torch.full((1,), float(rank)))
+        dist.reduce_scatter_tensor(share := torch.zeros(1), torch.arange(1.0 * nranks))
+        dist.all_to_all_single(mixed := torch.zeros(nranks), torch.full((nranks,), float(rank)))
+        dist.monitored_barrier() if dist.get_backend() == "gloo" else dist.barrier()
+        assert group.communicator.last_plan is before  # Gloo did it all
+        assert (x.tolist(), share.tolist()) == ([float(nranks)] * 3, [float(nranks * rank)])
+        assert gathered.tolist() == mixed.tolist() == [float(r) for r in range(nranks)]
+        received = dist.irecv(torch.zeros(1), tag=2)
+        dist.send(torch.ones(1), (rank + 1) % nranks, tag=2)
+        assert received is not None
+        assert received.wait()
+        everything: list[Any] = [None] * nranks
+        dist.all_gather_object(everything, rank)
+        assert everything == list(range(nranks))
+        pair = dist.new_group([0, 1], backend="cpu:miraccl,cuda:gloo")
+        if rank < 2:
+            dist.all_reduce(y := torch.ones(2), group=pair)
+            assert (y.tolist(), pair.communicator.last_plan is not None) == ([2.0] * 2, True)
+            assert isinstance(pair._get_backend(torch.device("cuda")), dist.ProcessGroupGloo)
+            with refused("other libraries"):
+                pair.split_group([0, 1])
+        with refused("meta", "init_process_group"):
+            dist.all_reduce(torch.ones(1, device="meta"))
+
+
+def split(path: str) -> None:
+    with world(path) as (rank, nranks):
+        world_group = dist.group.WORLD
+        assert isinstance(world_group, ProcessGroupMiraccl)
+        part = world_group.split_group([nranks - 1, 0] if rank in (0, nranks - 1) else [0, nranks - 1], timeout=LIMIT, group_name="ends")
+        assert (part is not None) == (rank in (0, nranks - 1))
+        if part is not None:
+            assert (part.rank(), part.size(), part.group_name) == (0 if rank else 1, 2, "ends")
+            part.allreduce([x := torch.full((2,), float(rank))]).wait()
+            assert x.tolist() == [nranks - 1.0] * 2
+            part.send([x], 1 - part.rank(), 3).wait()
+            part.recv([y := torch.zeros(2)], 1 - part.rank(), 3).wait()
+            assert y.tolist() == x.tolist()
+            part.shutdown()
+        assert world_group.comm_split_count() == 1
+        dist.barrier()
+
+
+def by_hand(path: str) -> None:
+    """What callers of a group's own methods use: coalescing for a device, numbers, backends, options with a timeout."""
+    with world(path) as (rank, nranks):
+        group = dist.group.WORLD
+        assert isinstance(group, ProcessGroupMiraccl)
+        other = gloo()
+        group._start_coalescing(torch.device("cpu"))
+        group.allreduce([x := torch.ones(3)])
+        group.broadcast([y := torch.full((2,), float(rank))])
+        group.send([torch.full((2,), float(rank))], (rank + 1) % nranks, 0)
+        group.recv([z := torch.zeros(2)], (rank - 1) % nranks, 0)
+        work = group._end_coalescing(torch.device("cpu"))
+        assert work.wait()
+        assert work.is_completed()
+        assert work.is_success()
+        assert (x.tolist(), y.tolist(), z.tolist()) == ([nranks] * 3, [0.0] * 2, [(rank - 1) % nranks] * 2)
+        with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+            dist.all_reduce(first := torch.ones(2), op=dist.ReduceOp.MAX)
+            dist.all_reduce(second := torch.full((2,), float(rank)), op=dist.ReduceOp.MAX)
+        manager.wait()
+        assert (first.tolist(), second.tolist()) == ([1.0] * 2, [nranks - 1.0] * 2)
+        before = group._get_sequence_number_for_group()
+        dist.all_reduce(torch.ones(1))
+        dist.barrier(device_ids=None)
+        assert group._get_sequence_number_for_group() == before + 2
+        assert [device.type for device in group._device_types] == ["cpu", "cuda"]
+        assert group._get_backend(torch.device("cpu")).name() == dist.get_backend() == "miraccl"
+        outs = [[torch.zeros(2)] for _ in range(nranks)]
+        both(lambda g: _gathered(outs, rank, g), other)
+        rows = [1] * nranks
+
+        def some_splits(g: Any) -> Any:
+            given = (rows, rows) if rank % 2 else (None, None)
+            dist.all_to_all_single(out := torch.zeros(nranks), torch.arange(1.0 * nranks) + rank, *given, group=g)
+            return out
+
+        both(some_splits, other)
+        dist.all_reduce_coalesced(pair := [torch.ones(2), torch.ones(3)])
+        assert [t.sum().item() for t in pair] == [2.0 * nranks, 3.0 * nranks]
+        subgroup, _ = dist.new_subgroups(1)
+        dist.all_reduce(alone := torch.ones(1), group=subgroup)
+        assert alone.item() == 1.0
+
+
+def _gathered(outs: list[list[Any]], rank: int, group: Any) -> list[Any]:
+    dist.all_gather_coalesced(outs, [torch.full((2,), float(rank))], group=group)
+    return [of_rank[0].clone() for of_rank in outs]
+
+
+def monitored(path: str) -> None:
+    """A barrier that names the ranks that do not come, and where they are; the group goes on."""
+    with world(path) as (rank, nranks):
+        group = dist.group.WORLD
+        assert isinstance(group, ProcessGroupMiraccl)
+        group.monitored_barrier(LIMIT)
+        last = nranks - 1
+        if rank != last:
+            with refused("CollectiveTimeout", "monitored_barrier", f"rank {last} did not come", f"rank {last}:", "groups.py"):
+                group.monitored_barrier(SHORT)
+        dist.barrier()
+        if rank == last:
+            with refused("monitored_barrier", f"rank {last} did not come within 0.3 s"):
+                group.monitored_barrier(SHORT)
+        dist.barrier()
+        if not rank:
+            everybody = "rank 1" if nranks == 2 else f"ranks {', '.join(str(r) for r in range(1, nranks))}"
+            with refused(f"{everybody} did not come"):
+                group.monitored_barrier(SHORT, wait_all_ranks=True)
+        else:
+            dist.barrier(async_op=True)
+        if not rank:
+            dist.barrier()
+        dist.all_reduce(x := torch.ones(1))
+        assert x.item() == nranks
+
+
+def deadlines(path: str) -> None:
+    """The timeout of one operation, in its options, and of a wait; both leave the rest alone."""
+    with world(path) as (rank, nranks):
+        group = dist.group.WORLD
+        assert isinstance(group, ProcessGroupMiraccl)
+        options = dist.AllreduceOptions()
+        options.timeout = LIMIT
+        group.allreduce([x := torch.ones(2)], options).wait()
+        assert x.tolist() == [float(nranks)] * 2
+        if rank:
+            work = dist.all_reduce(torch.ones(2), async_op=True)
+            with refused("CollectiveTimeout", "not finished within"):
+                work.wait(datetime.timedelta(milliseconds=20))
+            assert not work.is_success()
+            dist.send(torch.ones(1), 0)
+            work.wait()
+        else:
+            for peer in range(1, nranks):
+                dist.recv(torch.zeros(1), peer)
+            dist.all_reduce(torch.ones(2))
+        other = dist.new_group(timeout=LIMIT)
+        if not rank:
+            options.timeout = SHORT
+            with refused("CollectiveTimeout", "deadline of 0.3 s", "rank 1:", "groups.py"):
+                other.allreduce([torch.ones(2)], options).wait()
+            dist.send(torch.ones(1), 1)
+        elif rank == 1:
+            dist.recv(torch.ones(1), 0)
+        dist.barrier()
+
+
+def callbacks_in_order(path: str) -> None:
+    """What a future's callback calls comes before what another thread calls next, on every rank: the lane is idle only afterwards."""
+    with world(path) as (rank, _):
+        for _ in range(20):
+            entered = threading.Event()
+
+            def inside(future: Any, entered: threading.Event = entered) -> Any:
+                entered.set()
+                dist.all_reduce(future.value()[0])
+                return future.value()
+
+            work = dist.all_reduce(torch.ones(2), async_op=True)
+            chained = work.get_future().then(inside)
+            if rank == 0:
+                entered.wait(LIMIT.total_seconds())
+            dist.broadcast(x := torch.ones(5), 0)
+            chained.wait()
+            assert x.tolist() == [1.0] * 5

@@ -1,0 +1,159 @@
+"""Sends and receives of CPU memory: order, tags, any source, threads, sizes that do not fit, timeouts."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.torch.worlds import LIMIT, both, gloo, refused, world
+
+LARGE = 200_000  # elements of a message that goes in many pieces
+
+
+def point_to_point(path: str) -> None:
+    with world(path) as (rank, nranks):
+        to, fro = (rank + 1) % nranks, (rank - 1) % nranks
+        for count in (0, 1, 5, 200000):
+            out = torch.empty(count)
+            ops = [dist.P2POp(dist.isend, torch.full((count,), float(rank)), to), dist.P2POp(dist.irecv, out, fro)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            assert (out == fro).all()
+        out = torch.zeros(4, 4)
+        works = [dist.irecv(out[:, 2], fro), dist.isend(torch.arange(4.0) + rank, to)]
+        assert works[0] is not None
+        assert works[1] is not None
+        works[0].get_future().wait()
+        works[1].wait()
+        assert out[:, 2].tolist() == [float(i + fro) for i in range(4)]
+        assert works[0].is_completed()
+        to_self = torch.zeros(3)
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(3), rank), dist.P2POp(dist.irecv, to_self, rank)]):
+            work.wait()
+        assert to_self.tolist() == [1.0] * 3
+        if rank == 0:
+            for n in range(3):
+                dist.send(torch.tensor([n]), 1)
+        elif rank == 1:
+            got = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
+            assert [dist.recv(x, 0) for x in got] == [0, 0, 0]
+            assert torch.cat(got).tolist() == [0, 1, 2]
+        dist.barrier()
+        dist.all_reduce(check := torch.ones(1))
+        assert check.item() == nranks
+
+
+def tags(path: str) -> None:
+    """Messages with different tags between two ranks are matched by tag, whatever the order; those with one tag by their order."""
+    with world(path) as (rank, nranks):
+        other = gloo()
+        to, fro = (rank + 1) % nranks, (rank - 1) % nranks
+
+        def crossed(group: Any) -> list[Any]:
+            sizes = {7: 3, 0: LARGE, 9: 1, 8: 0}
+            sends = [dist.isend(torch.full((n,), 10.0 * rank + tag), to, group, tag) for tag, n in sizes.items()]
+            sends += [dist.isend(torch.full((2,), 0.5 + rank), to, group, 7)]
+            got = {tag: torch.zeros(sizes[tag]) for tag in (8, 9, 0, 7)}
+            for tag, out in got.items():
+                assert dist.recv(out, fro, group, tag) == fro
+            dist.recv(again := torch.zeros(2), fro, group, 7)
+            for work in sends:
+                assert work is not None
+                work.wait()
+            assert all((out == 10.0 * fro + tag).all() for tag, out in got.items())
+            assert (again == 0.5 + fro).all()
+            return [*got.values(), again]
+
+        both(crossed, other)
+        out = torch.zeros(2)
+        early = dist.irecv(out, fro, tag=5)
+        dist.all_reduce(torch.ones(3))  # a receive that waits does not hold up a collective
+        dist.isend(torch.full((2,), float(rank)), to, tag=5)
+        assert early is not None
+        early.wait()
+        assert out.tolist() == [float(fro)] * 2
+        mine = torch.zeros(2)
+        works = [dist.isend(torch.ones(2), rank, tag=4), dist.irecv(mine, rank, tag=4)]
+        assert all(work is not None and work.wait() for work in works)
+        assert mine.tolist() == [1.0] * 2
+
+
+def any_source(path: str) -> None:
+    with world(path) as (rank, nranks):
+        other = gloo()
+
+        def collect(group: Any) -> list[Any]:
+            out = torch.zeros(LARGE)
+            if rank:
+                dist.send(torch.full((LARGE,), float(rank)), 0, group, tag=3)
+                return []
+            seen = set()
+            for _ in range(nranks - 1):
+                source = dist.recv(out, group=group, tag=3)
+                assert (out == source).all()
+                seen.add(source)
+            return [torch.tensor(sorted(seen))]
+
+        assert (both(collect, other) or [torch.arange(1, nranks)])[0].tolist() == list(range(1, nranks))
+        if rank:
+            dist.send_object_list([{"from": rank}, "text"], dst=0)
+        else:
+            box: list[Any] = [None, None]
+            senders = [dist.recv_object_list(box, src=peer) for peer in range(1, nranks)]
+            assert senders == list(range(1, nranks))
+            assert box == [{"from": nranks - 1}, "text"]
+        waiting = dist.irecv(torch.zeros(1), tag=99)
+        assert waiting is not None
+        assert not waiting.is_completed()
+        dist.barrier()
+        dist.send(torch.ones(1), (rank + 1) % nranks, tag=99)
+        assert waiting.wait()
+        assert waiting.source_rank() == (rank - 1) % nranks
+
+
+def threads(path: str) -> None:
+    """A thread that waits for a message does not keep another one from sending what that message is the answer to."""
+    with world(path) as (rank, nranks):
+        to, fro = (rank + 1) % nranks, (rank - 1) % nranks
+        answers = [torch.zeros(1) for _ in range(3)]
+        waiters = [threading.Thread(target=dist.recv, args=(answer, to), kwargs={"tag": i}) for i, answer in enumerate(answers)]
+        for waiter in waiters:
+            waiter.start()
+        question = torch.zeros(1)
+        for i in reversed(range(len(answers))):
+            dist.send(torch.full((1,), 10.0 * rank + i), to, tag=100 + i)
+            dist.recv(question, fro, tag=100 + i)
+            dist.send(question + 1, fro, tag=i)
+        for waiter in waiters:
+            waiter.join(LIMIT.total_seconds())
+        assert [answer.item() for answer in answers] == [10.0 * rank + i + 1 for i in range(len(answers))]
+        future = dist.irecv(late := torch.zeros(2), fro, tag=1).get_future()
+        dist.send(torch.ones(2), to, tag=1)
+        assert future.wait()[0].tolist() == late.tolist() == [1.0] * 2
+
+
+def misfits(path: str) -> None:
+    """Messages of another size, ranks that are none, and a wait that is shorter than the message takes; the group goes on."""
+    with world(path) as (rank, nranks):
+        to, fro = (rank + 1) % nranks, (rank - 1) % nranks
+        sent = dist.isend(torch.ones(4), to)
+        with refused("CollectiveMismatch", f"rank {fro}", "16 bytes", "the tensor 8"):
+            dist.recv(torch.zeros(2), fro)
+        late = dist.irecv(out := torch.zeros(3), fro, tag=1)
+        assert late is not None
+        with refused("CollectiveTimeout", "tag 1", f"from rank {fro}", "goes on"):
+            late.wait(datetime.timedelta(milliseconds=20))
+        dist.barrier()
+        dist.send(torch.arange(3.0), to, tag=1)
+        late.wait()
+        assert out.tolist() == [0.0, 1.0, 2.0]
+        assert sent is not None
+        sent.wait()
+        with refused("InvalidUsage", f"0 to {nranks - 1}"):
+            dist.group.WORLD.send([torch.ones(1)], nranks, 0)
+        dist.all_reduce(check := torch.ones(1))
+        assert check.item() == nranks

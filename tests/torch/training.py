@@ -1,0 +1,202 @@
+"""Training on miraccl and on Gloo, compared bit for bit: DDP and its hooks, FSDP2, ZeRO, DTensor, pipelines, compiled collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.torch.worlds import both, equal, gloo, world
+
+Group = Any
+STEPS = 5
+
+
+def losses(path: str) -> None:
+    """The losses of the same training on miraccl and on Gloo are the same numbers, whatever spreads the model."""
+    with world(path) as (rank, _):
+        other = gloo()
+        for name, wrap in WRAPS.items():
+            ours, theirs = (_losses(name, wrap, rank, STEPS, group) for group in (None, other))
+            assert ours == theirs, name
+            assert ours[-1] < ours[0], name
+
+
+def _ddp(layers: Any, group: Group) -> Any:
+    return DistributedDataParallel(layers, process_group=group, bucket_cap_mb=0.001)
+
+
+def _hooked(hook: Any) -> Callable[[Any, Group], Any]:
+    def wrap(layers: Any, group: Group) -> Any:
+        model = _ddp(layers, group)
+        model.register_comm_hook(group, hook)
+        return model
+
+    return wrap
+
+
+def _power_sgd(layers: Any, group: Group) -> Any:
+    model = _ddp(layers, group)
+    state = PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5)
+    model.register_comm_hook(state, powerSGD_hook)
+    return model
+
+
+def _fsdp2(layers: Any, group: Group) -> Any:
+    mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cpu")
+    for layer in layers:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(layers, mesh=mesh)
+
+
+def _tensor_parallel(layers: Any, group: Group) -> Any:
+    mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cpu")
+    return parallelize_module(
+        layers, mesh, {"0": ColwiseParallel(output_layouts=Replicate()), "3": RowwiseParallel(input_layouts=Replicate())}
+    )
+
+
+WRAPS = {
+    "ddp": _ddp,
+    "ddp_allreduce_hook": _hooked(allreduce_hook),
+    "ddp_fp16": _hooked(fp16_compress_hook),
+    "ddp_power_sgd": _power_sgd,
+    "zero": _ddp,
+    "fsdp2": _fsdp2,
+    "tensor_parallel": _tensor_parallel,
+}
+
+
+def _losses(name: str, wrap: Callable[[Any, Group], Any], rank: int, steps: int, group: Group) -> list[float]:
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.LayerNorm(32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    model = wrap(layers, group)
+    if name == "zero":
+        optimizer: Any = ZeroRedundancyOptimizer(
+            model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01, process_group=group or dist.group.WORLD
+        )
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01, foreach=False)
+    seed = 7 if name == "tensor_parallel" else 7 + rank  # there all ranks work on the same batch
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(seed))
+    losses = []
+    for _ in range(steps):
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# ---- DTensor
+
+
+def dtensor(path: str) -> None:
+    """Redistributions between all placements, and an operation that needs one."""
+    with world(path) as (_, nranks):
+        other = gloo()
+        whole = torch.arange(8.0 * nranks).reshape(2 * nranks, 4)
+
+        def moves(group: Group) -> list[Any]:
+            mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cpu")
+            rows = distribute_tensor(whole, mesh, [Shard(0)])
+            columns = rows.redistribute(placements=[Shard(1)]) if 4 % nranks == 0 else rows
+            product = columns @ columns.t()
+            uneven = distribute_tensor(whole[: nranks + 1], mesh, [Shard(0)])
+            summed = rows.sum()
+            assert isinstance(summed, DTensor)
+            return [columns.full_tensor(), product.full_tensor(), uneven.full_tensor(), summed.full_tensor(), rows.to_local()]
+
+        got = both(moves, other)
+        assert torch.equal(got[0], whole)
+        assert torch.equal(got[1], whole @ whole.t())
+
+
+# ---- pipelines
+
+
+def pipelines(path: str) -> None:
+    """GPipe, 1F1B and interleaved 1F1B: outputs, losses and gradients as on Gloo."""
+    with world(path) as (rank, nranks):
+        other = gloo()
+        for schedule, chunks in ((ScheduleGPipe, 1), (Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2)):
+            ours, theirs = (_pipeline(schedule, chunks, rank, nranks, group) for group in (None, other))
+            assert len(ours) == len(theirs)
+            assert all(equal(a, b) for a, b in zip(ours, theirs, strict=True)), schedule
+
+
+def _pipeline(schedule: Any, stages_here: int, rank: int, nranks: int, group: Group) -> list[Any]:
+    torch.manual_seed(0)
+    total = nranks * stages_here
+    modules = [torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for _ in range(total)]
+    indices = [rank + i * nranks for i in range(stages_here)]
+    stages = [PipelineStage(modules[i], i, total, torch.device("cpu"), group=group) for i in indices]
+    run = schedule(stages[0] if stages_here == 1 else stages, n_microbatches=2 * nranks, loss_fn=torch.nn.functional.mse_loss)
+    x = torch.randn(4 * nranks, 6, generator=torch.Generator().manual_seed(1))
+    losses: list[Any] = []
+    last = rank == nranks - 1
+    run.step(*([x] if rank == 0 else []), **({"target": x * 2, "losses": losses} if last else {}))
+    return [*(loss.detach() for loss in losses), *(p.grad for i in indices for p in modules[i].parameters())]
+
+
+# ---- compiled code
+
+
+def compiled(path: str) -> None:
+    """``torch.compile`` traces through collectives, functional and rewritten ones; the graph runs on miraccl."""
+    with world(path) as (rank, nranks):
+        other = gloo()
+
+        def step(x: Any, group: Group) -> Any:
+            y = functional.all_reduce(x * 2, "sum", group)
+            z = functional.all_gather_tensor(y + rank, 0, group)
+            return functional.reduce_scatter_tensor(z, "sum", 0, group).sum() + y
+
+        def in_place(x: Any, group: Group) -> Any:
+            y = x + 1
+            dist.all_reduce(y, group=group)
+            out = torch.empty(nranks * x.numel())
+            dist.all_gather_into_tensor(out, y * (rank + 1), group=group)
+            return out
+
+        for function in (step, in_place):
+            run = torch.compile(function, backend="aot_eager", fullgraph=True)
+            x = torch.arange(4.0) + rank
+            both(lambda g: run(x.clone(), g or dist.group.WORLD), other)  # noqa: B023
+            assert equal(run(x.clone(), dist.group.WORLD), function(x.clone(), dist.group.WORLD))
+        layers = torch.nn.Linear(4, 4)
+        model = torch.compile(DistributedDataParallel(layers), backend="aot_eager")
+        model(torch.ones(2, 4) * (rank + 1)).sum().backward()
+        assert layers.bias.grad is not None
+        assert torch.equal(layers.bias.grad, torch.full((4,), 2.0))
+        torch._dynamo.reset()
+
+
+def checkpoint(path: str) -> None:
+    """A distributed checkpoint of a sharded tensor, saved and loaded again."""
+    from torch.distributed import checkpoint as dcp
+
+    with world(path) as (rank, nranks):
+        mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+        whole = torch.arange(6.0 * nranks).reshape(2 * nranks, 3)
+        state = {"weights": distribute_tensor(whole, mesh, [Shard(0)]), "step": 7}
+        dcp.save(state, checkpoint_id=f"{path}-saved")
+        again = {"weights": distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)]), "step": 0}
+        dcp.load(again, checkpoint_id=f"{path}-saved")
+        assert again["step"] == 7
+        assert torch.equal(again["weights"].full_tensor(), whole)
+        assert rank < nranks
