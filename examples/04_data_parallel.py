@@ -1,6 +1,6 @@
 """Data-parallel training in forty lines: each rank has its share of the data, gradients are averaged while the next layer computes.
 
-    miraccl run -n 4 examples/data_parallel.py
+    miraccl run -n 4 examples/04_data_parallel.py
 
 A two-layer network learns the sine of a sum.  The gradient of the second layer travels in the background (``async_op=True``) while
 that of the first is computed; weights stay equal on all ranks, which the last lines check.

@@ -1,8 +1,8 @@
 """An algorithm of one's own: written as steps, proved before it runs, compared with the built-in ones.
 
-    miraccl run -n 4 examples/own_algorithm.py
-    miraccl schedule verify star --load examples/own_algorithm.py --ranks 1-8
-    miraccl schedule draw star --load examples/own_algorithm.py --ranks 4 --out star.svg
+    miraccl run -n 4 examples/09_own_algorithm.py
+    miraccl schedule verify star --load examples/09_own_algorithm.py --ranks 1-8
+    miraccl schedule draw star --load examples/09_own_algorithm.py --ranks 4 --out star.svg
 
 ``star``: everybody sends to rank 0, which adds up in order and sends the result to everybody.  Few steps, and all bytes through one
 rank: good for nothing but to show how it is done.

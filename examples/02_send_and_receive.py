@@ -1,6 +1,8 @@
 """Point to point: a token goes round, then neighbours exchange blocks in a group.
 
-    miraccl run -n 3 examples/ring_by_hand.py
+    miraccl run -n 3 examples/02_send_and_receive.py
+
+Outside a group ``send`` and ``recv`` wait for each other where a message is large, so their order matters; in a group it does not.
 """
 
 import numpy as np

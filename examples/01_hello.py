@@ -1,6 +1,8 @@
 """Every rank contributes its number; every rank gets the sum, and all numbers in a row.
 
-    miraccl run -n 4 examples/hello.py
+    miraccl run -n 4 examples/01_hello.py
+
+``torchrun``, ``mpirun`` and ``srun`` in the place of ``miraccl run`` do as well; ``python examples/01_hello.py`` is one rank alone.
 """
 
 import numpy as np

@@ -1,0 +1,101 @@
+"""Every example runs as its head comment says, ends well, and says something.
+
+The first indented line of the head comment that starts Python, a launcher or ``miraccl`` is what runs.  An example is skipped, by
+name, where a package that it imports at its top or the launcher is missing, or a GPU whose need the head comment states ("needs an
+NVIDIA GPU").
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+COMMANDS = {
+    "python": [sys.executable],
+    "miraccl": [sys.executable, "-m", "miraccl"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+}
+LAUNCHERS = ("mpirun", "mpiexec", "srun", "ray")
+LIMIT_S = 60.0  # "in under a minute"
+
+
+def head_of(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text("utf-8")), clean=False) or ""
+
+
+def command_of(path: Path) -> list[str]:
+    """The words of the command line in the head comment."""
+    for line in head_of(path).splitlines():
+        words = shlex.split(line) if line.startswith("    ") else []
+        if words and words[0] in (*COMMANDS, *LAUNCHERS) and f"examples/{path.name}" in words:
+            return words
+    raise AssertionError(f"the head comment of {path.name} does not say how to run it")
+
+
+def packages_of(path: Path) -> set[str]:
+    """Packages imported at the top of the file."""
+    found = set()
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+            found |= {"torch" for alias in node.names if alias.name.startswith("miraccl.torch")}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def have_gpu() -> bool:
+    return Path("/dev/nvidiactl").exists() and importlib.util.find_spec("cuda") is not None
+
+
+def run(command: list[str], path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, f"{path.name}: {done.stdout}{done.stderr}"
+    assert done.stdout.strip(), "an example says what it did"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_example(path: Path) -> None:
+    words = command_of(path)
+    for package in sorted(packages_of(path) - {"miraccl"}):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    if words[0] in LAUNCHERS and shutil.which(words[0]) is None:
+        pytest.skip(f"{words[0]} is not installed")
+    if re.search(r"needs an NVIDIA GPU", head_of(path), re.IGNORECASE) and not have_gpu():
+        pytest.skip("no NVIDIA GPU, no driver, or cuda-bindings is not installed")
+    rest = [sys.executable if words[0] in LAUNCHERS and word == "python" else word for word in words[1:]]
+    run([*COMMANDS.get(words[0], [words[0]]), *rest], path)
+
+
+def test_examples_are_numbered_one_by_one() -> None:
+    numbers = [path.name[:2] for path in EXAMPLES]
+    assert all(re.fullmatch(r"\d\d_[a-z][a-z0-9_]*\.py", path.name) for path in EXAMPLES)
+    assert len(set(numbers)) == len(numbers) >= 16
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("nranks", [1, 3])
+def test_examples_run_on_other_numbers_of_ranks(nranks: int) -> None:
+    """Those that ``miraccl run`` starts; one rank alone without it."""
+    everywhere = {"miraccl", "numpy", *sys.stdlib_module_names}
+    for path in EXAMPLES:
+        words = command_of(path)
+        if words[:3] == ["miraccl", "run", "-n"] and words[3] != str(nranks) and packages_of(path) <= everywhere:
+            launcher = [sys.executable, "-m", "miraccl", "run", "-n", str(nranks)] if nranks > 1 else [sys.executable]
+            run([*launcher, str(path)], path)
