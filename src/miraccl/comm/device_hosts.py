@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from miraccl import params
-from miraccl.bootstrap import Event, PeerLost, Session
+from miraccl import errors, params
+from miraccl.bootstrap import Event, Notice, PeerLost, Session
 from miraccl.comm.arguments import counts_of, operator
 from miraccl.comm.device import DeviceCommunicator
 from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
@@ -32,6 +32,7 @@ from miraccl.types import Collective, DType, RedOp
 SUM = RedOp.SUM
 LEAST_SLOT = 64 << 10
 CLOSE_WAIT_S = 10.0
+NOTICE = "gpu_fault"
 OpenCpu = Callable[[Session], CpuCommunicator]
 _ON_GPU = tuple(dtype for dtype in DType if dtype not in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2))
 
@@ -605,25 +606,43 @@ class HostsCommunicator:
             raise self.fault
         self.local.check(name)
 
-    def _fail(self, error: Exception) -> None:
-        """The first fault stays. Streams are let go: the proxy answers without running anything, kernels of the host end."""
+    def _fail(self, error: Exception, told: bool = False) -> None:
+        """The first fault stays, and the other ranks are told unless they told us. Streams are let go: the proxy answers without running
+        anything, kernels of the host end."""
         with self._lock:
             if self.fault is not None:
                 return
             self.fault = error if isinstance(error, MiracclError) else SystemFailure(f"staging failed: {error!r}", rank=self.rank)
         self.staging.proxy.drain()
         self.local.abort()
+        if not told:
+            words = {"kind": type(self.fault).__name__, "message": self.fault.message, "peer": self.fault.peer, "op": self.fault.op}
+            with contextlib.suppress(MiracclError):  # the control plane may be gone as well
+                self.session.notify({NOTICE: words})
 
     def _event(self, event: Event) -> None:
-        if isinstance(event, PeerLost) and not self.closed:
-            self._fail(PeerDied(f"rank {event.rank} died: {event.reason}", rank=self.rank, peer=event.rank))
+        if self.closed:
+            return
+        if isinstance(event, PeerLost):
+            self._fail(PeerDied(f"rank {event.rank} died: {event.reason}", rank=self.rank, peer=event.rank), told=True)
+        elif isinstance(event, Notice) and isinstance(words := event.payload.get(NOTICE), dict):
+            kind = getattr(errors, str(words.get("kind")), None)
+            if isinstance(kind, type) and issubclass(kind, MiracclError):
+                peer = words.get("peer")
+                about = peer if isinstance(peer, int) else event.from_rank
+                error = kind(str(words.get("message", "")), rank=self.rank, peer=about, op=words.get("op"))
+                self._fail(error, told=True)
+                self._abort_cpus(error.message)
+
+    def _abort_cpus(self, reason: str) -> None:
+        for cpu in self._cpus:
+            cpu.abort(reason)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """End what waits, on all ranks; later calls raise. Any thread may call it."""
         if not self.closed:
             self._fail(CommunicatorAborted(f"rank {self.rank} aborted the communicator: {reason}", rank=self.rank, peer=self.rank))
-            for cpu in self._cpus:
-                cpu.abort(reason)
+            self._abort_cpus(reason)
 
     def synchronize(self) -> None:
         """Wait for this rank's GPU, then ``check``."""

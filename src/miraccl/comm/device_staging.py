@@ -27,7 +27,6 @@ NSLOTS = 3
 PAGE_BYTES = 4096
 FLAG_BYTES = PAGE_BYTES
 ALIGN = 64  # bytes, of the parts of a slot
-TRANSFERS_PER_SLOT = 4  # sends and receives of one group that fit without more memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""Sends and receives of GPU memory between hosts, cut into rounds.
+"""Sends and receives of GPU memory between hosts, cut into messages and rounds.
 
-All transfers between this rank and a peer in one direction are a lane: their pieces follow one another in the order of the calls, however
-they were grouped, so that both ends see the same sequence.  Round k runs the k-th piece of every lane together.
+All transfers between this rank and a peer in one direction are a lane: their messages follow one another in the order of the calls.  The
+size of messages does not depend on how calls are grouped, so both ends see the same sequence.  What fits into ``ROUND_SLOTS`` slots is one
+round: everything is posted together and may end in any order.  Larger groups take several rounds, in which all lanes go on at one pace.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miraccl.comm.device_memory import DeviceMemory
-from miraccl.comm.device_staging import ALIGN, TRANSFERS_PER_SLOT, Copy, CpuCommunicator, Piece, RunPiece, Slots
+from miraccl.comm.device_staging import ALIGN, Copy, CpuCommunicator, Piece, RunPiece, Slots
 from miraccl.types import DType
+
+MESSAGES_PER_SLOT = 4
+ROUND_SLOTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,28 +46,45 @@ class Round:
 
 def message_bytes(slot_bytes: int) -> int:
     """Bytes of a message at most; the same at both ends, whatever else they have in their groups."""
-    return slot_bytes // TRANSFERS_PER_SLOT // ALIGN * ALIGN
+    return slot_bytes // MESSAGES_PER_SLOT // ALIGN * ALIGN
+
+
+Lane = list[tuple[int, int, int]]  # (transfer, first byte, bytes) of each message
 
 
 def cut_transfers(transfers: Sequence[DeviceTransfer], slot_bytes: int) -> tuple[list[Round], int]:
     """The rounds, and the bytes that a slot needs. Buffers of copies are the transfers by number."""
     most = message_bytes(slot_bytes)
-    lanes: dict[tuple[bool, int], list[tuple[Copy, Message]]] = {}
+    lanes: dict[tuple[bool, int], Lane] = {}
     for number, transfer in enumerate(transfers):
-        lane = lanes.setdefault((transfer.receives, transfer.peer), [])
-        host = most * list(lanes).index((transfer.receives, transfer.peer))
-        size = transfer.memory.dtype.itemsize
-        for begin in range(0, transfer.memory.nbytes, most):
-            nbytes = min(most, transfer.memory.nbytes - begin)
-            message = Message(transfer.receives, transfer.peer, host, nbytes // size, transfer.memory.dtype)
-            lane.append((Copy(number, begin, host, nbytes), message))
-    rounds = []
-    for number in range(max(map(len, lanes.values()), default=0)):
-        both = [lane[number] for lane in lanes.values() if number < len(lane)]
-        down = tuple(copy for copy, message in both if not message.receives)
-        up = tuple(copy for copy, message in both if message.receives)
-        rounds.append(Round(piece=Piece(down=down, up=up), messages=tuple(message for _, message in both)))
-    return rounds, most * max(1, len(lanes))
+        nbytes = transfer.memory.nbytes
+        messages = [(number, begin, min(most, nbytes - begin)) for begin in range(0, nbytes, most)]
+        lanes.setdefault((transfer.receives, transfer.peer), []).extend(messages)
+    longest = max(map(len, lanes.values()), default=0)
+    together = sum(-(-nbytes // ALIGN) * ALIGN for lane in lanes.values() for _, _, nbytes in lane) <= ROUND_SLOTS * slot_bytes
+    pace = longest if together else max(1, ROUND_SLOTS * MESSAGES_PER_SLOT // len(lanes))
+    rounds, need = [], 0
+    for first in range(0, longest, pace):
+        parts = [message for lane in lanes.values() for message in lane[first : first + pace]]
+        found, nbytes = _round(transfers, parts)
+        rounds.append(found)
+        need = max(need, nbytes)
+    return rounds, need
+
+
+def _round(transfers: Sequence[DeviceTransfer], parts: Lane) -> tuple[Round, int]:
+    """A round of these messages, and its bytes."""
+    host = 0
+    down: list[Copy] = []
+    up: list[Copy] = []
+    messages = []
+    for number, begin, nbytes in parts:
+        transfer = transfers[number]
+        (up if transfer.receives else down).append(Copy(number, begin, host, nbytes))
+        dtype = transfer.memory.dtype
+        messages.append(Message(transfer.receives, transfer.peer, host, nbytes // dtype.itemsize, dtype))
+        host += -(-nbytes // ALIGN) * ALIGN
+    return Round(piece=Piece(down=tuple(down), up=tuple(up)), messages=tuple(messages)), host
 
 
 def transfers_on(cpu: CpuCommunicator, rounds: Sequence[Round], slots: Slots) -> RunPiece:

@@ -1,0 +1,71 @@
+"""GPU memory over several hosts, with a driver that is only pretended: algorithms, pieces, graphs, faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu import fake_hosts
+from tests.support.ranks import rank_outcomes, run_ranks
+
+pytestmark = pytest.mark.multiprocess
+SMALL = {"MIRACCL_GPU_STAGING": "64K"}
+SIZES = [1, 7, fake_hosts.BIG]
+TWO_STEPS = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
+
+
+@pytest.mark.parametrize("hosts", ["AB", "ABC", "AABB", "ABAB", "AAB"])
+def test_collectives(hosts: str) -> None:
+    for used in run_ranks(fake_hosts.even_collectives, len(hosts), hosts, SIZES if hosts != "AAB" else [9], env=SMALL):
+        assert set(used) >= TWO_STEPS | {"gather", "scatter", "all_to_all"}
+        assert used["gather"] == "staged"
+
+
+@pytest.mark.parametrize("hosts", ["AB", "AABB", "ABBA"])
+def test_in_place(hosts: str) -> None:
+    run_ranks(fake_hosts.in_place, len(hosts), hosts, 30_001, env=SMALL)
+
+
+@pytest.mark.parametrize("hosts", ["AB", "AAB"])
+def test_uneven_collectives(hosts: str) -> None:
+    run_ranks(fake_hosts.uneven_collectives, len(hosts), hosts, env=SMALL)
+
+
+@pytest.mark.parametrize("hosts", ["AB", "AABB"])
+def test_sends_and_receives(hosts: str) -> None:
+    run_ranks(fake_hosts.sends_and_receives, len(hosts), hosts, env=SMALL)
+
+
+@pytest.mark.parametrize("hosts", ["AB", "AABB"])
+def test_graphs(hosts: str) -> None:
+    run_ranks(fake_hosts.graphs, len(hosts), hosts, env=SMALL)
+
+
+@pytest.mark.parametrize("hosts", ["AB", "AABB"])
+def test_special_operators_and_arguments(hosts: str) -> None:
+    run_ranks(fake_hosts.special, len(hosts), hosts, env=SMALL)
+
+
+def test_the_public_way() -> None:
+    run_ranks(fake_hosts.public_way, 2)
+
+
+def test_abort_ends_what_waits() -> None:
+    for text in run_ranks(fake_hosts.abort, 2, "AB"):
+        assert text.startswith("CommunicatorAborted: ")
+        assert "rank 0 aborted" in text
+
+
+def test_a_deadline_ends_what_waits() -> None:
+    texts = run_ranks(fake_hosts.lonely, 2, "AB")
+    assert texts[0].startswith("CollectiveTimeout")
+    assert "rank 1" in texts[0]
+
+
+@pytest.mark.parametrize("hosts", ["AB", "AABB"])
+def test_a_death_ends_what_waits(hosts: str) -> None:
+    outcomes = rank_outcomes(fake_hosts.death, len(hosts), hosts)
+    last = len(hosts) - 1
+    for outcome in outcomes[:last]:
+        assert not outcome.error
+        assert str(outcome.value).startswith("PeerDied")
+        assert f"rank {last} died" in str(outcome.value)

@@ -1,0 +1,344 @@
+"""Ranks of the tests of ``comm.device_hosts`` without GPUs: collectives over hosts that are pretended, on a driver that is pretended."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from miraccl import PreMulSum
+from miraccl.bootstrap import Session
+from miraccl.comm import device_hosts
+from miraccl.comm.communicator import Communicator
+from miraccl.comm.device_hosts import HostsCommunicator
+from miraccl.comm.device_memory import DeviceMemory
+from miraccl.comm.device_transfers import DeviceTransfer
+from miraccl.comm.member import Options
+from miraccl.errors import CommunicatorAborted, InvalidUsage, MiracclError, PeerDied
+from miraccl.schedule.interpret import expected
+from miraccl.schedule.reduction import NUMPY_DTYPE
+from miraccl.types import Collective, DType, RedOp
+from tests.gpu.fake_cuda import FakeCuda, FakeLocal, place, seen
+from tests.gpu.fake_ranks import session
+
+BIG = 50_001  # float32: several pieces of the smallest slots
+
+
+class World:
+    """A rank with its communicator."""
+
+    def __init__(self, world: Session, hosts: str, timeout: float = 30.0) -> None:
+        vars(device_hosts)["DeviceCommunicator"] = FakeLocal
+        self.cuda = FakeCuda().install()
+        names = [f"host {letter}" for letter in hosts]
+        self.comm = HostsCommunicator(
+            world,
+            world.rank,
+            names,
+            open_cpu=lambda sub: Communicator.from_session(sub, Options.create(timeout=timeout)),
+            timeout=timeout,
+        )
+        self.rank, self.nranks = world.rank, world.nranks
+
+    def put(self, array: np.ndarray) -> DeviceMemory:
+        return place(self.cuda, array)
+
+    def zeros(self, count: int, dtype: DType) -> DeviceMemory:
+        return self.put(np.zeros(count, NUMPY_DTYPE[dtype]))
+
+    def finish(self) -> None:
+        self.comm.synchronize()
+        self.comm.close()
+        self.comm.close()
+
+
+def numbers(rank: int, count: int, dtype: DType, seed: int = 0) -> np.ndarray:
+    """Small whole numbers, so that sums are exact in every order."""
+    rng = np.random.default_rng((seed, rank))
+    return rng.integers(0, 4, count).astype(NUMPY_DTYPE[dtype])
+
+
+def check(got: DeviceMemory, want: np.ndarray | None, what: str) -> None:
+    if want is not None:
+        found = seen(got).astype(np.float64)
+        assert (found == want.astype(np.float64)).all(), f"{what}: {found[:8]} instead of {want[:8]}"
+
+
+def even_collectives(hosts: str, sizes: Sequence[int]) -> dict[str, str]:
+    """Every collective with every size, type and form; says which algorithm ran."""
+    used: dict[str, str] = {}
+    with session() as world:
+        w = World(world, hosts)
+        for count in sizes:
+            for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.INT8, DType.FLOAT8_E4M3):
+                small = count if dtype is DType.FLOAT32 else min(count, 999)
+                for root in (0, w.nranks - 1):
+                    _even(w, small, dtype, root, used)
+        w.finish()
+    return used
+
+
+def _even(w: World, count: int, dtype: DType, root: int, used: dict[str, str]) -> None:
+    comm, n = w.comm, w.nranks
+
+    def run(collective: Collective, blocks: int, op: RedOp, call: Callable[[DeviceMemory, np.ndarray], DeviceMemory | None]) -> None:
+        inputs = [numbers(r, count * blocks, dtype, count) for r in range(n)]
+        want = expected(collective, list(inputs), op=op, root=root)[w.rank]
+        x = w.put(inputs[w.rank])
+        out = call(x, np.zeros(0 if want is None else want.size, NUMPY_DTYPE[dtype]))
+        comm.synchronize()
+        what = f"{collective.label} of {count} x {dtype.label}, {op.name}, root {root}, rank {w.rank}"
+        if out is not None:
+            check(out, want, what)
+        if out is not x:
+            check(x, inputs[w.rank], f"input of {what}")
+        if comm.last_plan is not None:
+            used[collective.label] = comm.last_plan.algo
+
+    def reductions(op: RedOp) -> None:
+        run(Collective.ALL_REDUCE, 1, op, lambda x, like: comm.all_reduce(x, w.put(like), op))
+        run(Collective.ALL_REDUCE, 1, op, lambda x, like: comm.all_reduce(x, None, op))
+        run(Collective.REDUCE_SCATTER, n, op, lambda x, like: comm.reduce_scatter(x, w.put(like), op))
+        run(Collective.REDUCE, 1, op, lambda x, like: comm.reduce(x, root, w.put(like) if like.size else None, op))
+
+    reductions(RedOp.SUM)
+    reductions(RedOp.MAX)
+    run(Collective.ALL_GATHER, 1, RedOp.SUM, lambda x, like: comm.all_gather(x, w.put(like)))
+    run(Collective.ALL_TO_ALL, n, RedOp.SUM, lambda x, like: comm.all_to_all(x, w.put(like)))
+    run(Collective.BROADCAST, 1, RedOp.SUM, lambda x, like: comm.broadcast(x, root))
+    run(Collective.GATHER, 1, RedOp.SUM, lambda x, like: comm.gather(x, root, w.put(like) if like.size else None))
+    run(Collective.SCATTER, n, RedOp.SUM, lambda x, like: comm.scatter(x if w.rank == root else None, root, w.put(like)))
+
+
+def in_place(hosts: str, count: int) -> None:
+    """Output within input, or input within output."""
+    with session() as world:
+        w = World(world, hosts)
+        comm, n = w.comm, w.nranks
+        inputs = [numbers(r, count * n, DType.FLOAT32) for r in range(n)]
+        whole = w.put(inputs[w.rank])
+        comm.reduce_scatter(whole, whole.part(w.rank * count, count))
+        comm.synchronize()
+        check(whole.part(w.rank * count, count), expected(Collective.REDUCE_SCATTER, list(inputs))[w.rank], "reduce_scatter")
+        gathered = w.zeros(count * n, DType.FLOAT32)
+        mine = gathered.part(w.rank * count, count)
+        seen(mine)[:] = inputs[w.rank][:count]
+        comm.all_gather(mine, gathered)
+        comm.synchronize()
+        check(gathered, np.concatenate([i[:count] for i in inputs]), "all_gather")
+        w.finish()
+
+
+def uneven_collectives(hosts: str) -> None:
+    with session() as world:
+        w = World(world, hosts)
+        comm, n, r = w.comm, w.nranks, w.rank
+        for counts in ([0] * n, [5 * i for i in range(n)], [BIG if i == 1 else 0 for i in range(n)]):
+            parts = [numbers(i, counts[i], DType.FLOAT32) for i in range(n)]
+            got = comm.all_gather_v(w.put(parts[r]), counts, w.zeros(sum(counts), DType.FLOAT32))
+            gathered = comm.gather_v(w.put(parts[r]), counts, 1, w.zeros(sum(counts), DType.FLOAT32) if r == 1 else None)
+            whole = numbers(7, sum(counts), DType.FLOAT32)
+            share = comm.scatter_v(w.put(whole) if r == 0 else None, counts, 0, w.zeros(counts[r], DType.FLOAT32))
+            wholes = [numbers(i, sum(counts), DType.FLOAT32) for i in range(n)]
+            summed = comm.reduce_scatter_v(w.put(wholes[r]), counts, w.zeros(counts[r], DType.FLOAT32))
+            comm.synchronize()
+            begin = sum(counts[:r])
+            check(got, np.concatenate(parts), "all_gather_v")
+            if r == 1:
+                check(gathered, np.concatenate(parts), "gather_v")
+            else:
+                assert gathered is None
+            check(share, whole[begin : begin + counts[r]], "scatter_v")
+            check(summed, np.sum(wholes, axis=0)[begin : begin + counts[r]], "reduce_scatter_v")
+        for scale in (0, 1, 9001):
+            table = [[scale * ((3 * i + j) % 4) for j in range(n)] for i in range(n)]  # what i sends to j
+            blocks = [[numbers(10 * i + j, table[i][j], DType.INT32) for j in range(n)] for i in range(n)]
+            x = w.put(np.concatenate(blocks[r]))
+            receives = [table[i][r] for i in range(n)]
+            out = comm.all_to_all_v(x, table[r], receives, w.zeros(sum(receives), DType.INT32))
+            comm.synchronize()
+            check(out, np.concatenate([blocks[i][r] for i in range(n)]), f"all_to_all_v times {scale}")
+        w.finish()
+
+
+def sends_and_receives(hosts: str) -> None:
+    with session() as world:
+        w = World(world, hosts)
+        comm, n, r = w.comm, w.nranks, w.rank
+        to, frm = (r + 1) % n, (r - 1) % n
+        for count in (1, BIG):
+            out = w.zeros(count, DType.FLOAT32)
+            comm.sendrecv(w.put(numbers(r, count, DType.FLOAT32)), to, out, frm)
+            comm.synchronize()
+            check(out, numbers(frm, count, DType.FLOAT32), "sendrecv")
+        if r < 2:  # one end groups what the other does one by one
+            arrays = [numbers(r, size, DType.INT32, size) for size in (5000, 3, 7000)]
+            outs = [w.zeros(size, DType.INT32) for size in (5000, 3, 7000)]
+            peer = 1 - r
+            if r == 0:
+                sends = [DeviceTransfer(receives=False, peer=1, memory=w.put(a)) for a in arrays]
+                comm.exchange([*sends, *(DeviceTransfer(receives=True, peer=1, memory=o) for o in outs)])
+            else:
+                for o in outs:
+                    comm.recv(o, 0)
+                for a in arrays:
+                    comm.send(w.put(a), 0)
+            comm.synchronize()
+            for o in outs:
+                check(o, numbers(peer, o.count, DType.INT32, o.count), "grouped and not")
+        everybody = [
+            DeviceTransfer(receives=k, peer=p, memory=w.put(numbers(r, 20_000, DType.INT8))) for p in range(n) for k in (False, True)
+        ]
+        comm.exchange([t for t in everybody if t.peer != r])
+        comm.synchronize()
+        for transfer in everybody:
+            check(transfer.memory, numbers(transfer.peer if transfer.receives else r, 20_000, DType.INT8), "everybody")
+        w.finish()
+
+
+def graphs(hosts: str) -> None:
+    """What is captured runs at each replay, between operations that are not captured, in several streams."""
+    with session() as world:
+        w = World(world, hosts)
+        comm, n, r = w.comm, w.nranks, w.rank
+        stream = w.cuda.cuStreamCreate(0)[1]
+        x, y = w.zeros(BIG, DType.FLOAT32), w.zeros(BIG * n, DType.FLOAT32)
+        w.cuda.begin_capture(stream)
+        comm.all_reduce(x, stream=stream)
+        comm.all_gather(x, y, stream=stream)
+        comm.broadcast(x.part(0, 10), 1, stream=stream)
+        graph = w.cuda.end_capture(stream)
+        comm.synchronize()
+        for round in range(5):
+            seen(x)[:] = r + round
+            w.cuda.streams[stream].replay(graph)
+            w.cuda.cuStreamSynchronize(stream)
+            total = sum(range(n)) + n * round
+            check(x, np.full(BIG, total), f"replay {round}")
+            check(y, np.full(BIG * n, total), f"replay {round}, gathered")
+            z = w.put(np.full(100 + round, r))
+            comm.all_reduce(z)
+            comm.synchronize()
+            check(z, np.full(100 + round, sum(range(n))), "in between")
+        seen(x)[:] = 0.0
+        for _ in range(3):
+            w.cuda.streams[stream].replay(graph)
+        comm.synchronize()
+        w.finish()
+
+
+def special(hosts: str) -> None:
+    """Averages, pre-multiplied sums, empty arrays, arguments that are refused, what is explained."""
+    with session() as world:
+        w = World(world, hosts)
+        comm, n, r = w.comm, w.nranks, w.rank
+        arrays = [numbers(i, 1000, DType.INT32) + i for i in range(n)]
+        x = w.put(arrays[r].astype(np.int32))
+        comm.all_reduce(x, None, RedOp.AVG)
+        y = w.put(np.full(1000, 8.0 * (r + 1), np.float32))
+        comm.all_reduce(y, None, RedOp.AVG)
+        z = w.put(np.ones(500, np.float32))
+        comm.all_reduce(z, None, PreMulSum(r + 1.0))
+        empty = w.zeros(0, DType.FLOAT32)
+        comm.all_reduce(empty)
+        comm.barrier()
+        comm.synchronize()
+        check(x, np.sum(arrays, axis=0) // n, "average of integers")
+        check(y, np.full(1000, 8.0 * (n + 1) / 2), "average")
+        check(z, np.full(500, sum(range(1, n + 1))), "pre-multiplied sum")
+        for call in (
+            lambda: comm.all_reduce(x, None, "sum"),
+            lambda: comm.broadcast(x, n),
+            lambda: comm.send(x, -1),
+            lambda: comm.reduce_scatter(w.zeros(n + 1, DType.FLOAT32)),
+            lambda: comm.all_gather_v(x, [1] * n, w.zeros(n, DType.INT32)),
+            lambda: comm.all_to_all(x, x),
+        ):
+            try:
+                call()
+            except InvalidUsage:
+                continue
+            raise AssertionError("not refused")
+        assert all(kind == "staging" for _, kind, _ in comm.explain())
+        assert comm.memory()["pinned"] > 0
+        w.finish()
+
+
+def public_way() -> None:
+    """``Communicator`` with arrays on GPUs of two hosts of one rank each; CPU arrays go on as ever."""
+    from tests.gpu.fake_cuda import FakeArray
+
+    os.environ["MIRACCL_HOSTID"] = f"host{os.environ['MIRACCL_RANK']}"
+    cuda = FakeCuda().install()
+    with session() as world:
+        comm = Communicator.from_session(world, Options.create(timeout=30))
+        x = FakeArray(cuda, np.full(BIG, comm.rank + 1.0, np.float32))
+        assert comm.all_reduce(x) is x
+        cpu = np.ones(10, np.float32)
+        comm.all_reduce(cpu)
+        comm._device.synchronize()  # type: ignore[union-attr]
+        assert (x.array == 3).all()
+        assert (cpu == 2).all()
+        comm.finalize()
+        try:
+            comm.all_reduce(x)
+        except MiracclError:
+            return
+        raise AssertionError("a finalized communicator went on")
+
+
+def abort(hosts: str) -> str:
+    """Rank 0 waits alone and is aborted by another of its threads; its stream comes to its end, and all ranks are told."""
+    with session() as world:
+        w = World(world, hosts)
+        x = w.zeros(BIG, DType.FLOAT32)
+        if w.rank == 0:
+            w.comm.all_reduce(x)
+            threading.Timer(0.1, w.comm.abort).start()
+            w.cuda.cuCtxSynchronize()
+        return _fault(w, x, (CommunicatorAborted,))
+
+
+def lonely(hosts: str) -> str:
+    """Rank 0 waits alone until the deadline."""
+    with session() as world:
+        w = World(world, hosts, timeout=0.5)
+        x = w.zeros(BIG, DType.FLOAT32)
+        if w.rank == 0:
+            w.comm.all_reduce(x)
+            w.cuda.cuCtxSynchronize()
+        return _fault(w, x, (MiracclError,))
+
+
+def death(hosts: str) -> str:
+    with session() as world:
+        w = World(world, hosts)
+        x = w.zeros(BIG, DType.FLOAT32)
+        w.comm.all_reduce(x)
+        w.comm.synchronize()
+        world.barrier("before the death")
+        if w.rank == w.nranks - 1:
+            os._exit(3)
+        w.comm.all_reduce(x)
+        w.cuda.cuCtxSynchronize()
+        return _fault(w, x, (PeerDied,))
+
+
+def _fault(w: World, x: DeviceMemory, kinds: tuple[type[MiracclError], ...]) -> str:
+    """What the next calls raise; the streams are free."""
+    told = threading.Event()
+    for _ in range(1000):
+        try:
+            w.comm.check()
+        except kinds:
+            break
+        told.wait(0.01)
+    try:
+        w.comm.all_reduce(x)
+    except kinds as error:
+        w.cuda.cuCtxSynchronize()
+        w.comm.close()
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("no error")
