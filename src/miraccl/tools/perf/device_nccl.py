@@ -14,7 +14,7 @@ from typing import Any
 
 from miraccl.bootstrap import Session
 from miraccl.errors import InvalidUsage, MissingDependency
-from miraccl.tools.perf.device_array import Arena, DeviceArray
+from miraccl.tools.perf.device_array import ALIGNMENT, Arena, DeviceArray
 from miraccl.tools.perf.device_miraccl import DeviceBound, is_repeatable
 from miraccl.tools.perf.engine import place_buffers
 from miraccl.tools.perf.spec import Case
@@ -92,7 +92,7 @@ class NcclDevice:
             )
         except Exception as error:
             raise InvalidUsage(f"NCCL does not start: {error}", rank=self.rank, hint="NCCL_DEBUG=INFO says more") from error
-        self._aligner = place.torch.zeros(4, device=f"cuda:{place.ordinal}")
+        self._aligner = place.arena(ALIGNMENT).take(4, "float32").tensor.zero_()
 
     def bind(self, case: Case, in_place: bool) -> DeviceBound | None:
         if case.dtype not in _TYPES or case.redop not in _OPS or (case.op == "broadcast" and not in_place):
@@ -121,9 +121,11 @@ class NcclDevice:
             case "all_reduce":
                 return lambda: dist.all_reduce(y, op=op)
             case "all_gather":
-                return lambda: dist.all_gather_into_tensor(y, x)
+                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older versions: the second
+                return lambda: gather(y, x)
             case "reduce_scatter":
-                return lambda: dist.reduce_scatter_tensor(y, x, op=op)
+                scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+                return lambda: scatter(y, x, op=op)
             case "broadcast":
                 return lambda: dist.broadcast(y, root)
             case "reduce":
