@@ -16,7 +16,7 @@ from miraccl.comm import calls
 from miraccl.comm import group as groups
 from miraccl.comm.arguments import peer_rank, view
 from miraccl.comm.calls import Call, Place
-from miraccl.comm.device_memory import lies_on_gpu, ordinal_of
+from miraccl.comm.device_memory import current_ordinal, lies_on_gpu, ordinal_of
 from miraccl.comm.exchange import Transfer
 from miraccl.comm.meeting import meet_by_id
 from miraccl.comm.member import Member, Options
@@ -29,6 +29,7 @@ from miraccl.types import Collective, DType, RedOp
 if TYPE_CHECKING:
     from miraccl.comm.device import DeviceCommunicator
     from miraccl.comm.device_hosts import HostsCommunicator
+    from miraccl.comm.device_work import Background, DevicePersistent
 
 SUM = RedOp.SUM
 
@@ -42,9 +43,10 @@ class Communicator:
     size, algorithm nor layout.
 
     Arrays are NumPy arrays, or anything with ``__array_interface__``, the buffer protocol or DLPack in CPU memory; contiguous, of a
-    dtype in ``miraccl.DType``.  all_reduce, reduce_scatter, all_gather, all_to_all, broadcast and reduce take GPU memory, too (PyTorch,
-    CuPy, ``__cuda_array_interface__``): they enqueue one kernel in the current stream and return (``comm.device``).  Operations return
-    the array with the result.  With ``async_op=True`` they return a ``Work``.
+    dtype in ``miraccl.DType``.  Every operation takes GPU memory, too (PyTorch, CuPy, ``__cuda_array_interface__``, DLPack): it enqueues
+    kernels in ``stream`` or else the current stream and returns (``comm.device``).  Operations return the array with the result.  With
+    ``async_op=True`` they return a ``Work``; on GPU memory they run on a stream of the communicator's, and its ``wait`` makes the current
+    stream wait.
     One thread at a time may be inside a communicator; ``abort`` may be called from any.
     """
 
@@ -68,6 +70,7 @@ class Communicator:
         member = self._member = Member(session, options, constants=parent._member.constants if parent else None)
         self._lock = threading.RLock()
         self._device: DeviceCommunicator | HostsCommunicator | None = None
+        self._background: Background | None = None
         context = member.context
         self._all_reduce = context.door("collective", Collective.ALL_REDUCE)
         self._all_gather = context.door("collective", Collective.ALL_GATHER)
@@ -83,117 +86,150 @@ class Communicator:
 
     # ---- collectives
 
-    def all_reduce(self, x: Any, out: Any = None, op: Any = SUM, *, async_op: bool = False) -> Any:
+    def all_reduce(self, x: Any, out: Any = None, op: Any = SUM, *, async_op: bool = False, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks; every rank gets the result, in ``x`` itself or in ``out`` (same count and dtype)."""
         if not async_op and not (code := self._all_reduce(x, out, op)):
             return x if out is None else out
-        if (gpu := self._gpu(x, async_op)) is not None:
-            return gpu.all_reduce(x, out, op)
+        if (gpu := self._gpu(async_op, stream, x, out)) is not None:
+            return gpu.all_reduce(x, out, op, stream=stream)
         return self._long_way(lambda place: calls.all_reduce(place, x, out, op), "all_reduce", async_op, 0 if async_op else code)
 
-    def all_gather(self, x: Any, out: Any = None, *, async_op: bool = False) -> Any:
+    def all_gather(self, x: Any, out: Any = None, *, async_op: bool = False, stream: Any = None) -> Any:
         """All ranks' ``x`` (equal counts), one after another along the first axis, on every rank."""
         code = 0
         if not async_op:
             target = calls.new_stacked(x, self.nranks) if out is None else out
             if target is not None and not (code := self._all_gather(x, target, 0)):
                 return target
-        if (gpu := self._gpu(x, async_op)) is not None:
-            return gpu.all_gather(x, out)
+        if (gpu := self._gpu(async_op, stream, x, out)) is not None:
+            return gpu.all_gather(x, out, stream=stream)
         return self._long_way(lambda place: calls.all_gather(place, x, out), "all_gather", async_op, code)
 
-    def reduce_scatter(self, x: Any, out: Any = None, op: Any = SUM, *, async_op: bool = False) -> Any:
+    def reduce_scatter(self, x: Any, out: Any = None, op: Any = SUM, *, async_op: bool = False, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks; rank r gets the r-th of nranks equal shares (cut along the first axis)."""
         code = 0
         if not async_op:
             target = calls.new_share(x, self.nranks) if out is None else out
             if target is not None and not (code := self._reduce_scatter(x, target, op)):
                 return target
-        if (gpu := self._gpu(x, async_op)) is not None:
-            return gpu.reduce_scatter(x, out, op)
+        if (gpu := self._gpu(async_op, stream, x, out)) is not None:
+            return gpu.reduce_scatter(x, out, op, stream=stream)
         return self._long_way(lambda place: calls.reduce_scatter(place, x, out, op), "reduce_scatter", async_op, code)
 
-    def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False) -> Any:
+    def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False, stream: Any = None) -> Any:
         """``x`` of rank ``root`` into ``x`` of every rank."""
         if not async_op and not (code := self._broadcast(x, None, root)):
             return x
-        if (gpu := self._gpu(x, async_op)) is not None:
-            return gpu.broadcast(x, root)
+        if (gpu := self._gpu(async_op, stream, x)) is not None:
+            return gpu.broadcast(x, root, stream=stream)
         return self._long_way(lambda place: calls.broadcast(place, x, root), "broadcast", async_op, 0 if async_op else code)
 
-    def reduce(self, x: Any, root: int = 0, out: Any = None, op: Any = SUM, *, async_op: bool = False) -> Any:
+    def reduce(self, x: Any, root: int = 0, out: Any = None, op: Any = SUM, *, async_op: bool = False, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``x`` (or ``out``) of rank ``root``; the others' ``x`` stays as it is."""
-        if (gpu := self._gpu(x, async_op)) is not None:
-            return gpu.reduce(x, root, out, op)
+        if (gpu := self._gpu(async_op, stream, x, out)) is not None:
+            return gpu.reduce(x, root, out, op, stream=stream)
         return self._long_way(lambda place: calls.reduce(place, x, root, out, op), "reduce", async_op)
 
-    def all_to_all(self, x: Any, out: Any = None, *, async_op: bool = False) -> Any:
+    def all_to_all(self, x: Any, out: Any = None, *, async_op: bool = False, stream: Any = None) -> Any:
         """Block j of rank i's ``x`` becomes block i of rank j's result; ``x`` has nranks equal blocks."""
         code = 0
         if not async_op:
             target = calls.new_like(x) if out is None else out
             if target is not None and not (code := self._all_to_all(x, target, 0)):
                 return target
-        if (gpu := self._gpu(x, async_op)) is not None:
-            return gpu.all_to_all(x, out)
+        if (gpu := self._gpu(async_op, stream, x, out)) is not None:
+            return gpu.all_to_all(x, out, stream=stream)
         return self._long_way(lambda place: calls.all_to_all(place, x, out), "all_to_all", async_op, code)
 
-    def gather(self, x: Any, root: int = 0, out: Any = None, *, async_op: bool = False) -> Any:
+    def gather(self, x: Any, root: int = 0, out: Any = None, *, async_op: bool = False, stream: Any = None) -> Any:
         """All ranks' ``x`` on rank ``root``, as ``all_gather`` puts them; the others get None."""
+        if (gpu := self._gpu(async_op, stream, x, out)) is not None:
+            return gpu.gather(x, root, out, stream=stream)
         return self._long_way(lambda place: calls.gather(place, x, root, out), "gather", async_op)
 
-    def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, async_op: bool = False) -> Any:
+    def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, async_op: bool = False, stream: Any = None) -> Any:
         """Rank r gets the r-th of nranks equal shares of the root's ``x``; the other ranks give ``out`` (``x`` is not looked at)."""
+        if (gpu := self._gpu(async_op, stream, x, out)) is not None:
+            return gpu.scatter(x, root, out, stream=stream)
         return self._long_way(lambda place: calls.scatter(place, x, root, out), "scatter", async_op)
 
-    def barrier(self, *, async_op: bool = False) -> Any:
-        """Return once every rank has come."""
+    def barrier(self, *, async_op: bool = False, stream: Any = None) -> Any:
+        """Return once every rank has come. With ``stream``, what follows there on the GPU begins once every rank's stream has come."""
+        if stream is not None:
+            return self._gpu_calls(async_op, current_ordinal()).barrier(stream=stream)
         if not async_op and not (code := self._barrier()):
             return None
         return self._long_way(calls.barrier, "barrier", async_op, 0 if async_op else code)
 
     # ---- uneven collectives: counts in elements, one a rank, the same list on every rank unless said
 
-    def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, *, async_op: bool = False) -> Any:
+    def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, *, async_op: bool = False, stream: Any = None) -> Any:
         """As ``all_gather``; rank r contributes ``counts[r]`` elements. The result is flat."""
+        if (gpu := self._gpu(async_op, stream, x, out)) is not None:
+            return gpu.all_gather_v(x, counts, out, stream=stream)
         return self._long_way(lambda place: calls.all_gather_v(place, x, counts, out), "all_gather_v", async_op)
 
-    def reduce_scatter_v(self, x: Any, counts: Sequence[int], out: Any = None, op: Any = SUM, *, async_op: bool = False) -> Any:
+    def reduce_scatter_v(
+        self, x: Any, counts: Sequence[int], out: Any = None, op: Any = SUM, *, async_op: bool = False, stream: Any = None
+    ) -> Any:
         """As ``reduce_scatter``; rank r gets ``counts[r]`` elements."""
+        if (gpu := self._gpu(async_op, stream, x, out)) is not None:
+            return gpu.reduce_scatter_v(x, counts, out, op, stream=stream)
         return self._long_way(lambda place: calls.reduce_scatter_v(place, x, counts, out, op), "reduce_scatter_v", async_op)
 
     def all_to_all_v(
-        self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None, *, async_op: bool = False
+        self,
+        x: Any,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        out: Any = None,
+        *,
+        async_op: bool = False,
+        stream: Any = None,
     ) -> Any:
         """As ``all_to_all``; block j of ``x`` has ``send_counts[j]`` elements, block j of the result ``recv_counts[j]`` (own counts)."""
+        if (gpu := self._gpu(async_op, stream, x, out)) is not None:
+            return gpu.all_to_all_v(x, send_counts, recv_counts, out, stream=stream)
         return self._long_way(lambda p: calls.all_to_all_v(p, x, send_counts, recv_counts, out), "all_to_all_v", async_op)
 
-    def gather_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, async_op: bool = False) -> Any:
+    def gather_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, async_op: bool = False, stream: Any = None) -> Any:
         """As ``gather``; rank r contributes ``counts[r]`` elements."""
+        if (gpu := self._gpu(async_op, stream, x, out)) is not None:
+            return gpu.gather_v(x, counts, root, out, stream=stream)
         return self._long_way(lambda place: calls.gather(place, x, root, out, counts), "gather_v", async_op)
 
-    def scatter_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, async_op: bool = False) -> Any:
+    def scatter_v(
+        self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, async_op: bool = False, stream: Any = None
+    ) -> Any:
         """As ``scatter``; rank r gets ``counts[r]`` elements."""
+        if (gpu := self._gpu(async_op, stream, x, out)) is not None:
+            return gpu.scatter_v(x, counts, root, out, stream=stream)
         return self._long_way(lambda place: calls.scatter(place, x, root, out, counts), "scatter_v", async_op)
 
     # ---- point to point
 
-    def send(self, x: Any, dst: int, *, async_op: bool = False) -> Any:
+    def send(self, x: Any, dst: int, *, async_op: bool = False, stream: Any = None) -> Any:
         """Send ``x`` to rank ``dst``; returns when ``x`` may be changed. Matches one ``recv`` of the same count and dtype, in order."""
         if not async_op and not (code := self._send(x, dst)):
             return None
+        if (gpu := self._gpu(async_op, stream, x)) is not None:
+            return gpu.send(x, dst, stream=stream)
         return self._transfer(x, dst, False, "send", async_op, 0 if async_op else code)
 
-    def recv(self, x: Any, src: int, *, async_op: bool = False) -> Any:
+    def recv(self, x: Any, src: int, *, async_op: bool = False, stream: Any = None) -> Any:
         """Receive from rank ``src`` into ``x``."""
         if not async_op and not (code := self._recv(x, src)):
             return x
+        if (gpu := self._gpu(async_op, stream, x)) is not None:
+            return gpu.recv(x, src, stream=stream)
         return self._transfer(x, src, True, "recv", async_op, 0 if async_op else code)
 
-    def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, async_op: bool = False) -> Any:
+    def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, async_op: bool = False, stream: Any = None) -> Any:
         """Send ``x`` to ``dst`` and receive ``out`` from ``src`` at the same time."""
         if not async_op and not (code := self._sendrecv(x, dst, out, src)):
             return out
+        if (gpu := self._gpu(async_op, stream, x, out)) is not None:
+            return gpu.sendrecv(x, dst, out, src, stream=stream)
         self._member.check(0 if async_op else code, "sendrecv")
         pair = [self._checked(x, dst, False, "sendrecv"), self._checked(out, src, True, "sendrecv")]
         group = groups.current()
@@ -205,37 +241,37 @@ class Communicator:
 
     # ---- persistent operations: everything is checked and planned once
 
-    def all_reduce_init(self, x: Any, out: Any = None, op: Any = SUM) -> Persistent:
+    def all_reduce_init(self, x: Any, out: Any = None, op: Any = SUM) -> Persistent | DevicePersistent:
         """A prepared ``all_reduce``: ``op = comm.all_reduce_init(x); op()``. Buffers are bound; call it on all ranks alike."""
-        return self._prepare(lambda place: calls.all_reduce(place, x, out, op), "all_reduce")
+        return self._prepare(lambda place: calls.all_reduce(place, x, out, op), "all_reduce", x, out, op)
 
-    def all_gather_init(self, x: Any, out: Any = None) -> Persistent:
+    def all_gather_init(self, x: Any, out: Any = None) -> Persistent | DevicePersistent:
         """A prepared ``all_gather``."""
-        return self._prepare(lambda place: calls.all_gather(place, x, out), "all_gather")
+        return self._prepare(lambda place: calls.all_gather(place, x, out), "all_gather", x, out)
 
-    def reduce_scatter_init(self, x: Any, out: Any = None, op: Any = SUM) -> Persistent:
+    def reduce_scatter_init(self, x: Any, out: Any = None, op: Any = SUM) -> Persistent | DevicePersistent:
         """A prepared ``reduce_scatter``."""
-        return self._prepare(lambda place: calls.reduce_scatter(place, x, out, op), "reduce_scatter")
+        return self._prepare(lambda place: calls.reduce_scatter(place, x, out, op), "reduce_scatter", x, out, op)
 
-    def broadcast_init(self, x: Any, root: int = 0) -> Persistent:
+    def broadcast_init(self, x: Any, root: int = 0) -> Persistent | DevicePersistent:
         """A prepared ``broadcast``."""
-        return self._prepare(lambda place: calls.broadcast(place, x, root), "broadcast")
+        return self._prepare(lambda place: calls.broadcast(place, x, root), "broadcast", x, root)
 
-    def reduce_init(self, x: Any, root: int = 0, out: Any = None, op: Any = SUM) -> Persistent:
+    def reduce_init(self, x: Any, root: int = 0, out: Any = None, op: Any = SUM) -> Persistent | DevicePersistent:
         """A prepared ``reduce``."""
-        return self._prepare(lambda place: calls.reduce(place, x, root, out, op), "reduce")
+        return self._prepare(lambda place: calls.reduce(place, x, root, out, op), "reduce", x, root, out, op)
 
-    def all_to_all_init(self, x: Any, out: Any = None) -> Persistent:
+    def all_to_all_init(self, x: Any, out: Any = None) -> Persistent | DevicePersistent:
         """A prepared ``all_to_all``."""
-        return self._prepare(lambda place: calls.all_to_all(place, x, out), "all_to_all")
+        return self._prepare(lambda place: calls.all_to_all(place, x, out), "all_to_all", x, out)
 
-    def gather_init(self, x: Any, root: int = 0, out: Any = None) -> Persistent:
+    def gather_init(self, x: Any, root: int = 0, out: Any = None) -> Persistent | DevicePersistent:
         """A prepared ``gather``."""
-        return self._prepare(lambda place: calls.gather(place, x, root, out), "gather")
+        return self._prepare(lambda place: calls.gather(place, x, root, out), "gather", x, root, out)
 
-    def scatter_init(self, x: Any = None, root: int = 0, out: Any = None) -> Persistent:
+    def scatter_init(self, x: Any = None, root: int = 0, out: Any = None) -> Persistent | DevicePersistent:
         """A prepared ``scatter``."""
-        return self._prepare(lambda place: calls.scatter(place, x, root, out), "scatter")
+        return self._prepare(lambda place: calls.scatter(place, x, root, out), "scatter", x, root, out)
 
     # ---- memory, plans, life
 
@@ -297,12 +333,33 @@ class Communicator:
 
     # ---- GPU memory
 
-    def _gpu(self, x: Any, async_op: bool) -> DeviceCommunicator | HostsCommunicator | None:
-        """The GPU side if ``x`` lies on a GPU; it is made with the first such call, by all ranks together."""
-        if not lies_on_gpu(x):
-            return None
+    def _gpu(self, async_op: bool, stream: Any, *arrays: Any) -> Any:
+        """What the call goes to if one of ``arrays`` lies on a GPU, else None."""
+        for x in arrays:
+            if lies_on_gpu(x):
+                return self._gpu_calls(async_op, ordinal_of(x))
+        if stream is not None:
+            raise InvalidUsage("a stream is for operations on GPU memory; these arrays lie in CPU memory", rank=self.rank)
+        return None
+
+    def _gpu_calls(self, async_op: bool, ordinal: int) -> Any:
+        """The GPU side, or what has its methods: to note calls for the end of a group, or to start them in the background."""
+        device = self._device_side(ordinal)
+        group = groups.current()
+        if group is None and not async_op:
+            return device
+        from miraccl.comm.device_work import Background, Grouped
+
+        if group is None:
+            if self._background is None:
+                self._background = Background(device)
+            return self._background
         if async_op:
-            raise InvalidUsage("operations on GPU memory only enqueue in their stream; async_op is for CPU memory", rank=self.rank)
+            raise InvalidUsage("async_op has no meaning inside a group; the group is one operation", rank=self.rank)
+        return Grouped(device, group)
+
+    def _device_side(self, ordinal: int) -> DeviceCommunicator | HostsCommunicator:
+        """The GPU side; made with the first call, by all ranks together."""
         if self._device is None:
             from miraccl.comm.device_hosts import make_device_communicator  # most programs have no GPU and need none of it
 
@@ -310,7 +367,7 @@ class Communicator:
             options = self._member.options
             self._device = make_device_communicator(
                 self._member.session,
-                ordinal_of(x),
+                ordinal,
                 open_cpu=lambda session: Communicator.from_session(session, options, parent=self),
                 timeout=options.timeout,
                 algo=options.algo,
@@ -335,8 +392,13 @@ class Communicator:
             return call.result
         return self._member.submit(call, name) if async_op else self._member.run(call, name)
 
-    def _prepare(self, make: Callable[[Place], Call], name: str) -> Persistent:
+    def _prepare(self, make: Callable[[Place], Call], name: str, *args: Any) -> Persistent | DevicePersistent:
         self._member.check(0, name)
+        on_gpu = next((x for x in args if lies_on_gpu(x)), None)
+        if on_gpu is not None:
+            from miraccl.comm.device_work import DevicePersistent
+
+            return DevicePersistent(self._device_side(ordinal_of(on_gpu)), name, args)
         return Persistent(self._member, make(self._place(name)), name)
 
     def _checked(self, x: Any, peer: Any, receives: bool, name: str) -> Transfer:

@@ -90,6 +90,14 @@ def ordinal_of(thing: Any) -> int:
     return number if kind in _DL_CUDA else 0
 
 
+def current_ordinal() -> int:
+    """The number of the GPU that this thread works on: PyTorch's, CuPy's, or 0."""
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and torch.cuda.is_available():
+        return int(torch.cuda.current_device())
+    return int(cupy.cuda.Device().id) if cupy is not None else 0
+
+
 def device_view(thing: Any, name: str, where: str, stream: Any = None) -> DeviceMemory:
     """The memory of ``thing``, or ``InvalidUsage`` that says what is wrong with the argument ``name`` of ``where``.
 
