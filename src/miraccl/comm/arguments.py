@@ -56,8 +56,8 @@ def view(thing: Any, name: str, *, writes: bool, where: str) -> Memory:
     if not array.flags.aligned:
         raise InvalidUsage(f"{where}: {name} is not aligned to its element size of {array.itemsize} bytes")
     if writes and not array.flags.writeable:
-        hint = "pass a copy that may be written to, or out= where the call takes it" if name == "x" else None
-        raise InvalidUsage(f"{where}: {name} is read-only, but the result is written to it", hint=hint)
+        advice = "pass a copy that may be written to, or out= where the call takes it" if name == "x" else None
+        raise InvalidUsage(f"{where}: {name} is read-only, but the result is written to it", hint=advice)
     return Memory(array, dtype, thing)
 
 
