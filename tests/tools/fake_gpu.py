@@ -3,13 +3,14 @@
 ``install`` puts them where ``miraccl perf --devices cuda`` looks, before ranks are forked, so that everything of the tool but the driver,
 the kernels and NCCL itself runs on a machine without a GPU.  Work is done when it is enqueued, or recorded while a stream is captured.
 What goes wrong on purpose is said in the environment: FAKE_WRONG (one element of rank 1's results), FAKE_REFUSES and FAKE_DIES (an
-operation, and for the latter on rank 1); FAKE_TELLS has ranks say which GPU they took.
+operation, and for the latter on rank 1); FAKE_LACKS takes an operation away, FAKE_TELLS has ranks say which GPU they took.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -191,6 +192,12 @@ class FakeCommunicator:
         assert (dst, src) == ((self.rank + 1) % self.nranks, (self.rank - 1) % self.nranks)
         self._run(Collective.SEND_RECV, x, out)
 
+    def gather(self, x: Any, root: int, out: Any, *, stream: int) -> None:
+        self._run(Collective.GATHER, x, x if out is None else out, root=root)
+
+    def scatter(self, x: Any, root: int, out: Any, *, stream: int) -> None:
+        self._run(Collective.SCATTER, out if x is None else x, out, root=root)
+
     def check(self) -> None:
         assert not self.aborted
 
@@ -272,11 +279,16 @@ def compile_nothing(source: str, arch: int, name: str) -> bytes:
 
 
 def start(count: int, *words: str) -> None:
-    """``miraccl`` with ``count`` GPUs; never returns."""
+    """``miraccl``, or a script, with ``count`` GPUs."""
     from miraccl.tools import cli
 
     install(count)
-    cli.main(list(words))
+    if words[0].endswith(".py"):
+        sys.argv = list(words)
+        sys.path.insert(0, os.path.dirname(words[0]))
+        runpy.run_path(words[0], run_name="__main__")
+    else:
+        cli.main(list(words))
 
 
 def install(count: int) -> None:
@@ -304,6 +316,8 @@ def install(count: int) -> None:
         (device_nccl, "NcclDevice"): fake_nccl,
         (device_ranks, "_WARM_UP_US"): 0.0,
     }
+    if "FAKE_LACKS" in os.environ:
+        delattr(FakeCommunicator, os.environ["FAKE_LACKS"])
     for (module, name), value in changes.items():
         setattr(module, name, value)
 

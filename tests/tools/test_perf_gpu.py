@@ -29,13 +29,17 @@ from tests.tools import fake_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("--iters", "2", "--warmup", "0", "--batches", "1", "--timeout", "100")
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "sendrecv")
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "gather", "scatter", "sendrecv")
 ONE_FORM = {"broadcast": [True], "all_to_all": [False], "sendrecv": [False]}
 
 
 def perf(gpus: int, *args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return start(gpus, "perf", *args, env=env)
+
+
+def start(gpus: int, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
-    command = [sys.executable, "-m", "tests.tools.fake_gpu", str(gpus), "perf", *args]
+    command = [sys.executable, "-m", "tests.tools.fake_gpu", str(gpus), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=environ, cwd=ROOT)
 
 
@@ -258,7 +262,7 @@ def test_what_is_refused_is_told_once() -> None:
     assert done.returncode == 2
     assert done.stderr.count("refused on purpose") == 1
     assert "Traceback" not in done.stderr
-    done = perf(2, "gather", "--devices", "cuda", "--sizes", "3000", *QUICK)
+    done = perf(2, "gather", "--devices", "cuda", "--sizes", "3000", *QUICK, env={"FAKE_LACKS": "gather"})
     assert done.returncode == 2
     assert "no such form on GPU memory" in done.stderr
 
@@ -297,3 +301,50 @@ def test_ranks_of_torchrun_take_the_gpu_of_their_local_rank() -> None:
     assert "0 OK" in outputs[0][0]
     assert outputs[1][0] == ""
     assert ["rank 0 on GPU 3" in outputs[0][1], "rank 1 on GPU 1" in outputs[1][1]] == [True, True]
+
+
+# ---------------------------------------------------------------------- the scripts that make tables
+
+
+def bench(script: str, out: Path, *words: str, env: dict[str, str] | None = None) -> tuple[int, dict[str, Any], str]:
+    """Exit status, the JSON and the markdown of a script of bench/."""
+    done = start(2, str(ROOT / "bench" / script), "--out", str(out), "--batches", "1", *words, env=env)
+    assert out.with_suffix(".json").exists(), done.stderr
+    return done.returncode, json.loads(out.with_suffix(".json").read_text()), out.with_suffix(".md").read_text()
+
+
+@pytest.mark.multiprocess
+def test_tables_are_made(tmp_path: Path) -> None:
+    status, record, text = bench("gpu_all_reduce.py", tmp_path / "result", "--sizes", "16,4096")
+    assert status == 0
+    assert [(row["bytes"], row["graph"], row["wrong"]) for row in record["rows"]] == [(16, True, 0), (4096, True, 0)]
+    assert record["machine"]["gpus"] == f"2 x {fake_gpu.NAME}"
+    assert record["failures"] == record["not_measured"] == []
+    assert "## all_reduce, bfloat16" in text
+    assert "| 4096 | g |" in text
+
+
+@pytest.mark.multiprocess
+def test_a_cell_that_fails_is_reported_and_the_rest_is_measured(tmp_path: Path) -> None:
+    words = ("--ops", "reduce,all_gather,broadcast", "--dtypes", "float32", "--sizes", "8,1024")
+    status, record, text = bench("gpu_collectives.py", tmp_path / "dies", *words, env={"FAKE_DIES": "all_gather"})
+    assert status == 1
+    assert [row["op"] for row in record["rows"]] == ["reduce", "reduce", "all_gather", "broadcast", "broadcast"]
+    assert [entry["cell"] for entry in record["failures"]] == ["all_gather float32 1024 graph"]
+    assert "SIGKILL" in text
+    status, record, text = bench("gpu_collectives.py", tmp_path / "refused", *words, env={"FAKE_REFUSES": "all_gather"})
+    assert [row["op"] for row in record["rows"]] == ["reduce", "reduce", "broadcast", "broadcast"]
+    assert [entry["cell"] for entry in record["failures"]] == ["all_gather float32 8 graph", "all_gather float32 1024 graph"]
+
+
+@pytest.mark.multiprocess
+def test_what_there_was_no_time_for_is_named(tmp_path: Path) -> None:
+    status, record, text = bench("gpu_final.py", tmp_path / "result", "--budget", "0")
+    assert status == 0
+    assert record["rows"] == []
+    cells = record["not_measured"]
+    assert cells[0] == "all_reduce bfloat16 16 graph"
+    assert {cell.split()[0] for cell in cells} == {*OPERATIONS} - {"gather", "scatter"}
+    assert sum(cell.startswith("sendrecv") for cell in cells) == 24
+    assert "all_reduce bfloat16 1048576 stream" in cells
+    assert "The time was over before" in text
