@@ -412,10 +412,26 @@ class FakeLocal:
     def _stream_number(self, stream: Any) -> int:
         return int(stream or 0)
 
-    def _change_stream(self, number: int) -> None:
-        before, self._stream = self._stream, number
-        if before != -1:
-            self.gpu.order_streams(before, number)
+    def _enter(self, name: str, stream: Any) -> int:
+        self.check(name)
+        before, self._stream = self._stream, self._stream_number(stream)
+        if before not in (-1, self._stream):
+            self.gpu.order_streams(before, self._stream)
+        return self._stream
+
+    def _hold(self, views: Sequence[DeviceMemory], number: int) -> None:
+        assert all(view.keep is None for view in views)
+
+    def exchange(self, transfers: Sequence[Any], *, stream: int, name: str) -> None:
+        def run() -> None:
+            works = []
+            for t in transfers:
+                call = self._cpu.recv if t.receives else self._cpu.send
+                works.append(call(seen(t.memory), t.peer, async_op=True))
+            for work in works:
+                work.wait()
+
+        self._put(Collective.SEND_RECV, stream, run)
 
     def _like(self, out: DeviceMemory, source: DeviceMemory, count: int, where: str) -> DeviceMemory:
         from miraccl.comm.device import DeviceCommunicator

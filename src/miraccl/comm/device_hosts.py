@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from miraccl import errors, params
 from miraccl.bootstrap import Event, Notice, PeerLost, Session
-from miraccl.comm.arguments import counts_of, operator
+from miraccl.comm.arguments import counts_of, operator, peer_rank
 from miraccl.comm.device import DeviceCommunicator
 from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
 from miraccl.comm.device_staging import CpuCommunicator, Piece, RunPiece, Shape, StagedJob, Staging, collective_on, cut, elements_per_piece
@@ -99,6 +99,7 @@ class HostsCommunicator:
         self.closed = False
         self.last_plan: HostsPlan | None = None
         self._lock = threading.Lock()
+        self._side: int | None = None
         self._jobs: dict[tuple[Any, ...], StagedJob | None] = {}
         self._cpus: list[CpuCommunicator] = []
         sizes = session.all_gather(str(params.GPU_STAGING.read()).encode(), "gpu staging")
@@ -123,117 +124,117 @@ class HostsCommunicator:
 
     def all_reduce(self, x: Any, out: Any = None, op: Any = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``out``, or into ``x`` itself."""
-        source = device_view(x, "x", "all_reduce")
+        source = device_view(x, "x", "all_reduce", stream)
         target = source if out is None else self._like(out, source, source.count, "all_reduce")
         operator(op, source.dtype, "all_reduce")
         if source.count:
-            number, captured = self._enter("all_reduce", stream)
-            if self._sums_on_gpu(source.dtype, op):
-                self._all_reduce(source, target, op, number, captured)
-            else:
-                self._staged(Collective.ALL_REDUCE, source, target, source.count, op, 0, number, captured)
+            with self._operation("all_reduce", stream, [source, target], target) as (number, captured):
+                if self._sums_on_gpu(source.dtype, op):
+                    self._all_reduce(source, target, op, number, captured)
+                else:
+                    self._staged(Collective.ALL_REDUCE, source, target, source.count, op, 0, number, captured)
         return x if out is None else out
 
     def reduce_scatter(self, x: Any, out: Any = None, op: Any = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks; rank r gets the r-th of nranks equal shares in ``out``."""
-        source = device_view(x, "x", "reduce_scatter")
+        source = device_view(x, "x", "reduce_scatter", stream)
         count = self._share(source, "reduce_scatter")
         out = empty_like(x, count, "reduce_scatter") if out is None else out
         target = self._like(out, source, count, "reduce_scatter")
         operator(op, source.dtype, "reduce_scatter")
         if count:
-            number, captured = self._enter("reduce_scatter", stream)
-            if self._sums_on_gpu(source.dtype, op):
-                self._reduce_scatter(source, target, op, number, captured)
-            else:
-                self._staged(Collective.REDUCE_SCATTER, source, target, count, op, 0, number, captured)
+            with self._operation("reduce_scatter", stream, [source, target], target) as (number, captured):
+                if self._sums_on_gpu(source.dtype, op):
+                    self._reduce_scatter(source, target, op, number, captured)
+                else:
+                    self._staged(Collective.REDUCE_SCATTER, source, target, count, op, 0, number, captured)
         return out
 
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
         """All ranks' ``x``, one after another, on every rank."""
-        source = device_view(x, "x", "all_gather")
+        source = device_view(x, "x", "all_gather", stream)
         out = empty_like(x, source.count * self.nranks, "all_gather") if out is None else out
         target = self._like(out, source, source.count * self.nranks, "all_gather")
         if source.count:
-            number, captured = self._enter("all_gather", stream)
-            if self._hierarchical():
-                self._all_gather(source, target, number, captured)
-            else:
-                self._staged(Collective.ALL_GATHER, source, target, source.count, SUM, 0, number, captured)
+            with self._operation("all_gather", stream, [source, target], target) as (number, captured):
+                if self._hierarchical():
+                    self._all_gather(source, target, number, captured)
+                else:
+                    self._staged(Collective.ALL_GATHER, source, target, source.count, SUM, 0, number, captured)
         return out
 
     def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
         """Block j of rank i's ``x`` becomes block i of rank j's ``out``."""
-        source = device_view(x, "x", "all_to_all")
+        source = device_view(x, "x", "all_to_all", stream)
         count = self._share(source, "all_to_all")
         out = empty_like(x, source.count, "all_to_all") if out is None else out
         target = self._like(out, source, source.count, "all_to_all")
         self._apart(source, target, "all_to_all")
         if count:
-            number, captured = self._enter("all_to_all", stream)
-            if self._hierarchical() and self.host_major:
-                self._all_to_all(source, target, count, number, captured)
-            else:
-                self._staged(Collective.ALL_TO_ALL, source, target, count, SUM, 0, number, captured)
+            with self._operation("all_to_all", stream, [source, target], target) as (number, captured):
+                if self._hierarchical() and self.host_major:
+                    self._all_to_all(source, target, count, number, captured)
+                else:
+                    self._staged(Collective.ALL_TO_ALL, source, target, count, SUM, 0, number, captured)
         return out
 
     def broadcast(self, x: Any, root: int = 0, *, stream: Any = None) -> Any:
         """``x`` of rank ``root`` into ``x`` of every rank."""
-        chief, source = self._root(root), device_view(x, "x", "broadcast")
+        chief, source = self._root(root), device_view(x, "x", "broadcast", stream)
         if source.count:
-            number, captured = self._enter("broadcast", stream)
-            if self._hierarchical():
-                self._broadcast(source, chief, number, captured)
-            else:
-                self._staged(Collective.BROADCAST, source, source, source.count, SUM, chief, number, captured)
+            with self._operation("broadcast", stream, [source], source if self.rank != chief else None) as (number, captured):
+                if self._hierarchical():
+                    self._broadcast(source, chief, number, captured)
+                else:
+                    self._staged(Collective.BROADCAST, source, source, source.count, SUM, chief, number, captured)
         return x
 
     def reduce(self, x: Any, root: int = 0, out: Any = None, op: Any = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``x`` or ``out`` of rank ``root``; the others' stays as it is."""
-        chief, source = self._root(root), device_view(x, "x", "reduce")
+        chief, source = self._root(root), device_view(x, "x", "reduce", stream)
         target = source if out is None or self.rank != chief else self._like(out, source, source.count, "reduce")
         operator(op, source.dtype, "reduce")
         if source.count:
-            number, captured = self._enter("reduce", stream)
-            if self._sums_on_gpu(source.dtype, op):
-                self._reduce(source, target, op, chief, number, captured)
-            else:
-                self._staged(Collective.REDUCE, source, target, source.count, op, chief, number, captured)
+            with self._operation("reduce", stream, [source, target], target if self.rank == chief else None) as (number, captured):
+                if self._sums_on_gpu(source.dtype, op):
+                    self._reduce(source, target, op, chief, number, captured)
+                else:
+                    self._staged(Collective.REDUCE, source, target, source.count, op, chief, number, captured)
         return x if target is source else out
 
     def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
         """All ranks' ``x``, one after another, on rank ``root``; the others get None."""
-        chief, source = self._root(root), device_view(x, "x", "gather")
+        chief, source = self._root(root), device_view(x, "x", "gather", stream)
         if self.rank != chief:
             out = None
         elif out is None:
             out = empty_like(x, source.count * self.nranks, "gather")
         target = source if out is None else self._like(out, source, source.count * self.nranks, "gather")
         if source.count:
-            number, captured = self._enter("gather", stream)
-            self._staged(Collective.GATHER, source, target, source.count, SUM, chief, number, captured)
+            with self._operation("gather", stream, [source, target], target if self.rank == chief else None) as (number, captured):
+                self._staged(Collective.GATHER, source, target, source.count, SUM, chief, number, captured)
         return out
 
     def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
         """Rank r gets the r-th of nranks equal shares of the root's ``x``; the other ranks give ``out``."""
         chief = self._root(root)
         if self.rank == chief:
-            source = device_view(x, "x", "scatter")
+            source = device_view(x, "x", "scatter", stream)
             count = self._share(source, "scatter")
             out = empty_like(x, count, "scatter") if out is None else out
             target = self._like(out, source, count, "scatter")
         else:
-            source = target = device_view(out, "out", "scatter")
+            source = target = device_view(out, "out", "scatter", stream)
         if target.count:
-            number, captured = self._enter("scatter", stream)
-            self._staged(Collective.SCATTER, source, target, target.count, SUM, chief, number, captured)
+            with self._operation("scatter", stream, [source, target], target) as (number, captured):
+                self._staged(Collective.SCATTER, source, target, target.count, SUM, chief, number, captured)
         return out
 
     # ---- uneven collectives: counts in elements, one a rank
 
     def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, *, stream: Any = None) -> Any:
         """As ``all_gather``; rank r contributes ``counts[r]`` elements."""
-        sizes, source = self._counts(counts, "all_gather_v"), self._sized(x, "x", counts, "all_gather_v")
+        sizes, source = self._counts(counts, "all_gather_v"), self._sized(x, "x", counts, "all_gather_v", stream)
         out = empty_like(x, sum(sizes), "all_gather_v") if out is None else out
         target = self._like(out, source, sum(sizes), "all_gather_v")
         self._uneven(Collective.ALL_GATHER, source, target, (source.count,), sizes, sizes, stream)
@@ -241,7 +242,7 @@ class HostsCommunicator:
 
     def reduce_scatter_v(self, x: Any, counts: Sequence[int], out: Any = None, op: Any = SUM, *, stream: Any = None) -> Any:
         """As ``reduce_scatter``; rank r gets ``counts[r]`` elements."""
-        sizes, source = self._counts(counts, "reduce_scatter_v"), device_view(x, "x", "reduce_scatter_v")
+        sizes, source = self._counts(counts, "reduce_scatter_v"), device_view(x, "x", "reduce_scatter_v", stream)
         self._expect(source, sum(sizes), "x", "reduce_scatter_v")
         operator(op, source.dtype, "reduce_scatter_v")
         out = empty_like(x, sizes[self.rank], "reduce_scatter_v") if out is None else out
@@ -252,7 +253,7 @@ class HostsCommunicator:
     def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None, *, stream: Any = None) -> Any:
         """As ``all_to_all``; block j of ``x`` has ``send_counts[j]`` elements, block j of the result ``recv_counts[j]``."""
         sends, receives = self._counts(send_counts, "all_to_all_v"), self._counts(recv_counts, "all_to_all_v")
-        source = device_view(x, "x", "all_to_all_v")
+        source = device_view(x, "x", "all_to_all_v", stream)
         self._expect(source, sum(sends), "x", "all_to_all_v")
         if sends[self.rank] != receives[self.rank]:
             text = f"all_to_all_v: a rank sends itself what it receives, not {sends[self.rank]} and {receives[self.rank]} elements"
@@ -265,7 +266,7 @@ class HostsCommunicator:
 
     def gather_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
         """As ``gather``; rank r contributes ``counts[r]`` elements."""
-        chief, sizes, source = self._root(root), self._counts(counts, "gather_v"), self._sized(x, "x", counts, "gather_v")
+        chief, sizes, source = self._root(root), self._counts(counts, "gather_v"), self._sized(x, "x", counts, "gather_v", stream)
         if self.rank != chief:
             out = None
         elif out is None:
@@ -279,55 +280,81 @@ class HostsCommunicator:
         """As ``scatter``; rank r gets ``counts[r]`` elements."""
         chief, sizes = self._root(root), self._counts(counts, "scatter_v")
         if self.rank == chief:
-            source = device_view(x, "x", "scatter_v")
+            source = device_view(x, "x", "scatter_v", stream)
             self._expect(source, sum(sizes), "x", "scatter_v")
             out = empty_like(x, sizes[chief], "scatter_v") if out is None else out
             target = self._like(out, source, sizes[chief], "scatter_v")
         else:
-            source = target = self._sized(out, "out", counts, "scatter_v")
+            source = target = self._sized(out, "out", counts, "scatter_v", stream)
         sends = sizes if self.rank == chief else ()
         self._uneven(Collective.SCATTER, source, target, sends, (target.count,), sizes, stream, root=chief)
         return out
 
     def barrier(self, *, stream: Any = None) -> None:
         """What follows in the stream begins when every rank's stream has come here."""
-        number, captured = self._enter("barrier", stream)
-        job = self._job(("barrier",), captured, lambda: ((Piece(),), lambda piece, at, slot: self.world.barrier()))
-        self.staging.enqueue(job, 1, (), number)
+        with self._operation("barrier", stream, [], None) as (number, captured):
+            job = self._job(("barrier",), captured, lambda: ((Piece(),), lambda piece, at, slot: self.world.barrier()))
+            self.staging.enqueue(job, 1, (), number)
 
     # ---- point to point
 
     def send(self, x: Any, dst: int, *, stream: Any = None) -> None:
-        """Send ``x`` to rank ``dst``."""
-        self.exchange([self._transfer(x, dst, False, "send")], stream=stream)
+        """Send ``x`` to rank ``dst``. Matches one ``recv`` of the same count and dtype, in order."""
+        self.exchange([self.transfer(x, dst, False, "send", stream)], stream=stream, name="send")
 
     def recv(self, x: Any, src: int, *, stream: Any = None) -> Any:
         """Receive from rank ``src`` into ``x``."""
-        self.exchange([self._transfer(x, src, True, "recv")], stream=stream)
+        self.exchange([self.transfer(x, src, True, "recv", stream)], stream=stream, name="recv")
         return x
 
     def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, stream: Any = None) -> Any:
         """Send ``x`` to ``dst`` and receive ``out`` from ``src`` at the same time."""
-        self.exchange([self._transfer(x, dst, False, "sendrecv"), self._transfer(out, src, True, "sendrecv")], stream=stream)
+        pair = [self.transfer(x, dst, False, "sendrecv", stream), self.transfer(out, src, True, "sendrecv", stream)]
+        self.exchange(pair, stream=stream, name="sendrecv")
         return out
 
-    def exchange(self, transfers: Sequence[DeviceTransfer], *, stream: Any = None) -> None:
-        """Sends and receives that go on together, as in a group; between two ranks they match in their order."""
-        transfers = [t for t in transfers if t.memory.count]
-        if not transfers:
-            return
-        number, captured = self._enter("send/recv", stream)
-        key = ("exchange", tuple((t.receives, t.peer, t.memory.count, t.memory.dtype) for t in transfers))
-        pieces, need = cut_transfers(transfers, self.slot_bytes)
-        slots = self.staging.slots_for(need)
-        job = self._job(key, captured, lambda: (tuple(p.piece for p in pieces), transfers_on(self.world, pieces, slots)), need)
-        self._note("staged", "sends and receives", len(pieces), need)
-        self.staging.enqueue(job, len(pieces), [t.memory.address for t in transfers], number)
+    def transfer(self, x: Any, peer: Any, receives: bool, where: str, stream: Any = None) -> DeviceTransfer:
+        """One argument of ``exchange``, checked."""
+        memory = device_view(x, "x", where, stream)
+        if receives and memory.read_only:
+            raise InvalidUsage(f"{where}: arrays of type {type(x).__name__} cannot be written", rank=self.rank)
+        return DeviceTransfer(receives=receives, peer=peer_rank(peer, "src" if receives else "dst", self.nranks, where), memory=memory)
 
-    def _transfer(self, x: Any, peer: Any, receives: bool, where: str) -> DeviceTransfer:
-        if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < self.nranks:
-            raise InvalidUsage(f"{where}: the peer is {peer!r}; allowed are the ranks 0 to {self.nranks - 1}", rank=self.rank)
-        return DeviceTransfer(receives=receives, peer=peer, memory=device_view(x, "x", where))
+    def exchange(self, transfers: Sequence[DeviceTransfer], *, stream: Any = None, name: str = "group") -> None:
+        """Sends and receives that go on together; between two ranks they match in their order.
+
+        Those within the host are one kernel, in a stream beside the caller's where there are others: neither kind waits for the other.
+        """
+        mine = self.groups[self.host]
+        near = [dataclasses.replace(t, peer=mine.index(t.peer)) for t in transfers if t.peer in mine]
+        far = [t for t in transfers if t.peer not in mine and t.memory.count]
+        with self._operation(name, stream, [t.memory for t in transfers], None) as (number, captured):
+            if near and far:
+                self.gpu.order_streams(number, self._beside())
+                self.local.exchange(near, stream=self._beside(), name=name)
+                self._exchange(far, number, captured)
+                self.gpu.order_streams(self._beside(), number)
+                self.local._stream = number
+            elif near:
+                self.local.exchange(near, stream=number, name=name)
+            elif far:
+                self._exchange(far, number, captured)
+
+    def _beside(self) -> int:
+        """A stream of our own."""
+        if self._side is None:
+            with self.gpu.outside_of_capture():
+                self._side = self.gpu.make_stream()
+        return self._side
+
+    def _exchange(self, transfers: Sequence[DeviceTransfer], number: int, captured: bool) -> None:
+        """With ranks of other hosts."""
+        rounds, need = cut_transfers(transfers, self.slot_bytes)
+        key = ("exchange", tuple((t.receives, t.peer, t.memory.count, t.memory.dtype) for t in transfers))
+        slots = self.staging.slots_for(need)
+        job = self._job(key, captured, lambda: (tuple(r.piece for r in rounds), transfers_on(self.world, rounds, slots)), need)
+        self._note("staged", "sends and receives", len(rounds), need)
+        self.staging.enqueue(job, len(rounds), [t.memory.address for t in transfers], number)
 
     # ---- hierarchical: this host's GPUs, and the ranks of equal index on the other hosts
 
@@ -471,7 +498,6 @@ class HostsCommunicator:
     ) -> None:
         if counts and not any(counts):
             return
-        number, captured = self._enter(f"{collective.label}_v", stream)
         shape = Shape(
             collective=collective,
             itemsize=source.dtype.itemsize,
@@ -483,7 +509,9 @@ class HostsCommunicator:
             counts=tuple(counts),
             uneven=True,
         )
-        self._enqueue(self.world, shape, source.dtype, op, (source.address, target.address), number, captured)
+        writes = target if target is not source else None
+        with self._operation(f"{collective.label}_v", stream, [source, target], writes) as (number, captured):
+            self._enqueue(self.world, shape, source.dtype, op, (source.address, target.address), number, captured)
 
     def _enqueue(
         self,
@@ -542,14 +570,17 @@ class HostsCommunicator:
     def _note(self, algo: str, reason: str, pieces: int, piece_bytes: int) -> None:
         self.last_plan = HostsPlan(algo=algo, reason=reason, pieces=pieces, piece_bytes=piece_bytes)
 
-    def _enter(self, name: str, stream: Any) -> tuple[int, bool]:
-        """Every call begins here: what it may raise, the stream's number, and whether the stream is being captured."""
+    @contextlib.contextmanager
+    def _operation(self, name: str, stream: Any, views: Sequence[DeviceMemory], writes: DeviceMemory | None) -> Iterator[tuple[int, bool]]:
+        """Every call is inside: what it may raise, the stream's number and whether it is captured; keeps what views keep."""
+        if writes is not None and writes.read_only:
+            hint = "give out, an array that can; arrays of JAX never change"
+            raise InvalidUsage(f"{name}: the result's array cannot be written", rank=self.rank, hint=hint)
         self.check(name)
         self.gpu.make_current()
-        number = self.local._stream_number(stream)
-        if number != self.local._stream:
-            self.local._change_stream(number)
-        return number, self.gpu.is_capturing(number)
+        number = self.local._enter(name, stream)
+        yield number, self.gpu.is_capturing(number)
+        self.local._hold(views, number)
 
     # ---- arguments
 
@@ -569,8 +600,8 @@ class HostsCommunicator:
     def _counts(self, counts: Any, where: str) -> tuple[int, ...]:
         return tuple(counts_of(counts, "counts", self.nranks, where))
 
-    def _sized(self, x: Any, name: str, counts: Sequence[int], where: str) -> DeviceMemory:
-        memory = device_view(x, name, where)
+    def _sized(self, x: Any, name: str, counts: Sequence[int], where: str, stream: Any) -> DeviceMemory:
+        memory = device_view(x, name, where, stream)
         self._expect(memory, counts[self.rank], name, where)
         return memory
 
@@ -663,6 +694,8 @@ class HostsCommunicator:
         self.closed = True
         with contextlib.suppress(MiracclError):
             self.staging.close()
+            if self._side is not None:
+                self.gpu.destroy_stream(self._side)
         self.local.close()
         for cpu in self._cpus:
             cpu.finalize()
