@@ -24,7 +24,7 @@ def specs() -> list[KernelSpec]:
     found = []
     for mode in PACKET_MODES:
         if mode in MOVES:
-            frames = ((DType.UINT8, Frame.PAIR), (DType.UINT8, Frame.LINE))
+            frames: tuple[tuple[DType, Frame], ...] = ((DType.UINT8, Frame.PAIR), (DType.UINT8, Frame.LINE))
         else:
             floats = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
             frames = (*((dtype, Frame.WORD) for dtype in floats), (DType.INT8, Frame.PAIR), (DType.INT64, Frame.LINE))
@@ -34,6 +34,7 @@ def specs() -> list[KernelSpec]:
     for dtype in (DType.BFLOAT16, DType.INT64):
         found += [KernelSpec(family="steps", nranks=2, dtype=dtype, op=op) for op in (RedOp.SUM, RedOp.AVG, RedOp.PREMUL_SUM)]
     found.append(KernelSpec(family="steps", nranks=8, dtype=DType.UINT8, reduces=False))
+    found.append(KernelSpec(family="meet", nranks=4, dtype=DType.UINT8, reduces=False, threads=32))
     found += [Reach(nranks=n, multiprocessors=128, frame=frame).spec() for n in (2, 8) for frame in (Frame.LINE, Frame.PAIR)]
     return found
 

@@ -11,6 +11,7 @@ import pytest
 
 from miraccl.executor.cuda import layout, lower
 from miraccl.executor.cuda.plan import DevicePlan, Request, choose, frame_of, kernel_spec, vectors_of
+from miraccl.executor.cuda.source import KernelSpec
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.emulator import COMPILER, Machine
 from tests.gpu.emulator.collective import run
@@ -121,3 +122,51 @@ def test_a_rank_that_does_not_come_ends_the_wait() -> None:
     lonely.launch(kernel_spec(plan, request), args, [1, 0])
     assert lonely.errors() == [layout.ERROR_TIMEOUT, 0]
     assert int(lonely.host[0][layout.HOST_PEER]) == 1
+
+
+def meeting(nranks: int) -> KernelSpec:
+    return KernelSpec(family="meet", nranks=nranks, dtype=DType.UINT8, reduces=False, threads=32)
+
+
+def test_ranks_meet() -> None:
+    four = machine(4)
+    for _ in range(6):
+        args = [lower.pack_args(four.fixed(rank), count=4096, signature=7) for rank in range(4)]
+        four.launch(meeting(4), args, 1)
+        request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 4, "one_shot", "ll128")
+        assert run(four, request, small(request)) == [""] * 4
+
+
+@pytest.mark.parametrize("field", ["signature", "count"])
+def test_ranks_that_meet_for_different_operations_are_told(field: str) -> None:
+    three = Machine(3)
+    args = [lower.pack_args(three.fixed(rank), **({"signature": 7, "count": 4096} | {field: 8 if rank == 1 else 9})) for rank in range(3)]
+    three.launch(meeting(3), args, 1)
+    assert three.errors() == [layout.ERROR_MISMATCH] * 3
+    assert int(three.host[0][layout.HOST_PEER]) == 1
+
+
+def both(machine: Machine, requests: list[Request]) -> None:
+    """One launch, of another request on each rank."""
+    plans = [small(request) for request in requests]
+    args = [lower.lower_packets(plan, request, machine.fixed(rank)) for rank, (plan, request) in enumerate(zip(plans, requests))]
+    held = [np.zeros(64 << 10, np.uint8) for _ in requests]
+    for block, data in zip(args, held):
+        struct.pack_into("<QQ", block, 0, data.ctypes.data, data.ctypes.data)
+    machine.launch(kernel_spec(plans[0], requests[0]), args, plans[0].blocks)
+
+
+def test_a_mismatch_ends_the_wait_of_who_expects_more() -> None:
+    two = Machine(2, timeout_s=60)
+    both(two, [asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128") for count in (4000, 100)])
+    assert two.errors()[0] == layout.ERROR_MISMATCH
+    assert int(two.host[0][layout.HOST_PEER]) == 1
+
+
+def test_a_mismatch_that_nobody_waits_for_is_told_one_launch_later() -> None:
+    two = Machine(2)
+    both(two, [asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128") for count in (99, 100)])
+    assert two.errors() == [0, 0]
+    both(two, [asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 2, "one_shot", "ll128")] * 2)
+    assert two.errors() == [layout.ERROR_MISMATCH] * 2
+    assert int(two.host[0][layout.HOST_WHAT]) == 1

@@ -275,9 +275,18 @@ class Communicator:
 
     # ---- memory, plans, life
 
-    def empty(self, shape: Any, dtype: Any = "float32") -> Any:
-        """An array in window memory, which all ranks of the host address directly: large operations on it copy nothing in between."""
-        return self._member.empty(shape, dtype)
+    def empty(self, shape: Any, dtype: Any = "float32", device: str = "cpu") -> Any:
+        """An array in window memory, which all ranks of the host address directly: large operations on it copy nothing in between.
+
+        ``device`` "cuda" or "cuda:1" gives GPU memory, zeroed; that call is collective, and the memory lives as long as the communicator.
+        A dtype of PyTorch's gives a tensor, another one a ``comm.device_windows.DeviceArray``.
+        """
+        if device == "cpu":
+            return self._member.empty(shape, dtype)
+        kind, _, number = device.partition(":")
+        if kind != "cuda" or (number and not number.isdecimal()):
+            raise InvalidUsage(f"empty: device is {device!r}; allowed are cpu, cuda and cuda:<number>", rank=self.rank)
+        return self._device_side(int(number) if number else current_ordinal()).empty(shape, dtype)
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds for the communicator, by purpose."""

@@ -21,9 +21,21 @@ from miraccl.comm.arguments import operator
 from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
 from miraccl.comm.device_messages import MessageCalls, frame_of, mismatch
 from miraccl.comm.device_stream import find_current_stream, number_of
+from miraccl.comm.device_windows import Windows
 from miraccl.comm.device_work import Kept
-from miraccl.errors import CollectiveTimeout, CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError, PeerDied
+from miraccl.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    CommunicatorAborted,
+    CommunicatorClosed,
+    InvalidUsage,
+    MiracclError,
+    PeerDied,
+)
 from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.copies import COLLECTIVES as COPIED
+from miraccl.executor.cuda.copies import FASTER_FROM as COPIES_FROM
+from miraccl.executor.cuda.copies import CopyLaunch, Place
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.launch import Kernels, Launch
 from miraccl.executor.cuda.lower import Fixed
@@ -57,7 +69,8 @@ class DeviceCommunicator(MessageCalls):
         self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
         # nobody sends before everybody has mapped and filled its memory
         sizes = session.all_gather(str(self._usable_multiprocessors()).encode(), "gpu ready")
-        self.multiprocessors = min(int(size) for size in sizes)
+        usable = min(int(size) for size in sizes)
+        self.multiprocessors, self._no_multiprocessors = max(1, usable), usable == 0
         self._fixed = Fixed(
             rank=self.rank,
             own=self.memory.own,
@@ -70,6 +83,8 @@ class DeviceCommunicator(MessageCalls):
         self._kernels = Kernels(self.gpu)
         self._launches: dict[tuple[Any, ...], Launch] = {}
         self._plans: dict[tuple[Any, ...], DevicePlan] = {}
+        self._windows: Windows | None = None
+        self._copies: dict[tuple[Any, ...], CopyLaunch] = {}
         reach = Reach(nranks=self.nranks, multiprocessors=self.multiprocessors, frame=frame_of(self.memory))
         self._messages = MessageLaunches(self.gpu, self._kernels, self._fixed, reach)
         self._kept = Kept(self.gpu)
@@ -134,10 +149,18 @@ class DeviceCommunicator(MessageCalls):
     # ---- running
 
     def _usable_multiprocessors(self) -> int:
-        """How many kernels may fill: as ``MIRACCL_SMS`` says, else all but a few, which are left to other kernels."""
+        """How many kernels may fill: what ``MIRACCL_SMS`` says (0: none, where possible), else all but a few for other kernels."""
         limit = params.SMS.read()
         most = max(1, self.gpu.multiprocessors - SPARED_MULTIPROCESSORS)
-        return most if limit < 0 else max(1, min(limit, most))
+        return most if limit < 0 else min(limit, most)
+
+    def empty(self, shape: Any, dtype: Any = "float32") -> Any:
+        """Window memory on every rank (``comm.device_windows``); all ranks call alike and in the same order."""
+        self.check("empty")
+        self.gpu.make_current()
+        if self._windows is None:
+            self._windows = Windows(self.memory)
+        return self._windows.empty(shape, dtype, self.session.all_gather)
 
     def _run(
         self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
@@ -148,11 +171,30 @@ class DeviceCommunicator(MessageCalls):
         if self.nranks == 1 or count == 0:
             self._run_alone(source, target, stream, collective)
             return
-        key = (collective, source.dtype, count, op, root)
-        launch = self._launches.get(key) or self._prepare(key)
+        place = self._place(collective, target, count) if self._windows is not None else None
+        launch: Launch | CopyLaunch
+        if place is None:
+            key: tuple[Any, ...] = (collective, source.dtype, count, op, root)
+            launch = self._launches.get(key) or self._prepare(key)
+        else:
+            key = (collective, source.dtype, count, place.number, place.offset)
+            launch = self._copies.get(key) or self._prepare_copies(key, place)
         self._start(launch, source.address, target.address, stream, collective)
         if source.keep is not None or target.keep is not None:
             self._hold([source, target], self._stream)
+
+    def _place(self, collective: Collective, target: DeviceMemory, count: int) -> Place | None:
+        """The place in a window that copy engines write to; None where kernels are used."""
+        received = count * target.dtype.itemsize * (self.nranks - 1)
+        if self._windows is None or collective not in COPIED or (received < COPIES_FROM and not self._no_multiprocessors):
+            return None
+        return self._windows.place(target)
+
+    def _prepare_copies(self, key: tuple[Any, ...], place: Place) -> CopyLaunch:
+        collective, dtype, count, *_ = key
+        self.gpu.make_current()
+        self._copies[key] = launch = CopyLaunch(self.gpu, self._kernels, self.request(collective, dtype, count), self._fixed, place)
+        return launch
 
     def _writes(self, collective: Collective, root: int) -> bool:
         """Whether this rank's target is written to."""
@@ -160,7 +202,7 @@ class DeviceCommunicator(MessageCalls):
             return self.rank != root
         return collective is not Collective.REDUCE or self.rank == root
 
-    def _start(self, launch: Launch, source: int, target: int, stream: Any, collective: Collective) -> None:
+    def _start(self, launch: Launch | CopyLaunch, source: int, target: int, stream: Any, collective: Collective) -> None:
         number = self._enter(collective.label, stream)
         launch.run(source, target, number)
         self.last_plan = launch.plan
@@ -274,6 +316,11 @@ class DeviceCommunicator(MessageCalls):
             text = f"waited longer than {self._timeout:.3g} s for {what} from rank {peer}"
             hint = f"rank {peer} has not come to this operation, or is stuck before it on its stream"
             raise CollectiveTimeout(text, rank=self.rank, peer=peer, op=name or None, hint=hint)
+        if self._host[layout.HOST_ERROR] == layout.ERROR_MISMATCH:
+            peer, launch = int(self._host[layout.HOST_PEER]), int(self._host[layout.HOST_WHAT])
+            text = f"rank {peer} called another operation in the same place (number {launch} of this communicator on GPU memory)"
+            hint = "collective, dtype, elements, operator, root and window must be the same on all ranks; results since then are void"
+            raise CollectiveMismatch(text, rank=self.rank, peer=peer, op=name or None, hint=hint)
         if self._host[layout.HOST_ERROR] == layout.ERROR_SIZES:
             raise mismatch(self._host, self.rank, name or None)
         if self._host[layout.HOST_ABORT]:
@@ -315,6 +362,8 @@ class DeviceCommunicator(MessageCalls):
         except MiracclError:
             together = False
         if together:
+            if self._windows is not None:
+                self._windows.close()
             self.memory.close()
             self._kept.close()
             self._messages.close()

@@ -290,6 +290,10 @@ class HostsCommunicator:
         self._uneven(Collective.SCATTER, source, target, sends, (target.count,), sizes, stream, root=chief)
         return out
 
+    def empty(self, shape: Any, dtype: Any = "float32") -> Any:
+        """Window memory of this host's ranks: any GPU memory for operations over hosts, addressed by peers in the part inside the host."""
+        return self.local.empty(shape, dtype)
+
     def barrier(self, *, stream: Any = None) -> None:
         """What follows in the stream begins when every rank's stream has come here."""
         with self._operation("barrier", stream, [], None) as (number, captured):

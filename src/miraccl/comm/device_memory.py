@@ -105,6 +105,9 @@ def device_view(thing: Any, name: str, where: str, stream: Any = None) -> Device
     """
     if isinstance(thing, DeviceMemory):
         return thing
+    view = getattr(type(thing), "miraccl_view", None)
+    if view is not None:
+        return thing.miraccl_view  # type: ignore[no-any-return]
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(thing, torch.Tensor):
         return _view_tensor(thing, torch, name, where)

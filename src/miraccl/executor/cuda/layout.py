@@ -5,7 +5,8 @@ The symmetric memory is one allocation per rank, mapped by every other rank:
 ======== ============================================================ ======================
 part     holds                                                        written by
 ======== ============================================================ ======================
-state    number of the launch, ticket of its blocks                   its rank
+state    number of the launch, ticket of its blocks, signatures       its rank
+board    what peers say they run, per (peer, launch modulo 4)         the peer
 sent     messages sent, per (peer, block)                             its rank
 taken    messages taken, per (peer, block)                            its rank
 tail     messages that have come, per (peer, block)                   the peer
@@ -32,7 +33,9 @@ MAX_STEPS = 120  # of one rank, so that the arguments stay below 4 KiB
 KIB, MIB = 1 << 10, 1 << 20
 _COUNTERS = MAX_RANKS * BLOCKS * WORD_STRIDE
 STATE_OFFSET = 0
-STATE_LAUNCH, STATE_TICKET = 0, 8  # words (of 8 bytes) from STATE_OFFSET, on lines of their own
+STATE_LAUNCH, STATE_TICKET, STATE_SIGNATURES = 0, 8, 16  # words (of 8 bytes) from STATE_OFFSET, on lines of their own
+BOARD_OFFSET = 1 * KIB
+BOARD_ENTRIES = 4  # launches that are remembered; peers are at most one apart
 SENT_OFFSET = 4 * KIB
 TAKEN_OFFSET = SENT_OFFSET + _COUNTERS
 TAIL_OFFSET = TAKEN_OFFSET + _COUNTERS
@@ -58,13 +61,14 @@ assert LANE_CREDIT_OFFSET + _LANE_WORDS <= PACKETS_OFFSET
 HOST_ABORT, HOST_ERROR, HOST_PEER, HOST_WHAT = 0, 1, 2, 3
 HOST_CLAIM, HOST_SIZES = 4, 5  # ERROR_SIZES: two sizes as in MESSAGE, this rank's and the peer's
 HOST_BYTES = 64
-ERROR_TIMEOUT, ERROR_SIZES = 1, 2
-WHAT_FIRST_SHOT, WHAT_SECOND_SHOT, WHAT_MESSAGE, WHAT_ROOM, WHAT_SEND, WHAT_RECV = 0, 1, 2, 3, 4, 5
+ERROR_TIMEOUT, ERROR_SIZES, ERROR_MISMATCH = 1, 2, 3
+WHAT_FIRST_SHOT, WHAT_SECOND_SHOT, WHAT_MESSAGE, WHAT_ROOM, WHAT_SEND, WHAT_RECV, WHAT_MEETING = 0, 1, 2, 3, 4, 5, 6
 WHAT_TEXT = {
     WHAT_FIRST_SHOT: "a packet of the first shot",
     WHAT_SECOND_SHOT: "a packet of the second shot",
     WHAT_MESSAGE: "a message",
     WHAT_ROOM: "room in its FIFO",
+    WHAT_MEETING: "the word that it has come",
 }
 
 
@@ -102,8 +106,9 @@ ARGS = {
     "ahead": Field("I", 36),
     "timeout_ns": Field("Q", 40),
     "scalar": Field("Q", 48),
-    "host": Field("Q", 56),
-    "own": Field("Q", 64),
+    "signature": Field("Q", 56),
+    "host": Field("Q", 64),
+    "own": Field("Q", 72),
 }
 
 
@@ -145,7 +150,8 @@ def message_defines(nranks: int, frame: str) -> dict[str, int]:
 def defines(nranks: int) -> dict[str, int]:
     """The constants of this file that CUDA sources use."""
     names = (
-        "BLOCKS WORD_STRIDE NSTEPS MAX_CHANNELS MAX_STEPS STATE_OFFSET STATE_LAUNCH STATE_TICKET SENT_OFFSET TAKEN_OFFSET TAIL_OFFSET "
-        "HEAD_OFFSET PACKETS_OFFSET BANK_BYTES FIFO_OFFSET HOST_ABORT HOST_ERROR HOST_PEER HOST_WHAT ERROR_TIMEOUT WHAT_MESSAGE WHAT_ROOM"
+        "BLOCKS WORD_STRIDE NSTEPS MAX_CHANNELS MAX_STEPS STATE_OFFSET STATE_LAUNCH STATE_TICKET STATE_SIGNATURES BOARD_OFFSET "
+        "BOARD_ENTRIES SENT_OFFSET TAKEN_OFFSET TAIL_OFFSET HEAD_OFFSET PACKETS_OFFSET BANK_BYTES FIFO_OFFSET HOST_ABORT HOST_ERROR "
+        "HOST_PEER HOST_WHAT ERROR_TIMEOUT ERROR_MISMATCH WHAT_MESSAGE WHAT_ROOM WHAT_MEETING"
     )
     return {name: int(globals()[name]) for name in names.split()} | {"RANKS": nranks, "SLOT_BYTES": slot_bytes(nranks)}

@@ -8,6 +8,7 @@ is lowered depends on rank and size; pointers are filled in by whoever launches.
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,16 @@ def scalar_bits(request: Request) -> int:
     return int.from_bytes(kind.type(request.scalar).tobytes(), "little")
 
 
-def pack_args(fixed: Fixed, *, count: int, root: int = 0, nslots: int = 1, ahead: int = 0, scalar: int = 0) -> bytearray:
+def signature_of(plan: DevicePlan, request: Request) -> int:
+    """32 bits of what all ranks must agree about: the operation and how it is run."""
+    fields = (request.collective, request.dtype, request.op, request.count, request.root)
+    shape = (plan.algo, plan.proto, plan.blocks, plan.threads, plan.unroll)
+    return zlib.crc32(repr((*map(int, fields), *shape)).encode())
+
+
+def pack_args(
+    fixed: Fixed, *, count: int, root: int = 0, nslots: int = 1, ahead: int = 0, scalar: int = 0, signature: int = 0
+) -> bytearray:
     """struct Args with empty ``in`` and ``out``."""
     block = bytearray(layout.args_bytes(len(fixed.inboxes)))
     values = {
@@ -59,6 +69,7 @@ def pack_args(fixed: Fixed, *, count: int, root: int = 0, nslots: int = 1, ahead
         "host": fixed.host,
         "own": fixed.own,
         "scalar": scalar,
+        "signature": signature,
     }
     for name, value in values.items():
         field = layout.ARGS[name]
@@ -85,7 +96,8 @@ def lower_packets(plan: DevicePlan, request: Request, fixed: Fixed) -> bytearray
     ahead = min(pieces - 1, PUSH_AHEAD) if pieces <= nslots else nslots // 2 - 1
     if plan.ahead:
         ahead = min(plan.ahead, pieces - 1 if pieces <= nslots else nslots // 2 - 1)
-    return pack_args(fixed, count=count, root=request.root, nslots=nslots, ahead=ahead, scalar=scalar_bits(request))
+    signature = signature_of(plan, request)
+    return pack_args(fixed, count=count, root=request.root, nslots=nslots, ahead=ahead, scalar=scalar_bits(request), signature=signature)
 
 
 def part_elements(count: int, parts: int, itemsize: int) -> int:

@@ -15,6 +15,13 @@ from miraccl.executor.cuda import layout
 from miraccl.types import DType, RedOp
 
 MACHINE = "machine.cuh"
+#: family of kernels -> the name of its function, and the files of its text after machine.cuh and common.cuh
+FAMILIES = {
+    "packets": ("packets", ("packets.cuh",)),
+    "steps": ("steps", ("steps.cuh",)),
+    "p2p": ("p2p", ("p2p.cuh",)),
+    "meet": ("meet_peers", ("packets.cuh", "meet.cuh")),
+}
 #: mode of a packet kernel -> the file that its loop is in
 PACKET_MODES = {
     "all_reduce": "shots.cuh",
@@ -44,14 +51,13 @@ class Frame(enum.Enum):
         return -(-nbytes // (8 if self is Frame.PAIR else 16))
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class KernelSpec:
     """What a kernel is compiled for.
 
-    ``family``, which is also the name of the kernel, is ``packets`` (``mode`` one of ``PACKET_MODES``, packets framed as ``frame`` says),
-    ``steps`` (protocol Simple, any schedule) or ``p2p`` (messages, framed as lines or pairs).  ``threads`` of a block, ``unroll`` vectors
-    of a thread at a time, ``min_blocks`` per multiprocessor (limits registers).
+    ``family`` is ``packets`` (``mode`` one of ``PACKET_MODES``, packets framed as ``frame`` says), ``steps`` (protocol Simple, any
+    schedule), ``p2p`` (messages, framed as lines or pairs) or ``meet`` (before and after the work of copy engines).  ``threads`` of a
+    block, ``unroll`` vectors of a thread at a time, ``min_blocks`` per multiprocessor (limits registers).
     """
 
     family: str
@@ -66,7 +72,7 @@ class KernelSpec:
     min_blocks: int = 1
 
     def __post_init__(self) -> None:
-        if self.family not in ("packets", "steps", "p2p") or (self.family == "packets") != (self.mode in PACKET_MODES):
+        if self.family not in FAMILIES or (self.family == "packets") != (self.mode in PACKET_MODES):
             raise ValueError(f"no kernel of family {self.family!r} and mode {self.mode!r}")
         if not 2 <= self.nranks <= layout.MAX_RANKS:
             raise InvalidUsage(f"kernels are for 2 to {layout.MAX_RANKS} GPUs, not {self.nranks}")
@@ -76,7 +82,7 @@ class KernelSpec:
     @property
     def entry(self) -> str:
         """The name of the kernel's function."""
-        return self.family
+        return FAMILIES[self.family][0]
 
     @property
     def name(self) -> str:
@@ -87,9 +93,8 @@ class KernelSpec:
     @property
     def files(self) -> tuple[str, ...]:
         """The files of its text."""
-        if self.family != "packets":
-            return (MACHINE, "common.cuh", f"{self.family}.cuh")
-        return (MACHINE, "common.cuh", "packets.cuh", PACKET_MODES[self.mode])
+        loop = (PACKET_MODES[self.mode],) if self.mode else ()
+        return (MACHINE, "common.cuh", *FAMILIES[self.family][1], *loop)
 
 
 def can_spare_a_nan(dtype: DType) -> bool:

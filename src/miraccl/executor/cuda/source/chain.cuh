@@ -14,8 +14,8 @@
 
 // The places of a bank: slots of pieces, then an ack per warp, then a hello per rank.
 __device__ __forceinline__ uint4* chain_place(const Geometry& g, char* box, u32 slot, u32 i) { return (uint4*)(box + g.bank) + (u64)slot * g.piece + i; }
-__device__ __forceinline__ uint4* ack_place(const Args& a, const Geometry& g, char* box) { return chain_place(g, box, a.nslots, g.first / 32); }
-__device__ __forceinline__ uint4* hello_place(const Args& a, const Geometry& g, char* box, u32 src) { return chain_place(g, box, a.nslots, g.stride / 32 + src); }
+__device__ __forceinline__ uint4* ack_place(const Args& a, const Geometry& g, char* box) { return chain_place(g, box, a.nslots, g.warp); }
+__device__ __forceinline__ uint4* hello_place(const Args& a, const Geometry& g, char* box, u32 src) { return chain_place(g, box, a.nslots, g.warps + src); }
 
 __device__ __forceinline__ void wait_ack(const Args& a, Watch& watch, const uint4* ack, u32 taken, u32 peer) {
   watch.spins = 0;
@@ -26,7 +26,8 @@ __device__ __forceinline__ void wait_ack(const Args& a, Watch& watch, const uint
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
   Geometry g = begin(a, threadIdx.x, THREADS);
   Work w = look_at(a, g);
-  Watch watch = {0, 0};
+  Watch watch = {0, 0, (u32)g.launch + 1};
+  Past past = announce(a, g);
   u32 up = (a.rank + UPSTREAM) % RANKS, down = (a.rank + RANKS - UPSTREAM) % RANKS;
 #if defined(MODE_REDUCE_CHAIN)
   bool first = up == a.root, last = a.rank == a.root;
@@ -69,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
       if (!last) push(chain_place(g, a.outbox[down], slot, g.first + u * g.stride), to_packet(v[u]));
       if (REDUCES ? last : !first) store_vec(w.out, i, w.count, w.aligned, v[u]);
     }
-    if (k == 0) ticket = draw_ticket(a, g);
+    if (k == 0) { judge(a, g, past); ticket = draw_ticket(a, g); }
     if (!first && k + a.nslots < w.pieces) {
 #pragma unroll
       for (int u = 0; u < UNROLL; u++) {

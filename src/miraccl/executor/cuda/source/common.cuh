@@ -11,6 +11,7 @@ struct Args {          // layout.ARGS
   u32 nslots, ahead;   // packet kernels: slots of a bank, pieces that are pushed ahead
   u64 timeout_ns;
   u64 scalar;          // OP_PREMUL_SUM: this rank's factor, the bits of an A
+  u64 signature;       // 32 bits of what all ranks must agree about
   u32* host;           // layout.HOST_*: words in host memory
   char* own;           // this rank's memory on its GPU
   char* inbox[RANKS];  // the region through which a peer's packets, messages and signals come here
@@ -253,19 +254,37 @@ struct Sum {
   }
 };
 
-// ---- waiting: every loop looks at the abort word and at its deadline, rarely
+// ---- the board: what peers say they run. Ranks that call different operations are told, instead of waiting for ever or adding up wrong data.
+
+// The entry of rank ``src`` for launch number ``launch`` (from 1): the number, the signature, two words for the kernel's own use.
+__device__ __forceinline__ uint4* board(char* box, u32 src, u32 launch) {
+  return (uint4*)(box + BOARD_OFFSET) + src * BOARD_ENTRIES + launch % BOARD_ENTRIES;
+}
+
+// The first error stays; everybody who waits ends.
+__device__ __forceinline__ void report(u32* host_words, u32 error, u32 peer, u32 what) {
+  volatile u32* host = host_words;
+  if (atomicCAS_system(host_words + HOST_ERROR, 0u, error) == 0u) { host[HOST_PEER] = peer; host[HOST_WHAT] = what; }
+  host[HOST_ABORT] = 1u;  // the other threads of this rank need not wait for their own deadlines
+}
+
+// ---- waiting: every loop looks at the abort word, at the board and at its deadline, rarely
 
 // Rarely called: the time since when this thread waits, or NEVER to stop waiting. ``peer`` is who is waited for, ``what`` a code of
-// layout.WHAT_*. Takes and gives values, so that the counters of the caller stay in registers.
+// layout.WHAT_*, ``launch`` the number of the launch, 0 if it is not on the board. Takes and gives values, so that the counters of the caller
+// stay in registers.
 #define NEVER 0xffffffffffffffffull
-__device__ __noinline__ u64 look(u32* host_words, u64 timeout_ns, u64 since, u32 peer, u32 what) {
+__device__ __noinline__ u64 look(u32* host_words, u64 timeout_ns, u64 since, u32 peer, u32 what, const uint4* entry, u32 launch, u32 signature) {
   u64 t = now_ns();
   if (since == 0) since = t;
   volatile u32* host = host_words;
   if (host[HOST_ABORT] != 0) return NEVER;
+  if (launch != 0) {
+    uint4 said = load_packet(entry);
+    if (said.x == launch && said.y != signature) { report(host_words, ERROR_MISMATCH, peer, launch); return NEVER; }
+  }
   if (t - since <= timeout_ns) return since;
-  if (atomicCAS_system(host_words + HOST_ERROR, 0u, ERROR_TIMEOUT) == 0u) { host[HOST_PEER] = peer; host[HOST_WHAT] = what; }
-  host[HOST_ABORT] = 1u;  // the other threads of this rank need not wait for their own deadlines
+  report(host_words, ERROR_TIMEOUT, peer, what);
   return NEVER;
 }
 
@@ -274,6 +293,7 @@ __device__ __noinline__ u64 look(u32* host_words, u64 timeout_ns, u64 since, u32
 struct Watch {
   u64 since;
   u32 spins;
+  u32 launch;
 };
 #define LOOK_EVERY 16384u  // polls of a wait; several milliseconds
 
@@ -282,6 +302,6 @@ __device__ __forceinline__ bool give_up(const Args& a, Watch& w, u32 peer, u32 w
   between_polls();
   if (++w.spins < LOOK_EVERY) return false;
   w.spins = 0;
-  w.since = look(a.host, a.timeout_ns, w.since, peer, what);
+  w.since = look(a.host, a.timeout_ns, w.since, peer, what, board(a.inbox[peer], peer, w.launch), w.launch, (u32)a.signature);
   return w.since == NEVER;
 }

@@ -75,8 +75,9 @@ struct Geometry {
   u64 launch;      // its number
   u64 bank;        // bytes from a rank's base to the bank of this launch
   u32 piece;       // packets that one source sends one rank per piece
-  u32 first;       // this thread's first packet in a piece; the others follow at ``stride``
+  u32 first;       // this thread's first packet in a piece; the others follow at ``stride``: a warp has neighbours only
   u32 stride;
+  u32 warp, warps; // this warp's number among those of the launch
 };
 
 // ``threads`` of each block share the packets of a piece; this one is number ``thread`` of them.
@@ -84,10 +85,36 @@ __device__ __forceinline__ Geometry begin(const Args& a, u32 thread, u32 threads
   Geometry g;
   g.launch = load_word((u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH);
   g.bank = PACKETS_OFFSET + (g.launch & 1) * BANK_BYTES;
-  g.stride = gridDim.x * threads;
-  g.first = blockIdx.x * threads + thread;
-  g.piece = g.stride * UNROLL;
+  g.stride = 32;
+  g.warp = (blockIdx.x * threads + thread) / 32;
+  g.warps = gridDim.x * threads / 32;
+  g.first = g.warp * 32 * UNROLL + thread % 32;
+  g.piece = g.warps * 32 * UNROLL;
   return g;
+}
+
+// Block 0 says what it runs and looks at what peers said of the launch before: this one's entries may not have come yet.
+struct Past {
+  uint4 said;
+  u32 signature;
+};
+__device__ __forceinline__ Past announce(const Args& a, const Geometry& g) {
+  Past past = {{0, 0, 0, 0}, 0};
+  u32 launch = (u32)g.launch + 1, t = threadIdx.x;
+  u64* signatures = (u64*)(a.own + STATE_OFFSET) + STATE_SIGNATURES;
+  if (blockIdx.x != 0 || t >= RANKS) return past;
+  if (t == a.rank) {
+    signatures[launch % BOARD_ENTRIES] = a.signature;
+  } else {
+    store_packet(board(a.outbox[t], a.rank, launch), make_uint4(launch, (u32)a.signature, 0, 0));
+    past.said = load_packet(board(a.inbox[t], t, launch - 1));
+    past.signature = (u32)load_word(signatures + (launch - 1) % BOARD_ENTRIES);
+  }
+  return past;
+}
+__device__ __forceinline__ void judge(const Args& a, const Geometry& g, const Past& past) {
+  u32 before = (u32)g.launch;
+  if (before != 0 && past.said.x == before && past.said.y != past.signature) report(a.host, ERROR_MISMATCH, threadIdx.x, before);
 }
 
 // Called once by all threads of a block. The barrier takes a bit made of the number of the launch, so every thread has it, and it may change.

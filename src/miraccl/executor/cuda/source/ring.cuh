@@ -13,7 +13,8 @@ __device__ __forceinline__ uint4* lane_place(const Args& a, const Geometry& g, c
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
   Geometry g = begin(a, threadIdx.x, THREADS);
   Work w = look_at(a, g);
-  Watch watch = {0, 0};
+  Watch watch = {0, 0, (u32)g.launch + 1};
+  Past past = announce(a, g);
   u32 next = a.rank + 1 == RANKS ? 0 : a.rank + 1, before = a.rank == 0 ? RANKS - 1 : a.rank - 1, ticket = 0;
   for (u32 j = 0; j < w.pieces + LANES; j++) {
     uint4 p[LANES][UNROLL];
@@ -52,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
       u64 i = (u64)j * g.piece + g.first + u * g.stride;
       if (j < w.pieces && i < w.limit) push(lane_place(a, g, a.outbox[next], j, 0, g.first + u * g.stride), to_packet(outgoing(a, w, before, i)));
     }
-    if (j == 0) ticket = draw_ticket(a, g);
+    if (j == 0) { judge(a, g, past); ticket = draw_ticket(a, g); }
     if (!w.reuse) continue;
 #pragma unroll
     for (u32 t = 0; t < LANES; t++)

@@ -197,9 +197,11 @@ __device__ __forceinline__ u32 after(const Args& a, u32 slot) { return slot + 1 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
   Geometry g = begin(a, threadIdx.x, THREADS);
   Work w = look_at(a, g);
-  Watch watch = {0, 0};
+  Watch watch = {0, 0, (u32)g.launch + 1};
+  Past past = announce(a, g);
   u32 pushed = 0, push_slot = 0, slot = 0, ahead = a.ahead < w.pieces ? a.ahead : w.pieces - 1;
   for (; pushed <= ahead; pushed++, push_slot = after(a, push_slot)) push_piece(a, g, w, pushed, push_slot);
+  judge(a, g, past);
   u32 ticket = draw_ticket(a, g);
 #if defined(MODE_TWO_SHOT)
   u32 last = 0;

@@ -1,0 +1,126 @@
+"""Window memory on GPUs: arrays that all ranks of the host have mapped, handed out by ``Communicator.empty(..., device="cuda")``.
+
+Windows are made by all ranks together, in the same order and of the same size, and live as long as the communicator.  Operations that only
+move data write straight into peers' windows (``executor.cuda.copies``); all ranks must then pass the same place of the same window.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from miraccl.comm.device_memory import DeviceMemory
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda.copies import Place
+from miraccl.schedule.reduction import NUMPY_DTYPE
+from miraccl.transport.cuda_p2p import SymmetricMemory, WindowMemory
+from miraccl.types import DType
+
+_BY_LABEL = {dtype.label: dtype for dtype in DType} | {"float8_e4m3fn": DType.FLOAT8_E4M3}
+
+
+class DeviceArray:
+    """Window memory as an array of GPU memory: ``__cuda_array_interface__`` for CuPy, Numba and others, ``torch()`` for PyTorch.
+
+    16- and 8-bit floats that NumPy does not know are shown to others as unsigned integers of their size.
+    """
+
+    def __init__(self, address: int, shape: tuple[int, ...], dtype: DType, keep: Any) -> None:
+        self.address, self.shape, self.dtype, self._keep = address, shape, dtype, keep
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        kind = NUMPY_DTYPE[self.dtype]
+        typestr = kind.str if kind.isbuiltin else f"<u{kind.itemsize}"
+        return {"shape": self.shape, "typestr": typestr, "data": (self.address, False), "version": 3, "strides": None}
+
+    @property
+    def miraccl_view(self) -> DeviceMemory:
+        """The memory with its own type, for calls of this package."""
+        return DeviceMemory(self.address, math.prod(self.shape), self.dtype)
+
+    def torch(self) -> Any:
+        """The same memory as a tensor."""
+        import torch
+
+        kind = getattr(torch, "float8_e4m3fn" if self.dtype is DType.FLOAT8_E4M3 else self.dtype.label)
+        flat = DeviceArray(self.address, (max(1, self.nbytes),), DType.UINT8, self._keep)
+        tensor = torch.as_tensor(flat, device="cuda")[: self.nbytes]
+        return tensor.view(kind).reshape(self.shape)
+
+    def __repr__(self) -> str:
+        return f"<window memory on a GPU: {self.shape} {self.dtype.label}>"
+
+
+class Windows:
+    """The windows of a communicator."""
+
+    def __init__(self, memory: SymmetricMemory) -> None:
+        self._memory = memory
+        self._windows: list[WindowMemory] = []
+        self._starts: list[tuple[int, int]] = []  # (address, number), sorted
+
+    @property
+    def nbytes(self) -> int:
+        return sum(window.nbytes for window in self._windows)
+
+    def empty(self, shape: Any, dtype: Any, agree: Callable[[bytes, str], Sequence[bytes]]) -> Any:
+        """Zeroed memory on every rank; a tensor if ``dtype`` is one of PyTorch's, else a ``DeviceArray``. All ranks call alike."""
+        kind, dims = _element_type(dtype), _dimensions(shape)
+        asked = f"{dims} {kind.label}"
+        for rank, theirs in enumerate(agree(asked.encode(), "gpu empty")):
+            if theirs.decode() != asked:
+                raise InvalidUsage(f"empty: rank {rank} asks for {theirs.decode()}, this rank for {asked}", peer=rank)
+        window = self._memory.window(max(1, math.prod(dims)) * kind.itemsize)
+        bisect.insort(self._starts, (window.own, len(self._windows)))
+        self._windows.append(window)
+        array = DeviceArray(window.own, dims, kind, window)
+        return array.torch() if "torch" in sys.modules and isinstance(dtype, sys.modules["torch"].dtype) else array
+
+    def place(self, memory: DeviceMemory) -> Place | None:
+        """Where ``memory`` lies in a window that every rank addresses, or None."""
+        at = bisect.bisect_right(self._starts, (memory.address, len(self._windows))) - 1
+        if at < 0:
+            return None
+        start, number = self._starts[at]
+        window = self._windows[number]
+        if not window.addressable or memory.address + memory.nbytes > start + window.nbytes:
+            return None
+        return Place(number=number, offset=memory.address - start, windows=window.addresses)
+
+    def close(self) -> None:
+        """When no rank uses them any more."""
+        windows, self._windows, self._starts = self._windows, [], []
+        for window in reversed(windows):
+            window.close()
+
+
+def _element_type(dtype: Any) -> DType:
+    if isinstance(dtype, DType):
+        return dtype
+    label = str(dtype).removeprefix("torch.") if not isinstance(dtype, type) else np.dtype(dtype).name
+    label = getattr(dtype, "name", label) if not isinstance(dtype, str) else label
+    found = _BY_LABEL.get(label)
+    if found is None:
+        raise InvalidUsage(f"empty: dtype {dtype!r} cannot be communicated; allowed are {', '.join(_BY_LABEL)}")
+    return found
+
+
+def _dimensions(shape: Any) -> tuple[int, ...]:
+    try:
+        dims = (operator.index(shape),) if not isinstance(shape, (tuple, list)) else tuple(operator.index(n) for n in shape)
+    except TypeError:
+        raise InvalidUsage(f"empty: shape is {shape!r}; allowed are an integer and a sequence of integers") from None
+    if any(n < 0 for n in dims):
+        raise InvalidUsage(f"empty: shape is {shape!r}; no dimension may be negative")
+    return dims

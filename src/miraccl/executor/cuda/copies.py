@@ -1,0 +1,100 @@
+"""Copy engines: collectives that only move data, into memory that peers address (windows), without multiprocessors.
+
+A schedule whose sends take from the input and whose receives put into the output, each chunk once, is a set of copies: what a rank sends is
+copied to where its peer would have received it.  Between two meetings of all ranks on their streams (source/meet.cuh: one warp each, a few
+microseconds) every rank's copy engines write to its peers, the next rank first, so that no two ranks write to the same peer at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda import lower
+from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.launch import Kernels, Launch
+from miraccl.executor.cuda.plan import DevicePlan, Request
+from miraccl.executor.cuda.source import KernelSpec
+from miraccl.schedule import catalog
+from miraccl.schedule.ir import Buffer, Op, Schedule
+from miraccl.types import Collective, DType
+
+#: collectives that copy engines do; a broadcast with more ranks would send everything from the root to everybody
+COLLECTIVES = (Collective.ALL_GATHER, Collective.ALL_TO_ALL)
+#: bytes that a rank receives from which copy engines are faster than kernels on windows; measured on H200, docs/performance.md
+FASTER_FROM = 16 << 20
+MEETING_THREADS = 32
+
+
+class Copy(NamedTuple):
+    """Chunk ``source`` of this rank's input becomes chunk ``target`` of the output of ``peer``; chunks are blocks."""
+
+    peer: int
+    source: int
+    target: int
+
+
+def copies_of(schedule: Schedule, rank: int) -> list[Copy]:
+    """What ``rank`` copies; ``InvalidUsage`` for schedules that do more than move chunks from inputs to outputs."""
+    found: list[Copy] = []
+    for channel in schedule.channels:
+        arrivals = {
+            peer: [step.dst for step in channel[peer] if step.op is Op.RECV and step.recv_peer == rank] for peer in range(schedule.nranks)
+        }
+        for step in channel[rank]:
+            if step.op is Op.COPY and step.src and step.dst:
+                found += [Copy(rank, step.src.index + i, step.dst.index + i) for i in range(step.chunks)]
+            elif step.op is Op.SEND and step.src and step.send_peer is not None:
+                target = arrivals[step.send_peer].pop(0)
+                if step.src.buffer is not Buffer.INPUT or target is None or target.buffer is not Buffer.OUTPUT:
+                    raise InvalidUsage(f"schedule {schedule.name!r} cannot be done by copy engines: it sends on what it received")
+                found += [Copy(step.send_peer, step.src.index + i, target.index + i) for i in range(step.chunks)]
+            elif step.op is not Op.RECV:
+                raise InvalidUsage(f"schedule {schedule.name!r} cannot be done by copy engines: it has the step {step.op.name}")
+    if schedule.parts != 1:
+        raise InvalidUsage(f"schedule {schedule.name!r} cuts blocks into {schedule.parts} parts; copy engines move whole blocks")
+    return sorted(found, key=lambda copy: (copy.peer - rank) % schedule.nranks)
+
+
+def plan_of(request: Request) -> DevicePlan:
+    """How an operation on windows is run by copy engines."""
+    return DevicePlan(algo="one_shot", proto="copy", blocks=1, threads=MEETING_THREADS, unroll=1, reason="copy engines")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the output lies: the window's number, the offset there, and the addresses of all ranks' parts of it in this process."""
+
+    number: int
+    offset: int
+    windows: Sequence[int]
+
+
+class CopyLaunch:
+    """One collective of one size into one place of a window; as ``launch.Launch``, it neither waits nor allocates."""
+
+    def __init__(self, gpu: Gpu, kernels: Kernels, request: Request, fixed: lower.Fixed, place: Place) -> None:
+        self.plan = plan_of(request)
+        schedule = catalog.build(self.plan.algo, request.collective, request.nranks, request.root)
+        block, rank = request.block_bytes, fixed.rank
+        self._copies = [
+            (place.windows[copy.peer] + place.offset + copy.target * block, copy.source * block, copy.peer == rank)
+            for copy in copies_of(schedule, rank)
+        ]
+        self._block, self._gpu = block, gpu
+        signature = lower.signature_of(self.plan, request) ^ place.number
+        spec = KernelSpec(family="meet", nranks=request.nranks, dtype=DType.UINT8, reduces=False, threads=MEETING_THREADS)
+        function = kernels.function(spec)
+        self._before, self._after = (
+            Launch(gpu, function, self.plan, 1, lower.pack_args(fixed, count=place.offset, signature=signature)) for _ in range(2)
+        )
+
+    def run(self, source: int, target: int, stream: int) -> None:
+        """Enqueue in ``stream``: read at ``source``; ``target`` is this rank's own place in the window."""
+        self._before.run(source, target, stream)
+        for address, offset, own in self._copies:
+            if not own or address != source + offset:
+                self._gpu.copy(address, source + offset, self._block, stream)
+        self._after.run(source, target, stream)

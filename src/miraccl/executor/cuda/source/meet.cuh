@@ -1,0 +1,26 @@
+// All ranks meet on their streams: what was enqueued before on any rank is done when a rank's stream goes on. One block of one warp.
+//
+// Copy engines write to peers' memory between two such meetings. The two words that an entry of the board has to spare say where this rank's
+// window is used; peers must use the same place of theirs.
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) meet_peers(const __grid_constant__ Args a) {
+  Geometry g = begin(a, threadIdx.x, THREADS);
+  u32 launch = (u32)g.launch + 1, t = threadIdx.x;
+  Watch watch = {0, 0, launch};
+  fence();  // what copy engines and kernels before this one wrote is there before the entry
+  if (t == a.rank) ((u64*)(a.own + STATE_OFFSET))[STATE_SIGNATURES + launch % BOARD_ENTRIES] = a.signature;
+  if (t < RANKS && t != a.rank) {
+    store_packet(board(a.outbox[t], a.rank, launch), make_uint4(launch, (u32)a.signature, (u32)a.count, (u32)(a.count >> 32)));
+    const uint4* entry = board(a.inbox[t], t, launch);
+    uint4 said = load_packet(entry);
+    while (said.x != launch) {
+      if (give_up(a, watch, t, WHAT_MEETING)) break;
+      said = load_packet(entry);
+    }
+    bool same = said.y == (u32)a.signature && said.z == (u32)a.count && said.w == (u32)(a.count >> 32);
+    if (said.x == launch && !same) report(a.host, ERROR_MISMATCH, t, launch);
+  }
+  fence();
+  u32 ticket = draw_ticket(a, g);
+  count_launch(a, ticket);
+}

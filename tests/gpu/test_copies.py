@@ -1,0 +1,41 @@
+"""What copy engines are told to do: the schedules' moves, each byte once, no two ranks to one peer at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda.copies import COLLECTIVES, Copy, copies_of
+from miraccl.schedule import catalog
+from miraccl.types import Collective
+
+
+@pytest.mark.parametrize("nranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_block_arrives_once(collective: Collective, nranks: int) -> None:
+    schedule = catalog.build("one_shot", collective, nranks)
+    all_copies = [copies_of(schedule, rank) for rank in range(nranks)]
+    arrived = {(copy.peer, copy.target): (rank, copy.source) for rank, copies in enumerate(all_copies) for copy in copies}
+    assert len(arrived) == sum(map(len, all_copies)) == nranks * nranks
+    for (peer, target), (rank, source) in arrived.items():
+        assert target == rank
+        assert source == (peer if collective is Collective.ALL_TO_ALL else 0)
+
+
+@pytest.mark.parametrize("nranks", [2, 3, 8])
+def test_ranks_write_to_different_peers_at_a_time(nranks: int) -> None:
+    schedule = catalog.build("one_shot", Collective.ALL_GATHER, nranks)
+    for place in range(nranks):
+        assert {copies_of(schedule, rank)[place].peer for rank in range(nranks)} == set(range(nranks))
+
+
+def test_a_rank_begins_with_itself() -> None:
+    assert copies_of(catalog.build("one_shot", Collective.ALL_GATHER, 3), 1)[0] == Copy(peer=1, source=0, target=1)
+
+
+@pytest.mark.parametrize(
+    ("algo", "collective"), [("ring", Collective.ALL_GATHER), ("ring", Collective.ALL_REDUCE), ("chain", Collective.BROADCAST)]
+)
+def test_what_copy_engines_cannot_do_is_refused(algo: str, collective: Collective) -> None:
+    with pytest.raises(InvalidUsage, match="copy engines"):
+        copies_of(catalog.build(algo, collective, 3), 1)
