@@ -3,7 +3,8 @@
 ``install`` puts them where ``miraccl perf --devices cuda`` looks, before ranks are forked, so that everything of the tool but the driver,
 the kernels and NCCL itself runs on a machine without a GPU.  Work is done when it is enqueued, or recorded while a stream is captured.
 What goes wrong on purpose is said in the environment: FAKE_WRONG (one element of rank 1's results), FAKE_REFUSES and FAKE_DIES (an
-operation, and for the latter on rank 1); FAKE_LACKS takes an operation away, FAKE_TELLS has ranks say which GPU they took.
+operation, and for the latter on rank 1); FAKE_LACKS takes an operation away, FAKE_SHY is a peer that
+cannot be captured, FAKE_TELLS has ranks say which GPU they took.
 """
 
 from __future__ import annotations
@@ -254,7 +255,13 @@ def fake_nccl(session: Any, place: FakeTorchStream, arena: Any) -> Any:
     from miraccl.tools.perf.device_miraccl import MiracclDevice
 
     comm = FakeCommunicator(session, place.ordinal)
-    library = MiracclDevice(comm, place.number, arena, lambda run: run)
+
+    def capture(run: Callable[[], Any]) -> Callable[[], Any]:
+        if "FAKE_SHY" in os.environ:
+            raise RuntimeError("not while I am watched")
+        return run
+
+    library = MiracclDevice(comm, place.number, arena, capture)
     library.name = "nccl"
     return library
 

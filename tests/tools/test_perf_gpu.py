@@ -250,6 +250,15 @@ def test_nccl_is_measured_in_the_same_call(how: tuple[str, ...]) -> None:
 
 
 @pytest.mark.multiprocess
+def test_a_peer_that_cannot_be_captured_is_left_out() -> None:
+    words = ("all_gather", "--devices", "cuda", "--sizes", "3000", "--compare", "nccl", "--graph", "--json", "-", *QUICK)
+    done = perf(2, *words, env={"FAKE_SHY": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("not while I am watched") == 2, "once for each form"
+    assert ["ratio" in row for row in json.loads(done.stdout)] == [False, False]
+
+
+@pytest.mark.multiprocess
 def test_a_wrong_element_is_counted_before_and_after() -> None:
     done = perf(2, "all_gather", "--devices", "cuda", "--sizes", "3000", "--json", "-", *QUICK, env={"FAKE_WRONG": "1"})
     assert done.returncode == 1

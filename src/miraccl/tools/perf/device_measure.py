@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -147,9 +148,7 @@ def _prepare_all(bench: Bench, cell: Cell, in_place: bool) -> list[_Trial]:
             trials.append(trial)
         elif number == 0:
             break
-    for trial in trials:
-        _warm_up(bench, cell, trial)
-    return trials
+    return [trial for trial in trials if _warm_up(bench, cell, trial)]
 
 
 def _together(bench: Bench, action: Callable[[], _Trial | None]) -> _Trial | None:
@@ -196,8 +195,8 @@ def _check(bench: Bench, case: Case, trial: _Trial, run: Callable[[], Any], seed
     return wrong
 
 
-def _warm_up(bench: Bench, cell: Cell, trial: _Trial) -> None:
-    """Untimed calls, how many operations a batch has, and its graph."""
+def _warm_up(bench: Bench, cell: Cell, trial: _Trial) -> bool:
+    """Untimed calls, how many operations a batch has, and its graph. False for a peer that cannot be captured here."""
     options, call = bench.options, trial.bound.call
     bench.barrier()
     for _ in range(_WARM_UP_CALLS if options.warmup is None else options.warmup):
@@ -211,10 +210,31 @@ def _warm_up(bench: Bench, cell: Cell, trial: _Trial) -> None:
     trial.run = batch
     if cell.graph:
         bench.barrier()
-        trial.run = trial.library.capture(batch)
+        problem = _capture(bench, trial, batch)
+        if problem and trial.library is bench.libraries[0]:
+            raise CellFailed(f"{cell.case.op} of {cell.case.nbytes} bytes cannot be captured: {problem}")
+        if problem:
+            _say(bench, f"{trial.library.name}: {cell.case.op} of {cell.case.nbytes} bytes cannot be captured: {problem}")
+            return False
         trial.run()
     bench.card.wait()
     trial.library.check()
+    return True
+
+
+def _capture(bench: Bench, trial: _Trial, batch: Callable[[], Any]) -> str:
+    """Make the graph; what went wrong on any rank. A capture that fails leaves the stream as it was."""
+    problem = ""
+    try:
+        trial.run = trial.library.capture(batch)
+    except Exception as error:  # the peer's errors are of any kind
+        problem = f"{type(error).__name__}: {error}"
+    return next((text for text in bench.gather(problem) if text), "")
+
+
+def _say(bench: Bench, text: str) -> None:
+    if bench.rank == 0:
+        print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def _choose_iters(bench: Bench, case: Case, trial: _Trial) -> int:
