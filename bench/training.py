@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -176,6 +177,15 @@ def _times(record: dict[str, Any], peer: str, ours: str) -> list[str]:
     return [f"{arms[peer]['step_ms']:.2f}", f"{arms[ours]['step_ms']:.2f}", f"**{statistics.median(ratios):.2f}**", spread, alone]
 
 
+def shortened(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with a hash and the last values in the place of all losses."""
+    arms = {}
+    for name, arm in record["arms"].items():
+        digest = hashlib.sha256(json.dumps(arm["losses"]).encode()).hexdigest()[:16]
+        arms[name] = {**arm, "losses": digest, "last_losses": [losses[-1] for losses in arm["losses"]]}
+    return {**record, "arms": arms}
+
+
 def report(options: argparse.Namespace, machine: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
     """Print and keep what was found; end with status 1 where equal things are not."""
     wrong = broken(records)
@@ -184,7 +194,7 @@ def report(options: argparse.Namespace, machine: dict[str, Any], records: Sequen
     record = {"machine": machine, "records": list(records), "broken": wrong}
     if options.json:
         Path(options.json).write_text(json.dumps(record))
-    save(options.out, record, text)
+    save(options.out, {**record, "records": [shortened(one) for one in records]}, text)
     if wrong:
         sys.exit("\n".join(wrong))
 

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')")
 
-from tests.launchers.jobs import Ended, free_port, run_together, torchrun
+from tests.launchers.jobs import RANK_PROGRAMS, Ended, free_port, run_together, torchrun
 
 pytestmark = pytest.mark.multiprocess
 KINDS = ["init", "torch"]
@@ -67,6 +67,19 @@ def test_a_killed_rank_is_started_again(kind: str, victim: int, way: str, tmp_pa
         assert seen["error"] == ("PeerDied" if kind == "init" else "BackendError")
         assert "PeerDied" in seen["error"] + seen["text"]
         assert f"rank {victim}" in seen["text"]
+
+
+def test_a_second_agent_joins_a_running_job(tmp_path: Path) -> None:
+    """Ranks of the first generation are ended by torchrun; the next one has others and a new meeting point."""
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-conf", "last_call_timeout=1"]
+    how = ["--nnodes", "1:2", "--nproc-per-node", "2", "--rdzv-id", "grow", "--local-addr", "127.0.0.1", "--max-restarts", "1", *meeting]
+    agent = torchrun(how, "grow.py", "init", str(tmp_path))
+    later = [sys.executable, str(RANK_PROGRAMS / "when.py"), str(tmp_path / "running"), *agent]
+    # PyTorch 2.13's own agents wait for each other in vain after a second one has joined, if they share a store as they do by default.
+    for ended in run_together([agent, later], [{"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}] * 2):
+        assert ended.status == 0, ended.stderr
+    for rank in range(4):
+        assert said(tmp_path, rank) == [{"rank": rank, "nranks": 4, "total": 1111}]
 
 
 def test_perf() -> None:

@@ -1,0 +1,22 @@
+"""A job that a second agent joins while it runs: ``grow.py init|torch FOLDER``.
+
+Two ranks add up numbers until torchrun ends them, because more have come; the ranks of the larger job do it once and end.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from tests.launchers.programs.groups import connected, tell
+
+FEW, LIMIT_S = 2, 60.0
+kind, folder = sys.argv[1:]
+deadline = time.monotonic() + LIMIT_S
+with connected(kind) as (rank, nranks, add_up):
+    while nranks == FEW:
+        assert add_up(1) == FEW
+        (Path(folder) / "running").touch()
+        assert time.monotonic() < deadline, "nobody has joined"
+    tell(folder, rank=rank, nranks=nranks, total=add_up(10**rank))
