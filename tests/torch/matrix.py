@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from miraccl.errors import InvalidUsage
 from miraccl.torch import BackendError
-from tests.torch.worlds import equal, gloo, values, world
+from tests.torch.worlds import LIMIT, equal, gloo, values, world
 
 DTYPES = {
     "f64": torch.float64,
@@ -69,16 +69,16 @@ def reduced(parts: list[Any], op: str) -> Any:
 class Cells:
     """The calls on one type: each takes the group and gives what this rank gets; ``want`` is what it should get."""
 
-    def __init__(self, rank: int, nranks: int, dtype: Any) -> None:
+    def __init__(self, rank: int, nranks: int, dtype: Any, device: str = "cpu") -> None:
         self.rank, self.nranks = rank, nranks
         self.parts = [values(dtype, r) for r in range(nranks)]
-        self.mine = self.parts[rank]
+        self.mine = self.parts[rank].to(device)
 
     def copy(self) -> Any:
         return self.mine.clone()
 
     def empties(self, count: int) -> list[Any]:
-        return [torch.zeros(count, dtype=self.mine.dtype) for _ in range(self.nranks)]
+        return [torch.zeros(count, dtype=self.mine.dtype, device=self.mine.device) for _ in range(self.nranks)]
 
     def halves(self) -> list[Any]:
         return list(self.copy().chunk(self.nranks))
@@ -117,7 +117,7 @@ class Cells:
         return torch.stack(outs)
 
     def all_gather_into_tensor(self, group: Any) -> Any:
-        out = torch.zeros(self.nranks * self.mine.numel(), dtype=self.mine.dtype)
+        out = self.empties(self.nranks * self.mine.numel())[0]
         dist.all_gather_into_tensor(out, self.copy(), group=group)
         return out.view(self.nranks, -1)
 
@@ -144,16 +144,15 @@ class Cells:
     def send_recv(self, group: Any) -> Any:
         out = torch.zeros_like(self.mine)
         to, fro = (self.rank + 1) % self.nranks, (self.rank - 1) % self.nranks
-        works = [dist.isend(self.copy(), to, group=group), dist.irecv(out, fro, group=group)]
-        for work in works:
-            assert work is not None
+        ops = [dist.P2POp(dist.isend, self.copy(), to, group), dist.P2POp(dist.irecv, out, fro, group)]
+        for work in dist.batch_isend_irecv(ops):
             work.wait()
         return out
 
     def wanted(self, call: str, op: str) -> Any:
         if op:
             total = reduced(self.parts, op)
-            return {"all_reduce": total, "reduce": total if self.rank == 1 else self.mine}.get(call, self.share(total))
+            return {"all_reduce": total, "reduce": total if self.rank == 1 else self.parts[self.rank]}.get(call, self.share(total))
         everything = torch.stack(self.parts)
         return {
             "broadcast": self.parts[1],
@@ -161,7 +160,7 @@ class Cells:
             "all_gather_into_tensor": everything,
             "all_to_all": torch.stack([self.share(p) for p in self.parts]),
             "all_to_all_single": torch.stack([self.share(p) for p in self.parts]),
-            "gather": everything if self.rank == 1 else self.mine,
+            "gather": everything if self.rank == 1 else self.parts[self.rank],
             "scatter": self.share(self.parts[1]),
             "send_recv": self.parts[(self.rank - 1) % self.nranks],
         }[call]
@@ -175,18 +174,30 @@ ROWS = [
 ]
 
 
+def measure_on_gpu(path: str) -> dict[str, dict[str, str]]:
+    """As ``measure`` for GPU memory, beside NCCL where every rank has a GPU of its own."""
+    with world(path) as (rank, nranks):
+        count = torch.cuda.device_count()
+        torch.cuda.set_device(rank % count)
+        other = dist.new_group(backend="nccl", timeout=LIMIT) if count >= nranks else None
+        return _table(rank, nranks, "cuda", other)
+
+
 def measure(path: str) -> dict[str, dict[str, str]]:
     """The marks, by row and column; raises where miraccl computes something wrong."""
     with world(path) as (rank, nranks):
-        other = gloo()
-        table: dict[str, dict[str, str]] = {}
-        for call, op in ROWS:
-            row = table[f"{call} {op}".strip()] = {}
-            for label, dtype in DTYPES.items():
-                cells = Cells(rank, nranks, dtype)
-                args = (op,) if op else ()
-                row[label] = _mark(lambda group: getattr(cells, call)(group, *args), lambda: cells.wanted(call, op), other)  # noqa: B023
-        return table
+        return _table(rank, nranks, "cpu", gloo())
+
+
+def _table(rank: int, nranks: int, device: str, other: Any) -> dict[str, dict[str, str]]:
+    table: dict[str, dict[str, str]] = {}
+    for call, op in ROWS:
+        row = table[f"{call} {op}".strip()] = {}
+        for label, dtype in DTYPES.items():
+            cells = Cells(rank, nranks, dtype, device)
+            args = (op,) if op else ()
+            row[label] = _mark(lambda group: getattr(cells, call)(group, *args).cpu(), lambda: cells.wanted(call, op), other)  # noqa: B023
+    return table
 
 
 def _mark(run: Callable[[Any], Any], wanted: Callable[[], Any], other: Any) -> str:
@@ -202,6 +213,8 @@ def _mark(run: Callable[[Any], Any], wanted: Callable[[], Any], other: Any) -> s
         raise
     want = wanted()
     assert equal(got, want), f"got {got}, want {want}"
+    if other is None:
+        return ALONE
     try:
         theirs = run(other)
     except (RuntimeError, ValueError):

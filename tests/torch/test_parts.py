@@ -14,11 +14,15 @@ import pytest
 pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
 
 import torch
+import torch.distributed as dist
 
+from miraccl.comm.communicator import Communicator
+from miraccl.comm.start import get_unique_id
 from miraccl.errors import CollectiveTimeout, InvalidUsage
-from miraccl.torch import BackendError
-from miraccl.torch.streams import Streams, as_one_batch
+from miraccl.torch import BackendError, ProcessGroupMiraccl, operators, tensors
+from miraccl.torch.streams import Streams, StreamWork, as_one_batch
 from miraccl.torch.work import Lane, Work
+from tests.torch.worlds import equal
 
 LIMIT_S = 20.0
 
@@ -246,3 +250,81 @@ def test_a_barrier_waits_on_the_host_for_what_was_enqueued_before() -> None:
     assert cuda.log == []
     drain()
     assert cuda.log == ["host waits for current/1", "host waits for own1/1"]
+
+
+# ---- the group's way for GPU memory, with CPU tensors in its place: one rank, whose communicator takes both
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    comm, mail = (Communicator(1, get_unique_id(), 0) for _ in range(2))
+    group = ProcessGroupMiraccl(dist.HashStore(), comm, mail)
+    monkeypatch.setattr(tensors.Staged, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(tensors, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    cuda = _Cuda()
+    group._streams = Streams(comm, torch.device("cuda", 0), cuda)
+    monkeypatch.setattr(group._streams, "future", lambda values, *_: values)
+    yield group
+    group.shutdown()
+
+
+def test_every_call_takes_the_streams(group: Any) -> None:
+    x = torch.arange(6.0)
+    for dtype in (torch.float32, torch.int16, torch.bool, torch.complex64, torch.float8_e5m2):
+        value, out = x.to(dtype), torch.zeros(6).to(dtype)
+        columns = torch.zeros(3, 4).to(dtype)[:, ::2]
+        calls: list[tuple[str, Any, Any]] = [
+            ("allreduce", ([value.clone()],), None),
+            ("broadcast", ([value.clone()],), None),
+            ("reduce", ([value.clone()],), None),
+            ("allgather", ([[out]], [value]), out),
+            ("allgather_coalesced", ([[out]], [value]), out),
+            ("_allgather_base", (out, value), out),
+            ("all_gather_single_coalesced", ([out], [value]), out),
+            ("reduce_scatter", ([out], [[value]]), out),
+            ("_reduce_scatter_base", (columns.view_as(columns), value.reshape(3, 2)), columns),
+            ("alltoall", ([out], [value]), out),
+            ("alltoall_base", (out, value, [], []), out),
+            ("alltoall_base", (out, value, [6], [6]), out),
+            ("gather", ([[out]], [value]), out),
+            ("scatter", ([out], [[value]]), out),
+        ]
+        for name, args, result in calls:
+            out.zero_()
+            work = getattr(group, name)(*args)
+            assert isinstance(work, StreamWork), name
+            assert work.wait()
+            got = args[0][0] if result is None else result
+            assert equal(got.reshape(-1).contiguous(), value), (name, dtype)
+    assert group._get_sequence_number_for_group() == 5 * len(calls)
+
+
+def test_sends_and_receives_of_a_batch_go_together(group: Any) -> None:
+    out = torch.zeros(2, 2)
+    with group.batch(torch.device("cuda", 0)) as works:
+        group.send([torch.ones(2)], 0, 0)
+        group.recv([out[:, 1]], 0, 0)
+        assert out.sum() == 0
+    assert [work.wait() for work in works] == [True]
+    assert out.tolist() == [[0.0, 1.0]] * 2
+
+
+def test_a_group_has_one_gpu(group: Any) -> None:
+    with pytest.raises(BackendError, match="one GPU a group"):
+        group._streams_of(torch.device("cuda", 1))
+    assert group._get_backend("cuda:0") is group
+    with pytest.raises(RuntimeError, match="no backend"):
+        group._get_backend("xpu")
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("BAND", 0b1000), ("BOR", 0b1110), ("BXOR", 0b0110)])
+def test_bitwise_operators_fold_tensors(name: str, wanted: int) -> None:
+    class Comm:
+        def all_gather(self, x: Any) -> Any:
+            return torch.tensor([0b1100, 0b1010], dtype=torch.uint8)
+
+    comm: Any = Comm()
+    x = torch.tensor([0b1100], dtype=torch.uint8)
+    operators.all_reduce(comm, x, operators.recipe(getattr(dist.ReduceOp, name), torch.uint8, "test"))
+    assert x.tolist() == [wanted]

@@ -18,11 +18,16 @@ LIMIT = datetime.timedelta(seconds=20)
 
 
 @contextmanager
-def world(path: str, backend: str = miraccl.torch.NAME, timeout: datetime.timedelta = LIMIT) -> Iterator[tuple[int, int]]:
-    """(rank, nranks) of the default group, which meets at a file."""
+def world(
+    path: str, backend: str = miraccl.torch.NAME, timeout: datetime.timedelta = LIMIT, *, device: bool = False
+) -> Iterator[tuple[int, int]]:
+    """(rank, nranks) of the default group, which meets at a file; with ``device`` it is told its GPU."""
     torch.set_num_threads(1)
     rank, nranks = int(os.environ["MIRACCL_RANK"]), int(os.environ["MIRACCL_NRANKS"])
-    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=nranks, timeout=timeout)
+    gpu = torch.device("cuda", rank % torch.cuda.device_count()) if device else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=nranks, timeout=timeout, device_id=gpu)
     try:
         yield rank, nranks
     finally:

@@ -119,7 +119,10 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
         return self._elsewhere.group if tensor is not None and tensor.device.type in self._elsewhere.devices else None
 
     def eager_connect_single_device(self, device: Any) -> None:
+        """From ``init_process_group(device_id=...)``: the GPU side is made now, by all ranks."""
         self.bound_device_id = device
+        x = torch.zeros(1, device=device)
+        self._streams_of(device).run("connect", [], [x], lambda: self.communicator.all_reduce(x), asynchronous=False)
 
     def perform_nocolor_split(self, device: Any) -> None:
         """Groups meet through the store, without those that stay out."""

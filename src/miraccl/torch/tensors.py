@@ -126,6 +126,10 @@ def _width(tensor: Any, form: Form) -> int:
     return 2 if tensor.dtype.is_complex else 1
 
 
+def _on_gpu(tensor: Any) -> bool:
+    return bool(tensor.is_cuda)
+
+
 def _known(dtype: Any) -> bool:
     return dtype in NATIVE or dtype in SMALL_FLOATS or dtype in (torch.complex64, torch.complex128)
 
@@ -136,7 +140,7 @@ def _array(flat: Any, form: Form) -> Any:
         flat = flat.view(torch.uint8)
     elif flat.dtype.is_complex:
         flat = torch.view_as_real(flat).view(-1)
-    if flat.is_cuda:
+    if _on_gpu(flat):
         return flat
     result: Array
     if flat.dtype in SMALL_FLOATS:

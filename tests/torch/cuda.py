@@ -1,0 +1,347 @@
+"""What ranks do with tensors in GPU memory: order of streams, memory, graphs, messages, other backends, training, deadlines.
+
+Ranks share GPUs where there are fewer; comparisons with NCCL need one each.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from miraccl.torch import BackendError, ProcessGroupMiraccl
+from tests.torch.worlds import LIMIT, equal, refused, world
+
+CYCLES = 200_000_000  # about a tenth of a second of a GPU
+LARGE = 1 << 20
+
+
+def use_gpu(rank: int) -> Any:
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def filled(count: int, value: float) -> Any:
+    return torch.full((count,), float(value), device="cuda")
+
+
+# ---- streams
+
+
+def order(path: str) -> None:
+    """Operations come after what the current stream holds; ``wait`` holds up the current stream and not the host."""
+    with world(path) as (rank, nranks):
+        use_gpu(rank)
+        total = float(sum(range(nranks)))
+        dist.all_reduce(filled(LARGE, 0))  # what is made once is made now
+        dist.barrier()
+        for asynchronous in (True, False):
+            x = torch.zeros(LARGE, device="cuda")
+            torch.cuda._sleep(CYCLES)
+            x.fill_(rank)
+            work = dist.all_reduce(x, async_op=asynchronous)
+            marker = torch.cuda.current_stream().record_event()
+            if work is not None:
+                assert not work.is_completed()  # the host has not waited
+                work.wait()
+            y = x * 2  # in the current stream, after the operation
+            after = torch.cuda.current_stream().record_event()
+            assert not after.query()
+            assert (y == 2 * total).all()
+            assert marker.query()
+            assert work is None or work.is_completed()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(CYCLES)
+            z = filled(LARGE, rank)
+            work = dist.all_reduce(z, async_op=True)
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        work.wait()  # here, in another stream than where it was called
+        assert (z + 1 == total + 1).all()
+        works = [dist.all_reduce(filled(n, 1), async_op=True) for n in (1, LARGE, 3)]
+        dist.all_reduce(last := filled(2, 1))  # in the current stream, after those of the group's own
+        assert last.tolist() == [float(nranks)] * 2
+        assert all(w.wait(LIMIT) and w.is_success() and w.exception() is None for w in works)
+
+
+def memory(path: str) -> None:
+    """Memory that an operation uses is not given out again before it has ended, even if nobody waits for it."""
+    with world(path) as (rank, nranks):
+        use_gpu(rank)
+        dist.all_reduce(filled(LARGE, 0))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(CYCLES)
+        x = filled(LARGE, 1)
+        address = x.data_ptr()
+        work = dist.all_reduce(x, async_op=True)
+        del x, work
+        again = filled(LARGE, 7)
+        assert again.data_ptr() != address
+        columns = torch.ones(64, 64, device="cuda")[:, ::2]  # goes through a temporary, which is let go of at once
+        works = [dist.all_reduce(columns, async_op=True) for _ in range(3)]
+        for work in works:
+            work.wait()
+        assert (columns == nranks**3).all()
+        assert (again == 7).all()
+
+
+def futures(path: str) -> None:
+    with world(path) as (rank, nranks):
+        use_gpu(rank)
+        torch.cuda._sleep(CYCLES)
+        future = dist.all_reduce(filled(LARGE, 1), async_op=True).get_future()
+        chained = future.then(lambda f: f.value()[0] * 10).then(lambda f: f.value() + 1)
+        assert (chained.wait() == 10 * nranks + 1).all()
+
+        def inside(f: Any) -> Any:
+            dist.all_reduce(x := f.value()[0] * 1.0)
+            return x
+
+        nested = dist.all_reduce(filled(3, 1), async_op=True).get_future().then(inside)
+        assert nested.wait().tolist() == [float(nranks**2)] * 3
+        x = functional.all_reduce(filled(3, rank), "sum", dist.group.WORLD)
+        assert (x + 0).tolist() == [float(sum(range(nranks)))] * 3
+
+
+def graphs(path: str) -> None:
+    """Synchronous, asynchronous and strided operations captured in a graph, which is then replayed with other values."""
+    with world(path) as (rank, nranks):
+        use_gpu(rank)
+        x, y, out = filled(LARGE, 0), torch.zeros(32, 32, device="cuda"), filled(nranks * 8, 0)
+        share = x[:8]
+
+        def step() -> Any:
+            work = dist.all_reduce(x, async_op=True)
+            dist.all_reduce(y.t()[::2])
+            work.wait()
+            dist.all_gather_into_tensor(out, share * 2)
+            return x + out.sum()
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = step()
+        for round_ in range(3):
+            x.fill_(rank + round_)
+            y.fill_(1)
+            graph.replay()
+            total = float(sum(range(nranks)) + nranks * round_)
+            assert (x == total).all()
+            assert (y.t()[::2] == nranks).all()
+            assert (y.t()[1::2] == 1).all()
+            assert (result == total + 2 * total * 8 * nranks).all()
+        dist.barrier()
+
+
+# ---- calls
+
+
+def shapes(path: str) -> None:
+    """Lists, uneven sizes, coalesced calls, objects, empty and strided tensors."""
+    with world(path) as (rank, nranks):
+        use_gpu(rank)
+        sizes = [[(i * 2 + j) % 4 for j in range(nranks)] for i in range(nranks)]
+        sends, receives = sizes[rank], [row[rank] for row in sizes]
+        out = torch.zeros(sum(receives), 3, device="cuda")
+        given = torch.repeat_interleave(torch.arange(nranks), torch.tensor(sends)).float().cuda()[:, None].expand(-1, 3) + 100 * rank
+        dist.all_to_all_single(out, given.contiguous(), receives, sends)
+        assert out[:, 0].tolist() == [float(100 * r + rank) for r, n in enumerate(receives) for _ in range(n)]
+        outs = [filled(r + 1, 0) for r in range(nranks)]
+        dist.all_gather(outs, filled(rank + 1, rank))
+        assert [o.tolist() for o in outs] == [[float(r)] * (r + 1) for r in range(nranks)]
+        for op, factor in ((dist.ReduceOp.SUM, nranks), (dist.ReduceOp.BOR, 1)):
+            share = torch.zeros(rank, dtype=torch.int32, device="cuda")
+            dist.reduce_scatter(share, [torch.full((r,), r, dtype=torch.int32, device="cuda") for r in range(nranks)], op=op)
+            assert share.tolist() == [rank * factor] * rank
+        with dist._coalescing_manager(device=torch.device("cuda"), async_ops=True) as manager:
+            for t in (first := filled(3, 1), second := filled(LARGE, 2)):
+                dist.all_reduce(t)
+        manager.wait()
+        assert (first[0].item(), second[-1].item()) == (nranks, 2 * nranks)
+        dist.all_reduce_coalesced(pair := [filled(3, 1), filled(5, 2)])
+        assert [t.sum().item() for t in pair] == [3.0 * nranks, 10.0 * nranks]
+        dist.all_reduce(torch.empty(0, 3, device="cuda"))
+        everything: list[Any] = [None] * nranks
+        dist.all_gather_object(everything, {"rank": rank})
+        assert everything == [{"rank": r} for r in range(nranks)]
+        dist.all_reduce(cpu := torch.ones(3))  # the same group, in CPU memory
+        assert cpu.tolist() == [float(nranks)] * 3
+        torch.cuda._sleep(CYCLES)
+        before = torch.cuda.current_stream().record_event()
+        dist.barrier()
+        assert before.query()  # a barrier waits for the current stream, as NCCL's
+        dist.barrier(device_ids=[torch.cuda.current_device()], async_op=True).wait()
+        with refused("names the rank"):
+            dist.recv(filled(1, 0))
+
+
+def messages(path: str) -> None:
+    with world(path) as (rank, nranks):
+        use_gpu(rank)
+        to, fro = (rank + 1) % nranks, (rank - 1) % nranks
+        dist.all_reduce(filled(1, 0))
+        for count in (1, 1000, 4 * LARGE):
+            out = filled(count, -1)
+            ops = [dist.P2POp(dist.isend, filled(count, rank), to), dist.P2POp(dist.irecv, out, fro)]
+            works = dist.batch_isend_irecv(ops)
+            assert len(works) == 1
+            works[0].wait()
+            assert (out == fro).all()
+        strided = torch.zeros(8, 8, device="cuda")
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, strided[:, 1], fro), dist.P2POp(dist.isend, filled(8, rank), to)]):
+            work.wait()
+        assert strided[:, 1].tolist() == [float(fro)] * 8
+        assert strided[:, 0].tolist() == [0.0] * 8
+        if rank < 2:
+            for n in range(3):
+                if rank == 0:
+                    dist.send(filled(LARGE, n), 1)
+                else:
+                    dist.recv(got := filled(LARGE, -1), 0)
+                    assert (got == n).all()
+        dist.barrier()
+
+
+def beside(path: str) -> None:
+    """Other backends for one kind of memory, and a GPU that is named at the start."""
+    with world(path, "cpu:gloo,cuda:miraccl") as (rank, nranks):
+        use_gpu(rank)
+        for device in ("cpu", "cuda"):
+            dist.all_reduce(x := torch.ones(3, device=device))
+            assert x.tolist() == [float(nranks)] * 3
+    if torch.cuda.device_count() >= nranks:
+        with world(f"{path}-nccl", "cpu:miraccl,cuda:nccl") as (rank, nranks):
+            use_gpu(rank)
+            group = dist.group.WORLD
+            assert isinstance(group, ProcessGroupMiraccl)
+            assert isinstance(group._get_backend(torch.device("cuda")), dist.ProcessGroupNCCL)
+            for device in ("cpu", "cuda"):
+                dist.all_reduce(x := torch.ones(3, device=device))
+                dist.all_gather_into_tensor(out := torch.zeros(3 * nranks, device=device), x)
+                assert (x.tolist(), out.sum().item()) == ([float(nranks)] * 3, 3.0 * nranks**2)
+            ops = [dist.P2POp(dist.isend, filled(3, rank), (rank + 1) % nranks), dist.P2POp(dist.irecv, filled(3, 0), (rank - 1) % nranks)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            assert group.communicator.last_plan is not None
+            assert group._streams is None
+            dist.barrier()
+
+
+def bound(path: str) -> None:
+    """A group that knows its GPU from the start may be split, and meshes are split from it."""
+    with world(path, device=True) as (rank, nranks):
+        assert dist.group.WORLD is not None
+        assert dist.group.WORLD.bound_device_id == torch.device("cuda", torch.cuda.current_device())
+        half = dist.split_group(split_ranks=[[r] for r in range(nranks)])
+        assert isinstance(half, ProcessGroupMiraccl)
+        dist.all_reduce(x := filled(3, rank), group=half)
+        assert x.tolist() == [float(rank)] * 3
+        mesh = init_device_mesh("cuda", (1, nranks), mesh_dim_names=("a", "b"))
+        dist.all_reduce(y := filled(3, 1), group=mesh["b"].get_group())
+        assert y.tolist() == [float(nranks)] * 3
+        pair = dist.new_group([0, 1], timeout=LIMIT)
+        if rank < 2:
+            dist.all_reduce(z := filled(3, 1), group=pair)
+            assert z.tolist() == [2.0] * 3
+        dist.barrier()
+
+
+# ---- training
+
+
+def training(path: str) -> None:
+    """DDP and FSDP2: losses as on NCCL bit for bit where every rank has a GPU, else as of one process on the whole batch."""
+    with world(path) as (rank, nranks):
+        device = use_gpu(rank)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        other = dist.new_group(backend="nccl", timeout=LIMIT) if torch.cuda.device_count() >= nranks else None
+        alone = _losses(lambda layers, _: layers, 0, 1, None, device, nranks)
+        for name, wrap in (("ddp", _ddp), ("fsdp2", _fsdp2)):
+            ours = _losses(wrap, rank, nranks, None, device, nranks)
+            mean = torch.tensor(ours)
+            dist.all_reduce(mean, dist.ReduceOp.AVG)
+            assert torch.allclose(mean, torch.tensor(alone), rtol=1e-4), (name, mean, alone)
+            if other is not None and nranks == 2:  # the sum of two does not depend on their order
+                assert ours == _losses(wrap, rank, nranks, other, device, nranks), name
+
+
+def _ddp(layers: Any, group: Any) -> Any:
+    return DistributedDataParallel(layers, process_group=group, bucket_cap_mb=0.001)
+
+
+def _fsdp2(layers: Any, group: Any) -> Any:
+    mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cuda")
+    for layer in layers:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(layers, mesh=mesh)
+
+
+def _losses(wrap: Any, part: int, parts: int, group: Any, device: Any, nranks: int) -> list[float]:
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.LayerNorm(32), torch.nn.ReLU(), torch.nn.Linear(32, 1)).to(device)
+    model = wrap(layers, group)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    whole = torch.randn(16 * nranks, 8, generator=torch.Generator().manual_seed(7)).to(device)
+    x = whole.chunk(parts)[part]
+    losses = []
+    for _ in range(5):
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def tensors(path: str) -> None:
+    """DTensor and compiled functional collectives."""
+    with world(path) as (rank, nranks):
+        use_gpu(rank)
+        mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
+        whole = torch.arange(8.0 * nranks, device="cuda").reshape(2 * nranks, 4)
+        rows = distribute_tensor(whole, mesh, [Shard(0)])
+        assert torch.equal((rows @ rows.redistribute(placements=[Replicate()]).t()).full_tensor(), whole @ whole.t())
+
+        def step(x: Any) -> Any:
+            y = functional.all_reduce(x * 2, "sum", dist.group.WORLD)
+            return functional.all_gather_tensor(y + rank, 0, dist.group.WORLD) + y.sum()
+
+        x = torch.arange(4.0, device="cuda") + rank
+        assert equal(torch.compile(step, backend="aot_eager", fullgraph=True)(x), step(x))
+
+
+# ---- failure
+
+
+def late(path: str) -> str:
+    """A rank does not come: the kernel ends at the deadline, and the next call says so; the text of the error."""
+    with world(path, timeout=datetime.timedelta(seconds=3)) as (rank, _):
+        use_gpu(rank)
+        dist.all_reduce(filled(8, 1))
+        dist.barrier()
+        if rank:
+            time.sleep(6)  # longer than the deadline
+            return ""
+        work = dist.all_reduce(filled(8, 1), async_op=True)
+        try:
+            work.wait()
+            torch.cuda.synchronize()
+            work.synchronize()
+        except BackendError as error:
+            return str(error)
+    return "no error"

@@ -1,0 +1,65 @@
+"""The PyTorch backend on GPU memory; ranks share a GPU where there are fewer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
+
+from miraccl.executor.cuda.driver import device_count
+from tests.support.ranks import ROOT, run_ranks
+from tests.torch import cuda, matrix
+from tests.torch.worlds import in_turn
+
+GPUS = device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU, no driver, or cuda-bindings is not installed"),
+]
+TABLE = ("<!-- table for GPU memory -->\n", "\n<!-- end of table -->")
+TIMEOUT_S = 300.0
+
+
+@pytest.mark.parametrize("nranks", sorted({2, min(4, GPUS)} - {0, 1}))
+@pytest.mark.parametrize(
+    "check",
+    [
+        cuda.order,
+        cuda.memory,
+        cuda.futures,
+        cuda.graphs,
+        cuda.shapes,
+        cuda.messages,
+        cuda.beside,
+        cuda.bound,
+        cuda.training,
+        cuda.tensors,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_gpu_memory(check: Any, nranks: int, tmp_path: Path) -> None:
+    run_ranks(in_turn, nranks, str(tmp_path / "meet"), [(check.__module__, check.__name__)], timeout=TIMEOUT_S)
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    text, _ = run_ranks(cuda.late, 2, str(tmp_path / "meet"), timeout=TIMEOUT_S)
+    assert "CollectiveTimeout" in text
+    assert "rank 1" in text
+
+
+def test_every_cell_of_the_table_for_gpu_memory(tmp_path: Path) -> None:
+    """Wrong results raise in the ranks; what is right, refused or other than NCCL's is compared with the documented table, made on a
+    machine where every rank has a GPU."""
+    tables = run_ranks(matrix.measure_on_gpu, 2, str(tmp_path / "meet"), timeout=TIMEOUT_S)
+    marks = (matrix.AS_GLOO, matrix.ALONE, matrix.OTHERWISE, matrix.REFUSED)
+    table = {row: {column: max((t[row][column] for t in tables), key=marks.index) for column in matrix.DTYPES} for row in tables[0]}
+    (tmp_path / "table.md").write_text(matrix.markdown(table))
+    print(matrix.markdown(table))
+    text = (ROOT / "docs" / "torch.md").read_text("utf-8")
+    documented = text.partition(TABLE[0])[2].partition(TABLE[1])[0]
+    if documented and GPUS >= 2:
+        assert documented == matrix.markdown(table), f"docs/torch.md should say:\n{matrix.markdown(table)}"
