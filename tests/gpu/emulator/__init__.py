@@ -52,7 +52,9 @@ def compile_kernel(spec: KernelSpec) -> Any:
             if done.returncode:
                 raise AssertionError(f"{spec.name}: {done.stderr[:4000]}")
             os.replace(f"{library}.{os.getpid()}", library)
-        _loaded[key] = ctypes.CDLL(str(library)).emulate
+        loaded = ctypes.CDLL(str(library))
+        _loaded[key] = loaded.emulate
+        _loaded[key].argument_bytes = loaded.argument_bytes()
     return _loaded[key]
 
 

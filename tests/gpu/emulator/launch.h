@@ -8,4 +8,7 @@ template <class Argument> static void launch(void (*kernel)(Argument), const voi
   for (std::thread& t : all) t.join();
 }
 
+template <class Argument> static u32 bytes_of(void (*)(Argument)) { return sizeof(Argument); }
+extern "C" u32 argument_bytes() { return bytes_of(ENTRY); }
+
 extern "C" void emulate(const void* const* args, const u32* blocks, u32 nranks, u32 threads) { launch(ENTRY, args, blocks, nranks, threads); }

@@ -1,0 +1,333 @@
+"""Ranks of the tests of GPU communicators on an emulated driver: every call of the public interface, with kernels that really run."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import miraccl
+from miraccl.comm.arguments import DLTensor
+from miraccl.comm.communicator import Communicator
+from miraccl.comm.device_work import DeviceWork
+from miraccl.comm.member import Options
+from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, InvalidUsage, MiracclError
+from miraccl.types import RedOp
+from tests.gpu.emulated_cuda import EmulatedCuda
+from tests.gpu.fake_cuda import FakeArray, place, seen
+from tests.gpu.fake_ranks import session
+
+
+class Rank:
+    """A communicator on an emulated GPU."""
+
+    def __init__(self, world: Any, timeout: float) -> None:
+        self.cuda = EmulatedCuda().install()
+        self.comm = Communicator.from_session(world, Options.create(timeout=timeout))
+        self.rank, self.nranks = world.rank, world.nranks
+
+    def put(self, values: Any, dtype: str = "float32", offset: int = 0) -> Any:
+        """An array on the GPU, ``offset`` elements into its allocation."""
+        array = np.asarray(values, dtype)
+        if not offset:
+            return FakeArray(self.cuda, array)
+        whole = place(self.cuda, np.concatenate([np.zeros(offset, dtype), array]))
+        return Part(whole.part(offset, array.size), array.dtype)
+
+    def zeros(self, count: int, dtype: str = "float32") -> Any:
+        return self.put(np.full(count, 77), dtype)
+
+    def data(self, rank: int, count: int, dtype: str = "float32") -> Any:
+        return (np.arange(count) % 100 + 10 * rank).astype(dtype)
+
+    def synchronize(self) -> None:
+        assert self.comm._device is not None
+        self.comm._device.synchronize()
+
+
+class Part:
+    """An array somewhere in an allocation."""
+
+    def __init__(self, memory: Any, dtype: Any) -> None:
+        self.array = seen(memory)
+        self.__cuda_array_interface__ = {"shape": (memory.count,), "typestr": dtype.str, "data": (memory.address, False), "version": 3}
+
+    __cuda_array_interface__: Any = None  # the class is asked first
+
+
+class OnlyDlpack:
+    """An array that offers nothing but DLPack, as dlpack.h before 1.0 has it; notes the streams that it is asked for."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory, self.array = memory, seen(memory)
+        self.streams: list[int] = []
+        self._shape = (ctypes.c_int64 * 1)(memory.count)
+        bits = 8 * memory.dtype.itemsize
+        self._tensor = DLTensor(memory.address, 2, 0, 1, 2, bits, 1, ctypes.cast(self._shape, ctypes.POINTER(ctypes.c_int64)), None, 0)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    def __dlpack__(self, *, stream: int) -> Any:
+        self.streams.append(stream)
+        new: Any = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return new(ctypes.addressof(self._tensor), b"dltensor", None)
+
+
+class Immutable(OnlyDlpack):
+    """As an array of JAX."""
+
+    __module__ = "jaxlib.pretended"
+
+
+@contextlib.contextmanager
+def rank(timeout: float = 30.0) -> Iterator[Rank]:
+    with session() as world:
+        me = Rank(world, timeout)
+        yield me
+        me.comm.finalize()
+
+
+def same(got: Any, want: Any, what: str = "") -> None:
+    np.testing.assert_array_equal(got.array, want, err_msg=what)
+
+
+def point_to_point() -> int:
+    """Sends, receives, groups of them in bad orders, to oneself, of nothing."""
+    with rank() as me:
+        comm, right, left = me.comm, (me.rank + 1) % me.nranks, (me.rank - 1) % me.nranks
+        comm.barrier(stream=0)
+        for count, dtype, offset in ((1, "float32", 0), (1000, "uint8", 3), (20_001, "float16", 1), (0, "int64", 0)):
+            x, out = me.put(me.data(me.rank, count, dtype), dtype, offset), me.zeros(count, dtype)
+            assert comm.sendrecv(x, right, out, left) is out
+            me.synchronize()
+            same(out, me.data(left, count, dtype))
+        big = [me.put(me.data(me.rank, 100_000 + i)) for i in range(2)]
+        outs = [me.zeros(100_000 + i) for i in range(2)]
+        own, mine = me.zeros(5), me.put([1, 2, 3, 4, 5])
+        before = me.cuda.launches
+        with miraccl.group():
+            for x in big:
+                comm.send(x, right)
+            comm.send(mine, me.rank)
+            for out in outs:
+                assert comm.recv(out, left) is out
+            comm.recv(own, me.rank)
+        assert me.cuda.launches == before + 1
+        me.synchronize()
+        same(own, [1, 2, 3, 4, 5])
+        for i, out in enumerate(outs):
+            same(out, me.data(left, 100_000 + i))
+        small = [me.put([i + 1000 * me.rank]) for i in range(150)]
+        got = [me.zeros(1) for _ in small]
+        for _ in range(2):
+            with miraccl.group():
+                for x, out in zip(small, got):
+                    comm.sendrecv(x, right, out, left)
+        me.synchronize()
+        for i, out in enumerate(got):
+            same(out, [i + 1000 * left])
+        with pytest.raises(InvalidUsage, match="same group"):
+            comm.send(mine, me.rank)
+        return me.cuda.launches
+
+
+def one_way() -> None:
+    """Only two of the ranks take part, each message a launch of its own, and a graph of them is replayed."""
+    with rank() as me:
+        comm = me.comm
+        comm.barrier(stream=0)
+        x = me.put(me.data(me.rank, 300))
+        if me.rank < 2:
+            for _ in range(3):
+                comm.send(x, 1) if me.rank == 0 else comm.recv(x, 0)
+            stream = me.cuda.cuStreamCreate(1)[1]
+            me.cuda.begin_capture(stream)
+            comm.send(x, 1, stream=stream) if me.rank == 0 else comm.recv(x, 0, stream=stream)
+            graph = me.cuda.end_capture(stream)
+            me.synchronize()
+            for n in range(3):
+                me.synchronize()
+                if me.rank == 0:
+                    x.array[:] = n
+                me.cuda.streams[stream].replay(graph)
+            me.synchronize()
+            same(x, np.full(300, 2))
+        comm.barrier(stream=0)
+        me.synchronize()
+
+
+def uneven() -> None:
+    """Every uneven and rooted collective, in and out of place, with counts of nothing."""
+    with rank() as me:
+        comm, n = me.comm, me.nranks
+        for counts in ([3, 0, 5, 7][:n], [4000, 1, 2, 3000][:n], [0] * n, [9] * n):
+            total, mine = sum(counts), counts[me.rank]
+            begin = sum(counts[: me.rank])
+            every = np.concatenate([me.data(r, c) for r, c in enumerate(counts)])
+            out = me.zeros(total)
+            assert comm.all_gather_v(me.put(me.data(me.rank, mine)), counts, out) is out
+            placed = me.zeros(total)
+            placed.array[begin : begin + mine] = me.data(me.rank, mine)
+            inner = Part(place_of(placed).part(begin, mine), placed.array.dtype)
+            comm.all_gather_v(inner, counts, placed)
+            share = me.zeros(mine)
+            comm.reduce_scatter_v(me.put(me.data(me.rank, total)), counts, share, RedOp.MAX)
+            me.synchronize()
+            same(out, every)
+            same(placed, every)
+            same(share, me.data(n - 1, total)[begin : begin + mine])
+            for root in (0, n - 1):
+                out = me.zeros(total)
+                found = comm.gather_v(me.put(me.data(me.rank, mine)), counts, root, out if me.rank == root else None)
+                share = me.zeros(mine)
+                comm.scatter_v(me.put(every) if me.rank == root else None, counts, root, share)
+                me.synchronize()
+                same(share, me.data(me.rank, mine))
+                assert found is (out if me.rank == root else None)
+                if me.rank == root:
+                    same(out, every)
+        sends = [10 * me.rank + r for r in range(n)]
+        receives = [10 * r + me.rank for r in range(n)]
+        out = me.zeros(sum(receives))
+        comm.all_to_all_v(me.put(np.concatenate([np.full(c, 100 * me.rank + r) for r, c in enumerate(sends)])), sends, receives, out)
+        me.synchronize()
+        same(out, np.concatenate([np.full(c, 100 * r + me.rank) for r, c in enumerate(receives)]))
+        out, share = me.zeros(6 * n), me.zeros(4)
+        comm.gather(me.put(me.data(me.rank, 6)), 1, out if me.rank == 1 else None)
+        comm.scatter(me.put(np.arange(4 * n)) if me.rank == 0 else None, 0, share)
+        me.synchronize()
+        same(share, np.arange(4) + 4 * me.rank)
+        if me.rank == 1:
+            same(out, np.concatenate([me.data(r, 6) for r in range(n)]))
+
+
+def place_of(array: FakeArray) -> Any:
+    return array.memory
+
+
+def background() -> None:
+    """async_op, groups of collectives, prepared operations."""
+    with rank() as me:
+        comm, n = me.comm, me.nranks
+        total = n * (n + 1) / 2
+        x = me.put(np.full(100, me.rank + 1))
+        work = comm.all_reduce(x, async_op=True)
+        assert isinstance(work, DeviceWork)
+        assert work.wait() is x
+        assert work.synchronize(30.0) is x
+        assert work.done()
+        assert work.exception() is None
+        same(x, np.full(100, total))
+        right, left = (me.rank + 1) % n, (me.rank - 1) % n
+        a, b = me.put([me.rank]), me.zeros(1)
+        works = [comm.send(a, right, async_op=True), comm.recv(b, left, async_op=True)]
+        assert works[1].wait(30.0) is b
+        works[0].synchronize(30.0)
+        same(b, [left])
+        y, out = me.put(np.full(7, me.rank + 1)), me.zeros(7 * n)
+        z = me.put(np.full(3, me.rank))
+        with miraccl.group():
+            assert comm.all_reduce(y) is y
+            assert comm.all_gather(y, out) is out
+            assert comm.broadcast(z, n - 1) is z
+            comm.send(a, right)
+            comm.recv(b, left)
+            with pytest.raises(InvalidUsage, match="group"):
+                comm.all_reduce(y, async_op=True)
+            cpu = np.ones(3, np.float32)
+            comm.all_reduce(cpu)
+        me.synchronize()
+        same(y, np.full(7, total))
+        same(out, np.full(7 * n, total))
+        same(z, np.full(3, n - 1))
+        assert (cpu == n).all()
+        prepared = comm.all_reduce_init(x, out=(result := me.zeros(100)), op=RedOp.MAX)
+        for value in (5, 6):
+            x.array[:] = value + me.rank
+            assert prepared() is result
+            me.synchronize()
+            same(result, np.full(100, value + n - 1))
+
+
+def refusals() -> None:
+    """Arguments that cannot be used; nothing was sent, so the communicator goes on."""
+    with rank() as me:
+        comm, x, host = me.comm, me.put(np.ones(4)), np.ones(4, np.float32)
+        comm.barrier(stream=0)
+        for call, words in (
+            (lambda: comm.all_reduce(x, host), "out lies in CPU memory"),
+            (lambda: comm.all_reduce(host, x), "x lies in CPU memory"),
+            (lambda: comm.sendrecv(x, 0, host, 0), "out lies in CPU memory"),
+            (lambda: comm.all_reduce(host, stream=0), "a stream is for operations on GPU memory"),
+            (lambda: comm.send(x, me.nranks), "dst is"),
+            (lambda: comm.all_gather_v(x, [1] * me.nranks, x), "x has 4 elements, but needs 1"),
+            (lambda: comm.all_to_all_v(x, [4] + [0] * (me.nranks - 1), [0] * me.nranks, x), "" if me.rank else "sends itself"),
+            (lambda: comm.scatter(None, (me.rank + 1) % me.nranks, None, stream=0), "stream is for"),
+        ):
+            with pytest.raises(InvalidUsage, match=words):
+                call()
+        comm.all_reduce(x)
+        me.synchronize()
+        same(x, np.full(4, me.nranks))
+
+
+def mismatch() -> str:
+    """A receive of another size or type than the send."""
+    with rank(timeout=10.0) as me:
+        me.comm.barrier(stream=0)
+        if me.rank == 0:
+            me.comm.send(me.put(np.zeros(100_000), "int32"), 1)
+        else:
+            me.comm.recv(me.zeros(100, "float32"), 0)
+        return outcome(me)
+
+
+def alone(how: str) -> str:
+    """Rank 1 waits for a message that nobody sends."""
+    with rank(timeout=1.0 if how == "timeout" else 30.0) as me:
+        me.comm.barrier(stream=0)
+        me.synchronize()
+        if me.rank == 0:
+            return ""
+        me.comm.recv(me.zeros(100), 0)
+        if how == "abort":
+            threading.Timer(0.2, me.comm._device.abort if me.comm._device else print).start()
+        return outcome(me)
+
+
+def outcome(me: Rank) -> str:
+    try:
+        me.synchronize()
+    except (CollectiveMismatch, CollectiveTimeout, CommunicatorAborted) as error:
+        return f"{type(error).__name__}: {error}"
+    except MiracclError as error:
+        return f"unexpected {error}"
+    return "ended"
+
+
+def only_dlpack() -> None:
+    """Arrays of other libraries; those that never change need an array for the result."""
+    with rank() as me:
+        comm, n = me.comm, me.nranks
+        x = OnlyDlpack(me.put(np.full(9, me.rank + 1)).memory)
+        comm.all_reduce(x)
+        stream = me.cuda.cuStreamCreate(1)[1]
+        comm.broadcast(x, 0, stream=stream)
+        assert x.streams == [1, stream]
+        fixed, out = Immutable(me.put(np.full(9, me.rank + 1)).memory), me.zeros(9)
+        with pytest.raises(InvalidUsage, match=r"cannot be written.*give out"):
+            comm.all_reduce(fixed)
+        with pytest.raises(InvalidUsage, match="cannot be written"):
+            comm.recv(fixed, (me.rank + 1) % n)
+        comm.all_reduce(fixed, out)
+        comm.sendrecv(fixed, (me.rank + 1) % n, x, (me.rank - 1) % n)
+        me.synchronize()
+        same(out, np.full(9, n * (n + 1) / 2))
+        same(x, np.full(9, (me.rank - 1) % n + 1))

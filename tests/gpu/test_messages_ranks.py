@@ -1,0 +1,61 @@
+"""GPU communicators on an emulated driver, ranks as processes: messages, groups, background, faults, as users call them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu import emulated_ranks
+from tests.gpu.emulator import COMPILER, folder
+from tests.support.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(COMPILER is None, reason="kernels are emulated with a C++ compiler (g++ or clang++), and there is none"),
+]
+
+
+def run(target: Any, nranks: int, *args: Any) -> list[Any]:
+    """Two multiprocessors: few lanes, so that messages go around their rings."""
+    return run_ranks(target, nranks, *args, env={"MIRACCL_SMS": "2", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
+
+
+@pytest.mark.parametrize("nranks", [2, 3])
+def test_point_to_point(nranks: int) -> None:
+    run(emulated_ranks.point_to_point, nranks)
+
+
+def test_two_ranks_of_three_and_graphs() -> None:
+    run(emulated_ranks.one_way, 3)
+
+
+@pytest.mark.parametrize("nranks", [2, 4])
+def test_uneven_collectives(nranks: int) -> None:
+    run(emulated_ranks.uneven, nranks)
+
+
+def test_background_groups_and_prepared_operations() -> None:
+    run(emulated_ranks.background, 2)
+
+
+def test_refusals() -> None:
+    run(emulated_ranks.refusals, 2)
+
+
+def test_arrays_with_nothing_but_dlpack() -> None:
+    run(emulated_ranks.only_dlpack, 2)
+
+
+def test_a_mismatch_names_both_messages() -> None:
+    first, second = run(emulated_ranks.mismatch, 2)
+    assert second.startswith("CollectiveMismatch")
+    assert "rank 1 receives 100 x float32 (400 bytes) where rank 0 sends 100000 x int32 (400000 bytes)" in second
+    assert "rank 0 sends 100000 x int32 (400000 bytes) where rank 1 receives 100 x float32" in first
+
+
+@pytest.mark.parametrize("how", ["timeout", "abort"])
+def test_waits_end(how: str) -> None:
+    answer = run(emulated_ranks.alone, 2, how)[1]
+    assert answer.startswith("CollectiveTimeout" if how == "timeout" else "CommunicatorAborted")
+    assert how == "abort" or "a message from rank 0" in answer
