@@ -213,13 +213,15 @@ def _job(request: _Request) -> Any:
 
 
 def _device_job(request: _Request) -> Any:
+    from miraccl.bootstrap.launch import detect_launch
     from miraccl.tools.perf.device_measure import Cell
     from miraccl.tools.perf.device_ranks import DeviceJob, check_peer
     from miraccl.tools.perf.measure import Options
 
     o = request.options
     if request.peer:
-        check_peer(request.ordinals, request.nranks)
+        here = detect_launch(os.environ).local_nranks if request.joins_launcher else None
+        check_peer(request.ordinals, here or request.nranks)
     return DeviceJob(
         cells=tuple(Cell(case=case, graph=o["graph"]) for case in request.cases),
         options=Options(iters=o["iters"], warmup=o["warmup"], batches=o["batches"], check=not o["no_check"], bind=bool(o["bind"])),

@@ -149,10 +149,10 @@ class NcclDevice:
 
 
 def _meeting_point(session: Session) -> str:
-    """A free port of rank 0's for PyTorch's store; all ranks are on one host."""
-    port = b""
+    """A free port of rank 0's for PyTorch's store, on the host that the launcher names, or on this one."""
+    where = ""
     if session.rank == 0:
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1]).encode()
-    return f"tcp://127.0.0.1:{session.all_gather(port, 'perf nccl')[0].decode()}"
+            probe.bind(("", 0))
+            where = f"{os.environ.get('MASTER_ADDR') or '127.0.0.1'}:{probe.getsockname()[1]}"
+    return f"tcp://{session.all_gather(where.encode(), 'perf nccl')[0].decode()}"

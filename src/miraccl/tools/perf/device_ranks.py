@@ -360,7 +360,7 @@ def _import_what_ranks_need() -> None:
 
 
 def check_peer(ordinals: Sequence[int], nranks: int) -> None:
-    """NCCL refuses two ranks on one GPU."""
+    """NCCL refuses two ranks on one GPU; ``nranks`` are those of this host."""
     if nranks > len(ordinals):
         gpus = f"{len(ordinals)} GPU{'s' * (len(ordinals) != 1)}"
         text = f"--compare nccl: {nranks} ranks would share {gpus}, which NCCL refuses"
