@@ -1,0 +1,155 @@
+"""The side of the driver: make a group of actors, end it.
+
+Actors need no base class and no method of ours: what must run in them is sent there through ``__ray_call__``, a method that Ray adds to
+every actor.  A group is made in two steps.  First all actors say that they live and are free, and that of rank 0 opens the meeting
+point; only when all have answered are they told to meet, since an actor that waits in a meeting can be told nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from miraccl import params
+from miraccl.comm.member import Options
+from miraccl.errors import BootstrapError, InvalidUsage, MiracclError
+from miraccl.ray import members
+from miraccl.ray.members import DEFAULT
+
+#: Seconds that the driver waits longer than the ranks, whose errors say more.
+GRACE_SECONDS = 5.0
+LEAVE_SECONDS = 30.0
+
+_lock = threading.Lock()
+_made: dict[str, Group] = {}
+
+
+class Group:
+    """What the driver keeps of a group: ``name``, and ``actors`` in order of rank."""
+
+    def __init__(self, name: str, actors: Sequence[Any]) -> None:
+        self.name = name
+        self.actors = tuple(actors)
+
+    @property
+    def nranks(self) -> int:
+        return len(self.actors)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """``function(comm, *args)`` in all actors at once, ``comm`` being their communicator; the results in order of rank.
+
+        ``timeout`` in seconds.  Errors of a rank are raised here as Ray does, and are instances of their own class, too.
+        """
+        calls = [actor.__ray_call__.remote(_run_in_group, self.name, function, *args) for actor in self.actors]
+        results: list[Any] = ray.get(calls, timeout=timeout)
+        return results
+
+    def destroy(self, timeout: float = LEAVE_SECONDS) -> None:
+        """All actors that live leave the group, at the latest when their current call ends. May be called twice.
+
+        Raises ``BootstrapError`` if some are still busy after ``timeout`` seconds; they leave when their turn comes.
+        """
+        with _lock:
+            if _made.get(self.name) is self:
+                del _made[self.name]
+        calls = [actor.__ray_call__.remote(members.leave, self.name) for actor in self.actors]
+        _, late = ray.wait(calls, num_returns=len(calls), timeout=timeout)
+        if late:
+            ranks = ", ".join(str(rank) for rank, call in enumerate(calls) if call in late)
+            raise BootstrapError(f"group {self.name!r}: rank {ranks} did not leave within {timeout:g} s; busy with another call?")
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.destroy()
+
+    def __repr__(self) -> str:
+        return f"<Group {self.name!r} of {self.nranks} actors>"
+
+
+def create_group(actors: Sequence[Any], name: str = DEFAULT, *, meet_timeout: float | None = None, **options: Any) -> Group:
+    """Give ``actors`` a communicator: the i-th becomes rank i, and finds it with ``get_group(name)``.
+
+    ``meet_timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT; it counts from the call, so it includes the start of actors and the
+    calls they are busy with.  Options are those of ``Communicator``, such as ``timeout`` of every operation.  Raises ``BootstrapError``
+    that names the rank if an actor is missing, dies or cannot join; ``InvalidUsage`` before anything is sent.
+    """
+    patience = _check(actors, name, meet_timeout, options)
+    deadline = time.monotonic() + patience
+    undo: Callable[[Any, str], object] = members.abandon  # a group of this name that is there already is not ours to end
+    try:
+        calls = [actor.__ray_call__.remote(members.prepare, name, rank, len(actors)) for rank, actor in enumerate(actors)]
+        ident = _results(calls, deadline, name)[0]
+        left, undo = max(0.001, deadline - time.monotonic()), members.leave
+        calls = [
+            actor.__ray_call__.remote(members.join, name, rank, len(actors), ident, left, options) for rank, actor in enumerate(actors)
+        ]
+        _results(calls, deadline + GRACE_SECONDS, name)
+    except BaseException:
+        for actor in actors:
+            actor.__ray_call__.remote(undo, name)
+        raise
+    group = Group(name, actors)
+    with _lock:
+        _made[name] = group
+    return group
+
+
+def destroy_group(name: str = DEFAULT) -> None:
+    """In the process that created the group: all actors leave it. In an actor: this one leaves it."""
+    with _lock:
+        group = _made.get(name)
+    if group is not None:
+        group.destroy()
+    elif not members.leave(None, name):
+        raise InvalidUsage(f"this process neither made a group {name!r} nor is in one")
+
+
+def _check(actors: Sequence[Any], name: str, meet_timeout: float | None, options: dict[str, Any]) -> float:
+    if not isinstance(name, str) or not name:
+        raise InvalidUsage(f"name is {name!r}; it is a text")
+    if not actors:
+        raise InvalidUsage("create_group needs at least one actor")
+    for rank, actor in enumerate(actors):
+        if not isinstance(actor, ray.actor.ActorHandle):
+            raise InvalidUsage(f"actors[{rank}] is a {type(actor).__name__}, not the handle of an actor")
+    if len(set(actors)) < len(actors):
+        raise InvalidUsage("create_group was given the same actor twice; an actor is one rank")
+    if meet_timeout is not None and (isinstance(meet_timeout, bool | str) or not meet_timeout > 0):
+        raise InvalidUsage(f"meet_timeout is {meet_timeout!r}; it is a number of seconds greater than 0")
+    Options.create(**options)
+    return params.BOOTSTRAP_TIMEOUT.read() if meet_timeout is None else float(meet_timeout)
+
+
+def _results(calls: list[Any], deadline: float, name: str) -> list[Any]:
+    """What the calls return, in order of rank; the first that fails ends the wait."""
+    ranks = {call: rank for rank, call in enumerate(calls)}
+    results: list[Any] = [None] * len(calls)
+    while ranks:
+        done, _ = ray.wait(list(ranks), timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            missing = ", ".join(map(str, sorted(ranks.values())))
+            hint = "has the actor started, or is it busy with another call?"
+            raise BootstrapError(f"group {name!r}: nothing heard of rank {missing} of {len(calls)} before the deadline", hint=hint)
+        for call in done:
+            rank = ranks.pop(call)
+            try:
+                results[rank] = ray.get(call)
+            except ray.exceptions.RayError as error:
+                raise _failure(name, rank, error) from getattr(error, "cause", None) or error
+    return results
+
+
+def _failure(name: str, rank: int, error: Exception) -> BootstrapError:
+    cause = getattr(error, "cause", None) or error
+    text = str(cause) if isinstance(cause, MiracclError) else f"{type(cause).__name__}: {str(cause).strip()}"
+    return BootstrapError(f"group {name!r} was not made, rank {rank} could not join: {text}", peer=rank)
+
+
+def _run_in_group(_actor: Any, name: str, function: Callable[..., Any], *args: Any) -> Any:
+    return function(members.get_group(name), *args)

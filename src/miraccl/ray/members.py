@@ -1,0 +1,168 @@
+"""The side of the actors: which groups this process is in, and how it gets into one.
+
+Two ways lead into a group.  ``create_group`` of the driver calls ``prepare``, ``join`` and ``leave`` in the actors (``__ray_call__``);
+it carries the unique id itself, so nothing is stored anywhere.  ``join_group`` is for processes that know their rank without a driver:
+rank 0 puts the id into the cluster's key-value store, under Ray's namespace and the group's name, and removes it once all have met.
+A key that a crashed rank 0 left leads nowhere and is read again until the deadline, as with the files of ``bootstrap.runtime_file``.
+
+Everything here runs in the process of an actor or task; the tables belong to the process, whatever thread a method runs on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import ray
+from ray.experimental import internal_kv
+
+from miraccl import params, trace
+from miraccl.bootstrap import Root, Session, UniqueId, connect, create_root
+from miraccl.bootstrap.dial import HubNotFound
+from miraccl.comm.communicator import Communicator
+from miraccl.comm.member import Options
+from miraccl.errors import AuthenticationError, BootstrapError, InvalidUsage, MiracclError
+
+DEFAULT = "default"
+#: How long (seconds) an id from the store is trusted while nobody answers at its address, and the pauses between readings.
+TRUST_SECONDS = 1.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.1
+_STORE = b"miraccl"
+_FAILED = "failed: "
+
+_lock = threading.Lock()
+_joined: dict[str, Communicator] = {}
+_opened: dict[str, Root] = {}  # meeting points of groups that are being made
+
+
+def get_group(name: str = DEFAULT) -> Communicator:
+    """This process's communicator of a group. Raises ``InvalidUsage`` if it is not in it."""
+    try:
+        return _joined[name]
+    except KeyError:
+        others = ", ".join(sorted(_joined)) or "none"
+        raise InvalidUsage(f"this process is not in a group {name!r} (it is in: {others})", hint="create_group(actors) makes one") from None
+
+
+# ---- by the driver's hand: these run in the actors, ``_actor`` is the user's object
+
+
+def prepare(_actor: Any, name: str, rank: int, nranks: int) -> str:
+    """Check that the name is free; rank 0 opens the meeting point. Returns the unique id, empty for the other ranks."""
+    trace.configure()
+    with _lock:
+        if name in _joined:
+            raise InvalidUsage(f"this actor is in a group {name!r} already", rank=rank, hint="destroy that one first, or give a name")
+        if (old := _opened.pop(name, None)) is not None:  # of a driver that died in the middle
+            old.close("the group is being made anew")
+        if rank != 0:
+            return ""
+        unique_id, _opened[name] = create_root(nranks=nranks)
+        return str(unique_id)
+
+
+def join(_actor: Any, name: str, rank: int, nranks: int, ident: str, patience: float, options: dict[str, Any]) -> None:
+    """Meet the others within ``patience`` seconds."""
+    with _lock:
+        root = _opened.pop(name, None)
+    try:
+        opts = Options.create(**options)
+        session = connect(UniqueId.parse(ident), rank, nranks, patience, session_timeout=opts.timeout, root=root)
+    except BaseException as error:
+        _close(root, error)
+        raise
+    _keep(name, Communicator.from_session(session, opts))
+
+
+def abandon(_actor: Any, name: str) -> None:
+    """Close the meeting point of a group that was not made."""
+    with _lock:
+        root = _opened.pop(name, None)
+    if root is not None:
+        root.close("the group was given up")
+
+
+def leave(_actor: Any, name: str) -> bool:
+    """Leave a group; whether this process was in it."""
+    with _lock:
+        comm = _joined.pop(name, None)
+    if comm is not None:
+        comm.finalize()
+    return comm is not None
+
+
+def _keep(name: str, comm: Communicator) -> None:
+    with _lock:
+        taken = name in _joined
+        if not taken:
+            _joined[name] = comm
+    if taken:
+        comm.abort("the name of its group is taken")
+        comm.finalize()
+        raise InvalidUsage(f"this process is in a group {name!r} already", rank=comm.rank)
+
+
+def _close(root: Root | None, error: BaseException) -> None:
+    if root is not None:
+        root.close(f"rank 0 gave up: {type(error).__name__}")
+
+
+# ---- without a driver
+
+
+def join_group(nranks: int, rank: int, name: str = DEFAULT, *, meet_timeout: float | None = None, **options: Any) -> Communicator:
+    """Join a group whose ``nranks`` members all call this, each with its ``rank``; in actors or tasks. Collective.
+
+    ``meet_timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT; options are those of ``Communicator``.  Raises ``BootstrapError``
+    if a rank is missing at the deadline.  ``get_group(name)`` gives the communicator again.
+    """
+    if name in _joined:
+        raise InvalidUsage(f"this process is in a group {name!r} already", hint="destroy that one first, or give a name")
+    comm = meet_by_store(nranks, rank, name, meet_timeout, Options.create(**options))
+    _keep(name, comm)
+    return comm
+
+
+def meet_by_store(nranks: int, rank: int, name: str, meet_timeout: float | None, options: Options) -> Communicator:
+    """The communicator of the ranks that meet under ``name`` of this Ray namespace; kept by the caller."""
+    if not 0 <= rank < nranks:
+        raise InvalidUsage(f"rank is {rank!r}; allowed are 0 to {nranks - 1}")
+    trace.configure()
+    patience = params.BOOTSTRAP_TIMEOUT.read() if meet_timeout is None else meet_timeout
+    key = f"{ray.get_runtime_context().namespace}/{name}".encode()
+    meet = _host if rank == 0 else _visit
+    return Communicator.from_session(meet(key, rank, nranks, patience, options), options)
+
+
+def _host(key: bytes, rank: int, nranks: int, patience: float, options: Options) -> Session:
+    root: Root | None = None
+    try:
+        ident, root = create_root(nranks=nranks)
+        internal_kv._internal_kv_put(key, str(ident), overwrite=True, namespace=_STORE)
+        session = connect(ident, rank, nranks, patience, session_timeout=options.timeout, root=root)
+    except MiracclError as error:
+        internal_kv._internal_kv_put(key, f"{_FAILED}{error}", overwrite=True, namespace=_STORE)
+        _close(root, error)
+        raise
+    internal_kv._internal_kv_del(key, namespace=_STORE)
+    return session
+
+
+def _visit(key: bytes, rank: int, nranks: int, patience: float, options: Options) -> Session:
+    deadline, pause = time.monotonic() + patience, FIRST_PAUSE
+    problem = BootstrapError(f"rank 0 put no unique id into Ray's store within {patience:g} s", rank=rank, peer=0)
+    while (left := deadline - time.monotonic()) > 0:
+        text = (internal_kv._internal_kv_get(key, namespace=_STORE) or b"").decode("ascii", "replace")
+        if text.startswith(_FAILED):  # it may be trying again
+            problem = BootstrapError(f"rank 0 did not get the ranks together: {text.removeprefix(_FAILED)}", rank=rank, peer=0)
+        elif text:
+            try:
+                return connect(
+                    UniqueId.parse(text), rank, nranks, left, session_timeout=options.timeout, dial_timeout=min(left, TRUST_SECONDS)
+                )
+            except (HubNotFound, AuthenticationError) as error:
+                problem = error
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, LONGEST_PAUSE)
+    raise problem

@@ -1,0 +1,171 @@
+"""Communicators of Ray actors, in a real cluster of two nodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+ray = pytest.importorskip("ray")
+
+import miraccl  # noqa: E402
+import miraccl.ray  # noqa: E402
+from miraccl.errors import BootstrapError, CollectiveTimeout, InvalidUsage, PeerDied  # noqa: E402
+from tests.ray.cluster import PATIENCE, Gate, Plain, actors, get  # noqa: E402
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("cluster")]
+
+
+@pytest.fixture
+def three() -> Iterator[list[Any]]:
+    yield from _kept(actors(3))
+
+
+@pytest.fixture
+def gates() -> Iterator[list[Any]]:
+    yield from _kept(actors(2, Gate))
+
+
+def _kept(made: list[Any]) -> Iterator[list[Any]]:
+    yield made
+    for actor in made:
+        ray.kill(actor)
+
+
+def test_actors_on_two_nodes(three: list[Any]) -> None:
+    assert len({node for node, _ in get([actor.where.remote() for actor in three])}) == 2
+    with miraccl.ray.create_group(three) as group:
+        assert (group.nranks, group.name) == (3, "default")
+        assert get([actor.total.remote(5) for actor in three]) == [[6.0] * 5] * 3
+        assert group.run(lambda comm: (comm.rank, comm.nranks)) == [(0, 3), (1, 3), (2, 3)]
+        assert group.run(lambda comm, k: comm.all_gather(np.array([comm.rank * k])).tolist(), 7, timeout=PATIENCE) == [[0, 7, 14]] * 3
+        constant = ray.put(np.full(4, 2.0))
+        assert get([actor.read_only.remote(constant) for actor in three]) == [[6.0] * 4] * 3
+    with pytest.raises(InvalidUsage, match=r"not in a group 'default' \(it is in: none\)"):
+        get(three[0].total.remote(5))
+
+
+def test_torch_tensors(three: list[Any]) -> None:
+    pytest.importorskip("torch")
+    with miraccl.ray.create_group(three):
+        assert get([actor.tensors.remote() for actor in three]) == [[3.0] * 5] * 3
+
+
+def test_several_groups_of_the_same_actors(three: list[Any]) -> None:
+    everyone = miraccl.ray.create_group(three, "all")
+    pair = miraccl.ray.create_group([three[2], three[0]], "pair")
+    assert get([actor.total.remote(1, "all") for actor in three]) == [[6.0]] * 3
+    assert get([actor.total.remote(1, "pair") for actor in (three[0], three[2])]) == [[3.0]] * 2
+    pids = [pid for _, pid in get([actor.where.remote() for actor in three])]
+    assert pair.run(lambda comm: (comm.rank, os.getpid())) == [(0, pids[2]), (1, pids[0])]
+    miraccl.ray.destroy_group("all")
+    everyone.destroy()
+    assert get([actor.total.remote(1, "pair") for actor in (three[0], three[2])]) == [[3.0]] * 2
+    get([actor.leave.remote("pair") for actor in (three[0], three[2])])
+    with pytest.raises(InvalidUsage, match="not in a group 'pair'"):
+        get(three[0].total.remote(1, "pair"))
+    pair.destroy()
+    with pytest.raises(InvalidUsage, match="neither made a group 'nothing' nor is in one"):
+        miraccl.ray.destroy_group("nothing")
+
+
+def test_a_name_that_is_taken(three: list[Any]) -> None:
+    with miraccl.ray.create_group(three[:2], "all"):
+        with pytest.raises(
+            BootstrapError, match="group 'all' was not made, rank 1 could not join: rank 1: this actor is in a group 'all'"
+        ) as caught:
+            miraccl.ray.create_group([three[2], three[1]], "all")
+        assert caught.value.peer == 1
+        assert get([actor.total.remote(1, "all") for actor in three[:2]]) == [[3.0]] * 2, "the group that was there goes on"
+    with miraccl.ray.create_group([three[2], three[1]], "all") as group:
+        assert group.run(lambda comm: comm.rank) == [0, 1]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_death_of_an_actor(three: list[Any], victim: int) -> None:
+    miraccl.ray.create_group(three)
+    survivors = [actor for rank, actor in enumerate(three) if rank != victim]
+    waiting = [actor.fail_when_alone.remote() for actor in survivors]
+    ray.kill(three[victim])
+    for call in waiting:
+        with pytest.raises(PeerDied) as caught:  # Ray's error is one of ours, too
+            get(call)
+        assert f"rank {victim}" in str(caught.value)
+        assert getattr(caught.value, "cause").peer == victim  # noqa: B009
+    if victim != 0:  # the control plane lives with rank 0
+        assert get([actor.total_of_the_living.remote() for actor in survivors]) == [[2.0, 0], [2.0, 1]]
+    miraccl.ray.destroy_group()
+    with miraccl.ray.create_group(survivors) as group:
+        assert group.run(lambda comm: comm.all_reduce(np.ones(1)).tolist()) == [[2.0]] * 2
+
+
+def test_a_deadline(three: list[Any]) -> None:
+    with miraccl.ray.create_group(three[:2], timeout=1.0), pytest.raises(CollectiveTimeout, match="rank 1"):
+        get(three[0].total.remote(3))
+
+
+def test_an_actor_that_is_busy_or_dead(three: list[Any], gates: list[Any]) -> None:
+    get([actor.where.remote() for actor in three])  # they have started
+    busy = three[1].hold.remote(gates[0])
+    with pytest.raises(BootstrapError, match=r"nothing heard of rank 1 of 3 before the deadline .*busy"):
+        miraccl.ray.create_group(three, meet_timeout=2.0)
+    get(gates[0].open.remote())
+    get(busy)
+    with miraccl.ray.create_group(three) as group:
+        assert group.run(lambda comm: comm.rank) == [0, 1, 2]
+    ray.kill(three[2])
+    with pytest.raises(BootstrapError, match="rank 2 could not join: ActorDiedError") as caught:
+        miraccl.ray.create_group(three)
+    assert caught.value.peer == 2
+
+
+def test_asynchronous_actors(gates: list[Any]) -> None:
+    with miraccl.ray.create_group(gates):
+        assert get([gate.total.remote() for gate in gates]) == [[3.0] * 3] * 2
+
+
+def test_actors_with_threads_and_nodes_that_share_no_memory() -> None:
+    """Their names of hosts differ, as on two machines: all data goes over TCP."""
+    pair = [actors(1, max_concurrency=2, runtime_env={"env_vars": {"MIRACCL_HOSTID": name}})[0] for name in "ab"]
+    try:
+        with miraccl.ray.create_group(pair) as group:
+            assert group.run(lambda comm: comm.local_rank) == [0, 0]
+            assert get([actor.total.remote(100_000) for actor in pair]) == [[3.0] * 100_000] * 2
+    finally:
+        for actor in pair:
+            ray.kill(actor)
+
+
+def test_without_a_driver(three: list[Any]) -> None:
+    for _ in range(2):
+        assert get([actor.join.remote(3, rank) for rank, actor in enumerate(three)]) == [[10, 11, 12]] * 3
+        get([actor.leave.remote("by hand") for actor in three])
+    with pytest.raises(BootstrapError, match="rank 0 put no unique id"):
+        get(three[1].join.remote(2, 1, meet_timeout=0.5))
+    with pytest.raises(BootstrapError, match="rank 1 of 2 never arrived"):
+        get(three[0].join.remote(2, 0, meet_timeout=0.5))
+    with pytest.raises(InvalidUsage, match="rank is 2"):
+        get(three[0].join.remote(2, 2))
+    assert get([actor.join.remote(3, rank) for rank, actor in enumerate(three)]) == [[10, 11, 12]] * 3
+
+
+def test_what_is_refused_before_anything_is_sent(three: list[Any]) -> None:
+    for wrong, options, why in (
+        ([], {}, "at least one actor"),
+        ([three[0], 3], {}, r"actors\[1\] is a int"),
+        ([three[0], three[0]], {}, "same actor twice"),
+        (three, {"name": ""}, "name is ''"),
+        (three, {"meet_timeout": 0}, "meet_timeout is 0"),
+        (three, {"timeout": -1}, "timeout is -1"),
+    ):
+        with pytest.raises(InvalidUsage, match=why):
+            miraccl.ray.create_group(wrong, **options)
+    with pytest.raises(InvalidUsage, match="not in a group 'default'"):
+        miraccl.ray.get_group()
+
+
+def test_plain_actors_know_nothing_of_groups() -> None:
+    assert Plain.__mro__ == (Plain, object)
