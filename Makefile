@@ -1,5 +1,5 @@
 # Each target does its own set-up in .venv, once. Needs Python 3.11 or newer and make; works in any folder, also one with spaces.
-# PYTHON=... chooses the interpreter, VENV=... another place for the environment.
+# PYTHON=... chooses the interpreter, VENV=... another place for the environment, TORCH=no leaves PyTorch and its tests out.
 
 VENV ?= .venv
 PY = "$(VENV)/bin/python"
@@ -11,7 +11,7 @@ TESTS ?= tests
 demo: $(VENV)/.ready
 	@$(RUN) -m miraccl perf all_reduce --ranks 4 --sizes 256K,4M,16M
 
-test: $(VENV)/.ready-dev
+test: $(VENV)/.ready-torch
 	@$(RUN) -m pytest -q $(TESTS)
 
 lint: $(VENV)/.ready-dev
@@ -45,6 +45,12 @@ $(VENV)/.ready: pyproject.toml
 $(VENV)/.ready-dev: $(VENV)/.ready
 	@echo "installing what the tests need into $(VENV) (once)"
 	@$(PY) -m pip install -q --disable-pip-version-check -e ".[dev,plot]"
+	@touch "$@"
+
+# PyTorch is wanted by its tests alone, which are skipped where it cannot be installed.
+$(VENV)/.ready-torch: $(VENV)/.ready-dev .ci/install-torch
+	@echo "installing PyTorch for its tests into $(VENV) (once)"
+	@$(PY) .ci/install-torch
 	@touch "$@"
 
 clean:
