@@ -156,6 +156,9 @@ class FakeGpu:
     def load(self, cubin: bytes, entry: str) -> tuple[str, int]:
         return entry, int(cubin.decode().rsplit("-", 1)[1])
 
+    def make_current(self) -> None:
+        pass
+
     def close(self) -> None:
         assert not self.cuda.recording
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.tools.perf.conductor import Group, Line, OwnGroup, RunFailed, join, run_in_turns
 from miraccl.tools.perf.device_array import Arena, padded
 from miraccl.tools.perf.device_measure import Bench, Cell, CellFailed, measure_cell
@@ -179,10 +179,12 @@ def open_bench(job: DeviceJob, session: Any, ordinal: int) -> Iterator[tuple[Ben
             pauses=_THREAD_PAUSES if job.threads else 1,
         )
         yield bench, info
-    card.close()
-    if place is None:
-        gpu.free(arena.address)
-    gpu.close()
+    with contextlib.suppress(MiracclError):  # everything is measured and told; what cannot be freed ends with the process
+        gpu.make_current()
+        card.close()
+        if place is None:
+            gpu.free(arena.address)
+        gpu.close()
 
 
 def _open_miraccl(job: DeviceJob, session: Any, ordinal: int, card: Any, arena: Arena, stack: contextlib.ExitStack) -> MiracclDevice:
