@@ -278,7 +278,8 @@ class Gpu:
 
     def has_passed(self, event: Any) -> bool:
         """Whether the GPU has come past the event; does not wait."""
-        result = self.cuda.cuEventQuery(event)
+        with self.outside_of_capture():  # what another stream captures is none of this event's business
+            result = self.cuda.cuEventQuery(event)
         if result[0] == self.cuda.CUresult.CUDA_ERROR_NOT_READY:
             return False
         check(result, "cuEventQuery")

@@ -1,0 +1,40 @@
+"""Messages, uneven collectives, background and groups on real GPUs; ranks share a GPU where there is only one."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import pytest
+
+from miraccl.executor.cuda.driver import device_count
+from tests.gpu.ranks import run_cases
+
+GPUS = device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU, no driver, or cuda-bindings is not installed"),
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the ranks of these tests make their tensors with PyTorch"),
+]
+RANKS = sorted({2, min(4, GPUS), GPUS if GPUS <= 8 else 8} - {0, 1})
+CASES = ["sizes", "all_pairs", "many", "graphs", "mixed", "uneven", "background", "groups", "prepared", "dlpack"]
+WORKER = "tests.gpu.message_worker"
+
+
+@functools.cache
+def answers(nranks: int) -> list[list[str]]:
+    """All cases in one set of processes: starting them takes longer than the cases."""
+    return run_cases([{"case": name} for name in CASES], nranks, module=WORKER)
+
+
+@pytest.mark.parametrize("nranks", RANKS)
+@pytest.mark.parametrize("number", range(len(CASES)), ids=CASES)
+def test_messages(number: int, nranks: int) -> None:
+    assert answers(nranks)[number] == [""] * nranks
+
+
+@pytest.mark.parametrize("how", ["mismatch", "timeout", "abort"])
+def test_failures_are_told(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_TIMEOUT", "2" if how == "timeout" else "30")
+    assert run_cases([{"case": how}], 2, module=WORKER) == [["", ""]]
