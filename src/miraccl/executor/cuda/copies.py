@@ -24,7 +24,7 @@ from miraccl.types import Collective, DType
 #: collectives that copy engines do; a broadcast with more ranks would send everything from the root to everybody
 COLLECTIVES = (Collective.ALL_GATHER, Collective.ALL_TO_ALL)
 #: bytes that a rank receives from which copy engines are faster than kernels on windows; measured on H200, docs/performance.md
-FASTER_FROM = 16 << 20
+FASTER_FROM = 48 << 20
 MEETING_THREADS = 32
 
 

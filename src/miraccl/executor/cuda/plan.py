@@ -103,13 +103,13 @@ def _algorithm(request: Request) -> str:
         case Collective.REDUCE_SCATTER | Collective.ALL_GATHER | Collective.ALL_TO_ALL:
             return "one_shot"
         case Collective.BROADCAST | Collective.REDUCE:
-            return "one_shot" if nbytes <= ROOTED_ONE_SHOT_UP_TO.get(nranks, 128 * KIB) else "chain"
+            return "one_shot" if nbytes <= ROOTED_ONE_SHOT_UP_TO.get(nranks, 64 * KIB) else "chain"
         case _:
             raise InvalidUsage(f"no algorithm for {request.collective.label} on GPU memory")
 
 
 ONE_SHOT_UP_TO = {2: 1 << 62, 3: 256 * KIB, 4: 128 * KIB}
-ROOTED_ONE_SHOT_UP_TO = {2: MIB, 3: 256 * KIB, 4: 256 * KIB}
+ROOTED_ONE_SHOT_UP_TO = {2: MIB, 3: 64 * KIB, 4: 64 * KIB}
 #: bytes of a block for types whose packets need flags: pairs have less latency, lines carry 15/16 instead of half
 LL_UP_TO = 8 * KIB
 
@@ -120,12 +120,23 @@ def _protocol(request: Request, algo: str) -> str:
 
 #: (packets of a block or chunk up to, blocks at most, threads, unroll, blocks per multiprocessor); measured on H200, docs/performance.md
 Shapes = tuple[tuple[int, int, int, int, int], ...]
-ONE_SHOT_SHAPES: Shapes = (
+PAIR_SHAPES: Shapes = (  # one_shot between two
     (4096, 64, 64, 1, 1),
     (32768, 128, 256, 1, 1),
     (65536, 256, 256, 1, 4),
     (1 << 20, 512, 256, 1, 4),
     (1 << 62, 512, 256, 2, 4),
+)
+ONE_SHOT_SHAPES: Shapes = (
+    (4096, 64, 64, 1, 1),
+    (32768, 128, 256, 1, 1),
+    (1 << 19, 128, 512, 1, 1),
+    (1 << 62, 512, 256, 1, 4),
+)
+LINE_SHAPES: Shapes = (
+    (4096, 64, 64, 1, 1),
+    (32768, 128, 256, 1, 1),
+    (1 << 62, 128, 512, 1, 1),
 )
 TWO_SHOT_SHAPES: Shapes = (
     (4096, 64, 64, 1, 1),
@@ -133,11 +144,21 @@ TWO_SHOT_SHAPES: Shapes = (
     (1 << 62, 128, 512, 1, 1),
 )
 CHAIN_SHAPES: Shapes = (
-    (4096, 64, 64, 1, 1),
     (32768, 128, 256, 1, 1),
+    (1 << 21, 512, 256, 1, 4),
     (1 << 62, 512, 256, 2, 4),
 )
 RING_SHAPES: Shapes = ((4096, 64, 64, 1, 1), (1 << 62, 128, 256, 1, 1))
+
+
+def _shapes(algo: str, request: Request, frame: Frame) -> Shapes:
+    if algo in ("ring", "chain"):
+        return RING_SHAPES if algo == "ring" else CHAIN_SHAPES
+    if rounds_of(algo, request) == 2:
+        return TWO_SHOT_SHAPES
+    if request.nranks == 2:
+        return PAIR_SHAPES
+    return LINE_SHAPES if frame is Frame.LINE else ONE_SHOT_SHAPES
 
 
 def rounds_of(algo: str, request: Request) -> int:
@@ -169,10 +190,8 @@ def vectors_of(request: Request, plan_algo: str, frame: Frame) -> int:
 
 def _packet_shape(request: Request, algo: str, proto: str) -> DevicePlan:
     """Many small blocks for short messages, so that each multiprocessor has little to do; fuller ones where bandwidth counts."""
-    vectors = vectors_of(request, algo, frame_of(request, proto))
-    table = {"ring": RING_SHAPES, "chain": CHAIN_SHAPES, "two_shot": TWO_SHOT_SHAPES}.get(algo, ONE_SHOT_SHAPES)
-    if algo == "two_shot" and rounds_of(algo, request) == 1:
-        table = ONE_SHOT_SHAPES
+    frame = frame_of(request, proto)
+    vectors, table = vectors_of(request, algo, frame), _shapes(algo, request, frame)
     _, limit, threads, unroll, min_blocks = next(row for row in table if vectors <= row[0])
     # all blocks are on the GPU at once, and an operation of several pieces has slots enough (lower.lower_packets)
     resident = min_blocks * request.multiprocessors
