@@ -218,7 +218,8 @@ class FakeCommunicator:
             raise InvalidUsage(f"{collective.label} is refused on purpose", rank=self.rank)
         if os.environ.get("FAKE_DIES") == collective.label and self.rank == 1 and source.count > 4:
             os.kill(os.getpid(), signal.SIGKILL)
-        self.last_plan = SimpleNamespace(algo=self.algo, proto=self.proto, blocks=3, threads=64, unroll=1, reason="the only one")
+        reason = f"for {collective.label} of {source.count}"
+        self.last_plan = SimpleNamespace(algo=self.algo, proto=self.proto, blocks=3, threads=64, unroll=1, reason=reason)
         self.gpu.cuda.submit(lambda: self._now(collective, source, target, op, root))
 
     def _now(self, collective: Collective, source: DeviceMemory, target: DeviceMemory, op: Any, root: int) -> None:

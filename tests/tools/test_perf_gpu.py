@@ -227,6 +227,7 @@ def test_kinds_of_ranks(options: tuple[str, ...]) -> None:
     assert "0 OK" in done.stdout
     assert "(cuda:1,0)" in done.stdout.splitlines()[0]
     assert ("3 blocks of 64 threads" in done.stdout) is ("--explain" in options)
+    assert ("for all_reduce of 750" in done.stdout) is ("--explain" in options)
 
 
 @pytest.mark.multiprocess

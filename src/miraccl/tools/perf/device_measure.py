@@ -104,6 +104,7 @@ class _Trial:
     wrong: int = 0
     times: list[float] = field(default_factory=list)
     host_us: float = 0.0
+    chosen: Chosen = Chosen()
 
     @property
     def time_us(self) -> float:
@@ -136,7 +137,7 @@ def _measure_form(bench: Bench, cell: Cell, in_place: bool) -> tuple[Row, Chosen
         return None
     for trial in trials:
         _conclude(bench, cell, trial)
-    return _row(bench, cell, in_place, trials), trials[0].bound.chosen()
+    return _row(bench, cell, in_place, trials), trials[0].chosen
 
 
 def _prepare_all(bench: Bench, cell: Cell, in_place: bool) -> list[_Trial]:
@@ -177,6 +178,7 @@ def _prepare(bench: Bench, library: DeviceLibrary, cell: Cell, in_place: bool) -
         device_check.calm(bench.card, cell.case, bound.input)
         bench.barrier()
         bound.call()
+    trial.chosen = bound.chosen()  # now: aligning the ranks is an operation, too
     return trial
 
 
@@ -280,7 +282,7 @@ def _host_cost(bench: Bench, trial: _Trial) -> float:
 def _row(bench: Bench, cell: Cell, in_place: bool, trials: Sequence[_Trial]) -> Row:
     case, first = cell.case, trials[0]
     algbw, busbw = case.speeds(first.time_us)
-    chosen = first.bound.chosen()
+    chosen = first.chosen
     row = Row(
         op=case.op,
         bytes=case.nbytes,
