@@ -189,7 +189,7 @@ def shortened(record: dict[str, Any]) -> dict[str, Any]:
 def report(options: argparse.Namespace, machine: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
     """Print and keep what was found; end with status 1 where equal things are not."""
     wrong = broken(records)
-    words = f"Size {options.size}, {options.rounds} turns of {options.steps} steps."
+    words = f"Size {options.size} on {records[0]['device']}, {options.rounds} turns of {options.steps} steps."
     text = f"{heading('Training', machine)}\n{words}\n\n{tables(records)}\n"
     record = {"machine": machine, "records": list(records), "broken": wrong}
     if options.json:

@@ -210,7 +210,9 @@ def compare(options: argparse.Namespace, name: str, parallel: str) -> dict[str, 
         "model": name,
         "parallel": parallel,
         "ranks": len(everyone),
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "device": "cpu"
+        if options.device == "cpu"
+        else f"{torch.cuda.get_device_name()}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}",
         "parameters": sum(p.numel() for p in make_model(name, SIZES[options.size]).parameters()),
         "arms": arms,
     }

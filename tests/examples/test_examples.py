@@ -1,8 +1,8 @@
 """Every example runs as its head comment says, ends well, and says something.
 
 The first indented line of the head comment that starts Python, a launcher or ``miraccl`` is what runs.  An example is skipped, by
-name, where a package that it imports at its top or the launcher is missing, or a GPU whose need the head comment states ("needs an
-NVIDIA GPU").
+name, where a package that it imports at its top is missing, the launcher is missing or starts nothing (``srun`` without a cluster),
+or a GPU is, whose need the head comment states ("needs an NVIDIA GPU").
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,14 @@ COMMANDS = {
     "miraccl": [sys.executable, "-m", "miraccl"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
 }
-LAUNCHERS = ("mpirun", "mpiexec", "srun", "ray")
+LAUNCHERS = ("mpirun", "mpiexec", "srun")
+#: Open MPI otherwise refuses to run as root, and more ranks than cores.
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
 LIMIT_S = 60.0  # "in under a minute"
 
 
@@ -59,8 +67,22 @@ def have_gpu() -> bool:
     return Path("/dev/nvidiactl").exists() and importlib.util.find_spec("cuda") is not None
 
 
+@cache
+def find_launcher(name: str) -> str:
+    """Where a launcher is that can start something: beside this Python, else on PATH; empty without one."""
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if found is None:
+        return ""
+    command, environment = [found, "-n", "1", "true"], {**os.environ, **OPEN_MPI}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=20, check=False, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return ""
+    return found if done.returncode == 0 else ""
+
+
 def run(command: list[str], path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **OPEN_MPI}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False, stdin=subprocess.DEVNULL
     )
@@ -75,12 +97,14 @@ def test_example(path: Path) -> None:
     for package in sorted(packages_of(path) - {"miraccl"}):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    if words[0] in LAUNCHERS and shutil.which(words[0]) is None:
-        pytest.skip(f"{words[0]} is not installed")
+    if words[0] in LAUNCHERS and not find_launcher(words[0]):
+        pytest.skip(f"{words[0]} is not installed or can start nothing here")
     if re.search(r"needs an NVIDIA GPU", head_of(path), re.IGNORECASE) and not have_gpu():
         pytest.skip("no NVIDIA GPU, no driver, or cuda-bindings is not installed")
-    rest = [sys.executable if words[0] in LAUNCHERS and word == "python" else word for word in words[1:]]
-    run([*COMMANDS.get(words[0], [words[0]]), *rest], path)
+    if words[0] in LAUNCHERS:
+        run([find_launcher(words[0]), *(sys.executable if word == "python" else word for word in words[1:])], path)
+    else:
+        run([*COMMANDS[words[0]], *words[1:]], path)
 
 
 def test_examples_are_numbered_one_by_one() -> None:
