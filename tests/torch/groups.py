@@ -85,7 +85,7 @@ def several_backends(path: str) -> None:
         dist.all_gather_into_tensor(gathered := torch.zeros(nranks), torch.full((1,), float(rank)))
         dist.reduce_scatter_tensor(share := torch.zeros(1), torch.arange(1.0 * nranks))
         dist.all_to_all_single(mixed := torch.zeros(nranks), torch.full((nranks,), float(rank)))
-        dist.monitored_barrier() if dist.get_backend() == "gloo" else dist.barrier()
+        dist.barrier()
         assert group.communicator.last_plan is before  # Gloo did it all
         assert (x.tolist(), share.tolist()) == ([float(nranks)] * 3, [float(nranks * rank)])
         assert gathered.tolist() == mixed.tolist() == [float(r) for r in range(nranks)]
@@ -121,6 +121,10 @@ def split(path: str) -> None:
             part.recv([y := torch.zeros(2)], 1 - part.rank(), 3).wait()
             assert y.tolist() == x.tolist()
             part.shutdown()
+        half = dist.split_group(split_ranks=[list(range(nranks - 1)), [nranks - 1]], timeout=LIMIT)
+        dist.all_reduce(y := torch.ones(2), group=half)
+        assert y.tolist() == [nranks - 1.0 if rank < nranks - 1 else 1.0] * 2
+        assert dist.split_group(split_ranks=[[0]]) is None or rank == 0
         assert world_group.comm_split_count() == 1
         dist.barrier()
 
@@ -180,6 +184,7 @@ def monitored(path: str) -> None:
         group = dist.group.WORLD
         assert isinstance(group, ProcessGroupMiraccl)
         group.monitored_barrier(LIMIT)
+        dist.monitored_barrier()
         last = nranks - 1
         if rank != last:
             with refused("CollectiveTimeout", "monitored_barrier", f"rank {last} did not come", f"rank {last}:", "groups.py"):
@@ -192,7 +197,7 @@ def monitored(path: str) -> None:
         if not rank:
             everybody = "rank 1" if nranks == 2 else f"ranks {', '.join(str(r) for r in range(1, nranks))}"
             with refused(f"{everybody} did not come"):
-                group.monitored_barrier(SHORT, wait_all_ranks=True)
+                dist.monitored_barrier(timeout=SHORT, wait_all_ranks=True)
         else:
             dist.barrier(async_op=True)
         if not rank:

@@ -15,11 +15,11 @@ except ImportError as error:
 if not dist.is_available():
     raise MissingDependency("this build of PyTorch has no torch.distributed", hint="install a build with USE_DISTRIBUTED=1")
 
-from miraccl.torch.batches import install
 from miraccl.torch.failures import BackendError
 from miraccl.torch.process_group import NAME, ProcessGroupMiraccl
 from miraccl.torch.start import create
 from miraccl.torch.tensors import DEVICES
+from miraccl.torch.wrapped import install
 
 __all__ = ["NAME", "BackendError", "ProcessGroupMiraccl", "create"]
 

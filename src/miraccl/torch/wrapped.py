@@ -1,0 +1,82 @@
+"""Three functions of ``torch.distributed`` that ask for more than a group written in Python can be, wrapped for miraccl groups.
+
+- ``batch_isend_irecv`` starts a batch as one operation only where ``type(group) is ProcessGroup``, and else one call after the other.  On a
+  GPU that would be one kernel after the other on one stream, where a send waits for a receive that stands behind it.
+- ``monitored_barrier`` takes Gloo's groups only.
+- ``split_group`` takes groups bound to a GPU only; the others are made as ``new_group`` makes them, by the ranks that are in them.
+
+For all other groups they are PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from miraccl.torch.process_group import ProcessGroupMiraccl
+
+
+def install() -> None:
+    """Put the wrapped functions into both modules that have them."""
+    for wrap in (_batch_isend_irecv, _monitored_barrier, _split_group):
+        name = wrap.__name__.removeprefix("_")
+        original = getattr(distributed_c10d, name, None)
+        if original is not None:
+            wrapped = functools.wraps(original)(wrap(original))
+            setattr(distributed_c10d, name, wrapped)
+            setattr(dist, name, wrapped)
+
+
+def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> Any:
+        tensor: Any = p2p_op_list[0].tensor if p2p_op_list else None
+        group = _group(p2p_op_list[0].group if p2p_op_list else None)
+        if not isinstance(group, ProcessGroupMiraccl) or not tensor.is_cuda or group.elsewhere_for([tensor]) is not None:
+            return original(p2p_op_list)
+        distributed_c10d._check_p2p_op_list(p2p_op_list)
+        with group.batch(tensor.device) as works:
+            for item in p2p_op_list:
+                peer = "group_dst" if item.op is distributed_c10d.isend else "group_src"
+                item.op(item.tensor, group=item.group, tag=item.tag, **{peer: item.group_peer})
+        return works
+
+    return batch_isend_irecv
+
+
+def _monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        chosen = _group(group)
+        if not isinstance(chosen, ProcessGroupMiraccl):
+            return original(group, timeout, wait_all_ranks)
+        limit = datetime.timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+        return chosen.monitored_barrier(limit, wait_all_ranks)
+
+    return monitored_barrier
+
+
+def _split_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    def split_group(parent_pg: Any = None, split_ranks: Sequence[Sequence[int]] | None = None, *args: Any, **kwargs: Any) -> Any:
+        parent = _group(parent_pg)
+        if not isinstance(parent, ProcessGroupMiraccl) or parent.bound_device_id is not None or args or not split_ranks:
+            return original(parent_pg, split_ranks, *args, **kwargs)
+        mine = next((sorted(ranks) for ranks in split_ranks if parent.rank() in ranks), None)
+        if mine is None:
+            return None
+        return dist.new_group(
+            [dist.get_global_rank(parent, rank) for rank in mine],
+            timeout=kwargs.get("timeout"),
+            backend=kwargs.get("backend") or dist.get_backend(parent),
+            use_local_synchronization=True,
+            group_desc=kwargs.get("group_desc"),
+        )
+
+    return split_group
+
+
+def _group(given: Any) -> Any:
+    return distributed_c10d.GroupMember.WORLD if given is None else given
