@@ -104,7 +104,7 @@ class _Trial:
     wrong: int = 0
     times: list[float] = field(default_factory=list)
     host_us: float = 0.0
-    chosen: Chosen = Chosen()
+    chosen: Chosen = field(default_factory=Chosen)
 
     @property
     def time_us(self) -> float:
