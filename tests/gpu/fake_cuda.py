@@ -407,7 +407,8 @@ class FakeLocal:
         self._cpu = Communicator.from_session(session.sub(range(self.nranks), name), Options.create(timeout=options.get("timeout")))
         self._stream = -1
         self.calls: list[Collective] = []
-        self.memory = types.SimpleNamespace(nbytes=0, explain=list)
+        self.symmetric = types.SimpleNamespace(nbytes=0, explain=list)
+        self.memory = lambda: {"device": 0, "windows": 0, "pinned": 0}
 
     def _stream_number(self, stream: Any) -> int:
         return int(stream or 0)

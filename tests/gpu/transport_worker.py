@@ -40,20 +40,20 @@ class OneHost(worker.Rank):
 
     def run(self, case: dict[str, Any]) -> str:
         if "kinds" in case:
-            got = [kind for rank, kind in enumerate(self.comm.memory.kinds) if rank != self.comm.rank]
-            return "" if set(got) == set(case["kinds"]) else f"the ways are {self.comm.memory.explain()}"
+            got = [kind for rank, kind in enumerate(self.comm.symmetric.kinds) if rank != self.comm.rank]
+            return "" if set(got) == set(case["kinds"]) else f"the ways are {self.comm.symmetric.explain()}"
         if "window" in case:
             return self.window(case["window"])
         return super().run(case)
 
     def window(self, nbytes: int) -> str:
         """A further allocation is seen by all; two, so that the second has other addresses."""
-        memory, torch = self.comm.memory, self.torch
+        memory, torch = self.comm.symmetric, self.torch
         first, second = memory.window(nbytes), memory.window(nbytes)
         if not second.addressable:
             first.close()
             second.close()
-            return "" if self.comm.memory.kinds.count("host") else "the window is not addressable"
+            return "" if self.comm.symmetric.kinds.count("host") else "the window is not addressable"
         stream = torch.cuda.current_stream().cuda_stream
         mine = torch.full((4,), self.comm.rank + 1, dtype=torch.int32, device="cuda")
         for address in second.addresses:

@@ -289,8 +289,9 @@ class Communicator:
         return self._device_side(int(number) if number else current_ordinal()).empty(shape, dtype)
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds for the communicator, by purpose."""
-        return self._member.memory()
+        """Bytes that this rank holds for the communicator, by purpose; those on a GPU and pinned for it apart, once it is used."""
+        gpu = self._device.memory() if self._device is not None else {}
+        return self._member.memory() | {f"gpu_{name}": nbytes for name, nbytes in gpu.items()}
 
     def explain(self, collective: str | Collective, nbytes: int, dtype: Any = DType.FLOAT32, op: RedOp = SUM) -> list[Candidate]:
         """All ways to run ``collective`` on a buffer of ``nbytes`` (the larger of the whole input and output), the chosen one first."""

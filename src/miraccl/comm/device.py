@@ -20,6 +20,7 @@ from miraccl.bootstrap import Event, PeerLost, Session
 from miraccl.comm.arguments import operator
 from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
 from miraccl.comm.device_messages import MessageCalls, frame_of, mismatch
+from miraccl.comm.device_order import SMALL_THREADS, order_of
 from miraccl.comm.device_stream import find_current_stream, number_of
 from miraccl.comm.device_windows import Windows
 from miraccl.comm.device_work import Kept
@@ -65,7 +66,7 @@ class DeviceCommunicator(MessageCalls):
         self.proto = params.PROTO.read() if proto is None else proto
         timeout = params.TIMEOUT.read() if timeout is None else timeout
         self.gpu = Gpu(ordinal)
-        self.memory = SymmetricMemory(self.gpu, self.rank, self.nranks, layout.TOTAL_BYTES, layout.FILLS, exchange=session.all_gather)
+        self.symmetric = SymmetricMemory(self.gpu, self.rank, self.nranks, layout.TOTAL_BYTES, layout.FILLS, exchange=session.all_gather)
         self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
         # nobody sends before everybody has mapped and filled its memory
         sizes = session.all_gather(str(self._usable_multiprocessors()).encode(), "gpu ready")
@@ -73,9 +74,9 @@ class DeviceCommunicator(MessageCalls):
         self.multiprocessors, self._no_multiprocessors = max(1, usable), usable == 0
         self._fixed = Fixed(
             rank=self.rank,
-            own=self.memory.own,
-            inboxes=tuple(self.memory.inboxes),
-            outboxes=tuple(self.memory.outboxes),
+            own=self.symmetric.own,
+            inboxes=tuple(self.symmetric.inboxes),
+            outboxes=tuple(self.symmetric.outboxes),
             host=host_on_gpu,
             timeout_ns=int(timeout * 1e9),
         )
@@ -85,10 +86,11 @@ class DeviceCommunicator(MessageCalls):
         self._plans: dict[tuple[Any, ...], DevicePlan] = {}
         self._windows: Windows | None = None
         self._copies: dict[tuple[Any, ...], CopyLaunch] = {}
-        reach = Reach(nranks=self.nranks, multiprocessors=self.multiprocessors, frame=frame_of(self.memory))
+        reach = Reach(nranks=self.nranks, multiprocessors=self.multiprocessors, frame=frame_of(self.symmetric))
         self._messages = MessageLaunches(self.gpu, self._kernels, self._fixed, reach)
         self._kept = Kept(self.gpu)
         self._stream = -1
+        self._order = order_of(ordinal)
         self._current_stream: Callable[[int], int] | None = None
         self.last_plan: DevicePlan | None = None
         self._lost: PeerLost | None = None
@@ -159,7 +161,7 @@ class DeviceCommunicator(MessageCalls):
         self.check("empty")
         self.gpu.make_current()
         if self._windows is None:
-            self._windows = Windows(self.memory)
+            self._windows = Windows(self.symmetric)
         return self._windows.empty(shape, dtype, self.session.all_gather)
 
     def _run(
@@ -203,7 +205,7 @@ class DeviceCommunicator(MessageCalls):
         return collective is not Collective.REDUCE or self.rank == root
 
     def _start(self, launch: Launch | CopyLaunch, source: int, target: int, stream: Any, collective: Collective) -> None:
-        number = self._enter(collective.label, stream)
+        number = self._enter(collective.label, stream, launch.threads > SMALL_THREADS)
         launch.run(source, target, number)
         self.last_plan = launch.plan
 
@@ -268,14 +270,24 @@ class DeviceCommunicator(MessageCalls):
         if before != -1 and self.gpu.capture_id(number) == self.gpu.capture_id(before):
             self.gpu.order_streams(before, number)
 
-    def _enter(self, name: str, stream: Any) -> int:
-        """What every operation begins with: raise what is known to be wrong, and the stream's number, ordered after the one before."""
+    def _enter(self, name: str, stream: Any, fills: bool = True) -> int:
+        """What every operation begins with: raise what is known to be wrong, and the stream's number, ordered after the one before.
+
+        ``fills``: whether the launch may take the whole GPU (``comm.device_order``).
+        """
         if self._host[layout.HOST_ABORT] or self.closed:
             self.check(name)
         number = self._stream_number(stream)
         if number != self._stream:
             self._change_stream(number)
+        if fills and self._order.last is not self:
+            self._order.take(self.gpu, self, number)
         return number
+
+    @property
+    def stream(self) -> int:
+        """The stream of the last operation, as the driver's number; -1 before the first."""
+        return self._stream
 
     def _hold(self, views: Sequence[DeviceMemory], number: int) -> None:
         """Keep what these views keep until the GPU has done with them."""
@@ -301,6 +313,12 @@ class DeviceCommunicator(MessageCalls):
         if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.nranks:
             raise InvalidUsage(f"root is {root!r}; allowed are the ranks 0 to {self.nranks - 1}", rank=self.rank)
         return root
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds: on its GPU, of these in windows, and pinned on the host."""
+        windows = self._windows.nbytes if self._windows is not None else 0
+        own = self.symmetric.nbytes if self.nranks > 1 else 0
+        return {"device": own + windows, "windows": windows, "pinned": layout.HOST_BYTES + self.symmetric.host_bytes()}
 
     # ---- failure and end
 
@@ -353,6 +371,7 @@ class DeviceCommunicator(MessageCalls):
             return
         together = not self._host[layout.HOST_ABORT]
         self.closed = True
+        self._order.leave(self)
         with contextlib.suppress(MiracclError):
             self.gpu.make_current()
             self.gpu.synchronize()
@@ -364,7 +383,7 @@ class DeviceCommunicator(MessageCalls):
         if together:
             if self._windows is not None:
                 self._windows.close()
-            self.memory.close()
+            self.symmetric.close()
             self._kept.close()
             self._messages.close()
             with contextlib.suppress(MiracclError):

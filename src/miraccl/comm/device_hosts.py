@@ -622,14 +622,15 @@ class HostsCommunicator:
     def explain(self) -> Explanation:
         """(pair, way, why) of the pairs of ranks that this rank knows of: those of its host, and its own with other hosts."""
         mine = self.groups[self.host]
-        near = [((mine[a], mine[b]), kind, why) for (a, b), kind, why in self.local.memory.explain()]
+        near = [((mine[a], mine[b]), kind, why) for (a, b), kind, why in self.local.symmetric.explain()]
         others = [rank for rank in range(self.nranks) if rank not in mine]
         far = [((min(self.rank, p), max(self.rank, p)), "staging", "another host: pinned memory and sockets") for p in others]
         return sorted([*near, *far])
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds: on its GPU, and pinned on the host."""
-        return {"device": self.local.memory.nbytes if self.width > 1 else 0, "pinned": self.staging.bytes_pinned()}
+        local = self.local.memory()
+        return local | {"pinned": local["pinned"] + self.staging.bytes_pinned()}
 
     # ---- failure and end
 

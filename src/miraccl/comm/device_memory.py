@@ -32,6 +32,7 @@ _TORCH_NAMES = {
     "float8_e5m2": DType.FLOAT8_E5M2,
 }
 _torch_dtypes: dict[Any, DType] = {}
+_typestrs: dict[str, DType] = {}
 
 
 class DeviceMemory(NamedTuple):
@@ -161,10 +162,12 @@ def _view_tensor(tensor: Any, torch: Any, name: str, where: str) -> DeviceMemory
 
 def _view_interface(interface: dict[str, Any], name: str, where: str) -> DeviceMemory:
     shape, typestr = interface["shape"], interface["typestr"]
-    try:
-        dtype = _TORCH_NAMES[np.dtype(typestr).name]
-    except (TypeError, KeyError):
-        raise InvalidUsage(f"{where}: {name} has type {typestr!r}; allowed are {', '.join(code.label for code in DType)}") from None
+    dtype = _typestrs.get(typestr)
+    if dtype is None:
+        try:
+            dtype = _typestrs[typestr] = _TORCH_NAMES[np.dtype(typestr).name]
+        except (TypeError, KeyError):
+            raise InvalidUsage(f"{where}: {name} has type {typestr!r}; allowed are {ALLOWED}") from None
     strides, size, expected = interface.get("strides"), dtype.itemsize, dtype.itemsize
     if strides is not None:
         for length, stride in zip(reversed(shape), reversed(strides)):

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 SUM = RedOp.SUM
 SINCE_ARCH = 90
+SMALL_BYTES, SMALL_COUNT = 128 << 10, 32  # messages of a launch of at most 128 warps
+_ITEMSIZES = tuple(dtype.itemsize for dtype in DType)  # by code: calls are counted in fractions of a microsecond
 
 
 def frame_of(memory: SymmetricMemory) -> Frame:
@@ -54,7 +56,7 @@ def mismatch(host: Any, rank: int, name: str | None) -> MiracclError:
 
 def _in_words(size: int) -> str:
     nbytes, code = size & ((1 << layout.TYPE_SHIFT) - 1), size >> layout.TYPE_SHIFT
-    return describe(nbytes, DType(code)) if code in DType._value2member_map_ else f"{nbytes} bytes"
+    return describe(nbytes, code) if code in DType._value2member_map_ else f"{nbytes} bytes"
 
 
 class MessageCalls:
@@ -66,7 +68,7 @@ class MessageCalls:
 
     if TYPE_CHECKING:
 
-        def _enter(self, name: str, stream: Any) -> int: ...
+        def _enter(self, name: str, stream: Any, fills: bool = True) -> int: ...
         def _like(self, out: Any, source: DeviceMemory, count: int, where: str) -> DeviceMemory: ...
         def _share(self, source: DeviceMemory, where: str) -> int: ...
         def _root(self, root: Any) -> int: ...
@@ -79,37 +81,50 @@ class MessageCalls:
 
     def send(self, x: Any, dst: int, *, stream: Any = None) -> None:
         """Send ``x`` to rank ``dst``. Matches one ``recv`` of the same count and dtype, in order."""
-        self.exchange([self.transfer(x, dst, False, "send", stream)], stream=stream, name="send")
+        self._go([self._message(x, dst, False, "x", "send", stream)], "send", stream)
 
     def recv(self, x: Any, src: int, *, stream: Any = None) -> Any:
         """Receive from rank ``src`` into ``x``."""
-        self.exchange([self.transfer(x, src, True, "recv", stream)], stream=stream, name="recv")
+        self._go([self._message(x, src, True, "x", "recv", stream)], "recv", stream)
         return x
 
     def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, stream: Any = None) -> Any:
         """Send ``x`` to ``dst`` and receive ``out`` from ``src`` at the same time."""
-        pair = [self.transfer(x, dst, False, "sendrecv", stream), self.transfer(out, src, True, "sendrecv", stream)]
-        self.exchange(pair, stream=stream, name="sendrecv")
+        pair = [self._message(x, dst, False, "x", "sendrecv", stream), self._message(out, src, True, "out", "sendrecv", stream)]
+        self._go(pair, "sendrecv", stream)
         return out
 
     def transfer(self, x: Any, peer: Any, receives: bool, where: str, stream: Any = None) -> DeviceTransfer:
         """One argument of ``exchange``, checked."""
-        memory = device_view(x, "x" if where != "sendrecv" or not receives else "out", where, stream)
+        memory, message = self._message(x, peer, receives, "out" if receives and where == "sendrecv" else "x", where, stream)
+        return DeviceTransfer(receives=receives, peer=message.peer, memory=memory)
+
+    def _message(self, x: Any, peer: Any, receives: bool, name: str, where: str, stream: Any) -> tuple[DeviceMemory, Message]:
+        memory = device_view(x, name, where, stream)
         if receives and memory.read_only:
             raise InvalidUsage(f"{where}: arrays of type {type(x).__name__} cannot be written", rank=self.rank)
-        return DeviceTransfer(receives=receives, peer=peer_rank(peer, "src" if receives else "dst", self.nranks, where), memory=memory)
+        if type(peer) is not int or not 0 <= peer < self.nranks:
+            peer = peer_rank(peer, "src" if receives else "dst", self.nranks, where)
+        return memory, _message(receives, peer, memory)
+
+    def _go(self, parts: list[tuple[DeviceMemory, Message]], name: str, stream: Any) -> None:
+        """Enqueue one launch."""
+        messages = [message for _, message in parts]
+        number = self._enter(name, stream, sum([m.nbytes for m in messages]) > SMALL_BYTES or len(messages) > SMALL_COUNT)
+        self._messages.run(messages, number)
+        for memory, _ in parts:
+            if memory.keep is not None:
+                self._hold([memory], number)
 
     def exchange(self, transfers: Sequence[DeviceTransfer], *, stream: Any = None, name: str = "group") -> None:
         """Sends and receives that go on together; between two ranks they match in their order."""
-        number = self._enter(name, stream)
-        self._messages.run([_message(t.receives, t.peer, t.memory) for t in transfers], number)
-        self._hold([t.memory for t in transfers], number)
+        self._go([(t.memory, _message(t.receives, t.peer, t.memory)) for t in transfers], name, stream)
 
     def barrier(self, *, stream: Any = None) -> None:
         """What follows in the stream begins when every rank's stream has come here."""
         number = self._enter("barrier", stream)
         others = [r for r in range(self.nranks) if r != self.rank]
-        self._messages.run([Message(receives, r, 0, 0, DType.UINT8) for r in others for receives in (False, True)], number)
+        self._messages.run([Message(receives, r, 0, 0, int(DType.UINT8)) for r in others for receives in (False, True)], number)
 
     # ---- even collectives with a root
 
@@ -242,9 +257,11 @@ class MessageCalls:
 
 
 def _message(receives: bool, peer: int, memory: DeviceMemory) -> Message:
-    if memory.nbytes >= MAX_BYTES:
-        raise InvalidUsage(f"a message has {memory.nbytes} bytes; at most {MAX_BYTES - 1} are possible")
-    return Message(receives, peer, memory.address, memory.nbytes, memory.dtype)
+    address, count, dtype, _, _ = memory
+    nbytes = count * _ITEMSIZES[dtype]
+    if nbytes >= MAX_BYTES:
+        raise InvalidUsage(f"a message has {nbytes} bytes; at most {MAX_BYTES - 1} are possible")
+    return Message(receives, peer, address, nbytes, dtype._value_)
 
 
 def _cut(memory: DeviceMemory, sizes: Sequence[int]) -> list[DeviceMemory | None]:

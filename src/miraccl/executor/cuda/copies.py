@@ -76,7 +76,7 @@ class CopyLaunch:
     """One collective of one size into one place of a window; as ``launch.Launch``, it neither waits nor allocates."""
 
     def __init__(self, gpu: Gpu, kernels: Kernels, request: Request, fixed: lower.Fixed, place: Place) -> None:
-        self.plan = plan_of(request)
+        self.plan, self.threads = plan_of(request), MEETING_THREADS
         schedule = catalog.build(self.plan.algo, request.collective, request.nranks, request.root)
         block, rank = request.block_bytes, fixed.rank
         self._copies = [

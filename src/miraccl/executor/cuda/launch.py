@@ -19,7 +19,7 @@ class Launch:
     """One collective of one size. ``run`` enqueues it; it neither waits nor allocates."""
 
     def __init__(self, gpu: Gpu, function: Any, plan: DevicePlan, blocks: int, args: bytearray) -> None:
-        self.plan, self.blocks = plan, blocks
+        self.plan, self.blocks, self.threads = plan, blocks, blocks * plan.threads
         self._args = (ctypes.c_char * len(args)).from_buffer(args)
         self._params = (ctypes.c_void_p * 1)(ctypes.addressof(self._args))
         self._address = ctypes.addressof(self._params)

@@ -63,16 +63,13 @@ class MessageLaunches:
         if self.reach.nranks == 1:
             self._copy(messages, stream)
             return
-        key = tuple((m.receives, m.peer, m.nbytes, m.dtype) for m in messages)
+        key = tuple([(receives, peer, nbytes, code) for receives, peer, _, nbytes, code in messages])
         launch = self._patterns.get(key) or self._prepare(key, messages)
-        lowered = launch.lowered
-        table = None
-        if lowered.table is None:
-            for message, position in zip(messages, lowered.positions):
-                _address.pack_into(lowered.args, position, message.address)
-        else:
-            for message, position in zip(messages, lowered.positions):
-                _address.pack_into(lowered.table, position, message.address)
+        lowered, table = launch.lowered, None
+        target = lowered.args if lowered.table is None else lowered.table
+        for message, position in zip(messages, lowered.positions):
+            _address.pack_into(target, position, message[2])
+        if lowered.table is not None:
             table = self._table(len(lowered.table))
             ctypes.memmove(table.host, bytes(lowered.table), len(lowered.table))
             lowered.set_table(table.on_gpu)

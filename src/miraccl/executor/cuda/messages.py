@@ -25,13 +25,13 @@ _MESSAGE, _QUEUE, _HEAD = (struct.Struct(code) for code in (layout.MESSAGE, layo
 
 
 class Message(NamedTuple):
-    """One send to ``peer`` or receive from it. ``dtype`` is compared with the peer's; what is moved are bytes."""
+    """One send to ``peer`` or receive from it. ``code`` is the dtype's, which is compared with the peer's; what is moved are bytes."""
 
     receives: bool
     peer: int
     address: int
     nbytes: int
-    dtype: DType
+    code: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ def lower_messages(messages: Sequence[Message], fixed: Fixed, reach: Reach) -> L
 
 
 def _pack(messages: list[Message], order: list[int], heads: list[bytes], warps: int, fixed: Fixed, reach: Reach) -> Lowered:
-    records = bytearray().join(_MESSAGE.pack(m.address, m.nbytes | int(m.dtype) << layout.TYPE_SHIFT) for m in messages)
+    records = bytearray().join(_MESSAGE.pack(m.address, m.nbytes | m.code << layout.TYPE_SHIFT) for m in messages)
     args = pack_args(fixed, count=0)
     args += _HEAD.pack(0, len(heads), reach.lanes) + b"".join(heads).ljust(layout.MAX_QUEUES * _QUEUE.size, b"\0")
     inline = len(messages) <= layout.MAX_MESSAGES
@@ -138,13 +138,14 @@ def _pairs(messages: list[tuple[int, Message]], rank: int) -> list[int]:
         raise InvalidUsage(text, rank=rank, hint="a rank that sends to itself needs the receive in the same group")
     found = []
     for (i, send), (j, receive) in zip(sends, receives, strict=True):
-        if (send.nbytes, send.dtype) != (receive.nbytes, receive.dtype):
-            mine, other = describe(send.nbytes, send.dtype), describe(receive.nbytes, receive.dtype)
+        if (send.nbytes, send.code) != (receive.nbytes, receive.code):
+            mine, other = describe(send.nbytes, send.code), describe(receive.nbytes, receive.code)
             raise InvalidUsage(f"rank {rank} sends itself {mine} and receives {other}", rank=rank)
         found += [i, j]
     return found
 
 
-def describe(nbytes: int, dtype: DType) -> str:
+def describe(nbytes: int, code: int) -> str:
     """A message in words."""
+    dtype = DType(code)
     return f"{nbytes // dtype.itemsize} x {dtype.label} ({nbytes} bytes)"
