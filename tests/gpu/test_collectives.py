@@ -39,5 +39,15 @@ def test_a_rank_that_waits_alone_is_told(how: str, monkeypatch: pytest.MonkeyPat
     assert run_cases([{"failure": how}], 2) == [["", ""]]
 
 
+def test_ranks_that_call_different_operations_are_told() -> None:
+    assert run_cases([{"failure": "mismatch"}], 2) == [["", ""]]
+
+
+@pytest.mark.parametrize("nranks", RANKS)
+def test_streams_communicators_and_windows(nranks: int) -> None:
+    scenes = ["streams", "windows"] + (["communicators"] if nranks <= GPUS else [])  # ranks that share a GPU cannot both fill it
+    assert run_cases([{"scene": scene} for scene in scenes], nranks) == [[""] * nranks] * len(scenes)
+
+
 def test_communicator_takes_tensors() -> None:
     assert run_cases([{"communicator": True}], 2) == [["", ""]]

@@ -75,6 +75,9 @@ class Rank:
             return self.fail(case["failure"])
         if case.get("communicator"):
             return self.through_communicator()
+        if "scene" in case:
+            scene: str = getattr(self, case["scene"])()
+            return scene
         collective, dtype = Collective[case["collective"].upper()], DType[case["dtype"].upper()]
         op, count, root = RedOp[case.get("op", "SUM")], case["count"], case.get("root", 0)
         comm.algo, comm.proto = case.get("algo", ""), case.get("proto", "")
@@ -119,8 +122,17 @@ class Rank:
 
     def fail(self, how: str) -> str:
         """Rank 0 calls alone: what its wait ends with. The communicator is broken afterwards."""
-        from miraccl.errors import CollectiveTimeout, CommunicatorAborted
+        from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted
 
+        if how == "mismatch":
+            try:
+                for _ in range(3):
+                    self.comm.all_reduce(self.torch.ones(1000 + self.comm.rank, device="cuda"))
+                    self.comm.synchronize()
+            except CollectiveMismatch as error:
+                still_usable = float((self.torch.ones(10, device="cuda") * 2).sum()) == 20
+                return "" if error.peer != self.comm.rank and still_usable else f"unexpected: {error}"
+            return "different sizes were not noticed"
         if self.comm.rank != 0:
             return ""
         x = self.torch.ones(1000, device="cuda")
@@ -156,6 +168,80 @@ class Rank:
         torch.cuda.synchronize()
         comm.finalize()
         return "" if right else "wrong result"
+
+    def streams(self) -> str:
+        """Calls in two streams in turn are ordered, one waiting for the other, without a word from the caller."""
+        torch, comm = self.torch, self.comm
+        a, b = torch.cuda.Stream(), torch.cuda.Stream()
+        x = torch.ones(3 << 20, device="cuda")
+        torch.cuda.synchronize()
+        for turn in range(6):
+            if comm.rank == turn % comm.nranks:
+                with torch.cuda.stream(a):
+                    torch.cuda._sleep(2_000_000)
+            comm.all_reduce(x, stream=a)
+            comm.all_reduce(x, stream=b)
+            x.record_stream(a)
+            with torch.cuda.stream(b):
+                x.div_(comm.nranks**2)
+            a.wait_stream(b)
+        comm.synchronize()
+        return "" if bool((x == 1).all()) else f"{x[:4]} instead of ones"
+
+    def communicators(self) -> str:
+        """Two communicators whose kernels each fill the GPU, begun on every GPU in another order if nothing prevents it."""
+        torch, first = self.torch, self.comm
+        second = DeviceCommunicator(self.session.sub(range(first.nranks), "second"), self.ordinal, timeout=30)
+        a, b = torch.cuda.Stream(), torch.cuda.Stream()
+        x, y = torch.ones(8 << 20, device="cuda"), torch.full((8 << 20,), 2.0, device="cuda")
+        torch.cuda.synchronize()
+        for turn in range(8):
+            with torch.cuda.stream(a if (first.rank + turn) % 2 else b):
+                torch.cuda._sleep(3_000_000)
+            first.all_reduce(x, op=RedOp.AVG, stream=a)
+            second.all_reduce(y, op=RedOp.AVG, stream=b)
+        first.synchronize()
+        second.synchronize()
+        second.close()
+        return "" if bool((x == 1).all()) and bool((y == 2).all()) else "wrong averages"
+
+    def windows(self) -> str:
+        """Copy engines write into windows, in streams and in graphs; other operations take windows as any memory."""
+        torch, comm = self.torch, self.comm
+        count = (48 << 20) // 4 // max(1, comm.nranks - 1) + 5
+        whole = comm.empty(count * comm.nranks, torch.float32)
+        share = torch.arange(count, device="cuda", dtype=torch.float32) + comm.rank
+        comm.all_gather(share, whole)
+        comm.synchronize()
+        if comm.last_plan is None or comm.last_plan.proto != "copy":
+            return f"not done by copy engines: {comm.last_plan}"
+        want = torch.cat([torch.arange(count, device="cuda", dtype=torch.float32) + r for r in range(comm.nranks)])
+        if not bool((whole == want).all()):
+            return "all_gather is wrong"
+        whole.zero_()
+        stream = torch.cuda.Stream()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            comm.all_gather(share, whole)
+        for _ in range(3):
+            whole.zero_()
+            torch.cuda.synchronize()
+            self.session.barrier("zeroed")
+            graph.replay()
+            torch.cuda.synchronize()
+            if not bool((whole == want).all()):
+                return "all_gather in a graph is wrong"
+            self.session.barrier("seen")
+        exchanged = comm.empty((comm.nranks, count), "float32").torch().view(-1)
+        comm.all_to_all(want, exchanged)
+        comm.synchronize()
+        mine = torch.arange(count, device="cuda", dtype=torch.float32) + comm.rank
+        if not bool((exchanged.view(comm.nranks, count) == mine).all()):
+            return "all_to_all is wrong"
+        comm.all_reduce(whole)
+        comm.synchronize()
+        return "" if bool((whole == want * comm.nranks).all()) else "all_reduce is wrong"
 
     def call(self, collective: Collective, x: Any, dtype: DType, op: Operator, root: int, case: dict[str, Any], want: Any) -> Any:
         comm, torch = self.comm, self.torch
