@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 
 from miraccl.bootstrap.launch import expand_nodelist
 from tests.bootstrap.kit import free_port
-from tests.mpi.launchers import MPIRUNS, PATIENCE, Mpirun, run_job
+from tests.mpi.launchers import MPIRUNS, PATIENCE, ROOT, Mpirun, environment, run_job
 
 pytestmark = pytest.mark.multiprocess
 CONFIG = """
@@ -147,6 +148,15 @@ def _slurm_local_ranks(slurm: dict[str, str], words: list[str]) -> list[int]:
         ["srun", *words, *print_place], env={**os.environ, **slurm}, capture_output=True, text=True, timeout=PATIENCE, check=True
     )
     return [int(line.split()[1]) for line in sorted(done.stdout.splitlines())]
+
+
+def test_the_example(slurm: dict[str, str]) -> None:
+    done = subprocess.run(
+        ["srun", "-N", "2", "-n", "3", sys.executable, str(ROOT / "examples" / "22_slurm.py")],
+        env=environment(**slurm), capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    lines = [f"rank {rank} of 3 is rank {rank} on node {node}" for rank, node in enumerate((0, 0, 1))]
+    assert done.stdout.splitlines() == lines, done.stderr  # both nodes are one host, so the third rank is its third
 
 
 def test_steps_of_an_allocation_at_the_same_time(slurm: dict[str, str], tmp_path: Path) -> None:
