@@ -99,8 +99,6 @@ def test_example(path: Path) -> None:
             pytest.skip(f"{package} is not installed")
     if words[0] in LAUNCHERS and not find_launcher(words[0]):
         pytest.skip(f"{words[0]} is not installed or can start nothing here")
-    if words[0] == "srun" and subprocess.run(["sinfo"], capture_output=True, timeout=LIMIT_S, check=False).returncode:
-        pytest.skip("no Slurm answers here; tests/mpi starts one")
     if re.search(r"needs an NVIDIA GPU", head_of(path), re.IGNORECASE) and not have_gpu():
         pytest.skip("no NVIDIA GPU, no driver, or cuda-bindings is not installed")
     if words[0] in LAUNCHERS:
