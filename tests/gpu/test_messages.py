@@ -165,7 +165,7 @@ def fixed(nranks: int, rank: int = 0) -> Fixed:
 
 
 def message(peer: int, nbytes: int, receives: bool = False, dtype: DType = DType.UINT8) -> Message:
-    return Message(receives, peer, 4096, nbytes, dtype)
+    return Message(receives, peer, 4096, nbytes, int(dtype))
 
 
 def test_arguments_stay_below_the_limit_of_a_launch() -> None:

@@ -47,9 +47,9 @@ def run(machine: Machine, reach: Reach, sends: Sequence[Send], seed: int = 0, on
         messages = []
         for s, (source, _), (target, _) in zip(sends, sources, targets):
             if s.src == rank:
-                messages.append(Message(False, s.dst, source.ctypes.data, source.size, DType.UINT8))
+                messages.append(Message(False, s.dst, source.ctypes.data, source.size, int(DType.UINT8)))
             if s.dst == rank:
-                messages.append(Message(True, s.src, target.ctypes.data, target.size, DType.UINT8))
+                messages.append(Message(True, s.src, target.ctypes.data, target.size, int(DType.UINT8)))
         lowered = lower_messages(messages, machine.fixed(rank), reach)
         for message, position in zip(messages, lowered.positions, strict=True):
             block = lowered.args if lowered.table is None else lowered.table
