@@ -20,6 +20,10 @@ def test_collectives(hosts: str) -> None:
         assert used["gather"] == "staged"
 
 
+def test_with_emulated_kernels() -> None:
+    run_ranks(fake_hosts.with_kernels, 4, "AABB", env=SMALL, timeout=180.0)
+
+
 @pytest.mark.parametrize("hosts", ["AB", "AABB", "ABBA"])
 def test_in_place(hosts: str) -> None:
     run_ranks(fake_hosts.in_place, len(hosts), hosts, 30_001, env=SMALL)

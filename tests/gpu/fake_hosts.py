@@ -20,6 +20,7 @@ from miraccl.errors import CommunicatorAborted, InvalidUsage, MiracclError, Peer
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
+from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import FakeCuda, FakeLocal, place, seen
 from tests.gpu.fake_ranks import session
 
@@ -27,11 +28,15 @@ BIG = 50_001  # float32: several pieces of the smallest slots
 
 
 class World:
-    """A rank with its communicator."""
+    """A rank with its communicator. ``kernels``: those of a host run in the emulator, else the CPU stands in for them."""
 
-    def __init__(self, world: Session, hosts: str, timeout: float = 30.0) -> None:
-        vars(device_hosts)["DeviceCommunicator"] = FakeLocal
-        self.cuda = FakeCuda().install()
+    def __init__(self, world: Session, hosts: str, timeout: float = 30.0, kernels: bool = False) -> None:
+        self.cuda: FakeCuda
+        if kernels:
+            self.cuda = EmulatedCuda().install()
+        else:
+            vars(device_hosts)["DeviceCommunicator"] = FakeLocal
+            self.cuda = FakeCuda().install()
         names = [f"host {letter}" for letter in hosts]
         self.comm = HostsCommunicator(
             world,
@@ -80,7 +85,7 @@ def even_collectives(hosts: str, sizes: Sequence[int]) -> dict[str, str]:
     return used
 
 
-def _even(w: World, count: int, dtype: DType, root: int, used: dict[str, str]) -> None:
+def _even(w: World, count: int, dtype: DType, root: int, used: dict[str, str], ops: Sequence[RedOp] = (RedOp.SUM, RedOp.MAX)) -> None:
     comm, n = w.comm, w.nranks
 
     def run(collective: Collective, blocks: int, op: RedOp, call: Callable[[DeviceMemory, np.ndarray], DeviceMemory | None]) -> None:
@@ -103,13 +108,34 @@ def _even(w: World, count: int, dtype: DType, root: int, used: dict[str, str]) -
         run(Collective.REDUCE_SCATTER, n, op, lambda x, like: comm.reduce_scatter(x, w.put(like), op))
         run(Collective.REDUCE, 1, op, lambda x, like: comm.reduce(x, root, w.put(like) if like.size else None, op))
 
-    reductions(RedOp.SUM)
-    reductions(RedOp.MAX)
+    for op in ops:
+        reductions(op)
     run(Collective.ALL_GATHER, 1, RedOp.SUM, lambda x, like: comm.all_gather(x, w.put(like)))
     run(Collective.ALL_TO_ALL, n, RedOp.SUM, lambda x, like: comm.all_to_all(x, w.put(like)))
     run(Collective.BROADCAST, 1, RedOp.SUM, lambda x, like: comm.broadcast(x, root))
     run(Collective.GATHER, 1, RedOp.SUM, lambda x, like: comm.gather(x, root, w.put(like) if like.size else None))
     run(Collective.SCATTER, n, RedOp.SUM, lambda x, like: comm.scatter(x if w.rank == root else None, root, w.put(like)))
+
+
+def with_kernels(hosts: str) -> None:
+    """The parts inside a host by kernels that are emulated: sums and moves in two steps, sends inside and between hosts."""
+    with session() as world:
+        w = World(world, hosts, kernels=True)
+        used: dict[str, str] = {}
+        _even(w, 515, DType.FLOAT32, 1, used, (RedOp.SUM,))
+        for collective in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
+            assert used[collective] == "hierarchical"
+        comm, n, r = w.comm, w.nranks, w.rank
+        near = [((a, b), kind) for (a, b), kind, _ in comm.explain() if hosts[a] == hosts[b]]
+        assert [kind for _, kind in near] == ["vmm"]
+        everybody = [
+            DeviceTransfer(receives=k, peer=p, memory=w.put(numbers(r, 3000, DType.INT8))) for p in range(n) for k in (False, True)
+        ]
+        comm.exchange([t for t in everybody if t.peer != r])
+        comm.synchronize()
+        for transfer in everybody:
+            check(transfer.memory, numbers(transfer.peer if transfer.receives else r, 3000, DType.INT8), "everybody")
+        w.finish()
 
 
 def in_place(hosts: str, count: int) -> None:
