@@ -153,29 +153,47 @@ __device__ __noinline__ void store_part(char* p, uint4 v, u64 left) {
 }
 __device__ __forceinline__ u64 vector_left(u64 bytes, u64 at) { return bytes - at < 16 ? bytes - at : 16; }
 
+// Groups that are whole take no branches: all loads are under way before the first is waited for.
+__device__ __forceinline__ bool is_whole(const Cut& c, u64 at) { return c.aligned && at + GROUP_VECTORS * 16 <= c.bytes; }
+
 __device__ __forceinline__ void load_group(uint4* d, const Cut& c, u64 group, u32 t) {
   u64 at = first_byte(group);
-  bool whole = c.aligned && at + GROUP_VECTORS * 16 <= c.bytes;
+  if (is_whole(c, at)) {
 #pragma unroll
-  for (int u = 0; u < LOADS; u++) {
-    int i = vector_of(t, u, group == 0);
-    u64 here = at + i * 16;
-    d[u] = make_uint4(0, 0, 0, 0);
-    if (i < 0 || (!whole && here >= c.bytes)) continue;
-    if (whole || (c.aligned && here + 16 <= c.bytes)) d[u] = *(const uint4*)(c.p + here);
-    else d[u] = load_part(c.p + here, vector_left(c.bytes, here));
+    for (int u = 0; u < LOADS; u++) {
+      int i = vector_of(t, u, group == 0);
+      d[u] = make_uint4(0, 0, 0, 0);
+      if (i >= 0) d[u] = *(const uint4*)(c.p + at + i * 16);
+    }
+  } else {
+#pragma unroll
+    for (int u = 0; u < LOADS; u++) {
+      int i = vector_of(t, u, group == 0);
+      u64 here = at + i * 16;
+      d[u] = make_uint4(0, 0, 0, 0);
+      if (i < 0 || here >= c.bytes) continue;
+      if (c.aligned && here + 16 <= c.bytes) d[u] = *(const uint4*)(c.p + here);
+      else d[u] = load_part(c.p + here, vector_left(c.bytes, here));
+    }
   }
 }
 __device__ __forceinline__ void store_group(const uint4* d, const Cut& c, u64 group, u32 t) {
   u64 at = first_byte(group);
-  bool whole = c.aligned && at + GROUP_VECTORS * 16 <= c.bytes;
+  if (is_whole(c, at)) {
 #pragma unroll
-  for (int u = 0; u < LOADS; u++) {
-    int i = vector_of(t, u, group == 0);
-    u64 here = at + i * 16;
-    if (i < 0 || (!whole && here >= c.bytes)) continue;
-    if (whole || (c.aligned && here + 16 <= c.bytes)) *(uint4*)(c.p + here) = d[u];
-    else store_part(c.p + here, d[u], vector_left(c.bytes, here));
+    for (int u = 0; u < LOADS; u++) {
+      int i = vector_of(t, u, group == 0);
+      if (i >= 0) *(uint4*)(c.p + at + i * 16) = d[u];
+    }
+  } else {
+#pragma unroll
+    for (int u = 0; u < LOADS; u++) {
+      int i = vector_of(t, u, group == 0);
+      u64 here = at + i * 16;
+      if (i < 0 || here >= c.bytes) continue;
+      if (c.aligned && here + 16 <= c.bytes) *(uint4*)(c.p + here) = d[u];
+      else store_part(c.p + here, d[u], vector_left(c.bytes, here));
+    }
   }
 }
 // Rows of the groups ``group`` and ``group + lanes``; only the last group of a message is not full.
