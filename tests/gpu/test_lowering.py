@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.executor.cuda import layout, lower, toolkit
 from miraccl.executor.cuda.plan import DevicePlan, Request, choose, kernel_spec, least_slots, rounds_of, slot_packets
+from miraccl.executor.cuda.source import Frame
 from miraccl.schedule import catalog
 from miraccl.types import Collective, DType, RedOp
 
@@ -123,6 +125,16 @@ def test_what_cannot_run_is_refused() -> None:
     average = Request(collective=Collective.ALL_REDUCE, dtype=DType.INT32, op=RedOp.AVG, count=100, nranks=4, algo="ring", proto="simple")
     with pytest.raises(InvalidUsage, match="every hop"):
         lower.lower_steps(catalog.build("ring", Collective.ALL_REDUCE, 4), choose(average), average, fixed(4))
+
+
+def test_paths_that_tear_lines_get_none() -> None:
+    for asked in requests():
+        for proto in ("", "ll128"):
+            torn = replace(asked, lines=False, proto=proto)
+            spec = kernel_spec(choose(torn), torn)
+            assert spec.frame is not Frame.LINE
+            if spec.family == "packets":
+                assert lower.lower_packets(choose(torn), torn, fixed(asked.nranks))
 
 
 def test_bad_requests_are_refused() -> None:

@@ -43,6 +43,7 @@ from miraccl.executor.cuda.lower import Fixed
 from miraccl.executor.cuda.message_launch import MessageLaunches
 from miraccl.executor.cuda.messages import Reach
 from miraccl.executor.cuda.plan import DevicePlan, Request, choose
+from miraccl.executor.cuda.source import Frame
 from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.types import Collective, DType, PreMulSum, RedOp
 
@@ -86,7 +87,9 @@ class DeviceCommunicator(MessageCalls):
         self._plans: dict[tuple[Any, ...], DevicePlan] = {}
         self._windows: Windows | None = None
         self._copies: dict[tuple[Any, ...], CopyLaunch] = {}
-        reach = Reach(nranks=self.nranks, multiprocessors=self.multiprocessors, frame=frame_of(self.symmetric))
+        frame = frame_of(self.symmetric)
+        self._lines = frame is Frame.LINE
+        reach = Reach(nranks=self.nranks, multiprocessors=self.multiprocessors, frame=frame)
         self._messages = MessageLaunches(self.gpu, self._kernels, self._fixed, reach)
         self._kept = Kept(self.gpu)
         self._stream = -1
@@ -239,6 +242,7 @@ class DeviceCommunicator(MessageCalls):
             algo=self.algo,
             proto=self.proto,
             multiprocessors=self.multiprocessors,
+            lines=self._lines,
         )
 
     def plan(self, request: Request) -> DevicePlan:

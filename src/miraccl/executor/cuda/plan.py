@@ -49,6 +49,7 @@ class Request:
     proto: str = ""
     multiprocessors: int = 128
     scalar: float = 1.0  # of a pre-multiplied sum; this rank's
+    lines: bool = True  # whether all paths keep 128 bytes of a warp together
 
     @property
     def block_bytes(self) -> int:
@@ -73,10 +74,12 @@ def has_packets(request: Request, algo: str) -> bool:
 
 
 def frame_of(request: Request, proto: str) -> Frame:
-    """How packets of a protocol are framed. LL128 needs no flags in sums of floats."""
+    """How packets of a protocol are framed. LL128 needs no flags in sums of floats; else it needs paths that keep lines whole."""
     if proto != "ll128":
         return Frame.PAIR
-    return Frame.WORD if request.reduces and can_spare_a_nan(request.dtype) else Frame.LINE
+    if request.reduces and can_spare_a_nan(request.dtype):
+        return Frame.WORD
+    return Frame.LINE if request.lines else Frame.PAIR
 
 
 def choose(request: Request) -> DevicePlan:
@@ -90,6 +93,8 @@ def choose(request: Request) -> DevicePlan:
         proto = _protocol(request, algo)
     if proto != "simple" and not has_packets(request, algo):
         proto = "simple"
+    if proto == "ll128" and frame_of(request, proto) is Frame.PAIR:
+        proto = "ll"
     return _packet_shape(request, algo, proto) if proto != "simple" else _simple_shape(request, algo)
 
 
@@ -115,7 +120,8 @@ LL_UP_TO = 8 * KIB
 
 
 def _protocol(request: Request, algo: str) -> str:
-    return "ll" if frame_of(request, "ll128") is Frame.LINE and request.block_bytes <= LL_UP_TO else "ll128"
+    frame = frame_of(request, "ll128")
+    return "ll" if frame is Frame.PAIR or (frame is Frame.LINE and request.block_bytes <= LL_UP_TO) else "ll128"
 
 
 #: (packets of a block or chunk up to, blocks at most, threads, unroll, blocks per multiprocessor); measured on H200, docs/performance.md
