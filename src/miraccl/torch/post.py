@@ -1,8 +1,8 @@
 """Messages with tags between ranks' CPU memory, and receives from whoever sends first.
 
-A message is a header (tag, bytes) and its payload; both go over a communicator of their own, so that messages and collectives of a
-group do not wait for each other.  Between two ranks in one direction messages follow one another, so a message that comes before its
-receive is put aside, in memory of its own.  A header is awaited only while some receive may want it.
+A message is a header (tag, bytes, and the payload if that is short) and, if not, its payload; both go over a communicator of their own,
+so that messages and collectives of a group do not wait for each other.  Between two ranks in one direction messages follow one another,
+so a message that comes before its receive is put aside, in memory of its own.  A header is awaited only while some receive may want it.
 
 Rules, those of MPI and Gloo: a receive takes the oldest message with its tag from its source; of several receives that want the same
 message, the oldest gets it.  The sizes must be equal.
@@ -30,6 +30,9 @@ SLICE_S = 0.005
 #: A rank that waits for any other cannot sleep on one bell; it looks again after ever longer naps.
 NAP_FIRST_S, NAP_LAST_S = 20e-6, 500e-6
 CLOSE_WAIT_S = 10.0
+#: Headers all have this size, so that they can be received before anything is known; two words are the tag and the count of bytes.
+HEADER_BYTES, WORDS_BYTES = 1024, 16
+SHORT_BYTES = HEADER_BYTES - WORDS_BYTES
 
 
 @dataclass(eq=False, kw_only=True)
@@ -85,9 +88,9 @@ class Post:
                 self._early.append(_Early(peer=peer, tag=tag, payload=message.array.copy(), entries=[]))
                 message.done = True
             else:
-                message.header = np.array([tag, message.array.nbytes], np.int64)
-                message.entries.append(self._wire.start(as_bytes(message.header), peer, receives=False))
-                if message.array.nbytes:
+                message.header = _header(tag, message.array)
+                message.entries.append(self._wire.start(message.header, peer, receives=False))
+                if message.array.nbytes > SHORT_BYTES:
                     message.entries.append(self._wire.start(message.array, peer, receives=False))
                 self._moving.append(message)
             self._advance([])
@@ -100,7 +103,9 @@ class Post:
         with self._inside():
             self._check(name)
             self._wanted.append(message)
-            self._advance([])
+            self._sort()  # it may have come already
+            self._conclude()
+            self._await_headers()
         return message
 
     def poll(self, message: Message) -> bool:
@@ -189,7 +194,6 @@ class Post:
     def _advance(self, must: Sequence[Entry], limit_s: float = 1.0) -> None:
         """Go on with everything. A fault of the communicator becomes that of all messages."""
         try:
-            self._await_headers()
             self._wire.go_on(must, limit_s)
             while self._sort():
                 self._wire.go_on([], limit_s)
@@ -209,8 +213,8 @@ class Post:
         for message in self._wanted:
             sources |= set(range(self.comm.nranks)) if message.peer is None else {message.peer}
         for source in sorted(sources - {self.comm.rank} - self._headers.keys()):
-            header = np.zeros(2, np.int64)
-            self._headers[source] = self._wire.start(as_bytes(header), source, receives=True), header
+            header = np.empty(HEADER_BYTES, np.uint8)
+            self._headers[source] = self._wire.start(header, source, receives=True), header
 
     def _sort(self) -> bool:
         """Bring messages and receives together; whether there is something new to do."""
@@ -218,7 +222,8 @@ class Post:
         for source, (entry, header) in list(self._headers.items()):
             if entry.done:
                 del self._headers[source]
-                self._arrived(source, int(header[0]), int(header[1]))
+                tag, nbytes = (int(word) for word in header[:WORDS_BYTES].view(np.int64))
+                self._arrived(source, tag, nbytes, header[WORDS_BYTES:])
                 new = True
         for early in list(self._early):
             taker = self._taker(early.peer, early.tag)
@@ -233,13 +238,16 @@ class Post:
     def _taker(self, source: int, tag: int) -> Message | None:
         return next((m for m in self._wanted if m.tag == tag and m.peer in (None, source)), None)
 
-    def _arrived(self, source: int, tag: int, nbytes: int) -> None:
-        """A header: its payload goes straight to the receive that waits for it, else aside."""
+    def _arrived(self, source: int, tag: int, nbytes: int, short: Array) -> None:
+        """A header: a payload that is not in it goes straight to the receive that waits for it, else aside."""
         ahead = any(e.peer == source and e.tag == tag for e in self._early)
         taker = None if ahead else self._taker(source, tag)
-        fits = taker is not None and taker.array.nbytes == nbytes
-        payload = taker.array if taker is not None and fits else np.empty(nbytes, np.uint8)
-        entries = [self._wire.start(payload, source, receives=True)] if nbytes else []
+        entries = []
+        if nbytes <= SHORT_BYTES:
+            payload = short[:nbytes]
+        else:
+            payload = taker.array if taker is not None and taker.array.nbytes == nbytes else np.empty(nbytes, np.uint8)
+            entries = [self._wire.start(payload, source, receives=True)]
         early = _Early(peer=source, tag=tag, payload=payload, entries=entries)
         if taker is None:
             self._early.append(early)
@@ -275,6 +283,14 @@ class Post:
         with self._inside():
             if not message.done:
                 self._fail(self._wire.expire(text, message.peer))
+
+
+def _header(tag: int, payload: Array) -> Array:
+    header = np.zeros(HEADER_BYTES, np.uint8)
+    header[:WORDS_BYTES].view(np.int64)[:] = tag, payload.nbytes
+    if payload.nbytes <= SHORT_BYTES:
+        header[WORDS_BYTES : WORDS_BYTES + payload.nbytes] = payload
+    return header
 
 
 class _Turn:
