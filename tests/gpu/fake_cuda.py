@@ -106,6 +106,7 @@ class FakeCuda:
         CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT=16,
         CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED=103,
     )
+    CUdevice_P2PAttribute = types.SimpleNamespace(CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED=3)
     CUmemAllocationHandleType = types.SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1)
     CUmemAllocationType = types.SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
     CUmemLocationType = types.SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
@@ -166,6 +167,9 @@ class FakeCuda:
 
     def cuDeviceCanAccessPeer(self, device: int, peer: int) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, int(self.access(device, peer))
+
+    def cuDeviceGetP2PAttribute(self, kind: int, device: int, peer: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, 0
 
     def cuCtxEnablePeerAccess(self, context: int, flags: int) -> tuple[Any, ...]:
         again = context in self.enabled

@@ -25,7 +25,7 @@ def paths(type: PathType = PathType.NVL, n: int = 4) -> Paths:
     return Paths(types={(facts(a).bus_id, facts(b).bus_id): type for a in range(n) for b in range(a + 1, n)})
 
 
-def way(a: Facts, b: Facts, table: Paths | None = None, access: tuple[bool | None, ...] = (True, True), refused: Any = ()) -> Choice:
+def way(a: Facts, b: Facts, table: Paths | None = None, access: tuple[pairs.Access, ...] = (1, 1), refused: Any = ()) -> Choice:
     descriptors, _ = pairs.uses_descriptors([a, b], dict(refused))
     return pairs.choose_way(a, b, access, paths() if table is None else table, descriptors, dict(refused))
 
@@ -61,16 +61,24 @@ def test_nccls_default_level(path: PathType, kind: str) -> None:
 def test_the_level_may_be_raised_and_the_driver_has_the_last_word() -> None:
     far = facts(1, p2p_level=int(PathType.SYS))
     assert way(facts(0), far, paths(PathType.SYS)).kind == VMM
-    refused = way(facts(0), far, paths(PathType.SYS), (True, False))
+    refused = way(facts(0), far, paths(PathType.SYS), (1, 0))
     assert refused.kind == HOST
     assert "driver" in refused.why
+
+
+def test_a_link_that_only_the_driver_knows_counts() -> None:
+    """A virtual machine may hide from NVML what is at the end of NVLinks."""
+    assert way(facts(0), facts(1), paths(PathType.SYS), (2, 2)) == Choice(kind=VMM, why="NVL")
+    assert way(facts(0), facts(1), paths(PathType.SYS), (2, 1)).kind == HOST
+    assert pairs.path_between(facts(0), facts(1), (2, 2), Paths(types={})) is PathType.NVL
+    assert pairs.path_between(facts(0), facts(0), (2, 2), Paths(types={})) is PathType.LOC
 
 
 def test_without_a_topology_the_driver_decides() -> None:
     table = Paths(types={}, note="the package nvidia-ml-py is not installed")
     assert way(facts(0), facts(1), table).kind == VMM
     assert "nvidia-ml-py" in way(facts(0), facts(1), table).why
-    assert way(facts(0), facts(1), table, (True, False)).kind == HOST
+    assert way(facts(0), facts(1), table, (1, 0)).kind == HOST
     assert way(facts(0), facts(1), table, (None, None)).kind == VMM, "a GPU that this process does not see may still be mapped"
     assert way(facts(0), facts(1, p2p_level=int(PathType.NVL)), table).kind == HOST
 
@@ -106,11 +114,11 @@ def test_a_rank_may_insist_on_virtual_memory_management() -> None:
 def test_a_pair_without_a_way_is_named() -> None:
     three = [facts(0), facts(1, shm_disable=True, p2p_disable=True), facts(2)]
     with pytest.raises(SystemFailure, match=r"ranks 0 and 1 have no way.*P2P_DISABLE is 1 on rank 1.*SHM_DISABLE") as caught:
-        pairs.choose_ways(three, [[True] * 3] * 3, paths(), {})
+        pairs.choose_ways(three, [[1] * 3] * 3, paths(), {})
     assert "MIRACCL_HOSTID" in str(caught.value)
 
 
-answers = st.sampled_from([True, True, True, False, None])
+answers = st.sampled_from([0, 1, 1, 2, 2, None])
 some_facts: st.SearchStrategy[dict[str, Any]] = st.builds(
     dict,
     process=st.sampled_from(["a", "b", "c", "d"]),
@@ -132,7 +140,7 @@ some_facts: st.SearchStrategy[dict[str, Any]] = st.builds(
     ),
 )
 def test_every_decision_keeps_the_rules_and_is_the_same_seen_from_both_ends(
-    given_facts: list[dict[str, Any]], rows: list[list[bool | None]], path: PathType, refused: dict[Any, str]
+    given_facts: list[dict[str, Any]], rows: list[list[pairs.Access]], path: PathType, refused: dict[Any, str]
 ) -> None:
     ranks = [dataclasses.replace(facts(rank), **more) for rank, more in enumerate(given_facts)]
     table = paths(path, 3)
@@ -147,7 +155,7 @@ def test_every_decision_keeps_the_rules_and_is_the_same_seen_from_both_ends(
             if choice.kind in pairs.DIRECT:
                 assert not a.p2p_disable
                 assert not b.p2p_disable
-                assert False not in views
+                assert 0 not in views
                 assert (choice.kind == VMM) == descriptors
                 assert choice.kind != PROCESS or a.process == b.process
             elif choice.kind == HOST:

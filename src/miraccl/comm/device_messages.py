@@ -37,7 +37,7 @@ def frame_of(memory: SymmetricMemory) -> Frame:
     later are taken to have NVLink.
     """
     for (a, b), choice in memory.ways.items():
-        path = memory._paths.between(memory.facts[a].bus_id, memory.facts[b].bus_id)
+        path = memory.path(a, b)
         near = memory.facts[a].arch >= SINCE_ARCH if path is None else path <= PathType.NVB
         if choice.kind not in DIRECT or not near:
             return Frame.PAIR

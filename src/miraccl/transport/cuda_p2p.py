@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from miraccl.errors import MiracclError, SystemFailure
+from miraccl.topo.records import PathType
 from miraccl.transport import cuda_pairs as pairs
 from miraccl.transport.cuda_fds import Address, Door, close_all
 from miraccl.transport.cuda_pairs import DIRECT, HOST, IPC, PROCESS, SELF, VMM, Facts, Pair, Paths, Settings
@@ -39,7 +40,7 @@ class GpuMemory(VmmGpu, PinningGpu, Protocol):
     def bus_id(self) -> str: ...
     @property
     def exports_descriptors(self) -> bool: ...
-    def reaches(self, bus_id: str) -> bool | None: ...
+    def reaches(self, bus_id: str) -> int | None: ...
     def enable_peer(self, ordinal: int) -> None: ...
     def allocate(self, nbytes: int) -> int: ...
     def free(self, address: int) -> None: ...
@@ -286,6 +287,11 @@ class SymmetricMemory:
         self.inboxes = [shared.host.on_gpu if kind == HOST and shared.host else shared.own for kind in self.kinds]
         self.outboxes = [shared.hosts[p].on_gpu if kind == HOST else shared.addresses[p] for p, kind in enumerate(self.kinds)]
         return True
+
+    def path(self, a: int, b: int) -> PathType | None:
+        """How far the GPUs of two ranks are from each other; None where neither topology nor driver know."""
+        views = (self._access[a][b], self._access[b][a])
+        return pairs.path_between(self.facts[a], self.facts[b], views, self._paths)
 
     def explain(self) -> Explanation:
         """The way of every pair of ranks, and why."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from miraccl import params
-from miraccl.errors import InvalidUsage, MiracclError, ProtocolError, SystemFailure
+from miraccl.errors import InvalidUsage, ProtocolError, SystemFailure
 from miraccl.topo.analyse import analyse_topology
 from miraccl.topo.load import load_topology
 from miraccl.topo.options import PathOptions, TopoOptions
@@ -28,6 +28,9 @@ SELF, PROCESS, VMM, IPC, HOST = "self", "process", "vmm", "ipc", "host"
 DIRECT = (PROCESS, VMM, IPC)
 
 Pair = tuple[int, int]
+Access = int | None
+"""What the driver tells a rank of another's GPU: ``NO_ACCESS``, ``ACCESS``, ``LINKED``, or None where it does not see that GPU."""
+NO_ACCESS, ACCESS, LINKED = 0, 1, 2  # linked: with atomics over the link, which NVLink has and PCIe has not
 Refused = Mapping[tuple[Pair, str], str]
 """(pair, way) -> why it did not work."""
 
@@ -129,7 +132,7 @@ def read_paths(bus_ids: Sequence[str]) -> Paths:
                     here, there = place.get(bus_number(a)), place.get(bus_number(b))
                     if a < b and here is not None and there is not None:
                         types[a, b] = max(paths.gpu_gpu(here, there).type, paths.gpu_gpu(there, here).type)
-    except (MiracclError, OSError, ValueError, LookupError) as error:
+    except Exception as error:  # whatever is strange about this machine: the driver decides alone
         return Paths(types={}, note=f"no topology: {error}")
     return Paths(types=types, default_level=level, note="" if types else "the topology does not have these GPUs")
 
@@ -166,14 +169,21 @@ def uses_descriptors(facts: Sequence[Facts], refused: Refused) -> tuple[bool, st
     return True, "all GPUs share memory as file descriptors"
 
 
-def peer_access(a: Facts, b: Facts, access: Sequence[bool | None], paths: Paths) -> tuple[bool, str]:
+def path_between(a: Facts, b: Facts, access: Sequence[Access], paths: Paths) -> PathType | None:
+    """The path of a pair: the topology's, but NVL where the driver knows of a link that the topology has not found."""
+    path = paths.between(a.bus_id, b.bus_id)
+    linked = all(answer == LINKED for answer in access)
+    return PathType.NVL if linked and (path is None or path > PathType.NVL) else path
+
+
+def peer_access(a: Facts, b: Facts, access: Sequence[Access], paths: Paths) -> tuple[bool, str]:
     """Whether two ranks may use each other's device memory; ``access`` is what the driver tells rank a of b's GPU and rank b of a's."""
     off = next((f.rank for f in (a, b) if f.p2p_disable), None)
     if off is not None:
         return False, f"P2P_DISABLE is 1 on rank {off}"
-    path = paths.between(a.bus_id, b.bus_id)
+    path = path_between(a, b, access, paths)
     name = path.name if path is not None else f"path unknown ({paths.note or 'not in the topology'})"
-    if any(answer is False for answer in access):
+    if NO_ACCESS in access:
         return False, f"{name}: the driver refuses peer access (nvidia-smi topo -p2p r)"
     asked = [f.p2p_level for f in (a, b) if f.p2p_level >= 0]
     level = PathType(min(asked)) if asked else paths.default_level
@@ -184,7 +194,7 @@ def peer_access(a: Facts, b: Facts, access: Sequence[bool | None], paths: Paths)
     return True, name
 
 
-def choose_way(a: Facts, b: Facts, access: Sequence[bool | None], paths: Paths, descriptors: bool, refused: Refused) -> Choice:
+def choose_way(a: Facts, b: Facts, access: Sequence[Access], paths: Paths, descriptors: bool, refused: Refused) -> Choice:
     """The way between two ranks; the same whichever comes first. ``descriptors`` is the answer of ``uses_descriptors``."""
     if a.rank == b.rank:
         return Choice(kind=SELF, why="the rank itself")
@@ -204,7 +214,7 @@ def choose_way(a: Facts, b: Facts, access: Sequence[bool | None], paths: Paths, 
     return Choice(kind=HOST, why=why)
 
 
-def choose_ways(facts: Sequence[Facts], access: Sequence[Sequence[bool | None]], paths: Paths, refused: Refused) -> dict[Pair, Choice]:
+def choose_ways(facts: Sequence[Facts], access: Sequence[Sequence[Access]], paths: Paths, refused: Refused) -> dict[Pair, Choice]:
     """The ways of all pairs (lower rank first); ``access[a][b]`` is what the driver tells rank a of the GPU of rank b.
 
     Raises ``SystemFailure`` naming the pair where there is no way, on all ranks alike.

@@ -128,14 +128,18 @@ class Gpu:
         text = check(self.cuda.cuDeviceGetPCIBusId(32, self._device), "cuDeviceGetPCIBusId")
         return bytes(text).split(b"\0")[0].decode().lower()
 
-    def reaches(self, bus_id: str) -> bool | None:
-        """Whether kernels of this GPU can access the memory of another one; None where this process does not see that one."""
+    def reaches(self, bus_id: str) -> int | None:
+        """Whether kernels of this GPU can access the memory of another one: 0 no, 1 yes, 2 yes and with atomics, so over NVLink;
+        None where this process does not see it."""
         code, peer = self.cuda.cuDeviceGetByPCIBusId(bus_id.encode())
         if int(code) != 0:
             return None
         if int(peer) == int(self._device):
-            return True
-        return bool(int(check(self.cuda.cuDeviceCanAccessPeer(self._device, peer), "cuDeviceCanAccessPeer")))
+            return 2
+        if not int(check(self.cuda.cuDeviceCanAccessPeer(self._device, peer), "cuDeviceCanAccessPeer")):
+            return 0
+        atomics = self.cuda.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+        return 1 + bool(int(check(self.cuda.cuDeviceGetP2PAttribute(atomics, self._device, peer), "cuDeviceGetP2PAttribute")))
 
     def enable_peer(self, ordinal: int) -> None:
         """Let kernels of this GPU use memory that this process allocated on the GPU ``ordinal``, while the context lives."""
