@@ -65,6 +65,9 @@ struct Cut {             // of a message
 __device__ __forceinline__ Cut cut(const Message& m, u32 limit) {
   Cut c;
   c.p = (char*)m.address; c.bytes = SIZE_BYTES(m.size);
+#if defined(__CUDACC_RTC__)
+  __builtin_assume(__isGlobal(c.p));  // an address from a table says by itself nothing about where it lies
+#endif
   u64 vectors = (c.bytes + 15) / 16;
   c.groups = vectors <= FIRST_VECTORS ? 1 : 1 + (vectors - FIRST_VECTORS + GROUP_VECTORS - 1) / GROUP_VECTORS;
   c.lanes = c.groups < limit ? (u32)c.groups : limit;
@@ -339,6 +342,10 @@ __device__ __forceinline__ void copy_lane(const Queue& q, const Message* list, u
   for (u32 m = 0; m < q.count; m += 2) {
     const char* from = (const char*)list[m].address;
     char* to = (char*)list[m + 1].address;
+#if defined(__CUDACC_RTC__)
+    __builtin_assume(__isGlobal(from));
+    __builtin_assume(__isGlobal(to));
+#endif
     u64 bytes = SIZE_BYTES(list[m].size), stride = q.lanes * 512ull;
     bool aligned = (((u64)from | (u64)to) & 15) == 0;
     for (u64 at = lane * 512ull + t * 16; at < bytes; at += 4 * stride) {
