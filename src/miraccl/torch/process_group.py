@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
     supports_coalescing = True
     supports_shrinking = False
     supports_time_estimate = False
-    options = None
+    options = types.SimpleNamespace()  # what callers copy and hand to split_group
 
     def __init__(self, store: Any, communicator: Communicator, mail: Communicator, elsewhere: Elsewhere | None = None) -> None:
         dist.ProcessGroup.__init__(self, communicator.rank, communicator.nranks)  # the one with a store makes no object to override
