@@ -150,6 +150,10 @@ def _slurm_local_ranks(slurm: dict[str, str], words: list[str]) -> list[int]:
     return [int(line.split()[1]) for line in sorted(done.stdout.splitlines())]
 
 
+def test_the_death_of_a_rank(slurm: dict[str, str], tmp_path: Path) -> None:
+    assert run_job(["srun", "-N", "2", "-n", "2"], "death", tmp_path, **slurm) == [{"rank": 0, "peer": 1, "error": "PeerDied"}]
+
+
 def test_the_example(slurm: dict[str, str]) -> None:
     done = subprocess.run(
         ["srun", "-N", "2", "-n", "3", sys.executable, str(ROOT / "examples" / "22_slurm.py")],
