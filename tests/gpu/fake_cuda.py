@@ -113,6 +113,7 @@ class FakeCuda:
     CUmemAccess_flags = types.SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
     CUmemAllocationGranularity_flags = types.SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_RECOMMENDED=1)
     CUstreamCaptureMode = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
+    CUresult = types.SimpleNamespace(CUDA_ERROR_NOT_READY=600, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT=906)
     CUmemAllocationProp = CUmemAccessDesc = CUipcMemHandle = _Record
 
     def __init__(self, ngpus: int = 8, refuse: Sequence[str] = (), access: Callable[[int, int], bool] = lambda a, b: True) -> None:
@@ -307,6 +308,9 @@ class FakeCuda:
 
     def cuStreamIsCapturing(self, stream: int) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, int(self.streams[stream].graph is not None)
+
+    def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, 1, stream, None
 
     def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, threading.Event()

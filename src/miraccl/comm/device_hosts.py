@@ -583,7 +583,7 @@ class HostsCommunicator:
         self.check(name)
         self.gpu.make_current()
         number = self.local._enter(name, stream)
-        yield number, self.gpu.is_capturing(number)
+        yield number, self.gpu.capture_id(number) != 0
         self.local._hold(views, number)
 
     # ---- arguments
