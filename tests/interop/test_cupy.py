@@ -1,0 +1,57 @@
+"""CuPy arrays in GPU memory: used where they lie, in CuPy's current stream.  Ranks share a GPU where there is only one."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+import miraccl
+from miraccl.executor.cuda.driver import device_count
+from tests.support.ranks import run_ranks
+
+GPUS = device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU, no driver, or cuda-bindings is not installed"),
+    pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="cupy is not installed"),
+]
+
+
+def collectives(dtype: str) -> dict[str, list[float]]:
+    import cupy
+
+    with miraccl.init(timeout=60.0) as comm:
+        cupy.cuda.Device(comm.local_rank % cupy.cuda.runtime.getDeviceCount()).use()
+        n = comm.nranks
+        x = (cupy.arange(4 * n) % 7 + comm.rank).astype(dtype)
+        kept = x.copy()
+        out = cupy.empty_like(x)
+        results = {"out": comm.all_reduce(x, out=out), "gather": comm.all_gather(x), "scatter": comm.reduce_scatter(x)}
+        assert results["out"] is out
+        assert all(isinstance(result, cupy.ndarray) for result in results.values())
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            y = x.copy()
+            y += 1
+            results["stream"] = comm.all_reduce(y, op=miraccl.MAX)
+            y *= 2  # after the operation, in the same stream
+            stream.synchronize()
+        assert results["stream"] is y
+        assert bool((x == kept).all())
+        with pytest.raises(miraccl.InvalidUsage, match="not contiguous"):
+            comm.all_reduce(x[::2])
+        return {name: cupy.asnumpy(result).astype(np.float64).reshape(-1).tolist() for name, result in results.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int32", "uint8"])
+def test_collectives(dtype: str) -> None:
+    n = 2
+    xs = [(np.arange(4 * n) % 7 + rank).astype(np.float64) for rank in range(n)]
+    total = np.sum(xs, axis=0)
+    for rank, got in enumerate(run_ranks(collectives, n, dtype, timeout=180.0)):
+        assert got["out"] == total.tolist()
+        assert got["gather"] == np.concatenate(xs).tolist()
+        assert got["scatter"] == total[4 * rank : 4 * rank + 4].tolist()
+        assert got["stream"] == (2 * (xs[-1] + 1)).tolist()
