@@ -8,7 +8,6 @@ Ranks are processes that map each other's memory.
 from __future__ import annotations
 
 import ctypes
-import threading
 import types
 from typing import Any
 
@@ -47,12 +46,8 @@ class EmulatedCuda(FakeCuda):
 
         return self._put(stream, run)
 
-    def cuEventRecord(self, event: threading.Event, stream: int) -> tuple[Any, ...]:
-        event.clear()
-        return super().cuEventRecord(event, stream)
-
-    def cuEventQuery(self, event: threading.Event) -> tuple[Any, ...]:
-        return (Result.CUDA_SUCCESS if event.is_set() else self.CUresult.CUDA_ERROR_NOT_READY,)
+    def cuEventQuery(self, event: Any) -> tuple[Any, ...]:
+        return (Result.CUDA_SUCCESS if event.recorded.is_set() else self.CUresult.CUDA_ERROR_NOT_READY,)
 
     def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, 1, stream, None

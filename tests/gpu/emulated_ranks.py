@@ -99,6 +99,40 @@ def same(got: Any, want: Any, what: str = "") -> None:
     np.testing.assert_array_equal(got.array, want, err_msg=what)
 
 
+def by_copy_engines() -> None:
+    """Without multiprocessors: through staging memory of a few slots, into windows, and kernels again afterwards."""
+    from miraccl.executor.cuda import staged_copies
+
+    staged_copies.STAGE_BYTES = 256 << 10
+    with rank() as me:
+        comm, count = me.comm, 100_003
+        everybody = np.concatenate([me.data(r, count) for r in range(me.nranks)])
+        for turn in range(2):
+            out = me.zeros(count * me.nranks)
+            comm.all_gather(me.put(me.data(me.rank, count)), out, stream=0)
+            assert comm._device is not None
+            assert comm._device.last_plan.proto == "copy"
+            me.synchronize()
+            same(out, everybody)
+            mine = me.put(np.concatenate([me.data(me.rank * 10 + r, count) for r in range(me.nranks)]))
+            comm.all_to_all(mine, out, stream=0)
+            me.synchronize()
+            same(out, np.concatenate([me.data(r * 10 + me.rank, count) for r in range(me.nranks)]))
+            root = me.nranks - 1 - turn
+            x = me.put(me.data(me.rank, 300_001, "float64"), "float64")
+            comm.broadcast(x, root, stream=0)
+            me.synchronize()
+            same(x, me.data(root, 300_001, "float64"))
+            total = me.put(me.data(me.rank, 1000))
+            comm.all_reduce(total, stream=0)
+            me.synchronize()
+            same(total, sum(me.data(r, 1000) for r in range(me.nranks)))
+        window = comm.empty(count * me.nranks, "float32", device="cuda")
+        comm.all_gather(me.put(me.data(me.rank, count)), window, stream=0)
+        me.synchronize()
+        np.testing.assert_array_equal(seen(window.miraccl_view), everybody)
+
+
 def point_to_point() -> int:
     """Sends, receives, groups of them in bad orders, to oneself, of nothing."""
     with rank() as me:

@@ -313,13 +313,17 @@ class FakeCuda:
         return Result.CUDA_SUCCESS, 1, stream, None
 
     def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
-        return Result.CUDA_SUCCESS, threading.Event()
+        event = types.SimpleNamespace(recorded=threading.Event())
+        event.recorded.set()  # waiting for an event that was never recorded is no wait
+        return Result.CUDA_SUCCESS, event
 
     def cuEventRecord(self, event: Any, stream: int) -> tuple[Any, ...]:
-        return self._put(stream, event.set)
+        recorded = event.recorded = threading.Event()  # who waits later waits for this record, who waits already for the one before
+        return self._put(stream, recorded.set)
 
     def cuStreamWaitEvent(self, stream: int, event: Any, flags: int) -> tuple[Any, ...]:
-        return self._put(stream, lambda: self._wait(event.is_set))
+        recorded = event.recorded
+        return self._put(stream, lambda: self._wait(recorded.is_set))
 
     def cuEventDestroy(self, event: Any) -> tuple[Any, ...]:
         return (Result.CUDA_SUCCESS,)

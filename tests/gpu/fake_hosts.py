@@ -12,6 +12,7 @@ from miraccl import PreMulSum
 from miraccl.bootstrap import Session
 from miraccl.comm import device_hosts
 from miraccl.comm.communicator import Communicator
+from miraccl.comm.device import DeviceCommunicator
 from miraccl.comm.device_hosts import HostsCommunicator
 from miraccl.comm.device_memory import DeviceMemory
 from miraccl.comm.device_transfers import DeviceTransfer
@@ -136,6 +137,26 @@ def with_kernels(hosts: str) -> None:
         for transfer in everybody:
             check(transfer.memory, numbers(transfer.peer if transfer.receives else r, 3000, DType.INT8), "everybody")
         w.finish()
+
+
+def one_host(kind: str) -> None:
+    """Emulated kernels over one way between the ranks of a host."""
+    with session() as world:
+        cuda = EmulatedCuda().install()
+        comm = DeviceCommunicator(world, world.rank, timeout=60)
+        assert set(comm.symmetric.kinds) == {"self", kind}
+        n, r = world.nranks, world.rank
+        inputs = [numbers(i, 700, DType.FLOAT32) for i in range(n)]
+        x, y = place(cuda, inputs[r]), place(cuda, np.zeros(700 * n, np.float32))
+        comm.all_reduce(x)
+        comm.all_gather(place(cuda, inputs[r]), y)
+        z = place(cuda, np.zeros(700, np.float32))
+        comm.sendrecv(place(cuda, inputs[r]), (r + 1) % n, z, (r - 1) % n)
+        comm.synchronize()
+        check(x, np.sum(inputs, axis=0), "all_reduce")
+        check(y, np.concatenate(inputs), "all_gather")
+        check(z, inputs[(r - 1) % n], "sendrecv")
+        comm.close()
 
 
 def in_place(hosts: str, count: int) -> None:

@@ -39,6 +39,11 @@ def test_background_groups_and_prepared_operations() -> None:
     run(emulated_ranks.background, 2)
 
 
+@pytest.mark.parametrize("nranks", [2, 4])
+def test_copy_engines(nranks: int) -> None:
+    run_ranks(emulated_ranks.by_copy_engines, nranks, env={"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
+
+
 def test_refusals() -> None:
     run(emulated_ranks.refusals, 2)
 

@@ -36,7 +36,7 @@ from miraccl.errors import (
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.copies import COLLECTIVES as COPIED
 from miraccl.executor.cuda.copies import FASTER_FROM as COPIES_FROM
-from miraccl.executor.cuda.copies import CopyLaunch, Place
+from miraccl.executor.cuda.copies import CopyLaunch
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.launch import Kernels, Launch
 from miraccl.executor.cuda.lower import Fixed
@@ -44,6 +44,8 @@ from miraccl.executor.cuda.message_launch import MessageLaunches
 from miraccl.executor.cuda.messages import Reach
 from miraccl.executor.cuda.plan import DevicePlan, Request, choose
 from miraccl.executor.cuda.source import Frame
+from miraccl.executor.cuda.staged_copies import ALGORITHMS as MOVED_BY_ENGINES
+from miraccl.executor.cuda.staged_copies import ENGINES_FROM, StagedLaunch, staged_is_faster
 from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.types import Collective, DType, PreMulSum, RedOp
 
@@ -86,7 +88,8 @@ class DeviceCommunicator(MessageCalls):
         self._launches: dict[tuple[Any, ...], Launch] = {}
         self._plans: dict[tuple[Any, ...], DevicePlan] = {}
         self._windows: Windows | None = None
-        self._copies: dict[tuple[Any, ...], CopyLaunch] = {}
+        self._copies: dict[tuple[Any, ...], CopyLaunch | StagedLaunch] = {}
+        self._engines_from = 0 if self._no_multiprocessors else ENGINES_FROM // self.nranks
         frame = frame_of(self.symmetric)
         self._lines = frame is Frame.LINE
         reach = Reach(nranks=self.nranks, multiprocessors=self.multiprocessors, frame=frame)
@@ -176,30 +179,37 @@ class DeviceCommunicator(MessageCalls):
         if self.nranks == 1 or count == 0:
             self._run_alone(source, target, stream, collective)
             return
-        place = self._place(collective, target, count) if self._windows is not None else None
-        launch: Launch | CopyLaunch
-        if place is None:
-            key: tuple[Any, ...] = (collective, source.dtype, count, op, root)
+        key: tuple[Any, ...] = (collective, source.dtype, count, op, root)
+        launch: Launch | CopyLaunch | StagedLaunch | None = None
+        if collective in MOVED_BY_ENGINES and count * source.dtype.itemsize >= self._engines_from:
+            launch = self._engines(key, target)
+        if launch is None:
             launch = self._launches.get(key) or self._prepare(key)
-        else:
-            key = (collective, source.dtype, count, place.number, place.offset)
-            launch = self._copies.get(key) or self._prepare_copies(key, place)
         self._start(launch, source.address, target.address, stream, collective)
         if source.keep is not None or target.keep is not None:
             self._hold([source, target], self._stream)
 
-    def _place(self, collective: Collective, target: DeviceMemory, count: int) -> Place | None:
-        """The place in a window that copy engines write to; None where kernels are used."""
-        received = count * target.dtype.itemsize * (self.nranks - 1)
-        if self._windows is None or collective not in COPIED or (received < COPIES_FROM and not self._no_multiprocessors):
+    def _engines(self, key: tuple[Any, ...], target: DeviceMemory) -> CopyLaunch | StagedLaunch | None:
+        """Copy engines, where they are faster than kernels or multiprocessors are not to be used; None where kernels do it."""
+        collective, dtype, count, _, root = key
+        block = count * dtype.itemsize
+        place = self._windows.place(target) if self._windows is not None and collective in COPIED else None
+        if place is not None and (self._no_multiprocessors or block * (self.nranks - 1) >= COPIES_FROM):
+            number: tuple[Any, ...] = (collective, dtype, count, root, place.number, place.offset)
+        elif place is None and self._lines and (self._no_multiprocessors or staged_is_faster(collective, block, self.nranks)):
+            number = (collective, dtype, count, root)
+        else:
             return None
-        return self._windows.place(target)
-
-    def _prepare_copies(self, key: tuple[Any, ...], place: Place) -> CopyLaunch:
-        collective, dtype, count, *_ = key
-        self.gpu.make_current()
-        self._copies[key] = launch = CopyLaunch(self.gpu, self._kernels, self.request(collective, dtype, count), self._fixed, place)
-        return launch
+        if number not in self._copies:
+            self.gpu.make_current()
+            request = self.request(collective, dtype, count, SUM, root)
+            with self.gpu.outside_of_capture():
+                self._copies[number] = (
+                    CopyLaunch(self.gpu, self._kernels, request, self._fixed, place)
+                    if place
+                    else StagedLaunch(self.gpu, self._kernels, request, self._fixed)
+                )
+        return self._copies[number]
 
     def _writes(self, collective: Collective, root: int) -> bool:
         """Whether this rank's target is written to."""
@@ -207,7 +217,7 @@ class DeviceCommunicator(MessageCalls):
             return self.rank != root
         return collective is not Collective.REDUCE or self.rank == root
 
-    def _start(self, launch: Launch | CopyLaunch, source: int, target: int, stream: Any, collective: Collective) -> None:
+    def _start(self, launch: Launch | CopyLaunch | StagedLaunch, source: int, target: int, stream: Any, collective: Collective) -> None:
         number = self._enter(collective.label, stream, launch.threads > SMALL_THREADS)
         launch.run(source, target, number)
         self.last_plan = launch.plan
@@ -352,6 +362,9 @@ class DeviceCommunicator(MessageCalls):
         """End the kernels of this rank that wait; later calls raise. Any thread may call it."""
         if not self.closed:
             self._host[layout.HOST_ABORT] = 1
+            if any(isinstance(launch, StagedLaunch) for launch in list(self._copies.values())):
+                self.gpu.make_current()  # streams that wait for words of copies, too
+                self.gpu.fill(self.symmetric.own + layout.COPY_FLAGS_OFFSET, layout.COPY_FLAGS_BYTES, 1)
 
     def _event(self, event: Event) -> None:
         """From the session's watcher: kernels that wait for a dead rank end within milliseconds."""
@@ -385,6 +398,9 @@ class DeviceCommunicator(MessageCalls):
         except MiracclError:
             together = False
         if together:
+            for launch in self._copies.values():
+                if isinstance(launch, StagedLaunch):
+                    launch.close()
             if self._windows is not None:
                 self._windows.close()
             self.symmetric.close()

@@ -72,6 +72,14 @@ class Place:
     windows: Sequence[int]
 
 
+def meeting(gpu: Gpu, kernels: Kernels, plan: DevicePlan, request: Request, fixed: lower.Fixed, place: Place | None = None) -> Launch:
+    """The launch in which ranks meet before or after copies."""
+    number, offset = (place.number + 1, place.offset) if place else (0, 0)
+    spec = KernelSpec(family="meet", nranks=request.nranks, dtype=DType.UINT8, reduces=False, threads=plan.threads)
+    args = lower.pack_args(fixed, count=offset, signature=lower.signature_of(plan, request) ^ number)
+    return Launch(gpu, kernels.function(spec), plan, 1, args)
+
+
 class CopyLaunch:
     """One collective of one size into one place of a window; as ``launch.Launch``, it neither waits nor allocates."""
 
@@ -84,12 +92,7 @@ class CopyLaunch:
             for copy in copies_of(schedule, rank)
         ]
         self._block, self._gpu = block, gpu
-        signature = lower.signature_of(self.plan, request) ^ place.number
-        spec = KernelSpec(family="meet", nranks=request.nranks, dtype=DType.UINT8, reduces=False, threads=MEETING_THREADS)
-        function = kernels.function(spec)
-        self._before, self._after = (
-            Launch(gpu, function, self.plan, 1, lower.pack_args(fixed, count=place.offset, signature=signature)) for _ in range(2)
-        )
+        self._before, self._after = (meeting(gpu, kernels, self.plan, request, fixed, place) for _ in range(2))
 
     def run(self, source: int, target: int, stream: int) -> None:
         """Enqueue in ``stream``: read at ``source``; ``target`` is this rank's own place in the window."""

@@ -91,6 +91,10 @@ class Gpu:
         check(self.cuda.cuMemsetD32Async(address, word, nbytes // 4, self._side), "cuMemsetD32Async")
         check(self.cuda.cuStreamSynchronize(self._side), "cuStreamSynchronize")
 
+    def set_words(self, address: int, count: int, word: int, stream: int) -> None:
+        """Enqueue filling memory with a 32-bit word."""
+        check(self.cuda.cuMemsetD32Async(address, word, count, stream), "cuMemsetD32Async")
+
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Enqueue a copy on this GPU."""
         check(self.cuda.cuMemcpyDtoDAsync(target, source, nbytes, stream), "cuMemcpyDtoDAsync")

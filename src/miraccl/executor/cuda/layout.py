@@ -7,13 +7,15 @@ part     holds                                                        written by
 ======== ============================================================ ======================
 state    number of the launch, ticket of its blocks, signatures       its rank
 board    what peers say they run, per (peer, launch modulo 4)         the peer
+flags    of staged copies: what has come, what is free again          peers; cleared by its rank
 sent     messages sent, per (peer, block)                             its rank
 taken    messages taken, per (peer, block)                            its rank
 tail     messages that have come, per (peer, block)                   the peer
 head     messages that the peer has taken, per (peer, block)          the peer
 lanes    rows sent, rows taken, per (peer, lane)                      its rank
 credit   rows that the peer has taken, per (peer, lane)               the peer
-packets  two banks of packets, full of ones when nothing is there     peers; cleared by its rank
+packets  two banks of packets, full of ones when nothing is there;    peers; cleared by its rank
+         between two meetings staging memory of copies
 rings    rows of messages to this rank, per (peer, lane)              peers
 fifo     slots of the FIFOs into this rank, per (peer, block)         peers
 ======== ============================================================ ======================
@@ -36,6 +38,9 @@ STATE_OFFSET = 0
 STATE_LAUNCH, STATE_TICKET, STATE_SIGNATURES = 0, 8, 16  # words (of 8 bytes) from STATE_OFFSET, on lines of their own
 BOARD_OFFSET = 1 * KIB
 BOARD_ENTRIES = 4  # launches that are remembered; peers are at most one apart
+COPY_FLAGS_OFFSET = 2 * KIB  # words (of 4 bytes) of staged copies: ready[src][slot], then free[dst][slot]
+COPY_SLOTS = 4  # of a pair at most
+COPY_FLAGS_BYTES = 2 * MAX_RANKS * COPY_SLOTS * 4
 SENT_OFFSET = 4 * KIB
 TAKEN_OFFSET = SENT_OFFSET + _COUNTERS
 TAIL_OFFSET = TAKEN_OFFSET + _COUNTERS

@@ -1,0 +1,241 @@
+"""Copy engines between plain arrays: through staging memory at the receiver, in chunks, with words that streams wait for.
+
+Any schedule of sends, receives, copies and ``recv_copy_send`` runs: every pair of ranks that talk has a few slots in the receiver's packet
+banks, which nobody else uses between two meetings of all ranks (source/meet.cuh).  Per direction of a pair there is a stream:
+
+    sender    wait until the slot is free | copy the chunk into it | say that it is ready
+    receiver  wait until the slot is ready | copy the chunk to its place | say that it is free
+
+The words are reset by who waited for them, so a captured graph can be replayed.  Multiprocessors do nothing but the two meetings and the
+clearing of the banks at the end.  The host enqueues six calls per chunk, so this is for large operations.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda import layout, lower
+from miraccl.executor.cuda.copies import meeting
+from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.launch import Kernels
+from miraccl.executor.cuda.plan import DevicePlan, Request
+from miraccl.schedule import catalog
+from miraccl.schedule.ir import Buffer, Op, Ref, Schedule
+from miraccl.types import Collective
+
+#: collective -> algorithm: all links at once, each in both directions
+ALGORITHMS = {Collective.ALL_GATHER: "one_shot", Collective.ALL_TO_ALL: "one_shot", Collective.BROADCAST: "chain"}
+STAGE_BYTES = 2 * layout.BANK_BYTES
+ALIGN = 512
+ENGINES_FROM = 32 << 20  # bytes of blocks of all ranks below which copy engines are never looked at
+
+
+def staged_is_faster(collective: Collective, block: int, nranks: int) -> bool:
+    """Whether staged copies beat kernels for blocks of ``block`` bytes; measured on H200 (docs/performance.md)."""
+    if collective is Collective.BROADCAST:
+        return block >= 192 << 20
+    return nranks > 2 and block * (nranks - 1) >= 160 << 20
+
+
+class Span(NamedTuple):
+    """Bytes of the input or output."""
+
+    buffer: Buffer
+    offset: int
+    nbytes: int
+
+
+class Move(NamedTuple):
+    """What a rank does with some bytes: take them from ``up`` or from ``source``, put them to ``target``, give them to ``down``."""
+
+    up: int | None
+    source: Span | None
+    target: Span | None
+    down: int | None
+
+
+def spans(ref: Ref, parts: int, block: int) -> Iterator[Span]:
+    """The bytes of chunks, without the empty ones; parts are whole multiples of 16 bytes but for the last."""
+    part = lower.part_elements(block, parts, 1)
+    for index in range(ref.index, ref.index + ref.chunks):
+        at, begin = index // parts * block, min(block, index % parts * part)
+        nbytes = min(part, block - begin)
+        if nbytes:
+            yield Span(ref.buffer, at + begin, nbytes)
+
+
+def moves_of(schedule: Schedule, rank: int, block: int) -> list[Move]:
+    """The steps of a rank for blocks of ``block`` bytes; ``InvalidUsage`` where something is added up."""
+    found: list[Move] = []
+    for channel in schedule.channels:
+        for step in channel[rank]:
+            if step.op not in (Op.SEND, Op.RECV, Op.COPY, Op.RECV_COPY_SEND):
+                raise InvalidUsage(f"schedule {schedule.name!r} cannot be done by copy engines: it has the step {step.op.name}")
+            sources = list(spans(step.src, schedule.parts, block)) if step.src else []
+            targets = list(spans(step.dst, schedule.parts, block)) if step.dst else []
+            for i in range(max(len(sources), len(targets))):
+                source, target = (sources[i] if sources else None), (targets[i] if targets else None)
+                found.append(Move(step.recv_peer, source, target, step.send_peer))
+    return found
+
+
+def chunks_of(move: Move, slot: int) -> Iterator[Move]:
+    """A move in chunks that fit into a slot."""
+    span = move.source or move.target
+    assert span is not None
+    for begin in range(0, span.nbytes, slot):
+        nbytes = min(slot, span.nbytes - begin)
+        source, target = (s and Span(s.buffer, s.offset + begin, nbytes) for s in (move.source, move.target))
+        yield Move(move.up, source, target, move.down)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """How the staging memory of every rank is cut: ``senders[r]`` are the ranks that send to rank r."""
+
+    senders: tuple[tuple[int, ...], ...]
+    nslots: int
+    slot_bytes: int
+
+    @classmethod
+    def of(cls, schedule: Schedule, nbytes: int) -> Stage:
+        senders = tuple(
+            tuple(sorted({step.recv_peer for channel in schedule.channels for step in channel[rank] if step.recv_peer is not None}))
+            for rank in range(schedule.nranks)
+        )
+        most = max(1, max(map(len, senders)))
+        nslots = 2 if most > 2 else layout.COPY_SLOTS
+        return cls(senders=senders, nslots=nslots, slot_bytes=nbytes // most // nslots // ALIGN * ALIGN)
+
+    def slot(self, src: int, dst: int, number: int) -> int:
+        """Where slot ``number`` of a pair begins in the region of ``dst`` for ``src``."""
+        place = self.senders[dst].index(src) * self.nslots + number
+        return layout.PACKETS_OFFSET + place * self.slot_bytes
+
+    @staticmethod
+    def ready(src: int, number: int) -> int:
+        return layout.COPY_FLAGS_OFFSET + 4 * (src * layout.COPY_SLOTS + number)
+
+    @staticmethod
+    def free(dst: int, number: int) -> int:
+        return layout.COPY_FLAGS_OFFSET + 4 * ((layout.MAX_RANKS + dst) * layout.COPY_SLOTS + number)
+
+
+class Lane:
+    """One direction to or from a peer: its stream, its event, and how many chunks have gone through."""
+
+    def __init__(self, gpu: Gpu, total: int) -> None:
+        self.stream, self.event = gpu.make_stream(), gpu.make_event()
+        self.total, self.done = total, 0
+
+
+class StagedLaunch:
+    """One collective of one size; as ``launch.Launch``, it does not wait."""
+
+    threads = 1 << 20  # its end clears the banks: ordered among communicators as what fills the GPU
+
+    def __init__(self, gpu: Gpu, kernels: Kernels, request: Request, fixed: lower.Fixed) -> None:
+        name = ALGORITHMS[request.collective]
+        self.plan = DevicePlan(algo=name, proto="copy", blocks=1, threads=32, unroll=1, reason="copy engines through staging memory")
+        schedule = catalog.build(name, request.collective, request.nranks, request.root)
+        self._gpu, self._fixed, self._rank = gpu, fixed, fixed.rank
+        self._stage = Stage.of(schedule, STAGE_BYTES)
+        moves = moves_of(schedule, fixed.rank, request.block_bytes)
+        self._chunks = [chunk for move in moves for chunk in chunks_of(move, self._stage.slot_bytes)]
+        self._before, self._after = (meeting(gpu, kernels, self.plan, request, fixed) for _ in range(2))
+        self._arrivals = {peer: Lane(gpu, self._count(up=peer)) for peer in {c.up for c in self._chunks if c.up is not None}}
+        self._departures = {peer: Lane(gpu, self._count(down=peer)) for peer in {c.down for c in self._chunks if c.down is not None}}
+        self._fork = gpu.make_event()
+
+    def _count(self, up: int | None = None, down: int | None = None) -> int:
+        return sum(1 for c in self._chunks if (up is not None and c.up == up) or (down is not None and c.down == down))
+
+    def run(self, source: int, target: int, stream: int) -> None:
+        """Enqueue in ``stream``: read at ``source``, write at ``target``."""
+        gpu = self._gpu
+        self._before.run(source, target, stream)
+        lanes = [*self._arrivals.values(), *self._departures.values()]
+        gpu.record(self._fork, stream)
+        for lane in lanes:
+            gpu.wait_event(lane.stream, self._fork)
+            lane.done = 0
+        base = {Buffer.INPUT: source, Buffer.OUTPUT: target}
+        for chunk in in_turns(self._chunks):
+            self._enqueue(chunk, base, stream)
+        for lane in lanes:
+            gpu.record(lane.event, lane.stream)
+            gpu.wait_event(stream, lane.event)
+        gpu.set_words(self._fixed.own + layout.PACKETS_OFFSET, STAGE_BYTES // 4, 0xFFFFFFFF, stream)
+        self._after.run(source, target, stream)
+
+    def _enqueue(self, chunk: Move, base: dict[Buffer, int], stream: int) -> None:
+        gpu, target = self._gpu, chunk.target
+        place = base[target.buffer] + target.offset if target else 0
+        if chunk.up is None and chunk.down is None:
+            assert chunk.source is not None
+            origin = base[chunk.source.buffer] + chunk.source.offset
+            if origin != place:
+                gpu.copy(place, origin, chunk.source.nbytes, stream)
+            return
+        if chunk.up is not None:
+            assert target is not None
+            lane = self._arrivals[chunk.up]
+            self._take(chunk.up, lane, place, target.nbytes)
+            if chunk.down is not None:
+                gpu.record(lane.event, lane.stream)
+                gpu.wait_event(self._departures[chunk.down].stream, lane.event)
+                self._give(chunk.down, self._departures[chunk.down], place, target.nbytes)
+        elif chunk.down is not None and chunk.source is not None:
+            origin = base[chunk.source.buffer] + chunk.source.offset
+            self._give(chunk.down, self._departures[chunk.down], origin, chunk.source.nbytes)
+
+    def _give(self, peer: int, lane: Lane, address: int, nbytes: int) -> None:
+        gpu, fixed, stage = self._gpu, self._fixed, self._stage
+        number = lane.done % stage.nslots
+        if lane.done >= stage.nslots:
+            word = fixed.inboxes[peer] + stage.free(peer, number)
+            gpu.wait_word(word, 1, lane.stream)
+            gpu.write_word(word, 0, lane.stream)
+        gpu.copy(fixed.outboxes[peer] + stage.slot(self._rank, peer, number), address, nbytes, lane.stream)
+        gpu.write_word(fixed.outboxes[peer] + stage.ready(self._rank, number), 1, lane.stream)
+        lane.done += 1
+
+    def _take(self, peer: int, lane: Lane, address: int, nbytes: int) -> None:
+        gpu, fixed, stage = self._gpu, self._fixed, self._stage
+        number = lane.done % stage.nslots
+        word = fixed.inboxes[peer] + stage.ready(peer, number)
+        gpu.wait_word(word, 1, lane.stream)
+        gpu.write_word(word, 0, lane.stream)
+        gpu.copy(address, fixed.inboxes[peer] + stage.slot(peer, self._rank, number), nbytes, lane.stream)
+        if lane.done + stage.nslots < lane.total:
+            gpu.write_word(fixed.outboxes[peer] + stage.free(self._rank, number), 1, lane.stream)
+        lane.done += 1
+
+    def close(self) -> None:
+        """After the GPU has done with it."""
+        for lane in (*self._arrivals.values(), *self._departures.values()):
+            self._gpu.destroy_event(lane.event)
+            self._gpu.destroy_stream(lane.stream)
+        self._gpu.destroy_event(self._fork)
+
+
+def in_turns(chunks: Sequence[Move]) -> Iterator[Move]:
+    """The chunks in an order that keeps every direction of every pair in order, but lets all go on at the same time."""
+    queues: dict[tuple[int | None, int | None], deque[Move]] = {}
+    for chunk in chunks:
+        queues.setdefault((chunk.up, chunk.down), deque()).append(chunk)
+    together = {ends for ends in queues if None not in ends}
+    if any((up, None) in queues or (None, down) in queues for up, down in together):
+        yield from chunks  # a direction has chunks of two kinds: as the schedule has them
+        return
+    # sends before receives: whatever streams share a queue of the hardware, in this order nothing waits for what is behind it
+    order = sorted(queues, key=lambda ends: ends[0] is not None)
+    while queues:
+        for ends in [ends for ends in order if ends in queues]:
+            yield queues[ends].popleft()
+            if not queues[ends]:
+                del queues[ends]
