@@ -24,6 +24,11 @@ def test_with_emulated_kernels() -> None:
     run_ranks(fake_hosts.with_kernels, 4, "AABB", env=SMALL, timeout=180.0)
 
 
+@pytest.mark.parametrize(("kind", "env"), [("host", {"NCCL_P2P_DISABLE": "1"}), ("ipc", {"MIRACCL_CUMEM": "0"})])
+def test_one_host_with_emulated_kernels(kind: str, env: dict[str, str]) -> None:
+    run_ranks(fake_hosts.one_host, 2, kind, env=env, timeout=180.0)
+
+
 @pytest.mark.parametrize("hosts", ["AB", "AABB", "ABBA"])
 def test_in_place(hosts: str) -> None:
     run_ranks(fake_hosts.in_place, len(hosts), hosts, 30_001, env=SMALL)
