@@ -20,7 +20,8 @@ What must be equal: all arms on two ranks (a + b = b + a); the arms that add in 
 ``miraccl:down_ring`` with ``gloo``.  Compared are the losses of all ranks in all steps, and a hash of the weights at the end.
 
 A step is forward, backward, optimizer and ``loss.item()``; its time is that of the slowest rank; the first step after every change
-of arms is not counted.  Figures are medians over steps.
+of arms is not counted.  Figures are medians over steps; the ratio is the median over turns of the quotient of their medians.
+Processor time is that of all threads of a rank, the mean over steps and ranks.
 """
 
 from __future__ import annotations
@@ -163,18 +164,19 @@ def tables(records: Sequence[dict[str, Any]]) -> str:
         alike.append([*row, f"{first:.3f} to {last:.3f}"])
         times.append([title(record), f"{record['parameters'] / 1e6:.2f} M", *_times(record, peer, "miraccl")])
     shown = (f"## Losses and final weights beside {peer}\n\n", markdown_table(["", *arms[1:], f"mean loss ({peer})"], alike))
-    columns = ["", "parameters", peer, "miraccl", f"miraccl / {peer}", "turns", "no communication"]
+    columns = ["", "parameters", peer, "miraccl", f"miraccl / {peer}", "turns", "no communication", f"processor: {peer}, miraccl, none"]
     return "".join((*shown, "\n\n## Milliseconds per step, slowest rank, median\n\n", markdown_table(columns, times)))
 
 
 def _times(record: dict[str, Any], peer: str, ours: str) -> list[str]:
     arms = record["arms"]
     if ours not in arms or peer == ours:
-        return [f"{arms[peer]['step_ms']:.2f}", "", "", "", ""]
+        return [f"{arms[peer]['step_ms']:.2f}", "", "", "", "", ""]
     ratios = [b / a for a, b in zip(arms[peer]["turns_ms"], arms[ours]["turns_ms"], strict=True)]
     alone = f"{arms['none']['step_ms']:.2f}" if "none" in arms else ""
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    return [f"{arms[peer]['step_ms']:.2f}", f"{arms[ours]['step_ms']:.2f}", f"**{statistics.median(ratios):.2f}**", spread, alone]
+    busy = ", ".join(f"{arms[arm]['processor_ms']:.1f}" for arm in (peer, ours, "none") if arm in arms)
+    return [f"{arms[peer]['step_ms']:.2f}", f"{arms[ours]['step_ms']:.2f}", f"**{statistics.median(ratios):.2f}**", spread, alone, busy]
 
 
 def shortened(record: dict[str, Any]) -> dict[str, Any]:

@@ -154,10 +154,13 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
         self.losses: list[float] = []
         self.blocks: list[list[float]] = []
+        self.processor_s = 0.0
 
     def turn(self, steps: int) -> None:
         """Some steps; the first is not timed."""
+        begin = time.process_time()
         times = [self.step() for _ in range(steps)]
+        self.processor_s += time.process_time() - begin
         self.blocks.append(times[1:] or times)
 
     def step(self) -> float:
@@ -193,7 +196,10 @@ def compare(options: argparse.Namespace, name: str, parallel: str) -> dict[str, 
         for training in trainings if turn % 2 == 0 else reversed(trainings):
             dist.barrier()  # of the default group: nobody is behind in another arm
             training.turn(options.steps)
-    mine = {t.arm: {"losses": t.losses, "digest": t.digest(), "blocks": t.blocks} for t in trainings}
+    mine = {
+        t.arm: {"losses": t.losses, "digest": t.digest(), "blocks": t.blocks, "processor_ms": t.processor_s * 1e3 / len(t.losses)}
+        for t in trainings
+    }
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     arms = {}
@@ -204,6 +210,7 @@ def compare(options: argparse.Namespace, name: str, parallel: str) -> dict[str, 
             "losses": [s["losses"] for s in seen],
             "digests": [s["digest"] for s in seen],
             "step_ms": statistics.median(step for block in blocks for step in block),
+            "processor_ms": statistics.mean(s["processor_ms"] for s in seen),
             "turns_ms": [statistics.median(block) for block in blocks],
         }
     return {
