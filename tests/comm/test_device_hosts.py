@@ -64,6 +64,12 @@ def test_abort_ends_what_waits() -> None:
         assert "rank 0 aborted" in text
 
 
+def test_a_failure_of_the_driver_is_told_to_all() -> None:
+    for text in run_ranks(fake_hosts.driver_fails, 2, "AB", env=SMALL):
+        assert text.startswith("SystemFailure")
+        assert "cuMemcpyDtoHAsync" in text
+
+
 def test_a_deadline_ends_what_waits() -> None:
     texts = run_ranks(fake_hosts.lonely, 2, "AB")
     assert texts[0].startswith("CollectiveTimeout")

@@ -17,7 +17,7 @@ from miraccl.comm.device_hosts import HostsCommunicator
 from miraccl.comm.device_memory import DeviceMemory
 from miraccl.comm.device_transfers import DeviceTransfer
 from miraccl.comm.member import Options
-from miraccl.errors import CommunicatorAborted, InvalidUsage, MiracclError, PeerDied
+from miraccl.errors import CommunicatorAborted, InvalidUsage, MiracclError, PeerDied, SystemFailure
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
@@ -346,6 +346,24 @@ def abort(hosts: str) -> str:
             threading.Timer(0.1, w.comm.abort).start()
             w.cuda.cuCtxSynchronize()
         return _fault(w, x, (CommunicatorAborted,))
+
+
+def driver_fails(hosts: str) -> str:
+    """A copy that cannot be enqueued on rank 1 ends the operation on all ranks."""
+    with session() as world:
+        w = World(world, hosts)
+        x = w.zeros(BIG, DType.FLOAT32)
+        w.comm.all_reduce(x)
+        w.comm.synchronize()
+        if w.rank == 1:
+            w.cuda.refuse.add("cuMemcpyDtoHAsync")
+        try:
+            w.comm.all_reduce(x)
+        except SystemFailure:
+            assert w.rank == 1
+        w.cuda.refuse.clear()
+        w.cuda.cuCtxSynchronize()
+        return _fault(w, x, (SystemFailure,))
 
 
 def lonely(hosts: str) -> str:

@@ -583,7 +583,11 @@ class HostsCommunicator:
         self.check(name)
         self.gpu.make_current()
         number = self.local._enter(name, stream)
-        yield number, self.gpu.capture_id(number) != 0
+        try:
+            yield number, self.gpu.capture_id(number) != 0
+        except SystemFailure as error:  # half of it may be enqueued: no rank can count on what comes next
+            self._fail(error)
+            raise
         self.local._hold(views, number)
 
     # ---- arguments

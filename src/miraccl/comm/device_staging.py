@@ -260,14 +260,14 @@ class Staging:
         """Enqueue all pieces. ``buffers`` are the addresses that copies count from; ``before`` and ``after`` enqueue what the GPU does with
         a piece before it goes down and after it has come up.  Without ``job`` this rank only calls these, in the order of those that have
         one."""
-        if job is not None and not job.captured:
-            self.proxy.announce()
         ahead = NSLOTS - 1
         for number in range(npieces + ahead):
             if number < npieces:
                 if before is not None:
                     before(number, number % NSLOTS)
                 if job is not None:
+                    if number == 0 and not job.captured:
+                        self.proxy.announce()
                     self._send_down(job, number, buffers, stream)
             if number >= ahead:
                 if job is not None:
