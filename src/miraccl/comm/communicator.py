@@ -326,6 +326,8 @@ class Communicator:
 
     def finalize(self) -> None:
         """Leave in an orderly way, after what is pending; may be called twice. Not collective."""
+        if self._background is not None:
+            self._background.close()
         if self._device is not None:
             self._device.close()
         self._member.finalize()

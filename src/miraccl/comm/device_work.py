@@ -5,6 +5,7 @@ All of it is written against the methods that ``comm.device.DeviceCommunicator``
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from miraccl.comm.device_memory import device_view, empty_like
 from miraccl.comm.work import Work
-from miraccl.errors import CollectiveTimeout, InvalidUsage
+from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.executor.cuda.driver import Gpu
 
 POLL_S = 50e-6
@@ -134,6 +135,17 @@ class Background:
             return DeviceWork(name, self._gpu, number, result, keep)
 
         return start
+
+    def close(self) -> None:
+        """Give the stream back, after the GPU has ended its work; may be called twice."""
+        own, self._own = self._own, None
+        if own is None or self._gpu.closed:
+            return
+        with contextlib.suppress(MiracclError):  # a context that a failed kernel broke needs nothing given back
+            self._gpu.gpu.make_current()
+            self._gpu.gpu.synchronize()
+            self._kept.close()
+            self._gpu.gpu.destroy_stream(own)
 
     def _fork(self) -> int:
         if self._own is None:
