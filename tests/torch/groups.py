@@ -211,7 +211,7 @@ def deadlines(path: str) -> None:
     with world(path) as (rank, nranks):
         group = dist.group.WORLD
         assert isinstance(group, ProcessGroupMiraccl)
-        options = dist.AllreduceOptions()
+        options = dist.distributed_c10d.AllreduceOptions()
         options.timeout = LIMIT
         group.allreduce([x := torch.ones(2)], options).wait()
         assert x.tolist() == [float(nranks)] * 2

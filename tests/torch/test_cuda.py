@@ -49,6 +49,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     text, _ = run_ranks(cuda.late, 2, str(tmp_path / "meet"), timeout=TIMEOUT_S)
     assert "CollectiveTimeout" in text
     assert "rank 1" in text
+    assert "cuda.py" in text  # where its program is
 
 
 def test_every_cell_of_the_table_for_gpu_memory(tmp_path: Path) -> None:

@@ -205,13 +205,14 @@ def test_a_synchronous_operation_runs_in_the_current_stream_and_costs_no_event()
     assert here.events == 1
 
 
-def test_what_kernels_found_is_raised_by_wait_and_told_by_exception() -> None:
+def test_what_kernels_found_is_raised_by_wait_and_told_by_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miraccl.torch.streams.wait_for_graph", lambda comm: ("rank 1: never came",))
     streams, _ = _streams()
     work = streams.run("op", [], [], lambda: None, asynchronous=True)
     assert work.exception() is None
     comm: Any = streams.comm
     comm._device = _Broken()
-    with pytest.raises(BackendError, match="CollectiveTimeout: op: waited for rank 1"):
+    with pytest.raises(BackendError, match="CollectiveTimeout: op: waited for rank 1\n  rank 1: never came"):
         work.wait()
     assert isinstance(work.exception(), BackendError)
     assert not work.is_success()

@@ -24,8 +24,8 @@ import torch
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.group import group
 from miraccl.errors import CollectiveTimeout, InvalidUsage
-from miraccl.torch.channel import check_gpu
-from miraccl.torch.failures import BackendError, as_backend_errors
+from miraccl.torch.channel import check_gpu, wait_for_graph
+from miraccl.torch.failures import BackendError
 from miraccl.torch.work import Action, Work, seconds, translated
 
 POLL_S = 0.0002
@@ -40,6 +40,7 @@ class Streams:
         self._lock = threading.RLock()
         self._own: Any = None
         self._side: Any = None
+        self._graph: tuple[str, ...] | None = None
         self._batch: list[tuple[_Part, Action, Action]] | None = None
 
     @property
@@ -54,12 +55,12 @@ class Streams:
         with self._lock, self.cuda.device(self.device):
             current = self.cuda.current_stream(self.device)
             if not asynchronous:
-                translated(action)
+                self._enqueue(action)
                 return StreamWork(name, tensors, self, current)
             own = self.own
             own.wait_stream(current)
             with self.cuda.stream(own):
-                translated(action)
+                self._enqueue(action)
             for tensor in memory:
                 tensor.record_stream(own)
             return StreamWork(name, tensors, self, own, own.record_event())
@@ -127,8 +128,20 @@ class Streams:
 
     def check(self, name: str) -> None:
         """Raise what kernels have found so far."""
-        with as_backend_errors():
-            check_gpu(self.comm, name)
+        self._enqueue(lambda: check_gpu(self.comm, name))
+
+    def _enqueue(self, action: Action) -> None:
+        """Run an action; a deadline that has passed on the GPU is told with what all ranks are doing now."""
+        try:
+            translated(action)
+        except BackendError as failure:
+            error = failure.error
+            if not isinstance(error, CollectiveTimeout) or error.graph:
+                raise
+            if self._graph is None:
+                self._graph = wait_for_graph(self.comm)
+            error.graph = self._graph
+            raise BackendError(error) from error
 
 
 class StreamWork(Work):
