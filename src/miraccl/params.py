@@ -163,9 +163,9 @@ CUMEM = declare(
 )
 GPU_STAGING = declare(
     "GPU_STAGING",
-    8 << 20,
+    4 << 20,
     parse_size,
-    "Pinned host memory of a piece of GPU data on its way to other hosts; three pieces are under way.",
+    "Pinned host memory of a piece of GPU data on its way to other hosts; four pieces are under way.",
     kind="size",
     unit="B",
 )
@@ -217,9 +217,7 @@ THREAD_THRESHOLDS = declare(
 LL128_C2C = declare(
     "LL128_C2C", 1, parse_integer, "From Hopper on, LL128 may use paths up to PXN; 0 stops at PXB.", kind="flag", nccl="LL128_C2C"
 )
-PAT_ENABLE = declare(
-    "PAT_ENABLE", 2, parse_integer, "PAT: 0 off, 1 on, 2 where each node has one rank.", kind="choice", nccl="PAT_ENABLE"
-)
+PAT_ENABLE = declare("PAT_ENABLE", 2, parse_integer, "PAT: 0 off, 1 on, 2 where each node has one rank.", kind="choice", nccl="PAT_ENABLE")
 NET_OVERHEAD = declare(
     "NET_OVERHEAD", -2, parse_integer, "Time to post a network operation; -2 goes by the CPU.", kind="time", unit="ns", nccl="NET_OVERHEAD"
 )

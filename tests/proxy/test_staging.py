@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miraccl.proxy.staging import DONE_OFFSET, LONGEST_PAUSE_S, READY_OFFSET, SHORTEST_PAUSE_S, SLOT_STRIDE, SPIN_S, StagingProxy
+from miraccl.proxy.staging import DONE_OFFSET, LONGEST_PAUSE_S, READY_OFFSET, SHORTEST_PAUSE_S, SLOT_STRIDE, SPIN_S, StagingProxy, slot_of
 
-NSLOTS = 3
+NSLOTS, LANES = 4, 2
 
 
 class Words:
@@ -32,8 +32,8 @@ class Words:
 
 
 class Job:
-    def __init__(self, npieces: int, captured: bool = False, fails_at: int = -1) -> None:
-        self.npieces, self.captured, self.fails_at = npieces, captured, fails_at
+    def __init__(self, npieces: int, captured: bool = False, fails_at: int = -1, stride: int = 1) -> None:
+        self.npieces, self.captured, self.fails_at, self.stride = npieces, captured, fails_at, stride
         self.ran: list[tuple[int, int]] = []
 
     def run(self, piece: int, slot: int) -> None:
@@ -43,21 +43,31 @@ class Job:
 
 
 class Side:
-    """A proxy with its flags, and streams that write and wait."""
+    """The lanes of a communicator with their flags, and streams that write and wait."""
 
     def __init__(self) -> None:
         self.words, self.faults = Words(), list[Exception]()
-        self.proxy = StagingProxy(0, NSLOTS, on_fault=self.faults.append, atomics=self.words)
+        self.proxies = [
+            StagingProxy(0, NSLOTS, on_fault=self.faults.append, lane=lane, lanes=LANES, atomics=self.words) for lane in range(LANES)
+        ]
+        self._next = itertools.cycle(self.proxies)
 
-    def stream(self, number: int, npieces: int) -> list[Callable[[], bool]]:
+    def stream(self, job: Job) -> list[Callable[[], bool]]:
         """What a stream does for a job: each entry says whether it could go on."""
+        (number,) = {proxy.register(job) for proxy in self.proxies}
+        ahead = NSLOTS * job.stride // LANES
         actions: list[Callable[[], bool]] = []
-        for k in range(npieces + NSLOTS - 1):
-            if k < npieces:
-                actions.append(self._write(k % NSLOTS, number))
-            if k >= NSLOTS - 1:
-                actions.append(self._wait((k - NSLOTS + 1) % NSLOTS))
+        for k in range(job.npieces + ahead - 1):
+            if k < job.npieces:
+                actions.append(self._write(slot_of(k, job.stride, NSLOTS, LANES), number))
+            if k >= ahead - 1:
+                actions.append(self._wait(slot_of(k - ahead + 1, job.stride, NSLOTS, LANES)))
         return actions
+
+    def announce(self, job: Job) -> None:
+        for proxy in self.proxies:
+            if proxy.takes_part(job):
+                proxy.announce()
 
     def _write(self, slot: int, number: int) -> Callable[[], bool]:
         def write() -> bool:
@@ -81,79 +91,92 @@ class Side:
                 if left[0]():
                     left.pop(0)
             else:
-                self.proxy.step()
+                next(self._next).step()
         raise AssertionError("the stream never ends")
 
 
-@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), order=st.lists(st.booleans(), min_size=1, max_size=50))
-def test_pieces_run_once_and_in_order(sizes: list[int], order: list[bool]) -> None:
+flip = itertools.cycle([True, False])
+jobs = st.lists(st.tuples(st.integers(1, 9), st.sampled_from([1, LANES])), min_size=1, max_size=6)
+
+
+def expected(job: Job) -> list[tuple[int, int]]:
+    return [(k, slot_of(k, job.stride, NSLOTS, LANES)) for k in range(job.npieces)]
+
+
+@given(sizes=jobs, order=st.lists(st.booleans(), min_size=1, max_size=50))
+def test_pieces_run_once_and_in_order(sizes: list[tuple[int, int]], order: list[bool]) -> None:
+    """In the order of each lane."""
     side = Side()
     turns = itertools.cycle([*order, True, False])
-    for size in sizes:
-        job = Job(size)
-        side.proxy.announce()
-        number = side.proxy.register(job)
-        side.run(side.stream(number, size), lambda: next(turns))
-        assert job.ran == [(k, k % NSLOTS) for k in range(size)]
-    assert not side.proxy.step()
+    for size, stride in sizes:
+        job = Job(size, stride=stride)
+        side.announce(job)
+        side.run(side.stream(job), lambda: next(turns))
+        assert sorted(job.ran) == expected(job)
+        for lane in range(stride):
+            mine = [piece for piece, slot in job.ran if slot % LANES == lane]
+            assert mine == sorted(mine) == list(range(lane, size, stride))
+        assert all(proxy.pause(3600) == 1.0 for proxy in side.proxies), "nothing is left to come"
+    assert not any(proxy.step() for proxy in side.proxies)
     assert not side.faults
 
 
-flip = itertools.cycle([True, False])
-
-
+@pytest.mark.parametrize("stride", [1, LANES])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 10])
-def test_a_captured_job_runs_at_every_replay(size: int) -> None:
-    side, job = Side(), Job(size, captured=True)
-    graph = side.stream(side.proxy.register(job), size)
-    other = Job(5)
-    eager = side.stream(side.proxy.register(other), 5)
+def test_a_captured_job_runs_at_every_replay(size: int, stride: int) -> None:
+    side, job = Side(), Job(size, captured=True, stride=stride)
+    graph = side.stream(job)
+    other = Job(5, stride=LANES)
+    eager = side.stream(other)
     for _ in range(4):
         side.run(graph, lambda: next(flip))
         side.run(eager, lambda: next(flip))
-    assert job.ran == [(k, k % NSLOTS) for k in range(size)] * 4
+    assert sorted(job.ran) == sorted(expected(job) * 4)
     assert len(other.ran) == 20
 
 
 def test_after_a_fault_everything_is_answered_and_nothing_runs() -> None:
     side, job, after = Side(), Job(6, fails_at=2), Job(4)
-    side.run(side.stream(side.proxy.register(job), 6), lambda: next(flip))
-    side.run(side.stream(side.proxy.register(after), 4), lambda: next(flip))
+    side.run(side.stream(job), lambda: next(flip))
+    side.run(side.stream(after), lambda: next(flip))
     assert [piece for piece, _ in job.ran] == [0, 1]
     assert after.ran == []
     assert [str(error) for error in side.faults] == ["the network is gone"]
 
 
 def test_drain_answers_without_a_fault() -> None:
-    side, job = Side(), Job(5)
-    side.proxy.drain()
-    side.run(side.stream(side.proxy.register(job), 5), lambda: next(flip))
+    side, job = Side(), Job(5, stride=LANES)
+    for proxy in side.proxies:
+        proxy.drain()
+    side.run(side.stream(job), lambda: next(flip))
     assert job.ran == []
     assert side.faults == []
 
 
 def test_it_looks_often_only_where_something_may_come() -> None:
-    side, job = Side(), Job(1)
-    proxy = side.proxy
+    side, job = Side(), Job(1, stride=LANES)
+    proxy, other = side.proxies
     assert proxy.pause(0) == 0
     assert proxy.pause(10 * SPIN_S) == 1.0, "nothing is announced: it sleeps until it is"
-    number = proxy.register(job)
-    proxy.announce()
+    actions = side.stream(job)
+    side.announce(job)
     assert proxy.pause(SPIN_S / 2) == 0
     assert proxy.pause(SPIN_S * 1.01) >= SHORTEST_PAUSE_S
     assert proxy.pause(3600) == LONGEST_PAUSE_S
-    side.run(side.stream(number, 1), lambda: next(flip))
+    assert other.pause(3600) == 1.0, "one piece comes to one lane"
+    side.run(actions, lambda: next(flip))
     assert proxy.pause(3600) == 1.0
-    proxy.register(Job(1, captured=True))
+    side.stream(Job(1, captured=True, stride=LANES))
     assert proxy.pause(3600) == LONGEST_PAUSE_S, "a graph may be replayed at any time"
+    assert other.pause(3600) == 1.0
 
 
 def test_the_thread_answers_and_ends() -> None:
-    side, job = Side(), Job(4)
-    proxy = side.proxy
-    actions = side.stream(proxy.register(job), 4)
-    proxy.start("test")
-    proxy.announce()
+    side, job = Side(), Job(4, stride=LANES)
+    actions = side.stream(job)
+    for proxy in side.proxies:
+        proxy.start("test")
+    side.announce(job)
     for action in actions:
         for _ in range(2_000_000):
             if action():
@@ -161,5 +184,5 @@ def test_the_thread_answers_and_ends() -> None:
         else:
             raise AssertionError("no answer")
     assert len(job.ran) == 4
-    proxy.close()
-    proxy.close()
+    for proxy in [*side.proxies, *side.proxies]:
+        proxy.close()

@@ -23,7 +23,18 @@ from miraccl.bootstrap import Event, Notice, PeerLost, Session
 from miraccl.comm.arguments import counts_of, operator, peer_rank
 from miraccl.comm.device import DeviceCommunicator
 from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
-from miraccl.comm.device_staging import CpuCommunicator, Piece, RunPiece, Shape, StagedJob, Staging, collective_on, cut, elements_per_piece
+from miraccl.comm.device_staging import (
+    LANES,
+    CpuCommunicator,
+    Piece,
+    RunPiece,
+    Shape,
+    StagedJob,
+    Staging,
+    collective_on,
+    cut,
+    elements_per_piece,
+)
 from miraccl.comm.device_transfers import DeviceTransfer, cut_transfers, transfers_on
 from miraccl.errors import CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError, PeerDied, SystemFailure
 from miraccl.transport.cuda_p2p import Explanation
@@ -100,7 +111,7 @@ class HostsCommunicator:
         self.last_plan: HostsPlan | None = None
         self._lock = threading.Lock()
         self._side: int | None = None
-        self._jobs: dict[tuple[Any, ...], StagedJob | None] = {}
+        self._jobs: dict[tuple[Any, ...], StagedJob] = {}
         self._cpus: list[CpuCommunicator] = []
         sizes = session.all_gather(str(params.GPU_STAGING.read()).encode(), "gpu staging")
         self.slot_bytes = max(LEAST_SLOT, min(int(size) for size in sizes))
@@ -108,9 +119,12 @@ class HostsCommunicator:
         self.local = DeviceCommunicator(self._local_session, ordinal, timeout=timeout, algo=algo, proto=proto)
         self.gpu = self.local.gpu
         self.world = self._open(open_cpu, range(self.nranks), "gpu world")
-        self.cross = self.world
-        if self.even and self.width > 1:
-            self.cross = self._open(open_cpu, [ranks[self.index] for ranks in self.groups], f"gpu cross {self.index}")
+        #: between hosts of equal numbers of ranks, those of one index: a communicator per lane
+        self.crosses: tuple[CpuCommunicator, ...] = ()
+        if self.even:
+            ranks = [ranks[self.index] for ranks in self.groups]
+            lanes = [self._open(open_cpu, ranks, f"gpu cross {self.index}.{lane}") for lane in range(self.width == 1, LANES)]
+            self.crosses = (self.world, *lanes) if self.width == 1 else tuple(lanes)
         self.staging = Staging(self.gpu, self.slot_bytes, on_fault=self._fail, name=f"miraccl-staging-{self.rank}")
         session.barrier("gpu staging ready")
         session.on_event(self._event)
@@ -298,7 +312,7 @@ class HostsCommunicator:
         """What follows in the stream begins when every rank's stream has come here."""
         with self._operation("barrier", stream, [], None) as (number, captured):
             job = self._job(("barrier",), captured, lambda: ((Piece(),), lambda piece, at, slot: self.world.barrier()))
-            self.staging.enqueue(job, 1, (), number)
+            self.staging.enqueue(job, (), number)
 
     # ---- point to point
 
@@ -356,9 +370,9 @@ class HostsCommunicator:
         rounds, need = cut_transfers(transfers, self.slot_bytes)
         key = ("exchange", tuple((t.receives, t.peer, t.memory.count, t.memory.dtype) for t in transfers))
         slots = self.staging.slots_for(need)
-        job = self._job(key, captured, lambda: (tuple(r.piece for r in rounds), transfers_on(self.world, rounds, slots)), need)
+        job = self._job(key, captured, lambda: (tuple(r.piece for r in rounds), transfers_on(self.world, rounds, slots)), need=need)
         self._note("staged", "sends and receives", len(rounds), need)
-        self.staging.enqueue(job, len(rounds), [t.memory.address for t in transfers], number)
+        self.staging.enqueue(job, [t.memory.address for t in transfers], number)
 
     # ---- hierarchical: this host's GPUs, and the ranks of equal index on the other hosts
 
@@ -385,7 +399,7 @@ class HostsCommunicator:
         mine = target.part(self.index * share, share + (rest if self.index == last else 0))
         if mine.count:
             shape = self._cross_shape(Collective.ALL_REDUCE, mine, mine.count)
-            self._enqueue(self.cross, shape, mine.dtype, op, (mine.address, mine.address), number, captured)
+            self._enqueue(self.crosses, shape, mine.dtype, op, (mine.address, mine.address), number, captured)
         if share:
             self.local.all_gather(shard, target.part(0, even), stream=number)
         if rest:
@@ -396,7 +410,7 @@ class HostsCommunicator:
         count = source.count
         places = tuple(ranks[self.index] * count for ranks in self.groups)
         shape = dataclasses.replace(self._cross_shape(Collective.ALL_GATHER, source, count), places=places)
-        self._enqueue(self.cross, shape, source.dtype, SUM, (source.address, target.address), number, captured)
+        self._enqueue(self.crosses, shape, source.dtype, SUM, (source.address, target.address), number, captured)
         if self.host_major:
             for host in range(len(self.groups)):
                 part = target.part(host * self.width * count, self.width * count)
@@ -419,7 +433,7 @@ class HostsCommunicator:
                     out = self._in_slot(slot, host * size, size, dtype) if index == self.index else None
                     self.local.reduce(source.part(rank * count + piece * most, size), index, out, op, stream=number)
 
-        self._enqueue(self.cross, shape, dtype, op, (0, target.address), number, captured, before=before)
+        self._enqueue(self.crosses, shape, dtype, op, (0, target.address), number, captured, before=before)
 
     def _broadcast(self, memory: DeviceMemory, root: int, number: int, captured: bool) -> None:
         """Between hosts among the ranks with the root's index, then inside each host, piece by piece."""
@@ -432,7 +446,7 @@ class HostsCommunicator:
             self.local.broadcast(memory.part(piece * most, size), index, stream=number)
 
         both = (memory.address, memory.address)
-        self._enqueue(self.cross, shape, memory.dtype, SUM, both, number, captured, takes_part=index == self.index, after=after)
+        self._enqueue(self.crosses, shape, memory.dtype, SUM, both, number, captured, takes_part=index == self.index, after=after)
 
     def _reduce(self, source: DeviceMemory, target: DeviceMemory, op: RedOp, root: int, number: int, captured: bool) -> None:
         """Inside each host to the rank with the root's index, into its slot, then between hosts, piece by piece."""
@@ -446,7 +460,7 @@ class HostsCommunicator:
             self.local.reduce(source.part(piece * most, size), index, out, op, stream=number)
 
         to = (0, target.address)
-        self._enqueue(self.cross, shape, source.dtype, op, to, number, captured, takes_part=index == self.index, before=before)
+        self._enqueue(self.crosses, shape, source.dtype, op, to, number, captured, takes_part=index == self.index, before=before)
 
     def _all_to_all(self, source: DeviceMemory, target: DeviceMemory, count: int, number: int, captured: bool) -> None:
         """Blocks inside the host on GPUs, those for other hosts through the CPU communicator of all ranks."""
@@ -456,7 +470,7 @@ class HostsCommunicator:
         even = Shape.even(Collective.ALL_TO_ALL, source.dtype.itemsize, self.rank, self.nranks, 0, count)
         places = tuple(rank * count for rank in range(self.nranks))
         shape = dataclasses.replace(even, sends=counts, receives=counts, uneven=True, source_places=places, places=places)
-        self._enqueue(self.world, shape, source.dtype, SUM, (source.address, target.address), number, captured)
+        self._enqueue((self.world,), shape, source.dtype, SUM, (source.address, target.address), number, captured)
 
     def _place(self, rank: int) -> tuple[int, int]:
         """Host and index in the host of a rank."""
@@ -483,9 +497,10 @@ class HostsCommunicator:
         number: int,
         captured: bool,
     ) -> None:
-        """The whole operation through the CPU communicator of all ranks."""
+        """The whole operation through CPU communicators of all ranks."""
         shape = Shape.even(collective, source.dtype.itemsize, self.rank, self.nranks, root, count)
-        self._enqueue(self.world, shape, source.dtype, op, (source.address, target.address), number, captured)
+        cpus = self.crosses if self.even and self.width == 1 else (self.world,)
+        self._enqueue(cpus, shape, source.dtype, op, (source.address, target.address), number, captured)
 
     def _uneven(
         self,
@@ -515,11 +530,11 @@ class HostsCommunicator:
         )
         writes = target if target is not source else None
         with self._operation(f"{collective.label}_v", stream, [source, target], writes) as (number, captured):
-            self._enqueue(self.world, shape, source.dtype, op, (source.address, target.address), number, captured)
+            self._enqueue((self.world,), shape, source.dtype, op, (source.address, target.address), number, captured)
 
     def _enqueue(
         self,
-        cpu: CpuCommunicator,
+        cpus: tuple[CpuCommunicator, ...],
         shape: Shape,
         dtype: DType,
         op: Any,
@@ -531,33 +546,38 @@ class HostsCommunicator:
         before: Callable[[int, int], None] | None = None,
         after: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Enqueue a collective of ``cpu``; with ``before`` a kernel writes the slots, and nothing is copied down."""
+        """Enqueue a collective of ``cpus``, one a lane; with ``before`` a kernel writes the slots, and nothing is copied down."""
         unknown = shape.uneven and shape.collective is Collective.ALL_TO_ALL and not shape.places
 
         def make() -> tuple[tuple[Piece, ...], RunPiece]:
             pieces = cut(shape, self.slot_bytes)
-            run = collective_on(cpu, shape, dtype, op, self.staging.slots)
+            run = collective_on(cpus, shape, dtype, op, self.staging.slots)
             if before is not None:
                 pieces = tuple(dataclasses.replace(piece, down=()) for piece in pieces)
-            return _agreeing(cpu, pieces, run) if unknown else (pieces, run)
+            return _agreeing(self.world, pieces, run) if unknown else (pieces, run)
 
         operation = op if isinstance(op, RedOp) else (type(op).__name__, op.scalar)
-        job = self._job((shape, dtype, operation, cpu is self.world), captured, make)
-        assert job is not None
-        if cpu is self.world:
-            self._note("staged", self._why_staged(shape, dtype, op), job.npieces, self.slot_bytes)
-        else:
+        job = self._job((shape, dtype, operation, cpus == self.crosses), captured, make, stride=len(cpus))
+        if cpus == self.crosses and self.width > 1:
             self._note("hierarchical", f"{len(self.groups)} hosts of {self.width} ranks", job.npieces, self.slot_bytes)
-        self.staging.enqueue(job if takes_part else None, job.npieces, buffers, number, before, after)
+        else:
+            self._note("staged", self._why_staged(shape, dtype, op), job.npieces, self.slot_bytes)
+        self.staging.enqueue(job, buffers, number, takes_part=takes_part, before=before, after=after)
 
     def _job(
-        self, key: tuple[Any, ...], captured: bool, make: Callable[[], tuple[tuple[Piece, ...], RunPiece]], need: int = 0
+        self,
+        key: tuple[Any, ...],
+        captured: bool,
+        make: Callable[[], tuple[tuple[Piece, ...], RunPiece]],
+        *,
+        need: int = 0,
+        stride: int = 1,
     ) -> StagedJob:
         """The job of a kind of operation; captured ones apart, because a graph may bring them at any time."""
         job = self._jobs.get((key, captured))
         if job is None:
             pieces, run = make()
-            job = self._jobs[key, captured] = self.staging.job(pieces, self.staging.slots_for(need), run, captured)
+            job = self._jobs[key, captured] = self.staging.job(pieces, self.staging.slots_for(need), run, captured, stride)
         return job
 
     def _why_staged(self, shape: Shape, dtype: DType, op: Any) -> str:
@@ -653,7 +673,7 @@ class HostsCommunicator:
             if self.fault is not None:
                 return
             self.fault = error if isinstance(error, MiracclError) else SystemFailure(f"staging failed: {error!r}", rank=self.rank)
-        self.staging.proxy.drain()
+        self.staging.drain()
         self.local.abort()
         if not told:
             words = {"kind": type(self.fault).__name__, "message": self.fault.message, "peer": self.fault.peer, "op": self.fault.op}

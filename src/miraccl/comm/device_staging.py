@@ -23,7 +23,8 @@ from miraccl.proxy import staging
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType
 
-NSLOTS = 3
+LANES = 2  # proxies, each with CPU communicators of its own
+NSLOTS = 2 * LANES  # while a lane's piece is on the network, its next one is copied
 PAGE_BYTES = 4096
 FLAG_BYTES = PAGE_BYTES
 ALIGN = 64  # bytes, of the parts of a slot
@@ -208,8 +209,8 @@ RunPiece = Callable[[Piece, int, int], None]
 class StagedJob:
     """An operation that is cut into pieces (``proxy.staging.Job``)."""
 
-    def __init__(self, pieces: Sequence[Piece], slots: Slots, run: RunPiece, captured: bool) -> None:
-        self.pieces, self.slots, self.captured = tuple(pieces), slots, captured
+    def __init__(self, pieces: Sequence[Piece], slots: Slots, run: RunPiece, captured: bool, stride: int) -> None:
+        self.pieces, self.slots, self.captured, self.stride = tuple(pieces), slots, captured, stride
         self.npieces = len(self.pieces)
         self.number = 0
         self._run = run
@@ -218,12 +219,16 @@ class StagedJob:
         self._run(self.pieces[piece], piece, slot)
 
 
+def slot_of(piece: int, stride: int) -> int:
+    return staging.slot_of(piece, stride, NSLOTS, LANES)
+
+
 Hook = Callable[[int, int], None]
 """``hook(piece, slot)`` enqueues more in the same stream."""
 
 
 class Staging:
-    """Slots, flags and the proxy of one communicator."""
+    """Slots, flags and the proxies of one communicator."""
 
     def __init__(self, gpu: Gpu, slot_bytes: int, *, on_fault: Callable[[Exception], None], name: str) -> None:
         self.gpu = gpu
@@ -231,8 +236,9 @@ class Staging:
         self._larger: list[Slots] = []
         self._words, flags, self._flags_on_gpu = gpu.host_words(FLAG_BYTES)
         self._flags = flags
-        self.proxy = staging.StagingProxy(flags, NSLOTS, on_fault=on_fault)
-        self.proxy.start(name)
+        self.proxies = [staging.StagingProxy(flags, NSLOTS, on_fault=on_fault, lane=lane, lanes=LANES) for lane in range(LANES)]
+        for lane, proxy in enumerate(self.proxies):
+            proxy.start(f"{name}-{lane}")
 
     def slots_for(self, nbytes: int) -> Slots:
         """Slots of at least ``nbytes``; larger ones than usual are made once and kept."""
@@ -243,49 +249,58 @@ class Staging:
             self._larger.append(Slots(self.gpu, 1 << (nbytes - 1).bit_length()))
         return self._larger[-1]
 
-    def job(self, pieces: Sequence[Piece], slots: Slots, run: RunPiece, captured: bool) -> StagedJob:
-        job = StagedJob(pieces, slots, run, captured)
-        job.number = self.proxy.register(job)
+    def job(self, pieces: Sequence[Piece], slots: Slots, run: RunPiece, captured: bool, stride: int = 1) -> StagedJob:
+        """``stride`` is 1 for a job of one lane, ``LANES`` for one of all."""
+        job = StagedJob(pieces, slots, run, captured, stride)
+        for proxy in self.proxies:
+            job.number = proxy.register(job)
         return job
+
+    def drain(self) -> None:
+        """Run nothing any more, but let streams go on."""
+        for proxy in self.proxies:
+            proxy.drain()
 
     def enqueue(
         self,
-        job: StagedJob | None,
-        npieces: int,
+        job: StagedJob,
         buffers: Sequence[int],
         stream: int,
+        *,
+        takes_part: bool = True,
         before: Hook | None = None,
         after: Hook | None = None,
     ) -> None:
         """Enqueue all pieces. ``buffers`` are the addresses that copies count from; ``before`` and ``after`` enqueue what the GPU does with
-        a piece before it goes down and after it has come up.  Without ``job`` this rank only calls these, in the order of those that have
-        one."""
-        ahead = NSLOTS - 1
-        for number in range(npieces + ahead):
-            if number < npieces:
+        a piece before it goes down and after it has come up.  Who does not take part only calls these, in the order of those that do."""
+        ahead = NSLOTS * job.stride // LANES - 1
+        if takes_part and not job.captured:
+            for proxy in self.proxies:
+                if proxy.takes_part(job):
+                    proxy.announce()
+        for number in range(job.npieces + ahead):
+            if number < job.npieces:
                 if before is not None:
-                    before(number, number % NSLOTS)
-                if job is not None:
-                    if number == 0 and not job.captured:
-                        self.proxy.announce()
+                    before(number, slot_of(number, job.stride))
+                if takes_part:
                     self._send_down(job, number, buffers, stream)
             if number >= ahead:
-                if job is not None:
+                if takes_part:
                     self._bring_up(job, number - ahead, buffers, stream)
                 if after is not None:
-                    after(number - ahead, (number - ahead) % NSLOTS)
+                    after(number - ahead, slot_of(number - ahead, job.stride))
 
     def _send_down(self, job: StagedJob, number: int, buffers: Sequence[int], stream: int) -> None:
-        gpu, slot = self.gpu, number % NSLOTS
+        gpu, slot = self.gpu, slot_of(number, job.stride)
         base = job.slots.address + slot * job.slots.nbytes
         for copy in job.pieces[number].down:
             gpu.copy_to_host(base + copy.host, buffers[copy.buffer] + copy.device, copy.nbytes, stream)
-        gpu.write_word(self._flags_on_gpu + self.proxy.done_offset(slot), 0, stream)
-        gpu.write_word(self._flags_on_gpu + self.proxy.ready_offset(slot), job.number, stream)
+        gpu.write_word(self._flags_on_gpu + slot * staging.SLOT_STRIDE + staging.DONE_OFFSET, 0, stream)
+        gpu.write_word(self._flags_on_gpu + slot * staging.SLOT_STRIDE + staging.READY_OFFSET, job.number, stream)
 
     def _bring_up(self, job: StagedJob, number: int, buffers: Sequence[int], stream: int) -> None:
-        gpu, slot = self.gpu, number % NSLOTS
-        gpu.wait_word(self._flags_on_gpu + self.proxy.done_offset(slot), 1, stream)
+        gpu, slot = self.gpu, slot_of(number, job.stride)
+        gpu.wait_word(self._flags_on_gpu + slot * staging.SLOT_STRIDE + staging.DONE_OFFSET, 1, stream)
         base = job.slots.address + slot * job.slots.nbytes
         for copy in job.pieces[number].up:
             gpu.copy_from_host(buffers[copy.buffer] + copy.device, base + copy.host, copy.nbytes, stream)
@@ -295,7 +310,8 @@ class Staging:
 
     def close(self) -> None:
         """After every stream has passed what was enqueued; may be called twice."""
-        self.proxy.close()
+        for proxy in self.proxies:
+            proxy.close()
         for slots in (self.slots, *self._larger):
             slots.close()
         flags, self._flags = self._flags, 0
@@ -306,13 +322,13 @@ class Staging:
 # ---- the network's part
 
 
-def collective_on(cpu: CpuCommunicator, shape: Shape, dtype: DType, op: Any, slots: Slots) -> RunPiece:
-    """Run pieces of ``shape`` on a CPU communicator of ``shape.nranks`` ranks."""
+def collective_on(cpus: Sequence[CpuCommunicator], shape: Shape, dtype: DType, op: Any, slots: Slots) -> RunPiece:
+    """Run pieces of ``shape`` on CPU communicators of ``shape.nranks`` ranks, one for each lane that the job takes."""
 
     def run(piece: Piece, number: int, slot: int) -> None:
         x = slots.view(slot, piece.source, sum(piece.source_counts), dtype)
         out = slots.view(slot, piece.target, sum(piece.target_counts), dtype)
-        _call(cpu, shape, piece, x, out, op)
+        _call(cpus[number % len(cpus)], shape, piece, x, out, op)
 
     return run
 

@@ -14,7 +14,7 @@ from miraccl.comm.device_memory import DeviceMemory
 from miraccl.comm.device_staging import ALIGN, Copy, CpuCommunicator, Piece, RunPiece, Slots
 from miraccl.types import DType
 
-MESSAGES_PER_SLOT = 4
+MESSAGES_PER_SLOT = 2
 ROUND_SLOTS = 2
 
 

@@ -4,8 +4,10 @@ A stream copies a piece to pinned memory and writes the number of its job into t
 piece, and stores 1 to ``done``, for which the stream waits.  The stream itself clears ``done`` before it writes ``ready``: nothing here
 counts launches, so what a CUDA graph has captured may be replayed any number of times.
 
-Pieces of a job come in order, piece k in slot k mod ``nslots``, and jobs one after another, each beginning with slot 0: there is always
-exactly one word to look at.  After a fault nothing is run any more, but every piece is still answered, so that no stream waits for ever.
+There may be several such threads, each a lane with slots of its own: lane l has the slots l, l + lanes, ...  Pieces of a job come in order,
+and jobs one after another, each beginning with a lane's first slot: for a lane there is always exactly one word to look at.  A job of
+``stride`` 1 takes lane 0 only; one whose stride is the number of lanes deals its pieces out to all of them.  After a fault nothing is run
+any more, but every piece is still answered, so that no stream waits for ever.
 
 The thread looks without pause for ``SPIN_S`` after something happened, then ever more rarely; with nothing announced and nothing captured
 it sleeps until ``announce``.
@@ -35,44 +37,59 @@ class Job(Protocol):
     """What is run when a stream says that a piece is there. ``captured``: a graph may bring it at any time."""
 
     npieces: int
+    stride: int
     captured: bool
 
     def run(self, piece: int, slot: int) -> None: ...
 
 
+def slot_of(piece: int, stride: int, nslots: int, lanes: int) -> int:
+    """The slot of a piece: pieces of one lane go around its slots."""
+    return piece % nslots if stride == lanes else piece * lanes % nslots
+
+
 class StagingProxy:
-    """Answers the slots whose words lie at ``flags`` (``nslots`` times ``SLOT_STRIDE`` bytes of zeros).
+    """Answers the slots of one lane, whose words lie at ``flags`` (``nslots`` times ``SLOT_STRIDE`` bytes of zeros, for all lanes).
 
     ``on_fault(error)`` is called once, in the thread, with what the first piece that failed raised; from then on nothing is run.
     ``start`` begins the thread; without it ``step`` may be called instead.
     """
 
-    def __init__(self, flags: int, nslots: int, *, on_fault: Callable[[Exception], None], atomics: Atomics | None = None) -> None:
+    def __init__(
+        self,
+        flags: int,
+        nslots: int,
+        *,
+        on_fault: Callable[[Exception], None],
+        lane: int = 0,
+        lanes: int = 1,
+        atomics: Atomics | None = None,
+    ) -> None:
+        assert nslots % lanes == 0
         self._flags, self._nslots, self._on_fault = flags, nslots, on_fault
+        self.lane, self.lanes = lane, lanes
         self._atomics = atomics or native_atomics()
         self._jobs: dict[int, Job] = {}
         self._bell = threading.Event()
         self._stopping = self._captured = False
         self.draining = False
-        self._piece = 0
+        self._slot, self._done = lane, 0  # where the next piece comes, and pieces of its job that this lane has answered
         self._announced = self._finished = 0
         self._thread: threading.Thread | None = None
 
     def register(self, job: Job) -> int:
-        """The number that a stream writes to ``ready`` for pieces of ``job``."""
+        """The number that a stream writes to ``ready`` for pieces of ``job``; it is registered with all lanes, in the same order."""
         number = len(self._jobs) + 1
         self._jobs[number] = job
-        self._captured |= job.captured
+        self._captured |= job.captured and self.takes_part(job)
         return number
 
-    def ready_offset(self, slot: int) -> int:
-        return slot * SLOT_STRIDE + READY_OFFSET
-
-    def done_offset(self, slot: int) -> int:
-        return slot * SLOT_STRIDE + DONE_OFFSET
+    def takes_part(self, job: Job) -> bool:
+        """Whether pieces of a job come to this lane."""
+        return self.lane < min(job.stride, job.npieces)
 
     def announce(self) -> None:
-        """A job is about to be enqueued that is not captured."""
+        """A job is about to be enqueued that is not captured, and that comes to this lane."""
         self._announced += 1
         self._bell.set()
 
@@ -96,23 +113,25 @@ class StagingProxy:
 
     def step(self) -> bool:
         """Answer one piece if it is there; says whether it was."""
-        slot = self._piece % self._nslots
+        slot = self._slot
         ready = self._flags + slot * SLOT_STRIDE + READY_OFFSET
         number = self._atomics.load_acquire(ready)
         if not number:
             return False
         self._atomics.store_release(ready, 0)
         job = self._jobs[number]
+        piece = self.lane + self._done * job.stride
         if not self.draining:
             try:
-                job.run(self._piece, slot)
+                job.run(piece, slot)
             except Exception as error:
                 self.draining = True
-                log.info("piece %d of %d was not run: %s", self._piece + 1, job.npieces, error)
+                log.info("piece %d of %d was not run: %s", piece + 1, job.npieces, error)
                 self._on_fault(error)
-        self._piece += 1
-        if self._piece == job.npieces:
-            self._piece = 0
+        self._done += 1
+        self._slot = (slot + self.lanes) % self._nslots
+        if piece + job.stride >= job.npieces:
+            self._slot, self._done = self.lane, 0
             self._finished += not job.captured
         self._atomics.store_release(self._flags + slot * SLOT_STRIDE + DONE_OFFSET, 1)
         return True
@@ -121,7 +140,7 @@ class StagingProxy:
         """How long to wait before the next look, ``idle`` seconds after something happened; 0 is not at all."""
         if idle < SPIN_S:
             return 0.0
-        if self._piece == 0 and self._announced == self._finished and not self._captured:
+        if self._done == 0 and self._announced == self._finished and not self._captured:
             return 1.0
         return min(LONGEST_PAUSE_S, max(SHORTEST_PAUSE_S, idle * PAUSE_SHARE))
 
