@@ -23,6 +23,7 @@ from miraccl.types import Collective, DType, RedOp
 
 if TYPE_CHECKING:
     from miraccl.executor.cuda.message_launch import MessageLaunches
+    from miraccl.executor.cuda.plan import DevicePlan
 
 SUM = RedOp.SUM
 SINCE_ARCH = 90
@@ -64,6 +65,7 @@ class MessageCalls:
 
     rank: int
     nranks: int
+    last_plan: DevicePlan | None
     _messages: MessageLaunches
 
     if TYPE_CHECKING:
@@ -112,6 +114,7 @@ class MessageCalls:
         messages = [message for _, message in parts]
         number = self._enter(name, stream, sum([m.nbytes for m in messages]) > SMALL_BYTES or len(messages) > SMALL_COUNT)
         self._messages.run(messages, number)
+        self.last_plan = self._messages.last_plan
         for memory, _ in parts:
             if memory.keep is not None:
                 self._hold([memory], number)
@@ -122,7 +125,7 @@ class MessageCalls:
 
     def barrier(self, *, stream: Any = None) -> None:
         """What follows in the stream begins when every rank's stream has come here."""
-        number = self._enter("barrier", stream)
+        number = self._enter("barrier", stream, False)
         others = [r for r in range(self.nranks) if r != self.rank]
         self._messages.run([Message(receives, r, 0, 0, int(DType.UINT8)) for r in others for receives in (False, True)], number)
 
@@ -249,11 +252,9 @@ class MessageCalls:
         for memory in receives:
             if memory is not None and memory.read_only:
                 raise InvalidUsage(f"{name}: out is an array that cannot be written", rank=self.rank)
-        number = self._enter(name, stream)
-        messages = [_message(False, r, m) for r, m in enumerate(sends) if m is not None]
-        messages += [_message(True, r, m) for r, m in enumerate(receives) if m is not None]
-        self._messages.run(messages, number)
-        self._hold([m for m in (*sends, *receives) if m is not None], number)
+        parts = [(m, _message(False, r, m)) for r, m in enumerate(sends) if m is not None]
+        parts += [(m, _message(True, r, m)) for r, m in enumerate(receives) if m is not None]
+        self._go(parts, name, stream)
 
 
 def _message(receives: bool, peer: int, memory: DeviceMemory) -> Message:
