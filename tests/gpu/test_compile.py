@@ -24,10 +24,10 @@ def specs() -> list[KernelSpec]:
     found = []
     for mode in PACKET_MODES:
         if mode in MOVES:
-            frames: tuple[tuple[DType, Frame], ...] = ((DType.UINT8, Frame.PAIR), (DType.UINT8, Frame.LINE))
+            frames: tuple[tuple[DType, Frame], ...] = ((DType.UINT8, Frame.PAIR), (DType.UINT8, Frame.MASK))
         else:
             floats = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
-            frames = (*((dtype, Frame.WORD) for dtype in floats), (DType.INT8, Frame.PAIR), (DType.INT64, Frame.LINE))
+            frames = (*((dtype, Frame.WORD) for dtype in floats), (DType.INT8, Frame.PAIR), (DType.INT64, Frame.MASK))
         for dtype, frame in frames:
             found.append(KernelSpec(family="packets", mode=mode, nranks=4, dtype=dtype, frame=frame, reduces=mode not in MOVES))
     found.append(KernelSpec(family="packets", mode="two_shot", nranks=3, dtype=DType.BFLOAT16, op=RedOp.PREMUL_SUM))

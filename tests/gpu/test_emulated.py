@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import struct
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,6 +103,30 @@ def test_slots_are_used_again(monkeypatch: pytest.MonkeyPatch, collective: Colle
     pieces = -(-vectors_of(request, algo, frame_of(request, "ll128")) // (plan.threads * plan.unroll))
     assert nslots < pieces
     assert run(machine(nranks), request, plan, repeat=2, close=True) == [""] * nranks
+
+
+def special(count: int, launch: int, seed: int) -> Any:
+    """Words of which most are masked to ones or to ESCAPE in a launch (``mask_of`` of source/packets.cuh)."""
+    place = np.arange(count, dtype=np.uint64)
+    masks = (place * 0x9E3779B1 & 0xFFFFFFFF) ^ ((launch * 0x85EBCA6B + 0x01234567) & 0xFFFFFFFF)
+    wanted = np.random.default_rng(seed).choice([0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFD, 5], count, p=[0.45, 0.3, 0.05, 0.2]).astype(np.uint64)
+    if seed % 2:
+        wanted[: count // 2] = 5  # none in these
+    return (wanted ^ masks).astype(np.uint32)
+
+
+@pytest.mark.parametrize("nranks", [2, 3])
+@pytest.mark.parametrize(
+    ("collective", "algo"), [(Collective.ALL_GATHER, "one_shot"), (Collective.BROADCAST, "chain"), (Collective.BROADCAST, "one_shot")]
+)
+def test_words_that_the_mask_makes_ones(monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, nranks: int) -> None:
+    monkeypatch.setattr(layout, "BANK_BYTES", 128 << 10)
+    fresh = Machine(nranks)
+    for launch in range(3):
+        for count in (20001,) if algo != "one_shot" else (1201,):
+            request = asked(collective, DType.UINT32, count, nranks, algo, "ll128", root=nranks - 1)
+            inputs = [special(count, launch, 2 * launch + rank) for rank in range(nranks)]
+            assert run(fresh, request, small(request), inputs=inputs) == [""] * nranks
 
 
 @pytest.mark.parametrize(("algo", "proto"), [("one_shot", "ll128"), ("two_shot", "ll"), ("ring", "simple"), ("one_shot", "simple")])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +11,7 @@ from hypothesis import strategies as st
 
 from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.executor.cuda import layout, lower, toolkit
-from miraccl.executor.cuda.plan import DevicePlan, Request, choose, kernel_spec, least_slots, rounds_of, slot_packets
-from miraccl.executor.cuda.source import Frame
+from miraccl.executor.cuda.plan import DevicePlan, Request, choose, frame_of, kernel_spec, least_slots, rounds_of, slot_packets
 from miraccl.schedule import catalog
 from miraccl.types import Collective, DType, RedOp
 
@@ -53,7 +51,7 @@ def test_every_size_has_a_plan_that_fits() -> None:
             continue
         block = lower.lower_packets(plan, asked, fixed(asked.nranks))
         piece = plan.blocks * plan.threads * plan.unroll
-        assert field(block, "nslots") * slot_packets(plan.algo, asked, piece) * 16 <= layout.BANK_BYTES
+        assert field(block, "nslots") * slot_packets(plan.algo, asked, piece, frame_of(asked, plan.proto)) * 16 <= layout.BANK_BYTES
         assert plan.blocks <= plan.min_blocks * asked.multiprocessors, "blocks that wait for one another are on the GPU together"
 
 
@@ -125,16 +123,6 @@ def test_what_cannot_run_is_refused() -> None:
     average = Request(collective=Collective.ALL_REDUCE, dtype=DType.INT32, op=RedOp.AVG, count=100, nranks=4, algo="ring", proto="simple")
     with pytest.raises(InvalidUsage, match="every hop"):
         lower.lower_steps(catalog.build("ring", Collective.ALL_REDUCE, 4), choose(average), average, fixed(4))
-
-
-def test_paths_that_tear_lines_get_none() -> None:
-    for asked in requests():
-        for proto in ("", "ll128"):
-            torn = replace(asked, lines=False, proto=proto)
-            spec = kernel_spec(choose(torn), torn)
-            assert spec.frame is not Frame.LINE
-            if spec.family == "packets":
-                assert lower.lower_packets(choose(torn), torn, fixed(asked.nranks))
 
 
 def test_bad_requests_are_refused() -> None:

@@ -43,9 +43,8 @@ from miraccl.executor.cuda.lower import Fixed
 from miraccl.executor.cuda.message_launch import MessageLaunches
 from miraccl.executor.cuda.messages import Reach
 from miraccl.executor.cuda.plan import DevicePlan, Request, choose
-from miraccl.executor.cuda.source import Frame
 from miraccl.executor.cuda.staged_copies import ALGORITHMS as MOVED_BY_ENGINES
-from miraccl.executor.cuda.staged_copies import ENGINES_FROM, StagedLaunch, staged_is_faster
+from miraccl.executor.cuda.staged_copies import ENGINES_FROM, StagedLaunch
 from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.types import Collective, DType, PreMulSum, RedOp
 
@@ -90,9 +89,7 @@ class DeviceCommunicator(MessageCalls):
         self._windows: Windows | None = None
         self._copies: dict[tuple[Any, ...], CopyLaunch | StagedLaunch] = {}
         self._engines_from = 0 if self._no_multiprocessors else ENGINES_FROM // self.nranks
-        frame = frame_of(self.symmetric)
-        self._lines = frame is Frame.LINE
-        reach = Reach(nranks=self.nranks, multiprocessors=self.multiprocessors, frame=frame)
+        reach = Reach(nranks=self.nranks, multiprocessors=self.multiprocessors, frame=frame_of(self.symmetric))
         self._messages = MessageLaunches(self.gpu, self._kernels, self._fixed, reach)
         self._kept = Kept(self.gpu)
         self._stream = -1
@@ -196,7 +193,7 @@ class DeviceCommunicator(MessageCalls):
         place = self._windows.place(target) if self._windows is not None and collective in COPIED else None
         if place is not None and (self._no_multiprocessors or block * (self.nranks - 1) >= COPIES_FROM):
             number: tuple[Any, ...] = (collective, dtype, count, root, place.number, place.offset)
-        elif place is None and self._lines and (self._no_multiprocessors or staged_is_faster(collective, block, self.nranks)):
+        elif place is None and self._no_multiprocessors and self.symmetric.all_direct:
             number = (collective, dtype, count, root)
         else:
             return None
@@ -252,7 +249,6 @@ class DeviceCommunicator(MessageCalls):
             algo=self.algo,
             proto=self.proto,
             multiprocessors=self.multiprocessors,
-            lines=self._lines,
         )
 
     def plan(self, request: Request) -> DevicePlan:

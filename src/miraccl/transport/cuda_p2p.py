@@ -293,6 +293,11 @@ class SymmetricMemory:
         views = (self._access[a][b], self._access[b][a])
         return pairs.path_between(self.facts[a], self.facts[b], views, self._paths)
 
+    @property
+    def all_direct(self) -> bool:
+        """Whether every rank addresses every other's device memory; the same on all ranks."""
+        return all(choice.kind in DIRECT for choice in self.ways.values())
+
     def explain(self) -> Explanation:
         """The way of every pair of ranks, and why."""
         return [(pair, choice.kind, choice.why) for pair, choice in sorted(self.ways.items())]

@@ -31,12 +31,13 @@ def run(
     offset: int = 0,
     close: bool = False,
     scalars: Sequence[float] | None = None,
+    inputs: Sequence[Any] | None = None,
 ) -> list[str]:
     """What was wrong, per rank; arrays begin ``offset`` elements after an aligned address. Launched ``repeat`` times."""
     plan = plan or choose(asked)
     spec, nranks = kernel_spec(plan, asked), asked.nranks
     width = nranks if asked.collective in _SHARED_IN else 1
-    inputs = [make_input(r, asked.count * width, asked.dtype, 1) for r in range(nranks)]
+    inputs = inputs or [make_input(r, asked.count * width, asked.dtype, 1) for r in range(nranks)]
     whole = [x if asked.collective is not Collective.BROADCAST or r == asked.root else None for r, x in enumerate(inputs)]
     wants = expected(asked.collective, whole, op=asked.op, root=asked.root, scalars=scalars)
     rooted = asked.collective in (Collective.BROADCAST, Collective.REDUCE)

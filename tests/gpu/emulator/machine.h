@@ -104,6 +104,15 @@ inline int __syncthreads_or(int x) { return meet(block->meeting, blockDim.x, x !
 inline void __syncwarp(u32 = ~0u) { meet(warp().meeting, lanes_of_warp(), false); }
 inline int __any_sync(u32, int x) { return meet(warp().meeting, lanes_of_warp(), x != 0); }
 inline int __all_sync(u32, int x) { return !meet(warp().meeting, lanes_of_warp(), x == 0); }
+inline u32 __ballot_sync(u32, int x) {
+  Warp& w = warp();
+  w.lane[threadIdx.x & 31][0] = x != 0;
+  __syncwarp();
+  u32 bits = 0;
+  for (u32 lane = 0; lane < lanes_of_warp(); lane++) bits |= (u32)w.lane[lane][0] << lane;
+  __syncwarp();
+  return bits;
+}
 inline u64 shuffle(u64 x, u32 from) {
   Warp& w = warp();
   w.lane[threadIdx.x & 31][0] = x;

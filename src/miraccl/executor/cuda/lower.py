@@ -83,8 +83,9 @@ def lower_packets(plan: DevicePlan, request: Request, fixed: Fixed) -> bytearray
     """Arguments of the kernel ``packets``. Raises ``InvalidUsage`` for a shape that the banks cannot hold."""
     count = request.count if request.reduces else request.block_bytes
     piece = plan.blocks * plan.threads * plan.unroll
-    pieces = -(-vectors_of(request, plan.algo, frame_of(request, plan.proto)) // piece)
-    slot = slot_packets(plan.algo, request, piece)
+    frame = frame_of(request, plan.proto)
+    pieces = -(-vectors_of(request, plan.algo, frame) // piece)
+    slot = slot_packets(plan.algo, request, piece, frame)
     spare = piece // 32 + layout.MAX_RANKS if plan.algo == "chain" else 0  # acks and hellos
     nslots = (layout.BANK_BYTES // 16 - spare) // slot
     least = min(pieces, least_slots(plan.algo, request.nranks))

@@ -49,7 +49,6 @@ class Request:
     proto: str = ""
     multiprocessors: int = 128
     scalar: float = 1.0  # of a pre-multiplied sum; this rank's
-    lines: bool = True  # whether all paths keep 128 bytes of a warp together
 
     @property
     def block_bytes(self) -> int:
@@ -74,12 +73,10 @@ def has_packets(request: Request, algo: str) -> bool:
 
 
 def frame_of(request: Request, proto: str) -> Frame:
-    """How packets of a protocol are framed. LL128 needs no flags in sums of floats; else it needs paths that keep lines whole."""
+    """How packets of a protocol are framed: in LL128, sums of floats have a NaN to spare, other data are masked."""
     if proto != "ll128":
         return Frame.PAIR
-    if request.reduces and can_spare_a_nan(request.dtype):
-        return Frame.WORD
-    return Frame.LINE if request.lines else Frame.PAIR
+    return Frame.WORD if request.reduces and can_spare_a_nan(request.dtype) else Frame.MASK
 
 
 def choose(request: Request) -> DevicePlan:
@@ -90,11 +87,9 @@ def choose(request: Request) -> DevicePlan:
     if not algo:
         algo = _algorithm(request)
     if not proto:
-        proto = _protocol(request, algo)
+        proto = "ll128"
     if proto != "simple" and not has_packets(request, algo):
         proto = "simple"
-    if proto == "ll128" and frame_of(request, proto) is Frame.PAIR:
-        proto = "ll"
     return _packet_shape(request, algo, proto) if proto != "simple" else _simple_shape(request, algo)
 
 
@@ -115,15 +110,6 @@ def _algorithm(request: Request) -> str:
 
 ONE_SHOT_UP_TO = {2: 1 << 62, 3: 256 * KIB, 4: 128 * KIB}
 ROOTED_ONE_SHOT_UP_TO = {2: MIB, 3: 64 * KIB, 4: 64 * KIB}
-#: bytes of a block for types whose packets need flags: pairs have less latency, lines carry 15/16 instead of half
-LL_UP_TO = 8 * KIB
-
-
-def _protocol(request: Request, algo: str) -> str:
-    frame = frame_of(request, "ll128")
-    return "ll" if frame is Frame.PAIR or (frame is Frame.LINE and request.block_bytes <= LL_UP_TO) else "ll128"
-
-
 #: (packets of a block or chunk up to, blocks at most, threads, unroll, blocks per multiprocessor); measured on H200, docs/performance.md
 Shapes = tuple[tuple[int, int, int, int, int], ...]
 PAIR_SHAPES: Shapes = (  # one_shot between two
@@ -139,7 +125,7 @@ ONE_SHOT_SHAPES: Shapes = (
     (1 << 19, 128, 512, 1, 1),
     (1 << 62, 512, 256, 1, 4),
 )
-LINE_SHAPES: Shapes = (
+MASK_SHAPES: Shapes = (
     (4096, 64, 64, 1, 1),
     (32768, 128, 256, 1, 1),
     (1 << 62, 128, 512, 1, 1),
@@ -164,7 +150,7 @@ def _shapes(algo: str, request: Request, frame: Frame) -> Shapes:
         return TWO_SHOT_SHAPES
     if request.nranks == 2:
         return PAIR_SHAPES
-    return LINE_SHAPES if frame is Frame.LINE else ONE_SHOT_SHAPES
+    return MASK_SHAPES if frame is Frame.MASK else ONE_SHOT_SHAPES
 
 
 def rounds_of(algo: str, request: Request) -> int:
@@ -177,11 +163,9 @@ def least_slots(algo: str, nranks: int) -> int:
     return nranks + 2 if algo == "ring" else 4
 
 
-def slot_packets(algo: str, request: Request, piece: int) -> int:
-    """Packets of a slot for pieces of ``piece`` packets: one for each that a piece brings to a rank."""
-    if algo == "chain":
-        return piece
-    return rounds_of(algo, request) * (request.nranks - 1) * piece
+def slot_packets(algo: str, request: Request, piece: int, frame: Frame) -> int:
+    """Places of a slot for pieces of ``piece`` packets: room for each message that a piece brings to a rank."""
+    return frame.room(piece) * (1 if algo == "chain" else rounds_of(algo, request) * (request.nranks - 1))
 
 
 def vectors_of(request: Request, plan_algo: str, frame: Frame) -> int:
@@ -189,7 +173,7 @@ def vectors_of(request: Request, plan_algo: str, frame: Frame) -> int:
     vectors = frame.vectors(request.block_bytes)
     if rounds_of(plan_algo, request) == 2:
         vectors = -(-vectors // request.nranks)
-        if frame is Frame.LINE:
+        if frame is Frame.MASK:
             vectors = -(-vectors // 32) * 32
     return vectors
 
@@ -201,7 +185,7 @@ def _packet_shape(request: Request, algo: str, proto: str) -> DevicePlan:
     _, limit, threads, unroll, min_blocks = next(row for row in table if vectors <= row[0])
     # all blocks are on the GPU at once, and an operation of several pieces has slots enough (lower.lower_packets)
     resident = min_blocks * request.multiprocessors
-    largest = layout.BANK_BYTES // (16 * least_slots(algo, request.nranks) * slot_packets(algo, request, threads * unroll))
+    largest = layout.BANK_BYTES // (16 * least_slots(algo, request.nranks) * slot_packets(algo, request, threads * unroll, frame))
     limit = max(1, min(limit, resident, largest - (algo == "chain")))
     blocks = max(1, min(limit, -(-vectors // (threads * unroll))))
     return DevicePlan(algo=algo, proto=proto, blocks=blocks, threads=threads, unroll=unroll, min_blocks=min_blocks)

@@ -42,13 +42,18 @@ class Frame(enum.Enum):
 
     WORD = "word"  # every word of floats is its own flag
     PAIR = "pair"  # 8 bytes of data, 8 of flags
-    LINE = "line"  # 120 bytes of data and one flag in eight packets
+    MASK = "mask"  # 16 bytes of anything, masked so that every word is its own flag
+    LINE = "line"  # of messages only: eight packets with one flag (source/p2p.cuh)
 
     def vectors(self, nbytes: int) -> int:
         """Packets for ``nbytes`` of data (``vectors_of`` of source/common.cuh)."""
-        if self is Frame.LINE:
-            return -(-nbytes // 480) * 32
+        if self is Frame.MASK:
+            return -(-nbytes // 512) * 32
         return -(-nbytes // (8 if self is Frame.PAIR else 16))
+
+    def room(self, packets: int) -> int:
+        """Places that ``packets`` of a piece need: masked ones have two side packets for 32."""
+        return packets + packets // 16 if self is Frame.MASK else packets
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ banks, which nobody else uses between two meetings of all ranks (source/meet.cuh
     receiver  wait until the slot is ready | copy the chunk to its place | say that it is free
 
 The words are reset by who waited for them, so a captured graph can be replayed.  Multiprocessors do nothing but the two meetings and the
-clearing of the banks at the end.  The host enqueues six calls per chunk, so this is for large operations.
+clearing of the banks at the end.  On H200 this is slower than kernels (docs/performance.md), so it runs only where the user wants no
+multiprocessors to be used.
 """
 
 from __future__ import annotations
@@ -32,13 +33,6 @@ ALGORITHMS = {Collective.ALL_GATHER: "one_shot", Collective.ALL_TO_ALL: "one_sho
 STAGE_BYTES = 2 * layout.BANK_BYTES
 ALIGN = 512
 ENGINES_FROM = 32 << 20  # bytes of blocks of all ranks below which copy engines are never looked at
-
-
-def staged_is_faster(collective: Collective, block: int, nranks: int) -> bool:
-    """Whether staged copies beat kernels for blocks of ``block`` bytes; measured on H200 (docs/performance.md)."""
-    if collective is Collective.BROADCAST:
-        return block >= 192 << 20
-    return nranks > 2 and block * (nranks - 1) >= 160 << 20
 
 
 class Span(NamedTuple):

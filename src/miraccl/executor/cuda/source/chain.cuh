@@ -13,7 +13,7 @@
 #endif
 
 // The places of a bank: slots of pieces, then an ack per warp, then a hello per rank.
-__device__ __forceinline__ uint4* chain_place(const Geometry& g, char* box, u32 slot, u32 i) { return (uint4*)(box + g.bank) + (u64)slot * g.piece + i; }
+__device__ __forceinline__ uint4* chain_place(const Geometry& g, char* box, u32 slot, u32 i) { return (uint4*)(box + g.bank) + (u64)slot * g.room + i; }
 __device__ __forceinline__ uint4* ack_place(const Args& a, const Geometry& g, char* box) { return chain_place(g, box, a.nslots, g.warp); }
 __device__ __forceinline__ uint4* hello_place(const Args& a, const Geometry& g, char* box, u32 src) { return chain_place(g, box, a.nslots, g.warps + src); }
 
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
     for (int u = 0; u < UNROLL; u++) {
       u64 i = at + u * g.stride;
       if (i >= w.limit) continue;
-      if (!first) p[u] = fetch(chain_place(g, a.inbox[up], slot, g.first + u * g.stride));
+      if (!first) p[u] = load_packet(chain_place(g, a.inbox[up], slot, g.first + u * g.stride));
       if (first || REDUCES) v[u] = outgoing(a, w, 0, i);
     }
     if (!last && k >= a.nslots) wait_ack(a, watch, ack, k + 1 - a.nslots, down);
@@ -56,8 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
       if (i >= w.limit) continue;
       if (!first) {
         uint4* q = chain_place(g, a.inbox[up], slot, g.first + u * g.stride);
-        Vec got = read_packet(a, watch, q, p[u], up, 0);
-        clear_packet(q);
+        Vec got = take(a, g, watch, q, g.first + u * g.stride, i, p[u], up, 0);
 #if REDUCES
         Sum sum;
         sum.begin(v[u]);
@@ -67,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
         v[u] = got;
 #endif
       }
-      if (!last) push(chain_place(g, a.outbox[down], slot, g.first + u * g.stride), to_packet(v[u]));
+      if (!last) push(g, chain_place(g, a.outbox[down], slot, g.first + u * g.stride), g.first + u * g.stride, to_packet(g, i, v[u]));
       if (REDUCES ? last : !first) store_vec(w.out, i, w.count, w.aligned, v[u]);
     }
     if (k == 0) { judge(a, g, past); ticket = draw_ticket(a, g); }

@@ -135,8 +135,7 @@ __device__ __forceinline__ T own_element(const Args& a, T x) {
 #endif
 }
 
-// ---- vectors: what one thread handles at a time, in packets of 16 bytes (packets.cuh). FRAME_PAIR packets hold 8 bytes of data, the others
-// 16; of FRAME_LINE packets every eighth holds 8, so that eight of them hold 120 bytes.
+// ---- vectors: what one thread handles at a time, in packets of 16 bytes (packets.cuh). FRAME_PAIR packets hold 8 bytes of data, the others 16.
 
 #if defined(FRAME_PAIR)
 #define VEC_BYTES 8
@@ -148,49 +147,24 @@ __device__ __forceinline__ T own_element(const Args& a, T x) {
 
 union Vec {
   u32 w[VEC_WORDS];
-  u64 q[VEC_WORDS / 2];
   T e[ELEMS];
 };
 
-// The first element of vector ``i`` of an array, and how many elements it has.
-__device__ __forceinline__ u64 element(u64 i) {
-#if defined(FRAME_LINE)
-  return (i / 8 * 120 + i % 8 * 16) / sizeof(T);
-#else
-  return i * ELEMS;
-#endif
-}
-__device__ __forceinline__ int elements(u64 i) {
-#if defined(FRAME_LINE)
-  return i % 8 == 7 ? ELEMS / 2 : ELEMS;
-#else
-  return ELEMS;
-#endif
-}
-// Vectors of ``bytes``; lines are counted in fours, so that a warp is in a loop as a whole.
+// Vectors of ``bytes``. FRAME_MASK packets are handled by whole warps, so that a warp is in a loop as a whole.
 __device__ __forceinline__ u64 vectors_of(u64 bytes) {
-#if defined(FRAME_LINE)
-  return (bytes + 479) / 480 * 32;
+#if defined(FRAME_MASK)
+  return (bytes + 511) / 512 * 32;
 #else
   return (bytes + VEC_BYTES - 1) / VEC_BYTES;
 #endif
 }
-#if defined(FRAME_LINE)
-#define ALIGNMENT 8
-#else
-#define ALIGNMENT VEC_BYTES
-#endif
 
 // Vector ``i`` of an array of ``count`` elements; what lies beyond its end is zero.
 __device__ __forceinline__ Vec load_vec(const T* p, u64 i, u64 count, bool aligned) {
   Vec v;
-  u64 first = element(i);
-  int n = elements(i);
-  if (aligned && first + n <= count) {
-#if defined(FRAME_LINE)
-    const u64* q = (const u64*)(p + first);
-    v.q[0] = q[0]; v.q[1] = n == ELEMS ? q[1] : 0;
-#elif defined(FRAME_PAIR)
+  u64 first = i * ELEMS;
+  if (aligned && first + ELEMS <= count) {
+#if defined(FRAME_PAIR)
     uint2 q = *(const uint2*)(p + first); v.w[0] = q.x; v.w[1] = q.y;
 #else
     uint4 q = *(const uint4*)(p + first); v.w[0] = q.x; v.w[1] = q.y; v.w[2] = q.z; v.w[3] = q.w;
@@ -199,26 +173,22 @@ __device__ __forceinline__ Vec load_vec(const T* p, u64 i, u64 count, bool align
 #pragma unroll
     for (int j = 0; j < VEC_WORDS; j++) v.w[j] = 0;
 #pragma unroll
-    for (int j = 0; j < ELEMS; j++) if (j < n && first + j < count) v.e[j] = p[first + j];
+    for (int j = 0; j < ELEMS; j++) if (first + j < count) v.e[j] = p[first + j];
   }
   return v;
 }
 
 __device__ __forceinline__ void store_vec(T* p, u64 i, u64 count, bool aligned, const Vec& v) {
-  u64 first = element(i);
-  int n = elements(i);
-  if (aligned && first + n <= count) {
-#if defined(FRAME_LINE)
-    u64* q = (u64*)(p + first);
-    q[0] = v.q[0]; if (n == ELEMS) q[1] = v.q[1];
-#elif defined(FRAME_PAIR)
+  u64 first = i * ELEMS;
+  if (aligned && first + ELEMS <= count) {
+#if defined(FRAME_PAIR)
     *(uint2*)(p + first) = make_uint2(v.w[0], v.w[1]);
 #else
     *(uint4*)(p + first) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]);
 #endif
   } else {
 #pragma unroll
-    for (int j = 0; j < ELEMS; j++) if (j < n && first + j < count) p[first + j] = v.e[j];
+    for (int j = 0; j < ELEMS; j++) if (first + j < count) p[first + j] = v.e[j];
   }
 }
 

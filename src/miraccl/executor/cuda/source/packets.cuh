@@ -3,9 +3,12 @@
 // A packet is 16 bytes, written by one store. Memory that waits for packets is filled with ones. There are three kinds:
 //   FRAME_WORD  16 bytes of floats. Every word (for float64: every pair of words) is its own flag: all ones is a NaN, and a NaN of the user's with
 //               these bits becomes another NaN (the idea of Lamport buffers: FlashInfer and TensorRT-LLM use -0.0).
+//   FRAME_MASK  16 bytes of anything. Words are xored with a number made of the number of the launch and of their place, so that ones hardly ever
+//               come out, whatever the data; where they do, ESCAPE is sent instead, and a side packet per warp says which words it stands for.
+//               Every word is its own flag here, too: all of the wire carries data, and no path needs to keep more than 4 bytes together, while
+//               NCCL's LL128 (src/device/prims_ll128.h) spends a sixteenth on flags and needs NVLink. All conditions about packets are the
+//               same for the lanes of a warp.
 //   FRAME_PAIR  8 bytes of data and two words of zeros as flags (NCCL's LL, src/device/prims_ll.h).
-//   FRAME_LINE  eight packets of a line of 128 bytes: 120 bytes of data and one flag in the last (NCCL's LL128, src/device/prims_ll128.h). A warp
-//               writes and reads four lines together, so all conditions about packets are the same for the lanes of a warp.
 // All leave the memory full of ones again, so they share it.
 //
 // Who may write where: memory is two banks, used by launches in turn. A rank that begins launch e + 2 has finished e + 1, for which it
@@ -17,64 +20,25 @@
 // tells which block was last to read, and that one counts it up.
 
 #define EMPTY 0xffffffffu
+#define ESCAPE 0xfffffffeu
 #define WHOLE_WARP 0xffffffffu
 
 __device__ __forceinline__ bool arrived(const uint4& p) {
-#if defined(FRAME_LINE)
-  return !__any_sync(WHOLE_WARP, (threadIdx.x & 7) == 7 && p.w == EMPTY);
-#elif defined(FRAME_PAIR)
+#if defined(FRAME_PAIR)
   return p.y != EMPTY && p.w != EMPTY;
-#elif defined(TYPE_FLOAT64)
+#elif defined(FRAME_WORD) && defined(TYPE_FLOAT64)
   return (p.x & p.y) != EMPTY && (p.z & p.w) != EMPTY;
 #else
   return p.x != EMPTY && p.y != EMPTY && p.z != EMPTY && p.w != EMPTY;
 #endif
 }
 
-__device__ __forceinline__ uint4 fetch(const uint4* q) {
-#if defined(FRAME_LINE)
-  return load_line(q);
-#else
-  return load_packet(q);
-#endif
-}
-__device__ __forceinline__ void push(uint4* q, uint4 p) {
-#if defined(FRAME_LINE)
-  store_line(q, p);
-#else
-  store_packet(q, p);
-#endif
-}
-
-__device__ __forceinline__ u32 other_nan(u32 w) { return w == EMPTY ? 0x7fffffffu : w; }
-
-__device__ __forceinline__ uint4 to_packet(const Vec& v) {
-#if defined(FRAME_LINE)
-  bool flag = (threadIdx.x & 7) == 7;
-  return make_uint4(v.w[0], v.w[1], flag ? 0u : v.w[2], flag ? 0u : v.w[3]);
-#elif defined(FRAME_PAIR)
-  return make_uint4(v.w[0], 0u, v.w[1], 0u);
-#elif defined(TYPE_FLOAT64)
-  return make_uint4(v.w[0], (v.w[0] & v.w[1]) == EMPTY ? 0x7fffffffu : v.w[1], v.w[2], (v.w[2] & v.w[3]) == EMPTY ? 0x7fffffffu : v.w[3]);
-#else
-  return make_uint4(other_nan(v.w[0]), other_nan(v.w[1]), other_nan(v.w[2]), other_nan(v.w[3]));
-#endif
-}
-
-__device__ __forceinline__ Vec from_packet(const uint4& p) {
-  Vec v;
-#if defined(FRAME_PAIR)
-  v.w[0] = p.x; v.w[1] = p.z;
-#else
-  v.w[0] = p.x; v.w[1] = p.y; v.w[2] = p.z; v.w[3] = p.w;
-#endif
-  return v;
-}
-
 struct Geometry {
   u64 launch;      // its number
   u64 bank;        // bytes from a rank's base to the bank of this launch
   u32 piece;       // packets that one source sends one rank per piece
+  u32 room;        // packets of memory for them: with two side packets for each 32, where there are side packets
+  u32 key;         // of the masks
   u32 first;       // this thread's first packet in a piece; the others follow at ``stride``: a warp has neighbours only
   u32 stride;
   u32 warp, warps; // this warp's number among those of the launch
@@ -90,6 +54,12 @@ __device__ __forceinline__ Geometry begin(const Args& a, u32 thread, u32 threads
   g.warps = gridDim.x * threads / 32;
   g.first = g.warp * 32 * UNROLL + thread % 32;
   g.piece = g.warps * 32 * UNROLL;
+#if defined(FRAME_MASK)
+  g.room = g.piece + g.piece / 16;
+#else
+  g.room = g.piece;
+#endif
+  g.key = (u32)g.launch * 0x85ebca6bu + 0x01234567u;
   return g;
 }
 
@@ -130,26 +100,6 @@ __device__ __forceinline__ void count_launch(const Args& a, u32 ticket) {
   if (threadIdx.x == 0 && ticket == gridDim.x - 1) count_up((u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH);
 }
 
-// Of lines, all lanes of a warp stop waiting together.
-__device__ __forceinline__ bool stop_waiting(const Args& a, Watch& watch, u32 src, u32 shot) {
-  bool stop = give_up(a, watch, src, shot);
-#if defined(FRAME_LINE)
-  stop = __any_sync(WHOLE_WARP, stop);
-  if (stop) watch.since = NEVER;
-#endif
-  return stop;
-}
-
-// Wait until the packet at ``q`` has come and give what it holds; ``p`` is what was read there already.
-__device__ __forceinline__ Vec read_packet(const Args& a, Watch& watch, uint4* q, uint4 p, u32 src, u32 shot) {
-  watch.spins = 0;
-  while (!arrived(p)) {
-    if (stop_waiting(a, watch, src, shot)) break;
-    p = fetch(q);
-  }
-  return from_packet(p);
-}
-
 __device__ __forceinline__ void clear_packet(uint4* q) { *q = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY); }
 
 // Returns when a packet that this thread cleared lies cleared in L2, where peers' stores arrive: what is read there is ones again. A fence would do,
@@ -160,6 +110,94 @@ __device__ __forceinline__ void wait_empty(const Args& a, Watch& watch, const ui
     if (give_up(a, watch, a.rank, 0)) break;
     p = load_packet(q);
   }
+}
+
+// ---- packets and what they hold. ``i`` is the number of the vector, the same for who sends and who receives.
+
+__device__ __forceinline__ u32 other_nan(u32 w) { return w == EMPTY ? 0x7fffffffu : w; }
+
+// 0x9e3779b1 is odd: every word of data is masked to ones at one place in 2^32 only.
+__device__ __forceinline__ u32 mask_of(const Geometry& g, u64 i, u32 word) { return ((u32)i * 4u + word) * 0x9e3779b1u ^ g.key; }
+
+__device__ __forceinline__ uint4 to_packet(const Geometry& g, u64 i, const Vec& v) {
+#if defined(FRAME_PAIR)
+  return make_uint4(v.w[0], 0u, v.w[1], 0u);
+#elif defined(FRAME_MASK)
+  return make_uint4(v.w[0] ^ mask_of(g, i, 0), v.w[1] ^ mask_of(g, i, 1), v.w[2] ^ mask_of(g, i, 2), v.w[3] ^ mask_of(g, i, 3));
+#elif defined(TYPE_FLOAT64)
+  return make_uint4(v.w[0], (v.w[0] & v.w[1]) == EMPTY ? 0x7fffffffu : v.w[1], v.w[2], (v.w[2] & v.w[3]) == EMPTY ? 0x7fffffffu : v.w[3]);
+#else
+  return make_uint4(other_nan(v.w[0]), other_nan(v.w[1]), other_nan(v.w[2]), other_nan(v.w[3]));
+#endif
+}
+
+__device__ __forceinline__ Vec from_packet(const Geometry& g, u64 i, const uint4& p) {
+  Vec v;
+#if defined(FRAME_PAIR)
+  v.w[0] = p.x; v.w[1] = p.z;
+#elif defined(FRAME_MASK)
+  v.w[0] = p.x ^ mask_of(g, i, 0); v.w[1] = p.y ^ mask_of(g, i, 1); v.w[2] = p.z ^ mask_of(g, i, 2); v.w[3] = p.w ^ mask_of(g, i, 3);
+#else
+  v.w[0] = p.x; v.w[1] = p.y; v.w[2] = p.z; v.w[3] = p.w;
+#endif
+  return v;
+}
+
+#if defined(FRAME_MASK)
+// The two side packets of a warp's packets of a piece; ``q`` is the place of packet ``here`` of the piece.
+__device__ __forceinline__ uint4* side_of(const Geometry& g, uint4* q, u32 here) { return q - here + g.piece + here / 32 * 2; }
+
+// Rarely called, by whole warps: words that are ones or ESCAPE are sent as ESCAPE, and which of them are ones in the side packets.
+__device__ __noinline__ uint4 escape(uint4 p, uint4* side) {
+  u32 x = __ballot_sync(WHOLE_WARP, p.x == EMPTY), y = __ballot_sync(WHOLE_WARP, p.y == EMPTY);
+  u32 z = __ballot_sync(WHOLE_WARP, p.z == EMPTY), w = __ballot_sync(WHOLE_WARP, p.w == EMPTY);
+  u32 lane = threadIdx.x % 32;
+  if (lane < 2) store_packet(side + lane, lane == 0 ? make_uint4(x, 0u, y, 0u) : make_uint4(z, 0u, w, 0u));
+  return make_uint4(p.x < ESCAPE ? p.x : ESCAPE, p.y < ESCAPE ? p.y : ESCAPE, p.z < ESCAPE ? p.z : ESCAPE, p.w < ESCAPE ? p.w : ESCAPE);
+}
+
+__device__ __forceinline__ bool is_special(const uint4& p) { return p.x >= ESCAPE || p.y >= ESCAPE || p.z >= ESCAPE || p.w >= ESCAPE; }
+
+// Rarely called, by whole warps: what ``escape`` was given.
+__device__ __noinline__ uint4 unescape(const Args& a, Watch& watch, uint4 p, uint4* side, u32 src, u32 shot) {
+  u32 lane = threadIdx.x % 32;
+  uint4 said = make_uint4(0, 0, 0, 0);
+  if (lane < 2) {
+    said = load_packet(side + lane);
+    watch.spins = 0;
+    while (said.y == EMPTY || said.w == EMPTY) {
+      if (give_up(a, watch, src, shot)) break;
+      said = load_packet(side + lane);
+    }
+    clear_packet(side + lane);
+    wait_empty(a, watch, side + lane, load_packet(side + lane));
+  }
+  u32 x = __shfl_sync(WHOLE_WARP, said.x, 0), y = __shfl_sync(WHOLE_WARP, said.z, 0);
+  u32 z = __shfl_sync(WHOLE_WARP, said.x, 1), w = __shfl_sync(WHOLE_WARP, said.z, 1);
+  return make_uint4(p.x | (x >> lane & 1), p.y | (y >> lane & 1), p.z | (z >> lane & 1), p.w | (w >> lane & 1));
+}
+#endif
+
+// Send ``p`` to ``q``, the place of packet ``here`` of a piece.
+__device__ __forceinline__ void push(const Geometry& g, uint4* q, u32 here, uint4 p) {
+#if defined(FRAME_MASK)
+  if (__any_sync(WHOLE_WARP, is_special(p))) p = escape(p, side_of(g, q, here));
+#endif
+  store_packet(q, p);
+}
+
+// Wait until the packet at ``q`` has come, give what it holds and clear its place; ``p`` is what was read there already.
+__device__ __forceinline__ Vec take(const Args& a, const Geometry& g, Watch& watch, uint4* q, u32 here, u64 i, uint4 p, u32 src, u32 shot) {
+  watch.spins = 0;
+  while (!arrived(p)) {
+    if (give_up(a, watch, src, shot)) break;
+    p = load_packet(q);
+  }
+#if defined(FRAME_MASK)
+  if (__any_sync(WHOLE_WARP, is_special(p))) p = unescape(a, watch, p, side_of(g, q, here), src, shot);
+#endif
+  clear_packet(q);
+  return from_packet(g, i, p);
 }
 
 // ---- the operation: a block, or a chunk of it per rank, cut into pieces; each thread has UNROLL packets of a piece
@@ -188,11 +226,11 @@ __device__ __forceinline__ Work look_at(const Args& a, const Geometry& g) {
 #if defined(MODE_REDUCE_SCATTER) || defined(MODE_ALL_GATHER) || defined(MODE_ALL_TO_ALL)
   odd |= a.count * sizeof(T);
 #endif
-  w.aligned = (odd & (ALIGNMENT - 1)) == 0;
+  w.aligned = (odd & (VEC_BYTES - 1)) == 0;
   w.limit = vectors_of(a.count * sizeof(T));
 #if CHUNKED
   w.limit = (w.limit + RANKS - 1) / RANKS;
-#if defined(FRAME_LINE)
+#if defined(FRAME_MASK)
   w.limit = (w.limit + 31) & ~31ull;
 #endif
   w.shift = w.limit >= SHIFT_FROM ? (w.limit * 5 / (16 * RANKS) + 2648) & ~7ull : 0;

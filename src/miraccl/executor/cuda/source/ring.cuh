@@ -7,7 +7,7 @@
 #define LANES (2 * (RANKS - 1))  // messages of a ring
 
 __device__ __forceinline__ uint4* lane_place(const Args& a, const Geometry& g, char* box, u32 piece, u32 lane, u32 i) {
-  return (uint4*)(box + g.bank) + (u64)((piece % a.nslots) * LANES + lane) * g.piece + i;
+  return (uint4*)(box + g.bank) + (u64)((piece % a.nslots) * LANES + lane) * g.room + i;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
         u32 m = j - 1 - t;
         u64 i = (u64)m * g.piece + g.first + u * g.stride;
         if (j < t + 1 || m >= w.pieces || i >= w.limit) continue;
-        p[t][u] = fetch(lane_place(a, g, a.inbox[before], m, t, g.first + u * g.stride));
+        p[t][u] = load_packet(lane_place(a, g, a.inbox[before], m, t, g.first + u * g.stride));
         if (t < RANKS - 1) own[t][u] = outgoing(a, w, (a.rank + 2 * RANKS - 2 - t) % RANKS, i);
       }
 #pragma unroll
@@ -37,21 +37,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
         u64 i = (u64)m * g.piece + here;
         if (j < t + 1 || m >= w.pieces || i >= w.limit) continue;
         uint4* q = lane_place(a, g, a.inbox[before], m, t, here);
-        Vec v = read_packet(a, watch, q, p[t][u], before, 0);
-        clear_packet(q);
+        Vec v = take(a, g, watch, q, here, i, p[t][u], before, 0);
         if (t < RANKS - 1) {
           Sum sum;
           sum.begin(own[t][u]);
           sum.add(v);
           v = t == RANKS - 2 ? sum.end() : sum.partial();
         }
-        if (t + 1 < LANES) push(lane_place(a, g, a.outbox[next], m, t + 1, here), to_packet(v));
+        if (t + 1 < LANES) push(g, lane_place(a, g, a.outbox[next], m, t + 1, here), here, to_packet(g, i, v));
         if (t >= RANKS - 2) store_vec(w.out, spot(w, (a.rank + 2 * RANKS - 2 - t) % RANKS, i), w.count, w.aligned, v);
       }
 #pragma unroll
     for (u32 u = 0; u < UNROLL; u++) {
-      u64 i = (u64)j * g.piece + g.first + u * g.stride;
-      if (j < w.pieces && i < w.limit) push(lane_place(a, g, a.outbox[next], j, 0, g.first + u * g.stride), to_packet(outgoing(a, w, before, i)));
+      u32 here = g.first + u * g.stride;
+      u64 i = (u64)j * g.piece + here;
+      if (j < w.pieces && i < w.limit) push(g, lane_place(a, g, a.outbox[next], j, 0, here), here, to_packet(g, i, outgoing(a, w, before, i)));
     }
     if (j == 0) { judge(a, g, past); ticket = draw_ticket(a, g); }
     if (!w.reuse) continue;

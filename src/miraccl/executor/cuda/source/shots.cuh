@@ -21,17 +21,17 @@
 // Where packet ``i`` of the piece in ``slot`` from ``src`` lies in the memory of ``dst``. A rank has no place for its own.
 __device__ __forceinline__ uint4* place(const Args& a, const Geometry& g, u32 dst, u32 src, u32 slot, int shot, u32 i) {
   u32 lane = slot * (u32)(SHOTS * (RANKS - 1)) + shot * (RANKS - 1) + (src < dst ? src : src - 1);
-  return (uint4*)((dst == a.rank ? a.inbox[src] : a.outbox[dst]) + g.bank) + (u64)lane * g.piece + i;
+  return (uint4*)((dst == a.rank ? a.inbox[src] : a.outbox[dst]) + g.bank) + (u64)lane * g.room + i;
 }
 
-// Rooted operations move data between the root and the others only. Their packet 0 (of lines: the first four) goes from every rank to every rank all the same: who ends
+// Rooted operations move data between the root and the others only. Their packet 0 (of masked ones: the first 32) goes from every rank to every rank all the same: who ends
 // one launch has then heard of everybody's, as the use of the banks demands. They have room for all pieces (no slot is used again).
 #if defined(MODE_BROADCAST) || defined(MODE_REDUCE)
 #define ROOTED 1
 #else
 #define ROOTED 0
 #endif
-#if defined(FRAME_LINE)
+#if defined(FRAME_MASK)
 #define HELLO 32
 #else
 #define HELLO 1
@@ -53,7 +53,7 @@ __device__ __forceinline__ void push_piece(const Args& a, const Geometry& g, con
   uint4 same[UNROLL];
 #pragma unroll
   for (int u = 0; u < UNROLL; u++)
-    if (at + u * g.stride < w.limit) same[u] = to_packet(outgoing(a, w, 0, at + u * g.stride));
+    if (at + u * g.stride < w.limit) same[u] = to_packet(g, at + u * g.stride, outgoing(a, w, 0, at + u * g.stride));
 #endif
 #pragma unroll
   for (int d = 1; d < RANKS; d++) {
@@ -61,15 +61,15 @@ __device__ __forceinline__ void push_piece(const Args& a, const Geometry& g, con
 #if defined(MODE_ALL_REDUCE) || defined(MODE_ALL_GATHER) || ROOTED
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
-      if (at + u * g.stride < w.limit && moves(a, a.rank, dst, at + u * g.stride)) push(place(a, g, dst, a.rank, slot, 0, g.first + u * g.stride), same[u]);
+      if (at + u * g.stride < w.limit && moves(a, a.rank, dst, at + u * g.stride)) push(g, place(a, g, dst, a.rank, slot, 0, g.first + u * g.stride), g.first + u * g.stride, same[u]);
 #else
     uint4 p[UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
-      if (at + u * g.stride < w.limit) p[u] = to_packet(outgoing(a, w, dst, at + u * g.stride));
+      if (at + u * g.stride < w.limit) p[u] = to_packet(g, at + u * g.stride, outgoing(a, w, dst, at + u * g.stride));
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
-      if (at + u * g.stride < w.limit) push(place(a, g, dst, a.rank, slot, 0, g.first + u * g.stride), p[u]);
+      if (at + u * g.stride < w.limit) push(g, place(a, g, dst, a.rank, slot, 0, g.first + u * g.stride), g.first + u * g.stride, p[u]);
 #endif
   }
 }
@@ -102,7 +102,7 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
 #pragma unroll
     for (int r = 0; r < RANKS; r++)
       if (r != a.rank && moves(a, r, a.rank, at + u * g.stride))
-        p[r][u] = fetch(place(a, g, a.rank, r, slot, 0, g.first + u * g.stride));
+        p[r][u] = load_packet(place(a, g, a.rank, r, slot, 0, g.first + u * g.stride));
     own[u] = outgoing(a, w, a.rank, at + u * g.stride);
   }
 #pragma unroll
@@ -117,8 +117,7 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
       if (r != a.rank) {
         if (!moves(a, r, a.rank, i)) continue;
         uint4* q = place(a, g, a.rank, r, slot, 0, g.first + u * g.stride);
-        v = read_packet(a, watch, q, p[r][u], r, 0);
-        clear_packet(q);
+        v = take(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, 0);
       }
 #if defined(MODE_BROADCAST)
       if (r == a.root && r != a.rank) store_vec(w.out, i, w.count, w.aligned, v);
@@ -135,8 +134,7 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
       Vec v = own[u];
       if (r != a.rank) {
         uint4* q = place(a, g, a.rank, r, slot, 0, g.first + u * g.stride);
-        v = read_packet(a, watch, q, p[r][u], r, 0);
-        clear_packet(q);
+        v = take(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, 0);
       }
       store_vec(w.out + r * w.count, i, w.count, w.aligned, v);
     }
@@ -147,18 +145,17 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
       Vec v = own[u];
       if (r != a.rank) {
         uint4* q = place(a, g, a.rank, r, slot, 0, g.first + u * g.stride);
-        v = read_packet(a, watch, q, p[r][u], r, 0);
-        clear_packet(q);
+        v = take(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, 0);
       }
       if (r == 0) sum.begin(v); else sum.add(v);
     }
     Vec total = sum.end();
 #if defined(MODE_TWO_SHOT)
-    uint4 packet = to_packet(total);
+    uint4 packet = to_packet(g, i, total);
 #pragma unroll
     for (int d = 1; d < RANKS; d++) {
       u32 dst = a.rank + d; if (dst >= RANKS) dst -= RANKS;
-      push(place(a, g, dst, a.rank, slot, 1, g.first + u * g.stride), packet);
+      push(g, place(a, g, dst, a.rank, slot, 1, g.first + u * g.stride), g.first + u * g.stride, packet);
     }
     store_vec(w.out, spot(w, a.rank, i), w.count, w.aligned, total);
 #else
@@ -177,7 +174,7 @@ __device__ __forceinline__ void collect_piece(const Args& a, const Geometry& g, 
   for (int u = 0; u < UNROLL; u++)
 #pragma unroll
     for (int r = 0; r < RANKS; r++)
-      if (r != a.rank && at + u * g.stride < w.limit) p[r][u] = fetch(place(a, g, a.rank, r, slot, 1, g.first + u * g.stride));
+      if (r != a.rank && at + u * g.stride < w.limit) p[r][u] = load_packet(place(a, g, a.rank, r, slot, 1, g.first + u * g.stride));
 #pragma unroll
   for (int u = 0; u < UNROLL; u++)
 #pragma unroll
@@ -185,8 +182,7 @@ __device__ __forceinline__ void collect_piece(const Args& a, const Geometry& g, 
       u64 i = at + u * g.stride;
       if (r == a.rank || i >= w.limit) continue;
       uint4* q = place(a, g, a.rank, r, slot, 1, g.first + u * g.stride);
-      Vec v = read_packet(a, watch, q, p[r][u], r, 1);
-      clear_packet(q);
+      Vec v = take(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, 1);
       store_vec(w.out, spot(w, r, i), w.count, w.aligned, v);
     }
 }
