@@ -20,7 +20,7 @@ def world() -> dict[str, Any]:
     assert "mpi4py" not in sys.modules
     sums = []
     for turn in range(2):
-        with miraccl.init(timeout=30.0) as comm:
+        with miraccl.init(timeout=60.0) as comm:
             sums.append(float(comm.all_reduce(np.full(1000, comm.rank + 10.0 * turn))[999]))
             ranks = comm.all_gather(np.array([comm.rank])).tolist()
             mine = {"rank": comm.rank, "nranks": comm.nranks, "local_rank": comm.local_rank}
@@ -29,7 +29,7 @@ def world() -> dict[str, Any]:
 
 def death() -> dict[str, Any]:
     """Rank 1 ends in the middle; with status 0, so that the launcher leaves the others alone."""
-    with miraccl.init(timeout=30.0) as comm:
+    with miraccl.init(timeout=60.0) as comm:
         comm.barrier()
         if comm.rank == 1:
             os._exit(0)
@@ -49,9 +49,9 @@ def over_mpi() -> dict[str, Any]:
     half = comm.Split(comm.rank % 2, comm.rank)
     turned = comm.Split(0, -comm.rank)
     with (
-        miraccl.init(comm, timeout=30.0) as world,
-        miraccl.init(half, timeout=30.0) as mine,
-        miraccl.init(turned, timeout=30.0) as back,
+        miraccl.init(comm, timeout=60.0) as world,
+        miraccl.init(half, timeout=60.0) as mine,
+        miraccl.init(turned, timeout=60.0) as back,
     ):
         numbers = {
             "rank": world.rank,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 90.0
+PATIENCE = 150.0
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import miraccl
 import miraccl.ray
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 60.0
+PATIENCE = 120.0
 SMALL = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
 
 
@@ -28,7 +28,7 @@ def two_nodes() -> Iterator[Cluster]:
     """Workers inherit the environment of their node: they find miraccl and the tests as this process does, and wait no longer."""
     before = dict(os.environ)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    os.environ["MIRACCL_TIMEOUT"] = "30"
+    os.environ["MIRACCL_TIMEOUT"] = "60"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     cluster = Cluster(initialize_head=True, head_node_args=SMALL)
     try:
