@@ -5,14 +5,21 @@ from __future__ import annotations
 import functools
 import itertools
 import struct
+import types
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from miraccl.comm.device_messages import frame_of
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.lower import Fixed
 from miraccl.executor.cuda.messages import Message, Reach, lower_messages
 from miraccl.executor.cuda.source import Frame
+from miraccl.topo.records import PathType
+from miraccl.transport.cuda_pairs import HOST, IPC, Choice
 from miraccl.types import DType
 from tests.gpu.emulator import COMPILER, Machine
 from tests.gpu.emulator.exchange import Send, run
@@ -156,6 +163,30 @@ def test_an_abort_ends_the_wait() -> None:
     assert where.errors() == [0, 0]
 
 
+sends = st.builds(
+    Send,
+    src=st.integers(0, 2),
+    dst=st.integers(0, 2),
+    nbytes=st.one_of(st.integers(0, 600), st.integers(0, 40_000)),
+    offset=st.sampled_from([0, 0, 1, 2, 4, 8]),
+    out_offset=st.sampled_from([0, 0, 1, 2, 4, 8]),
+)
+
+
+@emulated
+@given(
+    program=st.lists(st.lists(sends, min_size=1, max_size=8), min_size=1, max_size=3),
+    lanes=st.integers(1, 4),
+    frame=st.sampled_from(FRAMES),
+)
+@settings(max_examples=20, deadline=None)
+def test_whatever_is_sent_arrives(program: list[list[Send]], lanes: int, frame: Frame) -> None:
+    where = Machine(3)
+    for number, launch in enumerate(program):
+        assert [text for text in run(where, reach(3, frame, lanes), launch, seed=number) if text] == []
+    assert where.errors() == [0, 0, 0]
+
+
 # ---- lowering
 
 
@@ -214,3 +245,22 @@ def test_messages_to_oneself_pair_up() -> None:
         lower_messages([message(0, 5)], fixed(2), reach(2))
     with pytest.raises(InvalidUsage, match=r"5 x uint8 .* and receives 1 x float32"):
         lower_messages([message(0, 5), message(0, 4, receives=True, dtype=DType.FLOAT32)], fixed(2), reach(2))
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "arch", "frame"),
+    [
+        (PathType.NVL, IPC, 80, Frame.LINE),
+        (PathType.PIX, IPC, 90, Frame.PAIR),
+        (PathType.NVL, HOST, 90, Frame.PAIR),
+        (None, IPC, 90, Frame.LINE),
+        (None, IPC, 80, Frame.PAIR),
+    ],
+)
+def test_lines_are_used_where_paths_keep_them_whole(path: PathType | None, kind: str, arch: int, frame: Frame) -> None:
+    memory: Any = types.SimpleNamespace(
+        ways={(0, 1): Choice(kind=kind, why="")},
+        facts=[types.SimpleNamespace(arch=arch)] * 2,
+        path=lambda a, b: path,
+    )
+    assert frame_of(memory) is frame
