@@ -87,7 +87,7 @@ def choose(request: Request) -> DevicePlan:
     if not algo:
         algo = _algorithm(request)
     if not proto:
-        proto = "ll128"
+        proto = _protocol(request)
     if proto != "simple" and not has_packets(request, algo):
         proto = "simple"
     return _packet_shape(request, algo, proto) if proto != "simple" else _simple_shape(request, algo)
@@ -110,6 +110,14 @@ def _algorithm(request: Request) -> str:
 
 ONE_SHOT_UP_TO = {2: 1 << 62, 3: 256 * KIB, 4: 128 * KIB}
 ROOTED_ONE_SHOT_UP_TO = {2: MIB, 3: 64 * KIB, 4: 64 * KIB}
+#: bytes of a block that is not a sum of floats: pairs spare the work of masking, beyond they cost more than it
+LL_UP_TO = 4 * KIB
+
+
+def _protocol(request: Request) -> str:
+    return "ll" if frame_of(request, "ll128") is Frame.MASK and request.block_bytes <= LL_UP_TO else "ll128"
+
+
 #: (packets of a block or chunk up to, blocks at most, threads, unroll, blocks per multiprocessor); measured on H200, docs/performance.md
 Shapes = tuple[tuple[int, int, int, int, int], ...]
 PAIR_SHAPES: Shapes = (  # one_shot between two
