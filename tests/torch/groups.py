@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.nn.parallel import DistributedDataParallel
 
 from miraccl.torch import ProcessGroupMiraccl
 from tests.torch.worlds import LIMIT, both, gloo, refused, world
@@ -97,6 +99,13 @@ def several_backends(path: str) -> None:
         everything: list[Any] = [None] * nranks
         dist.all_gather_object(everything, rank)
         assert everything == list(range(nranks))
+        y = functional.all_reduce(torch.ones(3) * rank, "sum", group)  # these two reach the group from C++
+        assert (y + 0).tolist() == [float(sum(range(nranks)))] * 3
+        layer = torch.nn.Linear(3, 1)
+        model = DistributedDataParallel(layer)
+        model(torch.full((1, 3), float(rank))).sum().backward()
+        assert layer.weight.grad is not None
+        assert torch.allclose(layer.weight.grad, torch.full((1, 3), sum(range(nranks)) / nranks))
         pair = dist.new_group([0, 1], backend="cpu:miraccl,cuda:gloo")
         if rank < 2:
             dist.all_reduce(y := torch.ones(2), group=pair)
