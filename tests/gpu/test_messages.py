@@ -235,7 +235,7 @@ def test_both_sides_use_the_same_lanes() -> None:
     where = Reach(nranks=2, multiprocessors=128)
     counts = [where.lanes_of(size) for size in range(0, 1 << 20, 1000)]
     assert counts == sorted(counts)
-    assert (counts[0], counts[-1], where.lanes_of(1792), where.lanes_of(1793)) == (1, 256, 1, 2)
+    assert (counts[0], counts[-1], where.lanes_of(1792), where.lanes_of(1793)) == (1, 512, 1, 2)
 
 
 def test_messages_to_oneself_pair_up() -> None:

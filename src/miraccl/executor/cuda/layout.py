@@ -45,7 +45,7 @@ SENT_OFFSET = 4 * KIB
 TAKEN_OFFSET = SENT_OFFSET + _COUNTERS
 TAIL_OFFSET = TAKEN_OFFSET + _COUNTERS
 HEAD_OFFSET = TAIL_OFFSET + _COUNTERS
-MAX_LANES = 256  # of a pair of ranks and a direction, source/p2p.cuh
+MAX_LANES = 512  # of a pair of ranks and a direction, source/p2p.cuh
 _LANE_WORDS = 128 * KIB
 LANE_SENT_OFFSET = 512 * KIB
 LANE_TAKEN_OFFSET = LANE_SENT_OFFSET + _LANE_WORDS
@@ -83,8 +83,8 @@ def slot_bytes(nranks: int) -> int:
 
 
 def ring_rows(nranks: int) -> int:
-    """Rows of 512 bytes in the ring of a lane. With many peers more lanes are worth more than longer rings."""
-    return 32 if nranks <= 5 else 16
+    """Rows of 512 bytes in the ring of a lane: more lanes are worth more than longer rings."""
+    return 16
 
 
 def message_lanes(nranks: int) -> int:
