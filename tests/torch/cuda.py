@@ -43,6 +43,7 @@ def order(path: str) -> None:
         use_gpu(rank)
         total = float(sum(range(nranks)))
         dist.all_reduce(filled(LARGE, 0))  # what is made once is made now
+        assert (torch.zeros(LARGE, device="cuda").fill_(rank) * 2 == 2 * rank).all()  # loading a kernel waits for the GPU
         dist.barrier()
         for asynchronous in (True, False):
             x = torch.zeros(LARGE, device="cuda")
