@@ -104,14 +104,14 @@ def device_view(thing: Any, name: str, where: str, stream: Any = None) -> Device
 
     ``stream`` is where it will be used; DLPack's producers make it wait for what they still compute.
     """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(thing, torch.Tensor):
+        return _view_tensor(thing, torch, name, where)
     if isinstance(thing, DeviceMemory):
         return thing
     view = getattr(type(thing), "miraccl_view", None)
     if view is not None:
         return thing.miraccl_view  # type: ignore[no-any-return]
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(thing, torch.Tensor):
-        return _view_tensor(thing, torch, name, where)
     immutable = type(thing).__module__.partition(".")[0] in IMMUTABLE
     interface = None if immutable else getattr(thing, "__cuda_array_interface__", None)
     if interface is not None:

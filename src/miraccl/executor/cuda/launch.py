@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
+import types
+from collections.abc import Callable
 from typing import Any
 
+from miraccl import native
 from miraccl.executor.cuda import lower, toolkit
 from miraccl.executor.cuda.driver import Gpu, check
 from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
@@ -28,6 +32,13 @@ class Launch:
         self._stream_type = gpu.cuda.CUstream
         self._stream, self._stream_object = -1, None
         self._keep = args
+        self._results = gpu.cuda.CUresult
+        if (direct := fast_launch(gpu)) is not None:
+            address, self._fast = direct
+            words = (address, ctypes.addressof(self._args), int(function), blocks, 1, 1, plan.threads, 1, 1, 0, 0, self._address, 0)
+            self._block = (ctypes.c_uint64 * len(words))(*words)
+            self._block_address = ctypes.addressof(self._block)
+            self.run = self._run_fast  # type: ignore[method-assign]
 
     def run(self, source: int, target: int, stream: int) -> None:
         """Enqueue in ``stream`` (a CUstream as a number): read at ``source``, write at ``target``."""
@@ -37,6 +48,28 @@ class Launch:
         code = self._launch(self._function, self.blocks, 1, 1, self.plan.threads, 1, 1, 0, self._stream_object, self._address, 0)
         if code[0]:
             check(code, "cuLaunchKernel")
+
+    def _run_fast(self, source: int, target: int, stream: int) -> None:
+        """As ``run``, without the conversions of cuda.bindings (``executor.cuda.call``)."""
+        code = self._fast(self._block_address, source, target, stream)
+        if code:
+            check((self._results(code),), "cuLaunchKernel")
+
+
+@functools.cache
+def _cuda_launch() -> tuple[int, Callable[[int, int, int, int], int]] | None:
+    """(address of cuLaunchKernel, builtin that calls it); None where there is no library of the driver."""
+    try:
+        address = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
+    entry = native.library("miraccl.executor.cuda.call").address(native.PREFIX + "launch")
+    return (address, native.builtin("launch", entry)) if address else None
+
+
+def fast_launch(gpu: Gpu) -> tuple[int, Callable[[int, int, int, int], int]] | None:
+    """How to launch without cuda.bindings; None where the driver is not the real one."""
+    return _cuda_launch() if isinstance(gpu.cuda, types.ModuleType) else None
 
 
 class Kernels:
