@@ -1,7 +1,7 @@
 """Kernel source: cuLaunchKernel as a fast builtin. Through cuda.bindings a launch costs about a microsecond and a half more.
 
-``launch(block, source, target, stream)``: ``block`` is the address of ``BLOCK_WORDS`` words; the result is CUDA's code.  Python's lock is let
-go, since a launch waits where the queue of the GPU is full.
+``launch(block, source, target, stream)``: ``block`` is the address of ``BLOCK_WORDS`` words; the result is CUDA's code.  Python's lock is
+let go, since a launch waits where the queue of the GPU is full.
 """
 
 from __future__ import annotations
