@@ -369,3 +369,85 @@ def only_dlpack() -> None:
         me.synchronize()
         same(out, np.full(9, n * (n + 1) / 2))
         same(x, np.full(9, (me.rank - 1) % n + 1))
+
+
+def aborted_by_another() -> str:
+    """What rank 1, which waits for a message, is told when rank 0 aborts."""
+    with rank(timeout=60.0) as me:
+        me.comm.barrier(stream=0)
+        me.synchronize()
+        if me.rank == 0:
+            me.comm.abort("rank 0 has had enough")
+            return ""
+        me.comm.recv(me.zeros(100), 0, stream=0)
+        return outcome(me)
+
+
+def left_by_an_exception() -> bool:
+    """Leaving a with block by an exception does not wait for the deadline of what runs."""
+    with rank(timeout=600.0) as me:
+        me.comm.barrier(stream=0)
+        me.synchronize()
+        if me.rank == 0:
+            return True
+        try:
+            with me.comm:
+                me.comm.recv(me.zeros(100), 0, stream=0)
+                raise ValueError("a bug in the program")
+        except ValueError:
+            return True
+
+
+def unheard_of() -> str:
+    """A deadline that passes after the last call is raised when the communicator is left."""
+    with session() as world:
+        me = Rank(world, 30.0)
+        me.comm.barrier(stream=0)
+        me.synchronize()
+        if me.rank == 1:
+            messages: Any = me.comm._device._messages  # type: ignore[union-attr]
+            messages._fixed = dataclasses.replace(messages._fixed, timeout_ns=int(0.3e9))
+            me.comm.recv(me.zeros(100), 0, stream=0)
+        try:
+            me.comm.finalize()
+        except MiracclError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+def ordered() -> list[float]:
+    """A large reduce with ``deterministic``: values of which only the order of the ranks gives 0."""
+    with session() as world:
+        me = Rank.__new__(Rank)
+        me.cuda, me.comm = EmulatedCuda().install(), Communicator.from_session(world, Options.create(timeout=60, deterministic=True))
+        me.rank, me.nranks = world.rank, world.nranks
+        found = []
+        for count in (1000, 40_000):
+            x = me.put(np.full(count, [1.0, 1e8, -1e8][me.rank]))
+            me.comm.reduce(x, 0, stream=0)
+            me.synchronize()
+            found.append(float(x.array[0]))
+        me.comm.finalize()
+        return found
+
+
+def death_between_copies() -> None:
+    """Rank 1 dies between its meeting and its copies: rank 0's streams are let go of."""
+    import os
+
+    from miraccl.errors import PeerDied
+    from miraccl.executor.cuda import staged_copies
+
+    staged_copies.STAGE_BYTES = 64 << 10
+    with rank(timeout=60.0) as me:
+        out, x = me.zeros(100_003 * me.nranks), me.put(me.data(me.rank, 100_003))
+        me.comm.barrier(stream=0)
+        me.synchronize()
+        if me.rank == 1:
+            vars(staged_copies)["StagedLaunch"].run = lambda self, source, target, stream: self._before.run(source, target, stream)
+            me.comm.all_gather(x, out, stream=0)
+            me.synchronize()
+            os._exit(3)
+        me.comm.all_gather(x, out, stream=0)
+        with pytest.raises(PeerDied):
+            me.synchronize()

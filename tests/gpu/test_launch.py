@@ -19,7 +19,7 @@ def test_a_launch_passes_its_words() -> None:
         return -3 if len(seen) == 2 else 700
 
     argument = (ctypes.c_uint64 * 3)(1, 2, 3)
-    address = ctypes.cast(pretended, ctypes.c_void_p).value
+    address = ctypes.cast(pretended, ctypes.c_void_p).value or 0
     words = (address, ctypes.addressof(argument), 1 << 46, 528, 1, 2, 256, 3, 4, 48, 0, 1 << 45, 0)
     assert len(words) == call.BLOCK_WORDS
     block = (ctypes.c_uint64 * len(words))(*words)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.gpu import emulated_ranks
 from tests.gpu.emulator import COMPILER, folder
-from tests.support.ranks import run_ranks
+from tests.support.ranks import rank_outcomes, run_ranks
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -64,3 +64,29 @@ def test_waits_end(how: str) -> None:
     answer = run(emulated_ranks.alone, 2, how)[1]
     assert answer.startswith("CollectiveTimeout" if how == "timeout" else "CommunicatorAborted")
     assert how == "abort" or "a message from rank 0" in answer
+
+
+def test_an_abort_ends_the_kernels_of_others() -> None:
+    answer = run(emulated_ranks.aborted_by_another, 2)[1]
+    assert answer.startswith("CommunicatorAborted")
+    assert "rank 0 has had enough" in answer
+
+
+def test_an_exception_that_leaves_the_block_ends_kernels() -> None:
+    assert run(emulated_ranks.left_by_an_exception, 2) == [True, True]
+
+
+def test_what_nobody_was_told_is_raised_at_the_end() -> None:
+    answers = run(emulated_ranks.unheard_of, 2)
+    assert answers[1].startswith("CollectiveTimeout")
+    assert "a message from rank 0" in answers[1]
+
+
+def test_deterministic_sums_are_in_the_order_of_the_ranks() -> None:
+    assert run(emulated_ranks.ordered, 3)[0] == [0.0, 0.0]
+
+
+def test_streams_that_copy_are_let_go_of_when_a_peer_dies() -> None:
+    env = {"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}
+    outcomes = rank_outcomes(emulated_ranks.death_between_copies, 2, env=env)
+    assert outcomes[0].ok, outcomes[0]

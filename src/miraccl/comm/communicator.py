@@ -22,7 +22,7 @@ from miraccl.comm.meeting import meet_by_id
 from miraccl.comm.member import Member, Options
 from miraccl.comm.persistent import Persistent
 from miraccl.comm.planner import Candidate
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.types import Collective, DType, RedOp
 
@@ -321,24 +321,37 @@ class Communicator:
     def abort(self, reason: str = "abort() was called") -> None:
         """End the communicator now, on all ranks: whoever waits raises ``CommunicatorAborted``. Any thread may call it."""
         if self._device is not None:
-            self._device.abort()
+            self._device.abort(reason)
         self._member.abort(reason)
 
     def finalize(self) -> None:
-        """Leave in an orderly way, after what is pending; may be called twice. Not collective."""
+        """Leave in an orderly way, after what is pending; may be called twice. Not collective.
+
+        Raises what a kernel on the GPU found after the last call that could tell it (``CollectiveTimeout``, ``CollectiveMismatch``).
+        """
         if self._background is not None:
             self._background.close()
-        if self._device is not None:
-            self._device.close()
+        untold = self._device.close() if self._device is not None else None
         self._member.finalize()
+        if untold is not None:
+            raise untold
+
+    def synchronize(self) -> None:
+        """Wait for this rank's GPU, and raise what its kernels found."""
+        if self._device is not None:
+            self._device.synchronize()
 
     def __enter__(self) -> Communicator:
         return self
 
     def __exit__(self, kind: Any, value: BaseException | None, trace: Any) -> None:
         if value is not None and not self._member.closed:
-            self._member.abort(f"{kind.__name__} left the communicator's with block: {value}")
-        self.finalize()
+            self.abort(f"{kind.__name__} left the communicator's with block: {value}")
+        try:
+            self.finalize()
+        except MiracclError:
+            if value is None:
+                raise
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.nranks}{' closed' if self._member.closed else ''}>"
@@ -386,6 +399,7 @@ class Communicator:
                 timeout=options.timeout,
                 algo=options.algo,
                 proto=options.proto,
+                deterministic=options.deterministic,
             )
         return self._device
 

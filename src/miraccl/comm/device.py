@@ -16,22 +16,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from miraccl import params
-from miraccl.bootstrap import Event, PeerLost, Session
+from miraccl.bootstrap import Session
 from miraccl.comm.arguments import operator
+from miraccl.comm.device_faults import DeviceFaults
 from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
-from miraccl.comm.device_messages import MessageCalls, frame_of, mismatch
+from miraccl.comm.device_messages import MessageCalls, frame_of
 from miraccl.comm.device_order import SMALL_THREADS, order_of
 from miraccl.comm.device_stream import find_current_stream, number_of
 from miraccl.comm.device_windows import Windows
 from miraccl.comm.device_work import Kept
 from miraccl.errors import (
-    CollectiveMismatch,
-    CollectiveTimeout,
-    CommunicatorAborted,
     CommunicatorClosed,
     InvalidUsage,
     MiracclError,
-    PeerDied,
 )
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.copies import COLLECTIVES as COPIED
@@ -44,7 +41,7 @@ from miraccl.executor.cuda.message_launch import MessageLaunches
 from miraccl.executor.cuda.messages import Reach
 from miraccl.executor.cuda.plan import DevicePlan, Request, choose
 from miraccl.executor.cuda.staged_copies import ALGORITHMS as MOVED_BY_ENGINES
-from miraccl.executor.cuda.staged_copies import ENGINES_FROM, StagedLaunch
+from miraccl.executor.cuda.staged_copies import ENGINES_FROM, Lane, StagedLaunch
 from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.types import Collective, DType, PreMulSum, RedOp
 
@@ -59,13 +56,21 @@ class DeviceCommunicator(MessageCalls):
     """The GPU side of a communicator; made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU."""
 
     def __init__(
-        self, session: Session, ordinal: int, *, timeout: float | None = None, algo: str | None = None, proto: str | None = None
+        self,
+        session: Session,
+        ordinal: int,
+        *,
+        timeout: float | None = None,
+        algo: str | None = None,
+        proto: str | None = None,
+        deterministic: bool = False,
     ) -> None:
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         if self.nranks > layout.MAX_RANKS or len(set(session.hosts)) > 1:
             raise InvalidUsage(f"GPU memory is communicated among 1 to {layout.MAX_RANKS} ranks of one host", rank=self.rank)
         self.algo = params.ALGO.read() if algo is None else algo
         self.proto = params.PROTO.read() if proto is None else proto
+        self.deterministic = deterministic
         timeout = params.TIMEOUT.read() if timeout is None else timeout
         self.gpu = Gpu(ordinal)
         self.symmetric = SymmetricMemory(self.gpu, self.rank, self.nranks, layout.TOTAL_BYTES, layout.FILLS, exchange=session.all_gather)
@@ -88,6 +93,8 @@ class DeviceCommunicator(MessageCalls):
         self._plans: dict[tuple[Any, ...], DevicePlan] = {}
         self._windows: Windows | None = None
         self._copies: dict[tuple[Any, ...], CopyLaunch | StagedLaunch] = {}
+        self._lanes: dict[tuple[int, bool], Lane] = {}
+        self._releases_copies = False
         self._engines_from = 0 if self._no_multiprocessors else ENGINES_FROM // self.nranks
         reach = Reach(nranks=self.nranks, multiprocessors=self.multiprocessors, frame=frame_of(self.symmetric))
         self._messages = MessageLaunches(self.gpu, self._kernels, self._fixed, reach)
@@ -96,9 +103,8 @@ class DeviceCommunicator(MessageCalls):
         self._order = order_of(ordinal)
         self._current_stream: Callable[[int], int] | None = None
         self.last_plan: DevicePlan | None = None
-        self._lost: PeerLost | None = None
+        self.faults = DeviceFaults(session, self._host, timeout)
         self.closed = False
-        session.on_event(self._event)
 
     # ---- collectives
 
@@ -204,8 +210,11 @@ class DeviceCommunicator(MessageCalls):
                 self._copies[number] = (
                     CopyLaunch(self.gpu, self._kernels, request, self._fixed, place)
                     if place
-                    else StagedLaunch(self.gpu, self._kernels, request, self._fixed)
+                    else StagedLaunch(self.gpu, self._kernels, request, self._fixed, self._lanes)
                 )
+            if place is None and len(self._lanes) and not self._releases_copies:
+                self._releases_copies = True
+                self.faults.on_abort(self._release_copies)
         return self._copies[number]
 
     def _writes(self, collective: Collective, root: int) -> bool:
@@ -238,6 +247,7 @@ class DeviceCommunicator(MessageCalls):
     def request(self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0) -> Request:
         """What ``choose`` decides about; ``count`` are the elements of a block."""
         kind, scalar = operator(op, dtype, collective.label)
+        ordered = self.deterministic and collective is Collective.REDUCE and not self.algo  # all else adds in the order of the ranks
         return Request(
             collective=collective,
             dtype=dtype,
@@ -246,7 +256,7 @@ class DeviceCommunicator(MessageCalls):
             count=count,
             nranks=self.nranks,
             root=root,
-            algo=self.algo,
+            algo="one_shot" if ordered else self.algo,
             proto=self.proto,
             multiprocessors=self.multiprocessors,
         )
@@ -336,37 +346,17 @@ class DeviceCommunicator(MessageCalls):
         """Raise if the communicator is closed, was aborted, or a kernel passed its deadline. Does not wait for kernels."""
         if self.closed:
             raise CommunicatorClosed("the communicator has been finalized", rank=self.rank, op=name or None)
-        if self._lost is not None:
-            text = f"rank {self._lost.rank} died: {self._lost.reason}"
-            raise PeerDied(text, rank=self.rank, peer=self._lost.rank, op=name or None)
-        if self._host[layout.HOST_ERROR] == layout.ERROR_TIMEOUT:
-            peer, what = int(self._host[layout.HOST_PEER]), layout.WHAT_TEXT.get(int(self._host[layout.HOST_WHAT]), "something")
-            text = f"waited longer than {self._timeout:.3g} s for {what} from rank {peer}"
-            hint = f"rank {peer} has not come to this operation, or is stuck before it on its stream"
-            raise CollectiveTimeout(text, rank=self.rank, peer=peer, op=name or None, hint=hint)
-        if self._host[layout.HOST_ERROR] == layout.ERROR_MISMATCH:
-            peer, launch = int(self._host[layout.HOST_PEER]), int(self._host[layout.HOST_WHAT])
-            text = f"rank {peer} called another operation in the same place (number {launch} of this communicator on GPU memory)"
-            hint = "collective, dtype, elements, operator, root and window must be the same on all ranks; results since then are void"
-            raise CollectiveMismatch(text, rank=self.rank, peer=peer, op=name or None, hint=hint)
-        if self._host[layout.HOST_ERROR] == layout.ERROR_SIZES:
-            raise mismatch(self._host, self.rank, name or None)
-        if self._host[layout.HOST_ABORT]:
-            raise CommunicatorAborted("the communicator was aborted", rank=self.rank, op=name or None)
+        self.faults.check(name)
 
-    def abort(self) -> None:
-        """End the kernels of this rank that wait; later calls raise. Any thread may call it."""
+    def abort(self, reason: str = "abort() was called", *, tell: bool = True) -> None:
+        """End what waits on the GPUs of all ranks (without ``tell``: of this one); later calls raise. Any thread may call it."""
         if not self.closed:
-            self._host[layout.HOST_ABORT] = 1
-            if any(isinstance(launch, StagedLaunch) for launch in list(self._copies.values())):
-                self.gpu.make_current()  # streams that wait for words of copies, too
-                self.gpu.fill(self.symmetric.own + layout.COPY_FLAGS_OFFSET, layout.COPY_FLAGS_BYTES, 1)
+            self.faults.abort(reason, tell=tell)
 
-    def _event(self, event: Event) -> None:
-        """From the session's watcher: kernels that wait for a dead rank end within milliseconds."""
-        if isinstance(event, PeerLost) and not self.closed:
-            self._lost = event
-            self.abort()
+    def _release_copies(self) -> None:
+        self.gpu.make_current()
+        with self.gpu.outside_of_capture():
+            self.gpu.fill(self.symmetric.own + layout.COPY_FLAGS_OFFSET, layout.COPY_FLAGS_BYTES, 1)
 
     def synchronize(self) -> None:
         """Wait for this rank's GPU, then ``check``."""
@@ -374,29 +364,29 @@ class DeviceCommunicator(MessageCalls):
         self.gpu.synchronize()
         self.check()
 
-    def close(self) -> None:
+    def close(self) -> MiracclError | None:
         """Free everything, after all ranks have come here and their kernels have ended; may be called twice.
 
-        Where a rank does not come within ``CLOSE_WAIT_S``, or something broke, this rank's memory stays until the process ends: a peer's
-        kernel may still write to it.
+        Gives what kernels found and no call has told.  Where a rank does not come within ``CLOSE_WAIT_S``, or something broke, this rank's
+        memory stays until the process ends: a peer's kernel may still write to it.
         """
         if self.closed:
-            return
-        together = not self._host[layout.HOST_ABORT]
+            return None
         self.closed = True
         self._order.leave(self)
         with contextlib.suppress(MiracclError):
             self.gpu.make_current()
             self.gpu.synchronize()
+        together, untold = not self.faults.broken, self.faults.untold()
+        self.faults.end()
         try:
             if together:
                 self.session.barrier("gpu close", timeout=CLOSE_WAIT_S)
         except MiracclError:
             together = False
         if together:
-            for launch in self._copies.values():
-                if isinstance(launch, StagedLaunch):
-                    launch.close()
+            for lane in self._lanes.values():
+                lane.close()
             if self._windows is not None:
                 self._windows.close()
             self.symmetric.close()
@@ -405,3 +395,4 @@ class DeviceCommunicator(MessageCalls):
             with contextlib.suppress(MiracclError):
                 self.gpu.free_host(self._host_address)
                 self.gpu.close()
+        return untold

@@ -63,6 +63,7 @@ def make_device_communicator(
     timeout: float | None = None,
     algo: str | None = None,
     proto: str | None = None,
+    deterministic: bool = False,
 ) -> DeviceCommunicator | HostsCommunicator:
     """The GPU side of a communicator, made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU.
 
@@ -70,8 +71,10 @@ def make_device_communicator(
     """
     names = [blob.decode() for blob in session.all_gather(host_name(session).encode(), "gpu hosts")]
     if len(set(names)) == 1:
-        return DeviceCommunicator(session, ordinal, timeout=timeout, algo=algo, proto=proto)
-    return HostsCommunicator(session, ordinal, names, open_cpu=open_cpu, timeout=timeout, algo=algo, proto=proto)
+        return DeviceCommunicator(session, ordinal, timeout=timeout, algo=algo, proto=proto, deterministic=deterministic)
+    return HostsCommunicator(
+        session, ordinal, names, open_cpu=open_cpu, timeout=timeout, algo=algo, proto=proto, deterministic=deterministic
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,7 @@ class HostsCommunicator:
         timeout: float | None = None,
         algo: str | None = None,
         proto: str | None = None,
+        deterministic: bool = False,
     ) -> None:
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         self.groups = group_by_host(hosts)
@@ -116,7 +120,7 @@ class HostsCommunicator:
         sizes = session.all_gather(str(params.GPU_STAGING.read()).encode(), "gpu staging")
         self.slot_bytes = max(LEAST_SLOT, min(int(size) for size in sizes))
         self._local_session = session.sub(mine, f"{session.name}/gpu host {self.host}")
-        self.local = DeviceCommunicator(self._local_session, ordinal, timeout=timeout, algo=algo, proto=proto)
+        self.local = DeviceCommunicator(self._local_session, ordinal, timeout=timeout, algo=algo, proto=proto, deterministic=deterministic)
         self.gpu = self.local.gpu
         self.world = self._open(open_cpu, range(self.nranks), "gpu world")
         #: between hosts of equal numbers of ranks, those of one index: a communicator per lane
@@ -674,7 +678,7 @@ class HostsCommunicator:
                 return
             self.fault = error if isinstance(error, MiracclError) else SystemFailure(f"staging failed: {error!r}", rank=self.rank)
         self.staging.drain()
-        self.local.abort()
+        self.local.abort(tell=False)
         if not told:
             words = {"kind": type(self.fault).__name__, "message": self.fault.message, "peer": self.fault.peer, "op": self.fault.op}
             with contextlib.suppress(MiracclError):  # the control plane may be gone as well
@@ -710,10 +714,10 @@ class HostsCommunicator:
         self.gpu.synchronize()
         self.check()
 
-    def close(self) -> None:
-        """Free everything, after this rank's GPU has ended its work; may be called twice."""
+    def close(self) -> MiracclError | None:
+        """Free everything, after this rank's GPU has ended its work; may be called twice. Gives what was found and no call has told."""
         if self.closed:
-            return
+            return None
         with contextlib.suppress(MiracclError):
             self.gpu.make_current()
             self.gpu.synchronize()
@@ -725,10 +729,11 @@ class HostsCommunicator:
             self.staging.close()
             if self._side is not None:
                 self.gpu.destroy_stream(self._side)
-        self.local.close()
+        untold = self.local.close()
         for cpu in self._cpus:
             cpu.finalize()
         self._local_session.close()
+        return untold
 
 
 def group_by_host(hosts: Sequence[str]) -> list[tuple[int, ...]]:

@@ -120,11 +120,19 @@ class Stage:
 
 
 class Lane:
-    """One direction to or from a peer: its stream, its event, and how many chunks have gone through."""
+    """One direction to or from a peer: its stream and its event, shared by all launches of a communicator."""
 
-    def __init__(self, gpu: Gpu, total: int) -> None:
-        self.stream, self.event = gpu.make_stream(), gpu.make_event()
-        self.total, self.done = total, 0
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.stream, self.event = gpu, gpu.make_stream(), gpu.make_event()
+        self.done = 0  # chunks of this launch
+
+    def close(self) -> None:
+        """After the GPU has done with it."""
+        self.gpu.destroy_event(self.event)
+        self.gpu.destroy_stream(self.stream)
+
+
+Lanes = dict[tuple[int, bool], Lane]  # (peer, whether data come from it)
 
 
 class StagedLaunch:
@@ -132,7 +140,7 @@ class StagedLaunch:
 
     threads = 1 << 20  # its end clears the banks: ordered among communicators as what fills the GPU
 
-    def __init__(self, gpu: Gpu, kernels: Kernels, request: Request, fixed: lower.Fixed) -> None:
+    def __init__(self, gpu: Gpu, kernels: Kernels, request: Request, fixed: lower.Fixed, lanes: Lanes) -> None:
         name = ALGORITHMS[request.collective]
         self.plan = DevicePlan(algo=name, proto="copy", blocks=1, threads=32, unroll=1, reason="copy engines through staging memory")
         schedule = catalog.build(name, request.collective, request.nranks, request.root)
@@ -141,18 +149,20 @@ class StagedLaunch:
         moves = moves_of(schedule, fixed.rank, request.block_bytes)
         self._chunks = [chunk for move in moves for chunk in chunks_of(move, self._stage.slot_bytes)]
         self._before, self._after = (meeting(gpu, kernels, self.plan, request, fixed) for _ in range(2))
-        self._arrivals = {peer: Lane(gpu, self._count(up=peer)) for peer in {c.up for c in self._chunks if c.up is not None}}
-        self._departures = {peer: Lane(gpu, self._count(down=peer)) for peer in {c.down for c in self._chunks if c.down is not None}}
+        self._totals: dict[int, int] = {}  # chunks that come from a peer
+        for chunk in self._chunks:
+            if chunk.up is not None:
+                self._totals[chunk.up] = self._totals.get(chunk.up, 0) + 1
+        ends = {(c.up, True) for c in self._chunks} | {(c.down, False) for c in self._chunks}
+        self._lanes: Lanes = {(peer, way): lanes.get((peer, way)) or Lane(gpu) for peer, way in ends if peer is not None}
+        lanes.update(self._lanes)
         self._fork = gpu.make_event()
-
-    def _count(self, up: int | None = None, down: int | None = None) -> int:
-        return sum(1 for c in self._chunks if (up is not None and c.up == up) or (down is not None and c.down == down))
 
     def run(self, source: int, target: int, stream: int) -> None:
         """Enqueue in ``stream``: read at ``source``, write at ``target``."""
         gpu = self._gpu
         self._before.run(source, target, stream)
-        lanes = [*self._arrivals.values(), *self._departures.values()]
+        lanes = list(self._lanes.values())
         gpu.record(self._fork, stream)
         for lane in lanes:
             gpu.wait_event(lane.stream, self._fork)
@@ -177,15 +187,15 @@ class StagedLaunch:
             return
         if chunk.up is not None:
             assert target is not None
-            lane = self._arrivals[chunk.up]
+            lane = self._lanes[chunk.up, True]
             self._take(chunk.up, lane, place, target.nbytes)
             if chunk.down is not None:
                 gpu.record(lane.event, lane.stream)
-                gpu.wait_event(self._departures[chunk.down].stream, lane.event)
-                self._give(chunk.down, self._departures[chunk.down], place, target.nbytes)
+                gpu.wait_event(self._lanes[chunk.down, False].stream, lane.event)
+                self._give(chunk.down, self._lanes[chunk.down, False], place, target.nbytes)
         elif chunk.down is not None and chunk.source is not None:
             origin = base[chunk.source.buffer] + chunk.source.offset
-            self._give(chunk.down, self._departures[chunk.down], origin, chunk.source.nbytes)
+            self._give(chunk.down, self._lanes[chunk.down, False], origin, chunk.source.nbytes)
 
     def _give(self, peer: int, lane: Lane, address: int, nbytes: int) -> None:
         gpu, fixed, stage = self._gpu, self._fixed, self._stage
@@ -205,16 +215,9 @@ class StagedLaunch:
         gpu.wait_word(word, 1, lane.stream)
         gpu.write_word(word, 0, lane.stream)
         gpu.copy(address, fixed.inboxes[peer] + stage.slot(peer, self._rank, number), nbytes, lane.stream)
-        if lane.done + stage.nslots < lane.total:
+        if lane.done + stage.nslots < self._totals[peer]:
             gpu.write_word(fixed.outboxes[peer] + stage.free(self._rank, number), 1, lane.stream)
         lane.done += 1
-
-    def close(self) -> None:
-        """After the GPU has done with it."""
-        for lane in (*self._arrivals.values(), *self._departures.values()):
-            self._gpu.destroy_event(lane.event)
-            self._gpu.destroy_stream(lane.stream)
-        self._gpu.destroy_event(self._fork)
 
 
 def in_turns(chunks: Sequence[Move]) -> Iterator[Move]:
