@@ -13,11 +13,11 @@ _KINDS = [ctypes.c_void_p] + [ctypes.c_uint32] * 7 + [ctypes.c_void_p] * 3
 def test_a_launch_passes_its_words() -> None:
     seen: list[tuple[int | None, ...]] = []
 
-    @ctypes.CFUNCTYPE(ctypes.c_int, *_KINDS)
-    def pretended(*arguments: int) -> int:
+    def record(*arguments: int) -> int:
         seen.append((*arguments, argument[0], argument[1]))
         return -3 if len(seen) == 2 else 700
 
+    pretended = ctypes.CFUNCTYPE(ctypes.c_int, *_KINDS)(record)
     argument = (ctypes.c_uint64 * 3)(1, 2, 3)
     address = ctypes.cast(pretended, ctypes.c_void_p).value or 0
     words = (address, ctypes.addressof(argument), 1 << 46, 528, 1, 2, 256, 3, 4, 48, 0, 1 << 45, 0)
