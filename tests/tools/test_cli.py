@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from click.testing import CliRunner, Result
 import miraccl
 from miraccl.errors import MiracclError
 from miraccl.schedule import catalog
-from miraccl.tools import cli, doctor, env
+from miraccl.tools import cli, doctor, doctor_gpu, env
 from miraccl.tools.findings import Finding
 from miraccl.tools.schedule_draw import compute_timeline, draw_svg
 from miraccl.types import Collective
@@ -172,8 +173,19 @@ def test_env_points_out_variables_that_mean_nothing() -> None:
 def test_doctor_finds_what_is_needed() -> None:
     findings = {f["name"]: f for f in json.loads(invoke("doctor", "--json", "-").output)}
     assert findings["numpy"]["status"] == "ok"
-    assert set(findings) == set(doctor.CHECKS)
+    assert set(findings) <= set(doctor.CHECKS)
+    assert set(doctor.CHECKS) - set(findings) <= set(doctor_gpu.CHECKS)
     assert all(f["advice"] for f in findings.values() if f["status"] == "missing")
+
+
+def test_doctor_names_the_extra_that_brings_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    found = {f.name: (f.status, f.advice.partition(":")[0]) for f in doctor.examine()}
+    assert found["torch"] == ("note", "pip install 'miraccl[torch]'")
+    assert found["numpy"] == ("missing", "pip install numpy")
 
 
 def test_doctor_survives_a_check_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

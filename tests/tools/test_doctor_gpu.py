@@ -12,6 +12,7 @@ import pytest
 from miraccl.errors import MissingDependency
 from miraccl.executor.cuda import toolkit
 from miraccl.tools import doctor, doctor_gpu, gpu_facts
+from miraccl.tools.findings import Finding
 from miraccl.tools.gpu_facts import CudaFacts, PeerAccess
 from miraccl.topo import nvml
 from tests.tools import fake_gpu
@@ -29,42 +30,63 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(doctor_gpu, "_is_nvidia_gpu", lambda device: False)
     monkeypatch.setattr(doctor_gpu, "_read", lambda path: "")
+    monkeypatch.setattr(doctor_gpu, "bindings_version", lambda: "13.0.1")
     monkeypatch.setattr(toolkit, "version", lambda: (13, 0))
     monkeypatch.setattr(toolkit, "supported_archs", lambda: (75, 80, 90, 100))
     yield set_facts
     doctor_gpu.forget()
 
 
-def test_a_machine_without_anything(machine: Any) -> None:
+def findings() -> dict[str, Finding]:
+    return {finding.name: finding for check in doctor_gpu.CHECKS.values() if (finding := check()) is not None}
+
+
+def seen(finding: Finding | None) -> Finding:
+    assert finding is not None
+    return finding
+
+
+def test_a_machine_without_anything(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line says that there is no GPU and one what to install; nothing has "nothing to look at"."""
+    machine(replace(NOTHING, problem="GPU memory needs cuda.bindings.driver: No module named 'cuda'"))
+    monkeypatch.setattr(doctor_gpu, "bindings_version", lambda: "")
+    found = findings()
+    assert list(found) == ["gpu", "cuda-bindings", "settings"]
+    assert (found["gpu"].status, found["gpu"].found) == ("note", "no NVIDIA GPU")
+    bindings = found["cuda-bindings"]
+    assert (bindings.status, bindings.advice) == ("note", "pip install 'miraccl[cuda]': only GPU memory needs it")
+
+
+def test_packages_for_gpus_on_a_machine_without(machine: Any) -> None:
     machine(NOTHING)
-    for check in doctor_gpu.CHECKS.values():
-        finding = check()
-        assert finding.status in ("ok", "note")
-        assert finding.status == "ok" or finding.advice
-    assert doctor_gpu.check_gpu().found == "no NVIDIA GPU"
-    assert "no GPU" in doctor_gpu.check_peers().found
+    found = findings()
+    assert list(found) == ["gpu", "cuda-bindings", "nvrtc", "settings"]
+    assert (found["gpu"].status, found["gpu"].found) == ("note", "no NVIDIA GPU: no NVIDIA driver")
+    assert found["cuda-bindings"].status == found["nvrtc"].status == "ok"
 
 
 def test_a_gpu_that_cuda_cannot_use_is_a_note(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_gpu, "_read", lambda path: "NVRM version: NVIDIA UNIX Open Kernel Module 580\nmore")
     machine(NOTHING)
     assert doctor_gpu.check_gpu().found.endswith("580")
-    cuda = doctor_gpu.check_cuda()
+    cuda = seen(doctor_gpu.check_cuda())
     assert (cuda.status, cuda.found, cuda.advice) == ("note", "no NVIDIA driver", "install it")
+    monkeypatch.setattr(doctor_gpu, "bindings_version", lambda: "")
+    assert doctor_gpu.check_cuda() is None
     bindings = doctor_gpu.check_bindings()
-    assert bindings.status == "ok" or "GPU memory needs it" in bindings.advice
+    assert (bindings.status, bindings.advice) == ("note", "pip install 'miraccl[cuda]': GPU memory needs it")
 
 
 def test_gpus_are_listed(machine: Any) -> None:
     machine(fake_gpu.facts(2))
-    found = doctor_gpu.check_cuda()
+    found = seen(doctor_gpu.check_cuda())
     assert found.status == "ok"
     assert "2 x NVIDIA Cardboard" in found.found
     assert "sm_90" in found.found
     assert "1 GiB" in found.found
     facts = fake_gpu.facts(2)
     machine(replace(facts, gpus=(facts.gpus[0], replace(facts.gpus[1], mode=3))))
-    held = doctor_gpu.check_cuda()
+    held = seen(doctor_gpu.check_cuda())
     assert held.status == "note"
     assert "GPU 1 is for one process only" in held.found
     assert "nvidia-smi -c 0" in held.advice
@@ -72,31 +94,31 @@ def test_gpus_are_listed(machine: Any) -> None:
 
 def test_the_compiler_fits_gpus_and_driver(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(fake_gpu.facts(1))
-    assert doctor_gpu.check_nvrtc().status == "ok"
+    assert seen(doctor_gpu.check_nvrtc()).status == "ok"
     monkeypatch.setattr(toolkit, "supported_archs", lambda: (100, 120))
-    assert "not for sm_90" in doctor_gpu.check_nvrtc().found
+    assert "not for sm_90" in seen(doctor_gpu.check_nvrtc()).found
     monkeypatch.setattr(toolkit, "supported_archs", lambda: (90, 120))
     monkeypatch.setattr(toolkit, "version", lambda: (14, 1))
-    assert "below 14" in doctor_gpu.check_nvrtc().advice
+    assert "below 14" in seen(doctor_gpu.check_nvrtc()).advice
 
     def missing() -> tuple[int, int]:
         raise MissingDependency("no NVRTC here", hint="install")
 
     monkeypatch.setattr(toolkit, "version", missing)
-    assert doctor_gpu.check_nvrtc().found == "no NVRTC here"
+    assert seen(doctor_gpu.check_nvrtc()).found == "no NVRTC here"
 
 
 def test_pairs_without_peer_access_are_named(machine: Any) -> None:
     facts = fake_gpu.facts(3)
     machine(facts)
-    assert doctor_gpu.check_peers().found == "all 3 pairs address each other's memory"
+    assert seen(doctor_gpu.check_peers()).found == "all 3 pairs address each other's memory"
     peers = tuple(replace(p, allowed={p.source, p.target} != {0, 2}) for p in facts.peers)
     machine(replace(facts, peers=peers))
-    found = doctor_gpu.check_peers()
+    found = seen(doctor_gpu.check_peers())
     assert found.status == "note"
     assert found.found.startswith("no peer access between 0-2; 2 of 3")
     machine(fake_gpu.facts(1))
-    assert "nobody to reach" in doctor_gpu.check_peers().found
+    assert "nobody to reach" in seen(doctor_gpu.check_peers()).found
 
 
 def test_ipc_is_tried_with_a_gpu_that_is_reached(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,10 +130,10 @@ def test_ipc_is_tried_with_a_gpu_that_is_reached(machine: Any, monkeypatch: pyte
 
     monkeypatch.setattr(gpu_facts, "try_ipc", try_ipc)
     machine(fake_gpu.facts(1))
-    assert doctor_gpu.check_ipc().status == "ok"
+    assert seen(doctor_gpu.check_ipc()).status == "ok"
     machine(fake_gpu.facts(3))
-    assert doctor_gpu.check_ipc().status == "ok"
-    failed = doctor_gpu.check_ipc()
+    assert seen(doctor_gpu.check_ipc()).status == "ok"
+    failed = seen(doctor_gpu.check_ipc())
     assert tried == [(0, 0), (0, 1), (0, 1)]
     assert (failed.status, "refused" in failed.found, "--ipc=host" in failed.advice) == ("note", True, True)
 
@@ -133,7 +155,7 @@ def gpu(dev: int, *links: tuple[str, int]) -> nvml.GpuFacts:
 def test_nvlinks(machine: Any, monkeypatch: pytest.MonkeyPatch, gpus: list[nvml.GpuFacts], status: str, told: str) -> None:
     machine(fake_gpu.facts(2))
     monkeypatch.setattr(nvml, "read_gpus", lambda: (gpus, "the package nvidia-ml-py is not installed"))
-    found = doctor_gpu.check_nvlink()
+    found = seen(doctor_gpu.check_nvlink())
     assert found.status == status
     assert told in found.found
 

@@ -47,13 +47,13 @@ def doctor(json_target: str | None) -> None:
 def examine() -> list[Finding]:
     """All findings; a check that fails itself is a finding too."""
     doctor_gpu.forget()
-    findings = []
+    findings: list[Finding | None] = []
     for name, check in CHECKS.items():
         try:
             findings.append(check())
         except Exception as error:  # a doctor must not die of the patient
             findings.append(Finding(name=name, status="note", found=f"could not be checked: {type(error).__name__}: {error}"))
-    return findings
+    return [finding for finding in findings if finding is not None]
 
 
 def _print(findings: list[Finding]) -> None:
@@ -72,13 +72,16 @@ def _check_python() -> Finding:
     return Finding(name="python", status="ok", found=text)
 
 
-def _check_package(name: str, needed: bool, why: str) -> Callable[[], Finding]:
+def _check_package(name: str, why: str, extra: str = "") -> Callable[[], Finding]:
+    """``extra``: the one of ours that brings it, where miraccl works without."""
+
     def check() -> Finding:
         try:
             return Finding(name=name, status="ok", found=importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            status: Status = "missing" if needed else "note"
-            return Finding(name=name, status=status, found="not installed", advice=f"pip install {name}: {why}")
+            status: Status = "note" if extra else "missing"
+            install = f"pip install 'miraccl[{extra}]'" if extra else f"pip install {name}"
+            return Finding(name=name, status=status, found="not installed", advice=f"{install}: {why}")
 
     return check
 
@@ -225,11 +228,11 @@ def _read(path: str) -> str:
 
 CHECKS: dict[str, Check] = {
     "python": _check_python,
-    "numpy": _check_package("numpy", True, "buffers are numpy arrays"),
-    "numba": _check_package("numba", True, "compiles the kernels"),
-    "ml_dtypes": _check_package("ml_dtypes", True, "bfloat16 and 8-bit floats"),
-    "matplotlib": _check_package("matplotlib", False, "miraccl perf --plot draws with it"),
-    "torch": _check_package("torch", False, "tensors as buffers, and the comparisons with gloo and NCCL"),
+    "numpy": _check_package("numpy", "buffers are numpy arrays"),
+    "numba": _check_package("numba", "compiles the kernels"),
+    "ml_dtypes": _check_package("ml_dtypes", "bfloat16 and 8-bit floats"),
+    "matplotlib": _check_package("matplotlib", "miraccl perf --plot draws with it", extra="plot"),
+    "torch": _check_package("torch", "tensors as buffers, and the comparisons with gloo and NCCL", extra="torch"),
     "kernel": _check_kernel,
     "cores": _check_cores,
     "memfd": _check_memfd,

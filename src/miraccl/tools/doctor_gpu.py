@@ -1,6 +1,7 @@
 """The GPU part of ``miraccl doctor``: driver, packages, the GPUs, how they reach each other, and settings that change that.
 
-CUDA is asked in processes of its own (``gpu_facts``).  Without a GPU each check says so and nothing is wrong: miraccl then works on CPUs.
+CUDA is asked in processes of its own (``gpu_facts``).  Without a GPU nothing is wrong, miraccl then works on CPUs: one line says so, one
+what GPU memory would need, and checks that have nothing to look at give None.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from miraccl.tools.gpu_facts import CudaFacts
 
 INSTALL = "pip install 'miraccl[cuda]'"
 _SMI_SECONDS = 30
-_NO_GPU = "nothing to look at: CUDA shows no GPU"
+_ABSENT = "no NVIDIA GPU"
 _DEFAULT_MODE = 0
 _FABRIC_ADVICE = (
     "start nvidia-fabricmanager (systemctl start nvidia-fabricmanager), of the driver's version; until then NVLink is not usable"
@@ -52,7 +53,8 @@ def check_gpu() -> Finding:
         return Finding(name="gpu", status="note", found="an NVIDIA GPU without a driver", advice=advice)
     if facts().gpus:  # a sandbox that hides /proc/driver
         return Finding(name="gpu", status="ok", found=facts().names)
-    return Finding(name="gpu", status="note", found="no NVIDIA GPU", advice="collectives run on CPUs")
+    why = f": {facts().problem}" if bindings_version() and facts().problem else ""
+    return Finding(name="gpu", status="note", found=_ABSENT + why, advice="collectives run on CPUs")
 
 
 def _is_nvidia_gpu(device: Path) -> bool:
@@ -62,23 +64,33 @@ def _is_nvidia_gpu(device: Path) -> bool:
 
 def has_gpu() -> bool:
     """Whether there is one, usable or not."""
-    return bool(facts().gpus) or check_gpu().found != "no NVIDIA GPU"
+    return bool(facts().gpus) or not check_gpu().found.startswith(_ABSENT)
 
 
-def check_bindings() -> Finding:
+def bindings_version() -> str:
+    """Of cuda-bindings; empty where they are not installed."""
     from importlib import metadata
 
     try:
-        return Finding(name="cuda-bindings", status="ok", found=metadata.version("cuda-bindings"))
+        return metadata.version("cuda-bindings")
     except metadata.PackageNotFoundError:
-        why = "GPU memory needs it" if has_gpu() else "only GPU memory needs it"
-        return Finding(name="cuda-bindings", status="note", found="not installed", advice=f"{INSTALL}: {why}")
+        return ""
 
 
-def check_nvrtc() -> Finding:
-    """The compiler of the kernels, which needs no GPU."""
+def check_bindings() -> Finding:
+    version = bindings_version()
+    if version:
+        return Finding(name="cuda-bindings", status="ok", found=version)
+    why = "GPU memory needs it" if has_gpu() else "only GPU memory needs it"
+    return Finding(name="cuda-bindings", status="note", found="not installed", advice=f"{INSTALL}: {why}")
+
+
+def check_nvrtc() -> Finding | None:
+    """The compiler of the kernels, which needs no GPU; what brings the bindings brings it too."""
     from miraccl.executor.cuda import toolkit
 
+    if not bindings_version():
+        return None
     try:
         major, minor = toolkit.version()
         archs = toolkit.supported_archs()
@@ -97,11 +109,12 @@ def check_nvrtc() -> Finding:
     return Finding(name="nvrtc", status="ok", found=text)
 
 
-def check_cuda() -> Finding:
+def check_cuda() -> Finding | None:
     """The GPUs as CUDA shows them to this process."""
     known = facts()
     if known.problem:
-        return Finding(name="cuda", status="note" if has_gpu() else "ok", found=known.problem, advice=known.advice if has_gpu() else "")
+        asked = bindings_version() and has_gpu()
+        return Finding(name="cuda", status="note", found=known.problem, advice=known.advice) if asked else None
     gpus = [f"{gpu.ordinal}: {gpu.name}, {gpu.memory_bytes / (1 << 30):.0f} GiB, sm_{gpu.sm}, {gpu.bus_id}" for gpu in known.gpus]
     text = f"CUDA {known.driver}, {known.names} ({'; '.join(gpus)})"
     held = [str(gpu.ordinal) for gpu in known.gpus if gpu.mode != _DEFAULT_MODE]
@@ -114,12 +127,11 @@ def check_cuda() -> Finding:
 # ---------------------------------------------------------------------- between GPUs
 
 
-def check_peers() -> Finding:
+def check_peers() -> Finding | None:
     """Peer access, pair by pair."""
     pairs = facts().peers
     if not pairs:
-        text = "one GPU: nobody to reach" if facts().gpus else _NO_GPU
-        return Finding(name="gpu peers", status="ok", found=text)
+        return Finding(name="gpu peers", status="ok", found="one GPU: nobody to reach") if facts().gpus else None
     refused = [f"{pair.source}-{pair.target}" for pair in pairs if not pair.allowed and pair.source < pair.target]
     if refused:
         found = f"no peer access between {', '.join(refused)}; {len(pairs) // 2 - len(refused)} of {len(pairs) // 2} pairs have it"
@@ -129,11 +141,11 @@ def check_peers() -> Finding:
     return Finding(name="gpu peers", status="ok", found=f"all {len(pairs) // 2} pairs address each other's memory{atomics}")
 
 
-def check_ipc() -> Finding:
+def check_ipc() -> Finding | None:
     """Tried with two processes."""
     gpus = facts().gpus
     if not gpus:
-        return Finding(name="gpu ipc", status="ok", found=_NO_GPU)
+        return None
     reached = {pair.target for pair in facts().peers if pair.source == 0 and pair.allowed}
     error = gpu_facts.try_ipc(0, min(reached, default=0))
     handles = "" if all(gpu.posix_handles for gpu in gpus) else "; memory cannot be shared as file descriptors"
@@ -143,12 +155,12 @@ def check_ipc() -> Finding:
     return Finding(name="gpu ipc", status="ok", found=f"memory of another process can be mapped{handles}")
 
 
-def check_nvlink() -> Finding:
+def check_nvlink() -> Finding | None:
     """NVLinks that are up, as ``miraccl topo detect`` counts them."""
     from miraccl.topo.nvml import read_gpus
 
     if not has_gpu():
-        return Finding(name="nvlink", status="ok", found=_NO_GPU)
+        return None
     gpus, why = read_gpus()
     if not gpus:
         advice = "pip install nvidia-ml-py: miraccl topo detect asks it for GPUs and NVLinks"
@@ -175,10 +187,10 @@ def _ends(far_ends: Sequence[str], gpus: Sequence[str]) -> str:
     return "to GPUs and switches" if direct and switched else "from GPU to GPU" if direct else "to switches"
 
 
-def check_fabric() -> Finding:
+def check_fabric() -> Finding | None:
     """The state of the NVSwitch fabric, from ``nvidia-smi -q``."""
     if not has_gpu():
-        return Finding(name="fabric", status="ok", found=_NO_GPU)
+        return None
     program = shutil.which("nvidia-smi")
     if program is None:
         return Finding(name="fabric", status="note", found="unknown: nvidia-smi is not on PATH", advice="it comes with the driver")

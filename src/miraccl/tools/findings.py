@@ -19,4 +19,4 @@ class Finding:
     advice: str = ""
 
 
-Check = Callable[[], Finding]
+Check = Callable[[], Finding | None]  # None: there is nothing to look at here, or another check says it
