@@ -11,7 +11,7 @@ TESTS ?= tests
 demo: $(VENV)/.ready
 	@$(RUN) -m miraccl perf all_reduce --ranks 4 --sizes 256K,4M,16M
 
-test: $(VENV)/.ready-torch
+test: $(VENV)/.ready-test
 	@$(RUN) -m pytest -q $(TESTS)
 
 lint: $(VENV)/.ready-dev
@@ -47,10 +47,13 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	@$(PY) -m pip install -q --disable-pip-version-check -e ".[dev,plot]"
 	@touch "$@"
 
-# PyTorch is wanted by its tests alone, which are skipped where it cannot be installed.
-$(VENV)/.ready-torch: $(VENV)/.ready-dev .ci/install-torch
-	@echo "installing PyTorch for its tests into $(VENV) (once)"
+# PyTorch and CUDA's compiler are wanted by their tests alone, which are skipped where these cannot be installed.
+# NVRTC 12.9 is the last that compiles for sm_70, and compiles for sm_100, too.
+$(VENV)/.ready-test: $(VENV)/.ready-dev .ci/install-torch
+	@echo "installing PyTorch and CUDA's compiler for their tests into $(VENV) (once)"
 	@$(PY) .ci/install-torch
+	@$(PY) -m pip install -q --disable-pip-version-check "cuda-bindings==12.9.*" "nvidia-cuda-nvrtc-cu12==12.9.*" 2>/dev/null \
+		|| echo "note: without NVRTC, whose tests are skipped: pip cannot install it"
 	@touch "$@"
 
 clean:

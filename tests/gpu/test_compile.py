@@ -20,30 +20,40 @@ pytestmark = pytest.mark.skipif(not ARCHS, reason=f"no NVRTC: {REASON}")
 MOVES = ("all_gather", "all_to_all", "broadcast", "broadcast_chain")
 
 
-def specs() -> list[KernelSpec]:
+FLOATS = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
+FRAMES = (*((dtype, Frame.WORD) for dtype in FLOATS), (DType.INT8, Frame.PAIR), (DType.INT64, Frame.MASK))
+
+
+def packets(mode: str, dtype: DType, frame: Frame, nranks: int = 4, op: RedOp = RedOp.SUM) -> KernelSpec:
+    return KernelSpec(family="packets", mode=mode, nranks=nranks, dtype=dtype, op=op, frame=frame, reduces=mode not in MOVES)
+
+
+def few() -> list[KernelSpec]:
+    """Every file, frame and type once."""
+    found = [packets("two_shot", dtype, frame) for dtype, frame in FRAMES]
+    found += [packets("broadcast_chain", DType.UINT8, Frame.MASK), packets("ring", DType.BFLOAT16, Frame.WORD)]
+    found.append(KernelSpec(family="steps", nranks=2, dtype=DType.BFLOAT16, op=RedOp.AVG))
+    found.append(KernelSpec(family="meet", nranks=4, dtype=DType.UINT8, reduces=False, threads=32))
+    return [*found, *(Reach(nranks=2, multiprocessors=128, frame=frame).spec() for frame in (Frame.LINE, Frame.PAIR))]
+
+
+def many() -> list[KernelSpec]:
+    """Every mode, too, and the largest number of ranks."""
     found = []
     for mode in PACKET_MODES:
-        if mode in MOVES:
-            frames: tuple[tuple[DType, Frame], ...] = ((DType.UINT8, Frame.PAIR), (DType.UINT8, Frame.MASK))
-        else:
-            floats = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
-            frames = (*((dtype, Frame.WORD) for dtype in floats), (DType.INT8, Frame.PAIR), (DType.INT64, Frame.MASK))
-        for dtype, frame in frames:
-            found.append(KernelSpec(family="packets", mode=mode, nranks=4, dtype=dtype, frame=frame, reduces=mode not in MOVES))
-    found.append(KernelSpec(family="packets", mode="two_shot", nranks=3, dtype=DType.BFLOAT16, op=RedOp.PREMUL_SUM))
-    for dtype in (DType.BFLOAT16, DType.INT64):
-        found += [KernelSpec(family="steps", nranks=2, dtype=dtype, op=op) for op in (RedOp.SUM, RedOp.AVG, RedOp.PREMUL_SUM)]
+        frames = ((DType.UINT8, Frame.PAIR), (DType.UINT8, Frame.MASK)) if mode in MOVES else FRAMES[-3:]
+        found += [packets(mode, dtype, frame) for dtype, frame in frames]
+    found += [packets("two_shot", DType.BFLOAT16, Frame.WORD, 3, RedOp.PREMUL_SUM), packets("two_shot", DType.BFLOAT16, Frame.WORD, 8)]
+    found += [KernelSpec(family="steps", nranks=2, dtype=DType.INT64, op=op) for op in (RedOp.SUM, RedOp.PREMUL_SUM)]
     found.append(KernelSpec(family="steps", nranks=8, dtype=DType.UINT8, reduces=False))
-    found.append(KernelSpec(family="meet", nranks=4, dtype=DType.UINT8, reduces=False, threads=32))
-    found += [Reach(nranks=n, multiprocessors=128, frame=frame).spec() for n in (2, 8) for frame in (Frame.LINE, Frame.PAIR)]
-    return found
+    return [*few(), *found, *(Reach(nranks=8, multiprocessors=128, frame=frame).spec() for frame in (Frame.LINE, Frame.PAIR))]
 
 
 @pytest.mark.parametrize("arch", [70, 75, 80, 90, 100])
 def test_kernels_compile(arch: int) -> None:
     if arch not in ARCHS:
         pytest.skip(f"NVRTC {'.'.join(map(str, toolkit.version()))} compiles for {ARCHS}")
-    for spec in specs():
+    for spec in many() if arch == 90 else few():
         cubin = toolkit.compile_cubin(write_source(spec, arch), arch, spec.name)
         assert cubin[:4] == b"\x7fELF", spec.name
 
