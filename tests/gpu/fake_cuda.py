@@ -482,8 +482,8 @@ class FakeLocal:
     def check(self, name: str = "") -> None:
         self._cpu._member.check(0, name)
 
-    def abort(self) -> None:
-        self._cpu.abort()
+    def abort(self, reason: str = "", *, tell: bool = True) -> None:
+        self._cpu.abort(reason)
 
     def close(self) -> None:
         self._cpu.finalize()

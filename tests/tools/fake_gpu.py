@@ -166,7 +166,16 @@ class FakeGpu:
 class FakeCommunicator:
     """Every operation by what it is defined to give; the bytes go through the session."""
 
-    def __init__(self, session: Any, ordinal: int, *, timeout: float = 60, algo: str | None = None, proto: str | None = None) -> None:
+    def __init__(
+        self,
+        session: Any,
+        ordinal: int,
+        *,
+        timeout: float = 60,
+        algo: str | None = None,
+        proto: str | None = None,
+        deterministic: bool = False,
+    ) -> None:
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         self.gpu = FakeGpu(ordinal)
         if os.environ.get("FAKE_TELLS"):
