@@ -133,8 +133,24 @@ NSOCKS_PERTHREAD = declare("NSOCKS_PERTHREAD", 2, parse_count, "TCP streams per 
 SOCKET_BUFFER = declare(
     "SOCKET_BUFFER", 1 << 22, parse_size, "Kernel buffers of each TCP stream, each way; 0 leaves it to the kernel.", kind="size", unit="B"
 )
-ALGO = declare("ALGO", "", str.lower, "Algorithm for every collective that has it, such as ring.", kind="text", nccl="ALGO")
-PROTO = declare("PROTO", "", str.lower, "Protocol: simple, ll or ll128.", kind="text", nccl="PROTO")
+ALGO = declare(
+    "ALGO",
+    "",
+    str.lower,
+    "Algorithm for every collective that has it, such as ring. NCCL's variable has NCCL's names and lists: CPU ranks follow what they can.",
+    kind="text",
+    nccl="ALGO",
+)
+PROTO = declare(
+    "PROTO", "", str.lower, "Protocol: simple, ll or ll128. NCCL's variable may be a list: a single one left is taken.", kind="text", nccl="PROTO"
+)
+DETERMINISTIC = declare(
+    "DETERMINISTIC",
+    False,
+    parse_bool,
+    "Results that depend on neither size, algorithm nor layout, where the program does not say.",
+    kind="flag",
+)
 BUFFSIZE = declare("BUFFSIZE", 0, parse_size, "Bytes of all FIFOs of a rank; 0 chooses.", kind="size", unit="B", nccl="BUFFSIZE")
 SMS = declare(
     "SMS",

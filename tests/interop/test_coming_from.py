@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import miraccl
@@ -65,14 +66,29 @@ def test_variables_of_nccl() -> None:
         assert name in params.PARAMS, name
 
 
-def rank_with_a_tree_of_nccl() -> str:
+def rank_with_settings_of_nccl() -> str:
+    with miraccl.init() as comm:
+        total = comm.all_reduce(np.full(1000, comm.rank + 1.0, "float32"))
+        assert (total == comm.nranks * (comm.nranks + 1) / 2).all()
+        plan = comm.last_plan
+        assert plan is not None
+        return f"{plan.algo}/{plan.proto}"
+
+
+def rank_with_a_tree_of_ours() -> str:
     with pytest.raises(miraccl.InvalidUsage) as caught:
         miraccl.init()
     return str(caught.value)
 
 
 @pytest.mark.multiprocess
-def test_an_algorithm_of_nccl_that_is_none_of_ours() -> None:
-    for text in run_ranks(rank_with_a_tree_of_nccl, 2, env={"NCCL_ALGO": "Tree"}):
+def test_algorithms_of_nccl_are_understood_under_its_name() -> None:
+    env = {"NCCL_ALGO": "allreduce:Tree", "NCCL_PROTO": "LL128,Simple"}
+    assert run_ranks(rank_with_settings_of_nccl, 2, env=env) == ["double_binary_tree/simple"] * 2
+
+
+@pytest.mark.multiprocess
+def test_our_name_takes_our_algorithms_alone() -> None:
+    for text in run_ranks(rank_with_a_tree_of_ours, 2, env={"MIRACCL_ALGO": "Tree"}):
         assert "no algorithm is called 'tree'; known are: " in text
         assert "ring" in text

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from miraccl import __version__, params
 from miraccl.bootstrap import Session
+from miraccl.comm import nccl_wishes
 from miraccl.comm.arguments import ALLOWED
 from miraccl.comm.calls import Call, Place, barrier
 from miraccl.comm.exchange import Entry, Exchange, Transfer
@@ -44,6 +45,7 @@ class Options:
     deterministic: bool
     buffsize: int
     single_copy: str = ""
+    wishes: tuple[tuple[Collective, str], ...] = ()  # algorithms that NCCL_ALGO wishes of CPU ranks
 
     @classmethod
     def create(
@@ -52,18 +54,20 @@ class Options:
         timeout: float | None = None,
         algo: str | None = None,
         proto: str | None = None,
-        deterministic: bool = False,
+        deterministic: bool | None = None,
         buffsize: int | None = None,
     ) -> Options:
         if timeout is not None and (isinstance(timeout, bool | str) or not timeout > 0):
             raise InvalidUsage(f"timeout is {timeout!r}; it is a number of seconds greater than 0")
         if buffsize is not None and (isinstance(buffsize, bool) or not isinstance(buffsize, int) or buffsize < 0):
             raise InvalidUsage(f"buffsize is {buffsize!r}; it is a number of bytes, 0 leaves the choice to us")
+        algorithm, wishes = nccl_wishes.read_algorithms() if algo is None else (algo.lower(), {})
         return cls(
             timeout=params.TIMEOUT.read() if timeout is None else float(timeout),
-            algo=params.ALGO.read() if algo is None else algo.lower(),
-            proto=params.PROTO.read() if proto is None else proto.lower(),
-            deterministic=deterministic,
+            algo=algorithm,
+            wishes=tuple(wishes.items()),
+            proto=nccl_wishes.read_protocol() if proto is None else proto.lower(),
+            deterministic=params.DETERMINISTIC.read() if deterministic is None else deterministic,
             buffsize=params.BUFFSIZE.read() if buffsize is None else buffsize,
             single_copy=params.SINGLE_COPY.read(),
         )
@@ -81,14 +85,14 @@ class Member:
         mine = constants or load_constants()
         beliefs = Beliefs(
             version=__version__,
-            algo=options.algo,
+            algo=options.algo or " ".join(f"{collective.label}:{name}" for collective, name in options.wishes),
             proto=options.proto,
             deterministic=options.deterministic,
             buffsize=options.buffsize,
             single_copy=options.single_copy,
             constants=mine.to_json(),
         )
-        overrides = Overrides(algo=options.algo, proto=options.proto, deterministic=options.deterministic)
+        overrides = Overrides(algo=options.algo, proto=options.proto, deterministic=options.deterministic, wishes=dict(options.wishes))
         try:
             self.fabric = Fabric(session, beliefs, timeout=options.timeout, on_lost=self._lost)
         except BaseException as error:

@@ -8,8 +8,8 @@ rank's own buffers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from miraccl.comm.model import Constants, Shape, predict_us
 from miraccl.errors import InvalidUsage
@@ -36,11 +36,12 @@ MEMORY_ALGORITHM = "two_shot_put"
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """What the user has fixed. Empty strings leave the choice to the model."""
+    """What the user has fixed; empty strings leave the choice to the model. ``wishes`` (``NCCL_ALGO``) hold where nothing forbids them."""
 
     algo: str = ""
     proto: str = ""
     deterministic: bool = False
+    wishes: Mapping[Collective, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +106,10 @@ class Planner:
         self, collective: Collective, block_bytes: int, dtype: DType, op: RedOp = RedOp.SUM, root: int = 0, uneven: bool = False
     ) -> list[Candidate]:
         """All ways, the chosen one first, then by predicted time."""
+        asked = self._asked(collective, uneven)
         rows: list[tuple[float, str, str]] = []  # time, name, why not
         for algorithm in catalog.algorithms_for(collective, self.shape.nranks):
-            barred = self._barred(algorithm, collective, dtype, uneven)
+            barred = self._barred(algorithm, collective, dtype, uneven, asked)
             rows.append((self._predict(algorithm, collective, block_bytes, dtype, root), algorithm.name, barred))
         allowed = [row for row in rows if not row[2]]
         if not allowed:
@@ -118,7 +120,7 @@ class Planner:
         result = []
         for time, name, barred in sorted(rows, key=lambda row: (row[1] != best[1], bool(row[2]), row[0])):
             if name == best[1]:
-                reason = "asked for" if name == self.overrides.algo else "lowest predicted time" if len(allowed) > 1 else "the only one"
+                reason = "asked for" if name == asked else _why_chosen(time, fastest, len(allowed))
             else:
                 reason = barred or f"{time / best[0]:.2f} times the predicted time of {best[1]}"
                 if not barred and time <= TIE * fastest:
@@ -133,33 +135,42 @@ class Planner:
         """LL puts flag and data on one cache line: one miss instead of two for what fits. Larger messages are always Simple."""
         return "ll" if block_bytes <= at.INLINE_BYTES and self.overrides.proto != "simple" else "simple"
 
-    def _for_windows(self, algorithm: Algorithm, collective: Collective) -> bool:
-        return algorithm.name == MEMORY_ALGORITHM and not self.overrides.algo and algorithm.supports(collective, self.shape.nranks)
+    def _asked(self, collective: Collective, uneven: bool = False) -> str:
+        """What was asked for where it has a schedule, or nothing: then the model chooses. A wish that rules forbid is none."""
+        asked = self.overrides.algo or self.overrides.wishes.get(collective, "")
+        if not asked:
+            return ""
+        algorithm = catalog.get(asked)
+        if not algorithm.supports(collective, self.shape.nranks) or (uneven and collective not in algorithm.uneven):
+            return ""
+        if not self.overrides.algo:
+            unordered = self.overrides.deterministic and collective.reduces and not algorithm.rank_ordered
+            if unordered or (algorithm.needs_addressable_memory and not self.addressable):
+                return ""
+        return asked
 
-    def _barred(self, algorithm: Algorithm, collective: Collective, dtype: DType, uneven: bool) -> str:
-        """Why an algorithm may not be used, or nothing."""
-        asked = self.overrides.algo
+    def _for_windows(self, algorithm: Algorithm, collective: Collective, asked: str) -> bool:
+        free = not (asked or self.overrides.algo)
+        return algorithm.name == MEMORY_ALGORITHM and free and algorithm.supports(collective, self.shape.nranks)
+
+    def _barred(self, algorithm: Algorithm, collective: Collective, dtype: DType, uneven: bool, asked: str) -> str:
+        """Why an algorithm may not be used, or nothing; ``asked`` is what ``_asked`` says."""
         if uneven and collective not in algorithm.uneven:
             return "does not take uneven blocks"
         if algorithm.needs_addressable_memory and collective is not Collective.BARRIER:
             if not self.addressable:
                 return "needs memory that peers can address, which not all ranks have here"
             if algorithm.name != asked:
-                return "taken when all ranks pass window memory (comm.empty)" if self._for_windows(algorithm, collective) else (
+                return "taken when all ranks pass window memory (comm.empty)" if self._for_windows(algorithm, collective, asked) else (
                     "needs memory that peers can address; choose it by name"
                 )
         if self.overrides.deterministic and collective.reduces and not algorithm.rank_ordered:
             return "does not add in the order of the ranks (deterministic)"
-        if asked and algorithm.name != asked and self._asked_applies(asked, collective, uneven):
+        if asked and algorithm.name != asked:
             return f"{asked} was asked for"
         if collective.reduces and dtype.accumulates_in_float32 and not algorithm.rounds_once and algorithm.name != asked:
             return f"rounds {dtype.label} at every hop"
         return ""
-
-    def _asked_applies(self, asked: str, collective: Collective, uneven: bool) -> bool:
-        """Whether the algorithm that was asked for has a schedule for this; where it has none the model chooses."""
-        algorithm = catalog.get(asked)
-        return algorithm.supports(collective, self.shape.nranks) and (not uneven or collective in algorithm.uneven)
 
     def _predict(self, algorithm: Algorithm, collective: Collective, block_bytes: int, dtype: DType, root: int) -> float:
         schedule = self._schedule(algorithm.name, collective, root, in_place=False)
@@ -206,6 +217,7 @@ class Planner:
         algorithm = catalog.get(MEMORY_ALGORITHM)
         return (
             not self.overrides.algo
+            and not self._asked(request.collective, request.uneven)
             and not self.shape.hosts
             and self.shape.nranks > 1
             and algorithm.supports(request.collective, self.shape.nranks)
@@ -256,6 +268,12 @@ class Planner:
     def choice_of(self, run_address: int) -> Candidate | None:
         """The plan a run was made from."""
         return self._plans.get(run_address)
+
+
+def _why_chosen(time: float, fastest: float, allowed: int) -> str:
+    if allowed == 1:
+        return "the only one"
+    return "lowest predicted time" if time == fastest else f"preferred among equals (within {TIE - 1:.0%} of the lowest predicted time)"
 
 
 def _preference(name: str, collective: Collective, block_bytes: int) -> int:

@@ -1,0 +1,73 @@
+"""What ``NCCL_ALGO`` and ``NCCL_PROTO`` ask of ranks that are not NCCL's.
+
+They were set for NCCL, whose algorithms are not ours, so they are hints and never errors: what has a counterpart here is taken, all else
+leaves the choice to the model and is logged.  ``MIRACCL_ALGO`` and ``MIRACCL_PROTO`` are commands and stay strict (``Overrides``).
+
+A list says what is allowed.  It is a wish only where exactly one of ours is left: ``^Tree`` allows Ring and PAT, which is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from miraccl import params, trace
+from miraccl.errors import InvalidUsage
+from miraccl.graph.tuning_constants import PROTOCOL_LABELS, TUNED, Algorithm
+from miraccl.graph.tuning_filter import Wish, parse_wishes
+from miraccl.schedule import catalog
+from miraccl.types import Collective, Protocol
+
+_ALGORITHMS = {Algorithm.RING: "ring", Algorithm.TREE: "double_binary_tree", Algorithm.PAT: "pat"}
+_PROTOCOLS = {Protocol.SIMPLE: "simple", Protocol.LL: "ll", Protocol.LL128: "ll128"}
+_ON_CPUS = ("simple", "ll")
+_log = trace.logger("tuning")
+
+E = TypeVar("E", Algorithm, Protocol)
+
+
+def read_algorithms(environ: Mapping[str, str] | None = None) -> tuple[str, dict[Collective, str]]:
+    """The algorithm that ``MIRACCL_ALGO`` commands for everything, and what ``NCCL_ALGO`` wishes where there is no command."""
+    value, source = params.ALGO.resolve(environ)
+    return (value, {}) if source != "NCCL_ALGO" else ("", algorithms(value))
+
+
+def read_protocol(environ: Mapping[str, str] | None = None) -> str:
+    """The protocol that is asked for, or nothing."""
+    value, source = params.PROTO.resolve(environ)
+    return value if source != "NCCL_PROTO" else protocol(value)
+
+
+def algorithms(text: str) -> dict[Collective, str]:
+    """The wish for each collective that has one. Names of ours count for all collectives."""
+    labels = {algo: algo.label for algo in Algorithm}
+    if text in catalog.names() and text not in map(str.lower, labels.values()):
+        return dict.fromkeys(Collective, text)
+    return _understand(text, labels, _ALGORITHMS, "NCCL_ALGO")
+
+
+def protocol(text: str) -> str:
+    """One protocol of CPU ranks for all collectives, or nothing: theirs is no choice by collective."""
+    wishes = _understand(text, PROTOCOL_LABELS, _PROTOCOLS, "NCCL_PROTO")
+    wished = {wishes.get(collective, "") for collective in TUNED}
+    if len(wished) == 1 and wished <= set(_ON_CPUS):
+        return wished.pop()
+    if any(wished):
+        _log.info("NCCL_PROTO=%s is left aside: CPU ranks have %s, for all collectives alike", text, " and ".join(_ON_CPUS))
+    return ""
+
+
+def _understand(text: str, labels: Mapping[E, str], ours: Mapping[E, str], variable: str) -> dict[Collective, str]:
+    try:
+        parsed = parse_wishes(text, labels, variable)
+    except InvalidUsage as error:
+        _log.info("left aside: %s", error)
+        return {}
+    result: dict[Collective, str] = {}
+    for collective, wishes in parsed.items():
+        left = [name for element, name in ours.items() if wishes[element] is Wish.YES]
+        if len(left) == 1:
+            result[collective] = left[0]
+        elif Wish.FREE not in wishes.values():
+            _log.info("%s=%s leaves %s of ours for %s: the model chooses", variable, text, ", ".join(left) or "none", collective.label)
+    return result

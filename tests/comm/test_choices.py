@@ -1,0 +1,124 @@
+"""What a communicator was asked to be: options, settings, wishes of NCCL's variables, and the reasons that come out."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from miraccl.comm import nccl_wishes
+from miraccl.comm.member import Options
+from miraccl.comm.model import Constants, Shape
+from miraccl.comm.planner import Candidate, Overrides, Planner
+from miraccl.errors import InvalidUsage
+from miraccl.types import Collective, DType
+
+TUNED = (Collective.BROADCAST, Collective.REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
+
+
+def chosen(collective: Collective, nbytes: int, nranks: int = 4, dtype: DType = DType.FLOAT32, **overrides: object) -> list[Candidate]:
+    shape = Shape(nranks=nranks)
+    planner = Planner(rank=0, shape=shape, slot_bytes=1 << 18, constants=Constants(), overrides=Overrides(**overrides))  # type: ignore[arg-type]
+    return planner.candidates(collective, nbytes, dtype)
+
+
+# ---- reasons
+
+
+@pytest.mark.parametrize("nranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("collective", [Collective.ALL_REDUCE, Collective.BROADCAST, Collective.ALL_GATHER])
+def test_only_the_lowest_prediction_is_called_so(collective: Collective, nranks: int) -> None:
+    for exponent in range(3, 25):
+        first, *others = chosen(collective, 1 << exponent, nranks)
+        lowest = min(row.predicted_us for row in (first, *others) if row.chosen or "times the predicted time" in row.reason)
+        if first.predicted_us == lowest:
+            assert first.reason == "lowest predicted time"
+        else:
+            assert first.reason.startswith("preferred among equals (within 5%")
+            assert first.predicted_us <= 1.05 * lowest
+
+
+def test_equals_occur() -> None:
+    first, second, *_ = chosen(Collective.ALL_REDUCE, 128 << 10)
+    assert (first.algo, first.reason) == ("ring", "preferred among equals (within 5% of the lowest predicted time)")
+    assert second.predicted_us < first.predicted_us
+    assert second.reason.endswith("which is taken among equals (within 5%)")
+
+
+# ---- NCCL_ALGO and NCCL_PROTO
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Ring", dict.fromkeys(TUNED, "ring")),
+        ("TREE", dict.fromkeys(TUNED, "double_binary_tree")),
+        ("pat", dict.fromkeys(TUNED, "pat")),
+        ("Tree,NVLS", dict.fromkeys(TUNED, "double_binary_tree")),
+        ("^Tree,PAT", dict.fromkeys(TUNED, "ring")),
+        ("allreduce:tree", {Collective.ALL_REDUCE: "double_binary_tree"}),
+        ("Ring;allreduce:tree;broadcast:nvls", {**dict.fromkeys(TUNED[1:4], "ring"), Collective.ALL_REDUCE: "double_binary_tree"}),
+        ("two_shot", dict.fromkeys(Collective, "two_shot")),
+        ("Ring,Tree", {}),
+        ("^Tree", {}),
+        ("NVLS", {}),
+        ("CollNetDirect,CollNetChain", {}),
+        ("Treee", {}),
+        ("ring;tree", {}),
+        ("allreduces:ring", {}),
+    ],
+)
+def test_what_nccl_algo_wishes(
+    text: str, expected: dict[Collective, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("miraccl"), "propagate", True)  # trace.configure may have been here
+    with caplog.at_level(logging.INFO, logger="miraccl"):
+        command, wishes = nccl_wishes.read_algorithms({"NCCL_ALGO": text})
+    assert (command, wishes) == ("", expected)
+    assert bool(expected) or "NCCL_ALGO" in caplog.text
+    assert nccl_wishes.read_algorithms({"MIRACCL_ALGO": "Ring", "NCCL_ALGO": text}) == ("ring", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Simple", "simple"),
+        ("LL", "ll"),
+        ("^LL,LL128", "simple"),
+        ("LL,LL128,Simple", ""),
+        ("^LL128", ""),
+        ("LL128", ""),
+        ("^LL128;allreduce:LL128", ""),
+        ("Simple;allreduce:LL", ""),
+        ("Complicated", ""),
+    ],
+)
+def test_what_nccl_proto_wishes(text: str, expected: str) -> None:
+    assert nccl_wishes.read_protocol({"NCCL_PROTO": text}) == expected
+    assert nccl_wishes.read_protocol({"MIRACCL_PROTO": "LL128", "NCCL_PROTO": text}) == "ll128"
+
+
+def test_wishes_are_followed_where_they_can_be() -> None:
+    wishes = nccl_wishes.algorithms("ring;broadcast:tree")
+    assert chosen(Collective.ALL_REDUCE, 64, wishes=wishes)[0].algo == "ring"
+    assert chosen(Collective.ALL_REDUCE, 64, wishes=wishes)[0].reason == "asked for"
+    assert chosen(Collective.BROADCAST, 64, wishes=wishes)[0].algo == "double_binary_tree"
+    assert chosen(Collective.ALL_TO_ALL, 64, wishes=wishes)[0].reason != "asked for"
+    assert chosen(Collective.REDUCE, 64, wishes=wishes)[0].reason != "asked for"  # ring has none
+    ordered = chosen(Collective.ALL_REDUCE, 4 << 20, wishes=wishes, deterministic=True)[0]
+    assert ordered.algo in ("one_shot", "two_shot")
+    with pytest.raises(InvalidUsage, match="no algorithm is left"):
+        chosen(Collective.ALL_REDUCE, 4 << 20, algo="ring", deterministic=True)
+
+
+# ---- deterministic
+
+
+def test_the_setting_counts_where_the_program_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Options.create().deterministic is False
+    monkeypatch.setenv("MIRACCL_DETERMINISTIC", "1")
+    assert Options.create().deterministic is True
+    assert Options.create(deterministic=False).deterministic is False
+    monkeypatch.setenv("MIRACCL_DETERMINISTIC", "maybe")
+    with pytest.raises(InvalidUsage, match="MIRACCL_DETERMINISTIC"):
+        Options.create()
