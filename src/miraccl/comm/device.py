@@ -18,6 +18,7 @@ from typing import Any
 from miraccl import params
 from miraccl.bootstrap import Session
 from miraccl.comm.arguments import operator
+from miraccl.comm.device_arguments import DeviceArguments
 from miraccl.comm.device_faults import DeviceFaults
 from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
 from miraccl.comm.device_messages import MessageCalls, frame_of
@@ -52,7 +53,7 @@ SPARED_MULTIPROCESSORS = 4
 MAX_LAUNCHES = 4096  # prepared ones that are kept; scalars of pre-multiplied sums may be new in every call
 
 
-class DeviceCommunicator(MessageCalls):
+class DeviceCommunicator(DeviceArguments, MessageCalls):
     """The GPU side of a communicator; made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU."""
 
     def __init__(
@@ -314,25 +315,6 @@ class DeviceCommunicator(MessageCalls):
         objects = [view.keep for view in views if view.keep is not None]
         if objects:
             self._kept.hold(objects, number)
-
-    # ---- arguments
-
-    def _like(self, out: Any, source: DeviceMemory, count: int, where: str) -> DeviceMemory:
-        target = device_view(out, "out", where)
-        if target.dtype is not source.dtype or target.count != count:
-            text = f"{where}: out has {target.count} x {target.dtype.label}, but needs {count} x {source.dtype.label}"
-            raise InvalidUsage(text, rank=self.rank)
-        return target
-
-    def _share(self, source: DeviceMemory, where: str) -> int:
-        if source.count % self.nranks:
-            raise InvalidUsage(f"{where}: x has {source.count} elements, which {self.nranks} ranks cannot share evenly", rank=self.rank)
-        return source.count // self.nranks
-
-    def _root(self, root: Any) -> int:
-        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.nranks:
-            raise InvalidUsage(f"root is {root!r}; allowed are the ranks 0 to {self.nranks - 1}", rank=self.rank)
-        return root
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds: on its GPU, of these in windows, and pinned on the host."""

@@ -22,6 +22,7 @@ from miraccl import errors, params
 from miraccl.bootstrap import Event, Notice, PeerLost, Session
 from miraccl.comm.arguments import counts_of, operator, peer_rank
 from miraccl.comm.device import DeviceCommunicator
+from miraccl.comm.device_arguments import DeviceArguments
 from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
 from miraccl.comm.device_staging import (
     LANES,
@@ -88,7 +89,7 @@ class HostsPlan:
     proto: str = "staging"
 
 
-class HostsCommunicator:
+class HostsCommunicator(DeviceArguments):
     """Ranks of several hosts, each with a GPU. ``hosts[r]`` is the name of rank r's host."""
 
     def __init__(
@@ -615,19 +616,6 @@ class HostsCommunicator:
         self.local._hold(views, number)
 
     # ---- arguments
-
-    def _like(self, out: Any, source: DeviceMemory, count: int, where: str) -> DeviceMemory:
-        return self.local._like(out, source, count, where)
-
-    def _share(self, source: DeviceMemory, where: str) -> int:
-        if source.count % self.nranks:
-            raise InvalidUsage(f"{where}: x has {source.count} elements, which {self.nranks} ranks cannot share evenly", rank=self.rank)
-        return source.count // self.nranks
-
-    def _root(self, root: Any) -> int:
-        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.nranks:
-            raise InvalidUsage(f"root is {root!r}; allowed are the ranks 0 to {self.nranks - 1}", rank=self.rank)
-        return root
 
     def _counts(self, counts: Any, where: str) -> tuple[int, ...]:
         return tuple(counts_of(counts, "counts", self.nranks, where))

@@ -1,0 +1,34 @@
+"""What calls on GPU memory ask of their arguments, on one host and on several alike; refused before anything is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miraccl.comm.device_memory import DeviceMemory, device_view
+from miraccl.errors import InvalidUsage
+
+
+class DeviceArguments:
+    """Checks of a communicator."""
+
+    rank: int
+    nranks: int
+
+    def _like(self, out: Any, source: DeviceMemory, count: int, where: str) -> DeviceMemory:
+        """The memory of ``out``, which must have ``count`` elements of the type of ``source``."""
+        target = device_view(out, "out", where)
+        if target.dtype is not source.dtype or target.count != count:
+            text = f"{where}: out has {target.count} x {target.dtype.label}, but needs {count} x {source.dtype.label}"
+            raise InvalidUsage(text, rank=self.rank)
+        return target
+
+    def _share(self, source: DeviceMemory, where: str) -> int:
+        """Elements of an equal share."""
+        if source.count % self.nranks:
+            raise InvalidUsage(f"{where}: x has {source.count} elements, which {self.nranks} ranks cannot share evenly", rank=self.rank)
+        return source.count // self.nranks
+
+    def _root(self, root: Any) -> int:
+        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.nranks:
+            raise InvalidUsage(f"root is {root!r}; allowed are the ranks 0 to {self.nranks - 1}", rank=self.rank)
+        return root
