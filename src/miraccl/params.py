@@ -142,7 +142,7 @@ ALGO = declare(
     nccl="ALGO",
 )
 PROTO = declare(
-    "PROTO", "", str.lower, "Protocol: simple, ll or ll128. NCCL's variable may be a list: a single one left is taken.", kind="text", nccl="PROTO"
+    "PROTO", "", str.lower, "Protocol: simple, ll or ll128. NCCL's variable may be a list that leaves one.", kind="text", nccl="PROTO"
 )
 DETERMINISTIC = declare(
     "DETERMINISTIC",

@@ -40,8 +40,18 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
     ("nranks", "checks"),
     [
         (3, (calls.layouts, calls.uneven, calls.handles, messages.point_to_point, messages.tags, messages.any_source, messages.threads)),
-        (3, (messages.misfits, groups.objects_and_groups, groups.beside_gloo, groups.same_file_again, groups.split, groups.by_hand, failures.refusals)),
-        (3, (groups.several_backends, groups.monitored, groups.deadlines, groups.callbacks_in_order, ordered.deterministic)),
+        (3, (messages.misfits, groups.objects_and_groups, groups.beside_gloo, groups.same_file_again, groups.split, groups.by_hand)),
+        (
+            3,
+            (
+                groups.several_backends,
+                groups.monitored,
+                groups.deadlines,
+                groups.callbacks_in_order,
+                failures.refusals,
+                ordered.deterministic,
+            ),
+        ),
         (2, (training.losses, training.dtensor, training.pipelines, training.checkpoint, training.compiled)),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else " ".join(check.__name__ for check in value),

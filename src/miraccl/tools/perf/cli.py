@@ -24,7 +24,10 @@ _DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
 @click.command(short_help="Measure a collective.")
 @click.argument("op", type=click.Choice(OPERATIONS), metavar="OP")
 @click.option(
-    "-r", "--ranks", type=click.IntRange(1, 512), help=f"Own ranks on this host.  [default: those of the launcher, or {DEFAULT_RANKS}]"
+    "-r",
+    "--ranks",
+    type=click.IntRange(1, 512),
+    help=f"Own ranks on this host.  [default: those of the launcher, or one per GPU of --devices, or {DEFAULT_RANKS}]",
 )
 @click.option("-s", "--sizes", type=Sizes(), help=f"Sizes in bytes, with K, M, G.  [default: {_DEFAULT_SIZES}]")
 @click.option("-b", "--min-bytes", type=Size(), help="Smallest size of a range, instead of --sizes.")
@@ -44,13 +47,13 @@ _DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
 @click.option("-n", "--iters", type=click.IntRange(1), help="Calls in a batch; without it as many as take 20 ms, at most 5000.")
 @click.option("-w", "--warmup", type=click.IntRange(0), help="Untimed calls; without it 3, or 1 above 4M.")
 @click.option("--batches", type=click.IntRange(1), default=5, show_default=True, help="Batches; the time is the median of them.")
-@click.option("--fresh", is_flag=True, help="Every rank rewrites its input before each call, and each call is timed alone.")
+@click.option("--fresh", is_flag=True, help="CPU memory: every rank rewrites its input before each call, and each call is timed alone.")
 @click.option("--no-check", is_flag=True, help="Do not check results.")
 @click.option("--algo", help="Algorithm to use for everything, such as ring.")
 @click.option("--proto", help="Protocol to use for everything: simple, ll or ll128.")
-@click.option("--deterministic", is_flag=True, help="Results that depend on neither size, algorithm nor layout.")
+@click.option("--deterministic", is_flag=True, help="CPU memory: results that depend on neither size, algorithm nor layout.")
 @click.option("--window", is_flag=True, help="Take buffers from comm.empty(), memory that the ranks share.")
-@click.option("--persistent", is_flag=True, help="Time operations that were prepared once, as all_reduce_init() does.")
+@click.option("--persistent", is_flag=True, help="CPU memory: time operations that were prepared once, as all_reduce_init() does.")
 @click.option(
     "--hosts",
     type=click.IntRange(1),
@@ -72,7 +75,7 @@ _DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
 )
 @click.option("--sms", type=click.IntRange(-1), help="GPUs: multiprocessors that kernels may occupy; 0: copy engines, where possible.")
 @click.option("--bind/--no-bind", default=None, help="Keep each own rank on a core, if there are enough.  [default: only with --compare]")
-@click.option("--explain", is_flag=True, help="Print, for each size, all candidates with their predicted times and the reason.")
+@click.option("--explain", is_flag=True, help="Print, for each size, all candidates with predicted times and the reason; GPUs: the plan.")
 @click.option(
     "--compare", type=click.Choice(("gloo", "mpi", "nccl")), help="Measure this library too, in turns with miraccl, and print the ratio."
 )
@@ -86,8 +89,9 @@ def perf(op: str, **options: Any) -> None:
     OP is all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, gather, scatter, barrier (which has no size) or
     sendrecv (every rank sends to the next one and receives from the one before).
 
-    Time is the median over batches of the slowest rank's mean. algbw is size/time, busbw what a link must carry for it, as in
-    PERFORMANCE.md of nccl-tests. The exit status is 1 if any element is wrong.
+    Time is the median over batches of the slowest rank's mean: on CPUs by the clock around the calls of a batch, on GPUs between two CUDA
+    events around them. algbw is size/time, busbw what a link must carry for it, as in PERFORMANCE.md of nccl-tests. The exit status is 1
+    if any element is wrong.
 
     \b
     Examples:

@@ -16,7 +16,8 @@ from miraccl.tools.gpu_facts import CudaFacts
 _CPU_ONLY = {
     "fresh": "it rewrites inputs from the CPU",
     "persistent": "calls on GPU memory keep their plans, so there is nothing to prepare",
-    "deterministic": "sums on GPU memory are added in the order of the ranks, whatever the size; only --algo ring rounds at every hop",
+    "deterministic": "sums on GPU memory are added in the order of the ranks, except by --algo ring and by chain (reduce above 64 KiB on 3 "
+    "or more GPUs), which round 16- and 8-bit floats at every hop; --algo one_shot never does",
 }
 _GPU_ONLY = ("graph", "threads")
 
