@@ -52,6 +52,26 @@ def test_help_of_each_command_has_examples(name: str) -> None:
     assert "Example" in result.output
 
 
+@pytest.mark.parametrize("name", ["topo", "schedule"])
+def test_sentences_of_subcommands_are_whole(name: str) -> None:
+    commands = invoke(name, "--help").output.partition("\nCommands:\n")[2]
+    assert commands
+    assert "..." not in commands
+
+
+def test_examples_have_gpus_and_a_launcher() -> None:
+    overview = invoke("--help").output
+    assert "--devices cuda" in overview
+    assert "torchrun" in overview
+
+
+def test_perf_says_what_is_for_cpu_memory() -> None:
+    words = " ".join(invoke("perf", "--help").output.split())
+    for option in ("fresh", "deterministic", "persistent"):
+        assert f"--{option} CPU memory: " in words
+    assert "CUDA events" in words
+
+
 def test_a_misspelt_command_is_recognised() -> None:
     assert "did you mean 'perf'" in message(invoke("pref"))
     assert "known are" in message(invoke("xyzzy"))

@@ -63,7 +63,9 @@ def cli() -> None:
     \b
     Examples:
       miraccl perf all_reduce --ranks 4 --sizes 8,1K,256K,4M
+      miraccl perf all_reduce --devices cuda --compare nccl
       miraccl run -n 4 train.py --epochs 3
+      torchrun --nproc-per-node 4 --no-python miraccl perf all_reduce
       miraccl doctor
     """
 

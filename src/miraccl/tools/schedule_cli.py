@@ -67,7 +67,7 @@ def list_command(json_target: str | None) -> None:
         print(f"{'':<{width}}  {', '.join(record['collectives'])}")
 
 
-@schedule.command()
+@schedule.command(short_help="Print the steps of an algorithm, rank by rank.")
 @_options
 @_ranks_option
 @click.option("--rank", type=click.IntRange(0), help="Only this rank.")
@@ -93,7 +93,7 @@ def show(algo: str, collective: str, ranks: int, root: int, plugin: str | None, 
         print("\n".join(f"  {i:>3} {format_step(step)}" for i, step in enumerate(channel[rank])))
 
 
-@schedule.command()
+@schedule.command(short_help="Prove that an algorithm computes its collective.")
 @_options
 @click.option("-r", "--ranks", default="4", show_default=True, metavar="N|FROM-TO", help="Number of ranks, or a range of them.")
 @click.option("--in-place", is_flag=True, help="Input and output overlap as the collective defines.")
@@ -138,7 +138,7 @@ def verify(algo: str, collective: str, ranks: str, root: int, plugin: str | None
         raise InvalidUsage(f"{algo} has no {collective} over {ranks} ranks")
 
 
-@schedule.command()
+@schedule.command(short_help="Draw the messages of an algorithm over time as SVG.")
 @_options
 @_ranks_option
 @click.option("--out", default="-", metavar="FILE", help="Where to write the SVG; - is standard output.  [default: -]")

@@ -75,7 +75,7 @@ def _options(nodes: int, gpus: str | None, fuse: bool, collnet: bool) -> TopoOpt
     return TopoOptions(nodes=nodes, gpus=devs, fuse=fuse, collnet=collnet, paths=PathOptions.read())
 
 
-@topo.command()
+@topo.command(short_help="Detect this machine and write its topology file.")
 @click.option("--out", metavar="FILE", default="-", help="Where to write the topology file; - is standard output.  [default: -]")
 @click.option("--cpu-ranks", type=click.IntRange(0), help="CPU ranks to add.  [default: one per CPU if there are no GPUs, at most 8]")
 @click.option("--root", type=click.Path(), default="/", show_default=True, help="Folder that holds sys and proc of a machine.")
@@ -117,7 +117,7 @@ def _tree(file: XmlFile) -> dict[str, Any]:
     return node(file.root)
 
 
-@topo.command()
+@topo.command(short_help="Write the topology that takes part, as NCCL dumps it.")
 @_file_argument
 @click.option("--out", metavar="FILE", default="-", help="Where to write; - is standard output.  [default: -]")
 @_reading
@@ -143,7 +143,7 @@ def dump(file: str | None, out: str, nodes: int, gpus: str | None, fuse: bool, c
     _write(read, out)
 
 
-@topo.command()
+@topo.command(short_help="Show the system graph and the paths between GPUs and nets.")
 @_file_argument
 @_reading
 @click.option("--explain", metavar="FROM,TO|all", help="Say why paths are as they are, such as GPU0,NET1; all explains every one.")
@@ -304,7 +304,7 @@ def _path_table(topology: Topology, target: NodeType) -> Table:
     return table
 
 
-@topo.command()
+@topo.command(short_help="Check a topology file: what is wrong and how to mend it.")
 @_file_argument
 @_accelerators_option
 @_json_option
@@ -339,7 +339,7 @@ def check(file: str | None, accelerators: tuple[str, ...], json_target: str | No
         sys.exit(1)
 
 
-@topo.command()
+@topo.command(short_help="Compare two machines: counts, attributes, links and paths.")
 @click.argument("left", type=click.Path())
 @click.argument("right", type=click.Path())
 @_accelerators_option
