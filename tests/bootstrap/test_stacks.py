@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,62 @@ def test_a_thread_in_the_users_program():
     place = _place_of(user_function)
     assert place["call"] == ""
     assert any("user_function" in line and "test_stacks.py" in line for line in place["stack"])  # type: ignore[attr-defined]
+
+
+def _settled(thread: threading.Thread, function: str) -> dict[str, object]:
+    """Where a thread is that has come to wait in ``function``."""
+    for _ in range(5000):
+        frame = sys._current_frames().get(thread.ident or 0)
+        if frame is not None and frame.f_code.co_name == function:
+            return locate(thread.ident or 0) or {}
+        thread.join(0.001)
+    raise AssertionError(f"the thread never came to {function}")
+
+
+def test_a_thread_in_a_library_is_where_the_user_called_it():
+    gate = threading.Event()
+
+    def user_function():
+        gate.wait(PATIENCE)
+
+    thread = threading.Thread(target=user_function, daemon=True)
+    thread.start()
+    place = _settled(thread, "wait")
+    gate.set()
+    thread.join(PATIENCE)
+    assert place["call"] == ""
+    assert "test_stacks.py" in str(place["where"])
+    assert "user_function" in str(place["where"])
+
+
+def test_a_thread_of_libraries_alone():
+    gate = threading.Event()
+    thread = threading.Thread(target=gate.wait, args=(PATIENCE,), daemon=True)
+    thread.start()
+    place = _settled(thread, "wait")
+    gate.set()
+    thread.join(PATIENCE)
+    assert "threading.py" in str(place["where"])
+
+
+def test_a_call_of_ours_by_a_library_is_where_the_user_called_the_library():
+    """Such as DDP's backward pass."""
+    ours: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}
+    exec(compile("def all_reduce(wait):\n    wait(20.0)\n", stacks_module._PACKAGE + "comm/calls.py", "exec"), ours)
+    exec(compile("def backward(call, wait):\n    call(wait)\n", stacks_module._LIBRARIES[-1] + "torch/ddp.py", "exec"), theirs)
+    gate = threading.Event()
+
+    def user_function():
+        theirs["backward"](ours["all_reduce"], gate.wait)
+
+    thread = threading.Thread(target=user_function, daemon=True)
+    thread.start()
+    place = _settled(thread, "wait")
+    gate.set()
+    thread.join(PATIENCE)
+    assert place["call"] == "all_reduce"
+    assert "user_function" in str(place["where"])
 
 
 def test_a_thread_that_waits_in_this_package_is_where_it_called_us():

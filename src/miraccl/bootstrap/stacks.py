@@ -28,25 +28,32 @@ def _describe(frame: FrameType) -> str:
 
 
 def locate(ident: int, depth: int = 8) -> dict[str, object] | None:
-    """``where``: innermost line that is not ours; ``call``: our function it called, if any; ``stack``: that line and its callers.
+    """``where``: innermost line of the user's program; ``call``: our function it waits in, if any; ``stack``: that line and its callers.
 
-    A wait of ours usually ends in the standard library (``threading``, ``selectors``), so library frames below ours are skipped
-    too.  ``None`` when the thread does not exist (any more).
+    A wait ends in the standard library (``threading``, ``selectors``) and a call of ours may come from a library (DDP), so library
+    frames are skipped, unless there are no others.  ``None`` when the thread does not exist (any more).
     """
-    frame: FrameType | None = sys._current_frames().get(ident)
-    if frame is None:
+    innermost: FrameType | None = sys._current_frames().get(ident)
+    if innermost is None:
         return None
-    inner: FrameType | None = frame
-    while inner is not None and not _is_ours(inner) and _is_library(inner):
-        inner = inner.f_back
-    call = ""
-    if inner is not None and _is_ours(inner):
-        while inner is not None and _is_ours(inner):
-            call = inner.f_code.co_name
-            inner = inner.f_back
-        frame = inner
+    frame, call = _below_libraries(innermost), ""
+    if _is_ours(frame):
+        outer: FrameType | None = frame
+        while outer is not None and _is_ours(outer):
+            call = outer.f_code.co_name
+            outer = outer.f_back
+        frame = _below_libraries(outer) if outer is not None else frame
     stack: list[str] = []
-    while frame is not None and len(stack) < depth:
-        stack.append(_describe(frame))
-        frame = frame.f_back
-    return {"where": stack[0] if stack else "", "call": call, "stack": stack}
+    caller: FrameType | None = frame
+    while caller is not None and len(stack) < depth:
+        stack.append(_describe(caller))
+        caller = caller.f_back
+    return {"where": stack[0], "call": call, "stack": stack}
+
+
+def _below_libraries(frame: FrameType) -> FrameType:
+    """The first caller of ``frame`` that is no library's, or ``frame`` itself where there is none."""
+    caller: FrameType | None = frame
+    while caller is not None and _is_library(caller) and not _is_ours(caller):
+        caller = caller.f_back
+    return caller or frame
