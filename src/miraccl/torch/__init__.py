@@ -1,6 +1,7 @@
 """The PyTorch backend: ``import miraccl.torch``, then ``torch.distributed.init_process_group("miraccl")``; tensors in CPU and GPU memory.
 
-This package and nothing else in miraccl imports torch.  See docs/torch.md for what works on which types.
+``import miraccl`` alone does not import torch: this package does, and elsewhere what was given tensors or asked to measure them.  See
+docs/torch.md for what works on which types.
 """
 
 from __future__ import annotations

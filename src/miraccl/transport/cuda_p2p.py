@@ -228,11 +228,6 @@ class SymmetricMemory:
             while not self._attempt():
                 pass
 
-    @property
-    def bases(self) -> list[int]:
-        """Where each rank's memory lies, if all are mapped; older name of ``outboxes``."""
-        return self.outboxes
-
     def _look(self, settings: Settings) -> None:
         """Exchange what ways are decided from."""
         mine = Facts(

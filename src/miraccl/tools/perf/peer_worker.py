@@ -47,7 +47,6 @@ _MPI_TYPES = {
 }
 _MPI_OPS = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX", "none": "SUM"}
 _GLOO_TYPES = ("int8", "uint8", "int32", "int64", "float16", "float32", "float64")
-_GLOO_IN_PLACE = ("all_reduce", "broadcast", "reduce")  # the only form of these
 _GLOO_OPS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "none": "SUM"}
 
 

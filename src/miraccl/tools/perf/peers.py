@@ -23,7 +23,6 @@ from typing import Any
 from miraccl.errors import MissingDependency
 from miraccl.tools.perf.conductor import Job, RunFailed
 
-PEERS = ("gloo", "mpi")
 _MODULES = {"gloo": "torch.distributed", "mpi": "mpi4py.MPI"}
 _INSTALL = {
     "gloo": "pip install torch, or point --peer-python to a Python that has it",
