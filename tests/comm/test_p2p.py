@@ -238,6 +238,33 @@ def persistent_operations(comm: Communicator) -> None:
     assert "all_reduce" in repr(reduce_x)
 
 
+def persistent_operations_with_parts_and_roots(comm: Communicator) -> None:
+    """Each is called again with other contents of the same buffers, small and large, between operations that are not prepared."""
+    n, rank, root = comm.nranks, comm.rank, comm.nranks - 1
+    ranks = np.arange(n)
+    for count in (2, 4000):
+        x, whole = np.zeros(count, np.int64), np.zeros(n * count, np.int64)
+        part, gathered = np.zeros(count, np.int64), np.zeros(n * count, np.int64)
+        shares, maxima = comm.reduce_scatter_init(whole), comm.reduce_scatter_init(whole, part, miraccl.MAX)
+        to_root = comm.reduce_init(x, root, out=part if rank == root else None)
+        exchanged = comm.all_to_all_init(whole)
+        collected = comm.gather_init(x, root, out=gathered if rank == root else None)
+        spread = comm.scatter_init(whole if rank == root else None, root, out=np.zeros(count, np.int64))
+        for turn in range(3):
+            x[:] = 10 * rank + turn
+            whole[:] = np.repeat(100 * rank + 10 * ranks + turn, count)  # block k of rank r is 100 r + 10 k + turn
+            assert (shares() == (100 * ranks + 10 * rank + turn).sum()).all()
+            assert (maxima() == 100 * root + 10 * rank + turn).all()
+            to_root()
+            assert rank != root or (part == (10 * ranks + turn).sum()).all()
+            assert (comm.all_reduce(np.ones(3, np.int64)) == n).all()
+            assert exchanged().reshape(n, count).tolist() == [[100 * r + 10 * rank + turn] * count for r in range(n)]
+            collected()
+            assert rank != root or (gathered == np.repeat(10 * ranks + turn, count)).all()
+            assert (spread() == 100 * root + 10 * rank + turn).all()
+            assert (x == 10 * rank + turn).all()
+
+
 def all_patterns(ranks_per_host: int) -> None:
     act_as_hosts(ranks_per_host)
     with miraccl.init(timeout=20) as comm:
@@ -252,6 +279,7 @@ def all_patterns(ranks_per_host: int) -> None:
         groups_of_all_kinds(comm)
         background_collectives(comm)
         persistent_operations(comm)
+        persistent_operations_with_parts_and_roots(comm)
 
 
 @pytest.mark.parametrize(("nranks", "ranks_per_host"), [(1, 0), (2, 0), (3, 0), (2, 1), (4, 2)])
