@@ -30,7 +30,7 @@ def test_ranks_started_by_hand(kind: str, address: str, tmp_path: Path) -> None:
         assert ended.status == 0, ended.stderr
     for rank in range(nranks):
         said = json.loads((tmp_path / f"rank-{rank}.jsonl").read_text())
-        assert said == {"rank": rank, "nranks": nranks, "total": 111}
+        assert said == {"kind": kind, "rank": rank, "nranks": nranks, "total": 111}
 
 
 def test_a_rank_without_a_place_to_meet_is_told_so(tmp_path: Path) -> None:

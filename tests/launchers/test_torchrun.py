@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'mira
 from tests.launchers.jobs import RANK_PROGRAMS, Ended, free_port, run_together, torchrun
 
 pytestmark = pytest.mark.multiprocess
-KINDS = ["init", "torch"]
+KINDS = ["init", "torch"]  # in the same ranks, one after the other, where nobody is killed
 NRANKS, STEPS, FATAL = 3, 6, 3  # the last two are those of programs/resume.py
 
 
@@ -34,21 +34,19 @@ def said(folder: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_agent(kind: str, tmp_path: Path) -> None:
-    run(torchrun(static(free_port()), "add_up.py", kind, str(tmp_path)))
+def test_one_agent(tmp_path: Path) -> None:
+    run(torchrun(static(free_port()), "add_up.py", ",".join(KINDS), str(tmp_path)))
     for rank in range(NRANKS):
-        assert said(tmp_path, rank) == [{"rank": rank, "nranks": NRANKS, "total": 111}]
+        assert said(tmp_path, rank) == [{"kind": kind, "rank": rank, "nranks": NRANKS, "total": 111} for kind in KINDS]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_agents(kind: str, tmp_path: Path) -> None:
+def test_two_agents(tmp_path: Path) -> None:
     """As on two hosts: ranks of both agents meet at the first one's address."""
     port = free_port()
     agents = [static(port, "--nnodes", "2", "--node-rank", str(i), local_ranks=2) for i in range(2)]
-    run(*(torchrun(agent, "add_up.py", kind, str(tmp_path)) for agent in agents))
+    run(*(torchrun(agent, "add_up.py", ",".join(KINDS), str(tmp_path)) for agent in agents))
     for rank in range(4):
-        assert said(tmp_path, rank) == [{"rank": rank, "nranks": 4, "total": 1111}]
+        assert said(tmp_path, rank) == [{"kind": kind, "rank": rank, "nranks": 4, "total": 1111} for kind in KINDS]
 
 
 @pytest.mark.parametrize(("kind", "victim", "way"), [("init", 0, "elastic"), ("init", 2, "static"), ("torch", 1, "elastic")])

@@ -1,4 +1,4 @@
-"""Every rank says who it is and what the sum over all ranks is: ``add_up.py init|torch FOLDER``."""
+"""Every rank says who it is and what the sum over all ranks is, in each way in turn: ``add_up.py init|torch|init,torch FOLDER``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import sys
 
 from tests.launchers.programs.groups import connected, tell
 
-kind, folder = sys.argv[1:]
-with connected(kind) as (rank, nranks, add_up):
-    assert rank == int(os.environ["RANK"])
-    tell(folder, rank=rank, nranks=nranks, total=add_up(10**rank))
+kinds, folder = sys.argv[1:]
+for kind in kinds.split(","):
+    with connected(kind) as (rank, nranks, add_up):
+        assert rank == int(os.environ["RANK"])
+        tell(folder, kind=kind, rank=rank, nranks=nranks, total=add_up(10**rank))
