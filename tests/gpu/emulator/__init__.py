@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import hashlib
 import os
 import shutil
@@ -31,9 +33,32 @@ _loaded: dict[str, Any] = {}
 def folder() -> Path:
     global _folder
     if _folder is None:
-        _folder = Path(os.environ.get("MIRACCL_EMULATOR_CACHE") or tempfile.mkdtemp(prefix="miraccl-emulator-"))
+        given = os.environ.get("MIRACCL_EMULATOR_CACHE")
+        _folder = Path(given or tempfile.mkdtemp(prefix="miraccl-emulator-"))
         _folder.mkdir(parents=True, exist_ok=True)
+        if not given:
+            atexit.register(shutil.rmtree, _folder, ignore_errors=True)
     return _folder
+
+
+# the text keeps to CUDA's habits: pragmas of its own, unused functions
+OPTIONS = ("-std=c++17", "-O1", "-w", "-fPIC", "-pthread")
+
+
+@functools.cache
+def header() -> Path:
+    """The folder of machine.h, compiled once where the compiler can: most of the time goes to the C++ library's headers."""
+    text = (HERE / "machine.h").read_text()
+    place = folder() / f"header-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    if not (place / "machine.h.gch").exists():
+        place.mkdir(exist_ok=True)
+        own = place / f"machine-{os.getpid()}"
+        own.write_text(text)
+        os.replace(own, place / "machine.h")
+        command = [str(COMPILER), *OPTIONS, "-x", "c++-header", "-o", str(own), str(place / "machine.h")]
+        if subprocess.run(command, capture_output=True, timeout=120).returncode == 0 and "clang" not in str(COMPILER):
+            os.replace(own, place / "machine.h.gch")
+    return place
 
 
 def compile_kernel(spec: KernelSpec) -> Any:
@@ -45,9 +70,7 @@ def compile_kernel(spec: KernelSpec) -> Any:
         if not library.exists():
             source = folder() / f"{key}-{os.getpid()}.cpp"
             source.write_text(f'{text}\n#define ENTRY {spec.entry}\n#include "launch.h"\n')
-            # the text keeps to CUDA's habits: pragmas of its own, unused functions
-            options = ("-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread")
-            command = [str(COMPILER), *options, f"-I{HERE}", "-o", f"{library}.{os.getpid()}", str(source)]
+            command = [str(COMPILER), *OPTIONS, "-shared", f"-I{header()}", f"-I{HERE}", "-o", f"{library}.{os.getpid()}", str(source)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
             if done.returncode:
                 raise AssertionError(f"{spec.name}: {done.stderr[:4000]}")
