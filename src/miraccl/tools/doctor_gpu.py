@@ -216,6 +216,7 @@ def judge_fabric(text: str) -> Finding:
 
 _P2P_OFF = "the GPUs may not address each other's memory: unset it unless that is what you want to try"
 _PICKED = "the choice of plans is overridden, for every size"
+_WISHED = "where it leaves a single choice of ours, that is taken, for every size"
 #: variable -> what is wrong with this value, or nothing
 _OPINIONS: dict[str, Callable[[str], str]] = {
     "CUDA_LAUNCH_BLOCKING": lambda value: "every launch waits for its kernel: unset it" if value not in ("", "0") else "",
@@ -223,9 +224,9 @@ _OPINIONS: dict[str, Callable[[str], str]] = {
     "MIRACCL_P2P_DISABLE": lambda value: _P2P_OFF if value not in ("", "0") else "",
     "NCCL_P2P_DISABLE": lambda value: _P2P_OFF if value not in ("", "0") else "",
     "MIRACCL_ALGO": lambda value: _PICKED,
-    "NCCL_ALGO": lambda value: _PICKED,
+    "NCCL_ALGO": lambda value: _WISHED,
     "MIRACCL_PROTO": lambda value: _PICKED,
-    "NCCL_PROTO": lambda value: _PICKED,
+    "NCCL_PROTO": lambda value: _WISHED,
 }
 _PREFIXES = ("MIRACCL_", "NCCL_")
 _NAMES = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER", "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")
