@@ -7,11 +7,12 @@ import sys
 
 PROGRAM = """
 import sys
+before = set(sys.modules)  # packages may import themselves when Python starts (.pth files), as cuda-bindings does
 import numpy as np
 import miraccl
 with miraccl.init() as comm:
     comm.all_reduce(np.ones(3))
-print(*sorted({"torch", "ray", "mpi4py", "jax", "jaxlib", "cupy", "cuda"} & set(sys.modules)))
+print(*sorted({"torch", "ray", "mpi4py", "jax", "jaxlib", "cupy", "cuda"} & (set(sys.modules) - before)))
 """
 
 
