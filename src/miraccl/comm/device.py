@@ -42,7 +42,7 @@ from miraccl.executor.cuda.message_launch import MessageLaunches
 from miraccl.executor.cuda.messages import Reach
 from miraccl.executor.cuda.plan import DevicePlan, Request, choose
 from miraccl.executor.cuda.staged_copies import ALGORITHMS as MOVED_BY_ENGINES
-from miraccl.executor.cuda.staged_copies import ENGINES_FROM, Lane, StagedLaunch
+from miraccl.executor.cuda.staged_copies import Lane, StagedLaunch
 from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.types import Collective, DType, PreMulSum, RedOp
 
@@ -95,8 +95,6 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
         self._windows: Windows | None = None
         self._copies: dict[tuple[Any, ...], CopyLaunch | StagedLaunch] = {}
         self._lanes: dict[tuple[int, bool], Lane] = {}
-        self._releases_copies = False
-        self._engines_from = 0 if self._no_multiprocessors else ENGINES_FROM // self.nranks
         reach = Reach(nranks=self.nranks, multiprocessors=self.multiprocessors, frame=frame_of(self.symmetric))
         self._messages = MessageLaunches(self.gpu, self._kernels, self._fixed, reach)
         self._kept = Kept(self.gpu)
@@ -105,6 +103,8 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
         self._current_stream: Callable[[int], int] | None = None
         self.last_plan: DevicePlan | None = None
         self.faults = DeviceFaults(session, self._host, timeout)
+        if self._no_multiprocessors and self.nranks > 1:
+            self.faults.on_abort(self._release_copies)
         self.closed = False
 
     # ---- collectives
@@ -185,7 +185,7 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
             return
         key: tuple[Any, ...] = (collective, source.dtype, count, op, root)
         launch: Launch | CopyLaunch | StagedLaunch | None = None
-        if collective in MOVED_BY_ENGINES and count * source.dtype.itemsize >= self._engines_from:
+        if (self._windows is not None or self._no_multiprocessors) and collective in MOVED_BY_ENGINES:
             launch = self._engines(key, target)
         if launch is None:
             launch = self._launches.get(key) or self._prepare(key)
@@ -213,9 +213,6 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
                     if place
                     else StagedLaunch(self.gpu, self._kernels, request, self._fixed, self._lanes)
                 )
-            if place is None and len(self._lanes) and not self._releases_copies:
-                self._releases_copies = True
-                self.faults.on_abort(self._release_copies)
         return self._copies[number]
 
     def _writes(self, collective: Collective, root: int) -> bool:
@@ -239,7 +236,7 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
         collective, dtype, count, op, root = key
         request = self.request(collective, dtype, count, op, root)
         self.gpu.make_current()
-        launch = self.prepare(self.plan(request), request)
+        launch = self._kernels.prepare(self.plan(request), request, self._fixed)
         if len(self._launches) >= MAX_LAUNCHES:
             self._launches.clear()
         self._launches[key] = launch
@@ -271,11 +268,6 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
         """Run operations of this kind with ``plan`` from now on; all ranks give the same."""
         self._plans[collective, dtype, count, op] = plan
         self._launches = {key: value for key, value in self._launches.items() if key[:4] != (collective, dtype, count, op)}
-
-    def prepare(self, plan: DevicePlan, request: Request) -> Launch:
-        """A launch of ``plan``."""
-        launch = self._kernels.prepare(plan, request, self._fixed)
-        return launch
 
     def _stream_number(self, stream: Any) -> int:
         """A stream as the driver's number; None: the current one (``comm.device_stream``)."""

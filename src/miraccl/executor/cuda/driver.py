@@ -256,11 +256,6 @@ class Gpu:
             self._modules.append(module)
             return check(self.cuda.cuModuleGetFunction(module, entry.encode()), f"cuModuleGetFunction({entry})")
 
-    def blocks_at_once(self, function: Any, threads: int) -> int:
-        """How many blocks of a kernel the GPU holds at a time."""
-        per = check(self.cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, 0), "cuOccupancyMaxActiveBlocks")
-        return int(per) * self.multiprocessors
-
     def is_capturing(self, stream: int) -> bool:
         return int(check(self.cuda.cuStreamIsCapturing(stream), "cuStreamIsCapturing")) != 0
 

@@ -32,7 +32,6 @@ from miraccl.types import Collective
 ALGORITHMS = {Collective.ALL_GATHER: "one_shot", Collective.ALL_TO_ALL: "one_shot", Collective.BROADCAST: "chain"}
 STAGE_BYTES = 2 * layout.BANK_BYTES
 ALIGN = 512
-ENGINES_FROM = 32 << 20  # bytes of blocks of all ranks below which copy engines are never looked at
 
 
 class Span(NamedTuple):

@@ -208,23 +208,12 @@ __device__ __forceinline__ u32 rows_at(const Cut& c, u64 group) {
 
 // ---- waiting and failing, as a warp
 
-// As ``look`` of common.cuh. Messages are no operation of all ranks, so nothing is compared with what peers run.
-__device__ __noinline__ u64 look_lane(u32* host_words, u64 timeout_ns, u64 since, u32 peer, u32 what) {
-  u64 t = now_ns();
-  volatile u32* host = host_words;
-  if (host[HOST_ABORT] != 0) return NEVER;
-  if (since == 0) return t;
-  if (t - since <= timeout_ns) return since;
-  if (atomicCAS_system(host_words + HOST_ERROR, 0u, ERROR_TIMEOUT) == 0u) { host[HOST_PEER] = peer; host[HOST_WHAT] = what; }
-  host[HOST_ABORT] = 1u;
-  return NEVER;
-}
-
+// Messages are no operation of all ranks, so nothing is compared with what peers run.
 __device__ __forceinline__ bool warp_gives_up(const Args& a, Watch& w, u32 t, u32 peer, u32 what) {
   bool over = false;
   if (t == 0) {
     between_polls();
-    if (++w.spins >= LOOK_WARP) { w.spins = 0; w.since = look_lane(a.host, a.timeout_ns, w.since, peer, what); over = w.since == NEVER; }
+    if (++w.spins >= LOOK_WARP) { w.spins = 0; w.since = look(a.host, a.timeout_ns, w.since, peer, what, nullptr, 0, 0); over = w.since == NEVER; }
   }
   return __any_sync(FULL, over);
 }

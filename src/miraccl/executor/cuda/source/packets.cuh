@@ -44,15 +44,15 @@ struct Geometry {
   u32 warp, warps; // this warp's number among those of the launch
 };
 
-// ``threads`` of each block share the packets of a piece; this one is number ``thread`` of them.
-__device__ __forceinline__ Geometry begin(const Args& a, u32 thread, u32 threads) {
+// The threads of all blocks share the packets of a piece.
+__device__ __forceinline__ Geometry begin(const Args& a) {
   Geometry g;
   g.launch = load_word((u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH);
   g.bank = PACKETS_OFFSET + (g.launch & 1) * BANK_BYTES;
   g.stride = 32;
-  g.warp = (blockIdx.x * threads + thread) / 32;
-  g.warps = gridDim.x * threads / 32;
-  g.first = g.warp * 32 * UNROLL + thread % 32;
+  g.warp = (blockIdx.x * THREADS + threadIdx.x) / 32;
+  g.warps = gridDim.x * THREADS / 32;
+  g.first = g.warp * 32 * UNROLL + threadIdx.x % 32;
   g.piece = g.warps * 32 * UNROLL;
 #if defined(FRAME_MASK)
   g.room = g.piece + g.piece / 16;
