@@ -29,7 +29,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(gpu_facts, "read_facts", lambda: facts)
 
     monkeypatch.setattr(doctor_gpu, "_is_nvidia_gpu", lambda device: False)
-    monkeypatch.setattr(doctor_gpu, "_read", lambda path: "")
+    monkeypatch.setattr(doctor_gpu, "read_text", lambda path: "")
     monkeypatch.setattr(doctor_gpu, "bindings_version", lambda: "13.0.1")
     monkeypatch.setattr(toolkit, "version", lambda: (13, 0))
     monkeypatch.setattr(toolkit, "supported_archs", lambda: (75, 80, 90, 100))
@@ -66,7 +66,7 @@ def test_packages_for_gpus_on_a_machine_without(machine: Any) -> None:
 
 
 def test_a_gpu_that_cuda_cannot_use_is_a_note(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_gpu, "_read", lambda path: "NVRM version: NVIDIA UNIX Open Kernel Module 580\nmore")
+    monkeypatch.setattr(doctor_gpu, "read_text", lambda path: "NVRM version: NVIDIA UNIX Open Kernel Module 580\nmore")
     machine(NOTHING)
     assert doctor_gpu.check_gpu().found.endswith("580")
     cuda = seen(doctor_gpu.check_cuda())

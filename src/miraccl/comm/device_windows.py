@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from miraccl.comm.device_memory import DeviceMemory
+from miraccl.comm.window import dimensions
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.copies import Place
 from miraccl.schedule.reduction import NUMPY_DTYPE
@@ -76,7 +76,7 @@ class Windows:
 
     def empty(self, shape: Any, dtype: Any, agree: Callable[[bytes, str], Sequence[bytes]]) -> Any:
         """Zeroed memory on every rank; a tensor if ``dtype`` is one of PyTorch's, else a ``DeviceArray``. All ranks call alike."""
-        kind, dims = _element_type(dtype), _dimensions(shape)
+        kind, dims = _element_type(dtype), dimensions(shape)
         asked = f"{dims} {kind.label}"
         for rank, theirs in enumerate(agree(asked.encode(), "gpu empty")):
             if theirs.decode() != asked:
@@ -114,13 +114,3 @@ def _element_type(dtype: Any) -> DType:
     if found is None:
         raise InvalidUsage(f"empty: dtype {dtype!r} cannot be communicated; allowed are {', '.join(_BY_LABEL)}")
     return found
-
-
-def _dimensions(shape: Any) -> tuple[int, ...]:
-    try:
-        dims = (operator.index(shape),) if not isinstance(shape, (tuple, list)) else tuple(operator.index(n) for n in shape)
-    except TypeError:
-        raise InvalidUsage(f"empty: shape is {shape!r}; allowed are an integer and a sequence of integers") from None
-    if any(n < 0 for n in dims):
-        raise InvalidUsage(f"empty: shape is {shape!r}; no dimension may be negative")
-    return dims

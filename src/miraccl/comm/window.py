@@ -39,7 +39,7 @@ class Window:
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         """An uninitialised array (zero where its pages are new) in window memory, aligned to a page."""
-        kind, dims = _element_type(dtype), _dimensions(shape)
+        kind, dims = _element_type(dtype), dimensions(shape)
         nbytes = math.prod(dims) * kind.itemsize
         size = max(PAGE, -(-nbytes // PAGE) * PAGE)
         offset = self._take(size)
@@ -97,7 +97,8 @@ def _element_type(dtype: Any) -> Any:
     return kind
 
 
-def _dimensions(shape: Any) -> tuple[int, ...]:
+def dimensions(shape: Any) -> tuple[int, ...]:
+    """The shape of window memory, on CPUs and GPUs; ``InvalidUsage`` for what is none."""
     try:
         dims = tuple(operator.index(n) for n in shape) if isinstance(shape, tuple | list) else (operator.index(shape),)
     except TypeError:

@@ -19,7 +19,7 @@ import click
 import miraccl
 from miraccl import params
 from miraccl.tools import doctor_gpu
-from miraccl.tools.findings import Check, Finding, Status
+from miraccl.tools.findings import Check, Finding, Status, read_text
 from miraccl.tools.options import write_json
 
 
@@ -153,7 +153,7 @@ def _check_cma() -> Finding:
     error = _read_sibling_memory()
     if not error:
         return Finding(name="cma", status="ok", found="process_vm_readv between processes of one user is allowed")
-    scope = _read("/proc/sys/kernel/yama/ptrace_scope")
+    scope = read_text("/proc/sys/kernel/yama/ptrace_scope")
     advice = "large messages are copied twice instead of once"
     if scope not in ("", "0"):
         advice += f"; kernel.yama.ptrace_scope is {scope}, 0 allows it"
@@ -200,7 +200,7 @@ def _check_interfaces() -> Finding:
     import socket
 
     names = [name for _, name in socket.if_nameindex()]
-    states = [f"{name} {_read(f'/sys/class/net/{name}/operstate') or 'unknown'}" for name in names]
+    states = [f"{name} {read_text(f'/sys/class/net/{name}/operstate') or 'unknown'}" for name in names]
     if not names:
         return Finding(name="interfaces", status="note", found="none", advice="without a network interface, ranks of one host only")
     return Finding(name="interfaces", status="ok", found=", ".join(states))
@@ -217,13 +217,6 @@ def _check_verbs() -> Finding:
 def _check_tools() -> Finding:
     found = [name for name in ("torchrun", "mpirun", "srun") if shutil.which(name)]
     return Finding(name="launchers", status="ok", found=", ".join(["miraccl run", *found]))
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
 
 
 CHECKS: dict[str, Check] = {

@@ -17,7 +17,7 @@ from pathlib import Path
 from miraccl.errors import MiracclError
 from miraccl.tools import gpu_facts
 from miraccl.tools.env import LAUNCH_VARIABLES, collect, unknown_variables
-from miraccl.tools.findings import Check, Finding
+from miraccl.tools.findings import Check, Finding, read_text
 from miraccl.tools.gpu_facts import CudaFacts
 
 INSTALL = "pip install 'miraccl[cuda]'"
@@ -45,7 +45,7 @@ def forget() -> None:
 
 def check_gpu() -> Finding:
     """The kernel's side: is there a GPU, and a driver for it."""
-    version = _read("/proc/driver/nvidia/version")
+    version = read_text("/proc/driver/nvidia/version")
     if version:
         return Finding(name="gpu", status="ok", found=version.splitlines()[0])
     if any(_is_nvidia_gpu(device) for device in Path("/sys/bus/pci/devices").glob("*")):
@@ -59,7 +59,7 @@ def check_gpu() -> Finding:
 
 def _is_nvidia_gpu(device: Path) -> bool:
     """PCI vendor 10de, class 03 (display controller)."""
-    return _read(str(device / "vendor")) == "0x10de" and _read(str(device / "class")).startswith("0x03")
+    return read_text(str(device / "vendor")) == "0x10de" and read_text(str(device / "class")).startswith("0x03")
 
 
 def has_gpu() -> bool:
@@ -252,13 +252,6 @@ def judge_settings(environ: Mapping[str, str]) -> Finding:
 
 def _of_a_launcher(name: str) -> bool:
     return name.removeprefix("MIRACCL_") in LAUNCH_VARIABLES and name not in _SECRET
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
 
 
 CHECKS: dict[str, Check] = {

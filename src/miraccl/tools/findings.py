@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 Status = Literal["ok", "note", "missing"]
@@ -20,3 +21,11 @@ class Finding:
 
 
 Check = Callable[[], Finding | None]  # None: there is nothing to look at here, or another check says it
+
+
+def read_text(path: str) -> str:
+    """What a file of the system says, without the space around it; empty where it cannot be read."""
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
