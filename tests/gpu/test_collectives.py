@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import pytest
 
-from miraccl.executor.cuda.driver import device_count
 from tests.gpu.cases import CASES, name_of
+from tests.gpu.gpus import GPUS, ON_GPUS
 from tests.gpu.ranks import run_cases
 
-GPUS = device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.multiprocess,
-    pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU, no driver, or cuda-bindings is not installed"),
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the ranks of these tests make their tensors with PyTorch"),
-]
+pytestmark = ON_GPUS
 RANKS = sorted({2, min(4, GPUS)} - {0, 1})
 
 

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import pytest
 
-from miraccl.executor.cuda.driver import device_count
+from tests.gpu.gpus import GPUS, ON_GPUS
 from tests.gpu.ranks import run_cases
 
-GPUS = device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.multiprocess,
-    pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU, no driver, or cuda-bindings is not installed"),
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the ranks of these tests make their tensors with PyTorch"),
-]
+pytestmark = ON_GPUS
 RANKS = sorted({2, min(4, GPUS), GPUS if GPUS <= 8 else 8} - {0, 1})
 CASES = ["sizes", "all_pairs", "many", "graphs", "mixed", "uneven", "background", "groups", "prepared", "dlpack"]
 WORKER = "tests.gpu.message_worker"

@@ -1,0 +1,18 @@
+"""What tests on real GPUs need, and how they say that it is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from miraccl.executor.cuda.driver import device_count
+
+GPUS = device_count()
+#: for tests whose ranks are processes of ``tests.gpu.ranks``
+ON_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU, no driver, or cuda-bindings is not installed"),
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the ranks of these tests make their tensors with PyTorch"),
+]
