@@ -302,6 +302,9 @@ def refusals() -> None:
             (lambda: comm.sendrecv(x, 0, host, 0), "out lies in CPU memory"),
             (lambda: comm.all_reduce(host, stream=0), "a stream is for operations on GPU memory"),
             (lambda: comm.send(x, me.nranks), "dst is"),
+            (lambda: comm.broadcast(x, me.nranks), "broadcast: root is"),
+            (lambda: comm.gather(x, True), "gather: root is True"),
+            (lambda: comm.empty(4, "complex64", device="cuda"), "cannot be communicated"),
             (lambda: comm.all_gather_v(x, [1] * me.nranks, x), "x has 4 elements, but needs 1"),
             (lambda: comm.all_to_all_v(x, [4] + [0] * (me.nranks - 1), [0] * me.nranks, x), "" if me.rank else "sends itself"),
             (lambda: comm.scatter(None, (me.rank + 1) % me.nranks, None, stream=0), "stream is for"),
@@ -309,8 +312,11 @@ def refusals() -> None:
             with pytest.raises(InvalidUsage, match=words):
                 call()
         comm.all_reduce(x)
+        root: Any = np.int64(1)
+        comm.broadcast(x, root)
         me.synchronize()
         same(x, np.full(4, me.nranks))
+        assert comm.empty(4, bool, device="cuda").dtype is miraccl.DType.UINT8
 
 
 def mismatch() -> str:

@@ -196,6 +196,9 @@ def operator(op: Any, dtype: DType, where: str) -> tuple[RedOp, float]:
 
 
 def peer_rank(value: Any, name: str, nranks: int, where: str) -> int:
+    """A rank that was named: of a root, or of who is sent to or received from."""
+    if type(value) is int and 0 <= value < nranks:
+        return value  # calls on GPU memory are counted in fractions of a microsecond
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < nranks:
         raise InvalidUsage(f"{where}: {name} is {value!r}; allowed are the ranks 0 to {nranks - 1}")
     return int(value)

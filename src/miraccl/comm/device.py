@@ -147,12 +147,12 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
     def broadcast(self, x: Any, root: int = 0, *, stream: Any = None) -> Any:
         """``x`` of rank ``root`` into ``x`` of every rank."""
         source = device_view(x, "x", "broadcast", stream)
-        self._run(Collective.BROADCAST, source, source, source.count, SUM, self._root(root), stream)
+        self._run(Collective.BROADCAST, source, source, source.count, SUM, self._root(root, "broadcast"), stream)
         return x
 
     def reduce(self, x: Any, root: int = 0, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``x`` or ``out`` of rank ``root``; the others' stays as it is."""
-        chief = self._root(root)
+        chief = self._root(root, "reduce")
         source = device_view(x, "x", "reduce", stream)
         target = source if out is None or self.rank != chief else self._like(out, source, source.count, "reduce")
         self._run(Collective.REDUCE, source, target, source.count, op, chief, stream)

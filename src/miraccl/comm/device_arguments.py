@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from miraccl.comm.arguments import peer_rank
 from miraccl.comm.device_memory import DeviceMemory, device_view
 from miraccl.errors import InvalidUsage
 
@@ -28,7 +29,5 @@ class DeviceArguments:
             raise InvalidUsage(f"{where}: x has {source.count} elements, which {self.nranks} ranks cannot share evenly", rank=self.rank)
         return source.count // self.nranks
 
-    def _root(self, root: Any) -> int:
-        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.nranks:
-            raise InvalidUsage(f"root is {root!r}; allowed are the ranks 0 to {self.nranks - 1}", rank=self.rank)
-        return root
+    def _root(self, root: Any, where: str) -> int:
+        return peer_rank(root, "root", self.nranks, where)

@@ -199,7 +199,7 @@ class HostsCommunicator(DeviceArguments):
 
     def broadcast(self, x: Any, root: int = 0, *, stream: Any = None) -> Any:
         """``x`` of rank ``root`` into ``x`` of every rank."""
-        chief, source = self._root(root), device_view(x, "x", "broadcast", stream)
+        chief, source = self._root(root, "broadcast"), device_view(x, "x", "broadcast", stream)
         if source.count:
             with self._operation("broadcast", stream, [source], source if self.rank != chief else None) as (number, captured):
                 if self._hierarchical():
@@ -210,7 +210,7 @@ class HostsCommunicator(DeviceArguments):
 
     def reduce(self, x: Any, root: int = 0, out: Any = None, op: Any = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``x`` or ``out`` of rank ``root``; the others' stays as it is."""
-        chief, source = self._root(root), device_view(x, "x", "reduce", stream)
+        chief, source = self._root(root, "reduce"), device_view(x, "x", "reduce", stream)
         target = source if out is None or self.rank != chief else self._like(out, source, source.count, "reduce")
         operator(op, source.dtype, "reduce")
         if source.count:
@@ -223,7 +223,7 @@ class HostsCommunicator(DeviceArguments):
 
     def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
         """All ranks' ``x``, one after another, on rank ``root``; the others get None."""
-        chief, source = self._root(root), device_view(x, "x", "gather", stream)
+        chief, source = self._root(root, "gather"), device_view(x, "x", "gather", stream)
         if self.rank != chief:
             out = None
         elif out is None:
@@ -236,7 +236,7 @@ class HostsCommunicator(DeviceArguments):
 
     def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
         """Rank r gets the r-th of nranks equal shares of the root's ``x``; the other ranks give ``out``."""
-        chief = self._root(root)
+        chief = self._root(root, "scatter")
         if self.rank == chief:
             source = device_view(x, "x", "scatter", stream)
             count = self._share(source, "scatter")
@@ -285,7 +285,8 @@ class HostsCommunicator(DeviceArguments):
 
     def gather_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
         """As ``gather``; rank r contributes ``counts[r]`` elements."""
-        chief, sizes, source = self._root(root), self._counts(counts, "gather_v"), self._sized(x, "x", counts, "gather_v", stream)
+        chief, sizes = self._root(root, "gather_v"), self._counts(counts, "gather_v")
+        source = self._sized(x, "x", counts, "gather_v", stream)
         if self.rank != chief:
             out = None
         elif out is None:
@@ -297,7 +298,7 @@ class HostsCommunicator(DeviceArguments):
 
     def scatter_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
         """As ``scatter``; rank r gets ``counts[r]`` elements."""
-        chief, sizes = self._root(root), self._counts(counts, "scatter_v")
+        chief, sizes = self._root(root, "scatter_v"), self._counts(counts, "scatter_v")
         if self.rank == chief:
             source = device_view(x, "x", "scatter_v", stream)
             self._expect(source, sum(sizes), "x", "scatter_v")

@@ -16,21 +16,8 @@ from miraccl.comm.device_stream import dlpack_stream
 from miraccl.errors import InvalidUsage
 from miraccl.types import DType
 
-_TORCH_NAMES = {
-    "int8": DType.INT8,
-    "uint8": DType.UINT8,
-    "bool": DType.UINT8,
-    "int32": DType.INT32,
-    "uint32": DType.UINT32,
-    "int64": DType.INT64,
-    "uint64": DType.UINT64,
-    "float16": DType.FLOAT16,
-    "float32": DType.FLOAT32,
-    "float64": DType.FLOAT64,
-    "bfloat16": DType.BFLOAT16,
-    "float8_e4m3fn": DType.FLOAT8_E4M3,
-    "float8_e5m2": DType.FLOAT8_E5M2,
-}
+#: names of dtypes: ours, and PyTorch's and NumPy's where they differ
+DTYPE_NAMES = {dtype.label: dtype for dtype in DType} | {"bool": DType.UINT8, "float8_e4m3fn": DType.FLOAT8_E4M3}
 _torch_dtypes: dict[Any, DType] = {}
 _typestrs: dict[str, DType] = {}
 
@@ -148,7 +135,7 @@ def _view_dlpack(thing: Any, name: str, where: str, stream: int) -> DeviceMemory
 
 def _view_tensor(tensor: Any, torch: Any, name: str, where: str) -> DeviceMemory:
     if not _torch_dtypes:
-        _torch_dtypes.update({getattr(torch, label): code for label, code in _TORCH_NAMES.items() if hasattr(torch, label)})
+        _torch_dtypes.update({getattr(torch, label): code for label, code in DTYPE_NAMES.items() if hasattr(torch, label)})
     dtype = _torch_dtypes.get(tensor.dtype)
     if dtype is None:
         raise InvalidUsage(f"{where}: {name} has dtype {tensor.dtype}; allowed are {', '.join(code.label for code in DType)}")
@@ -165,7 +152,7 @@ def _view_interface(interface: dict[str, Any], name: str, where: str) -> DeviceM
     dtype = _typestrs.get(typestr)
     if dtype is None:
         try:
-            dtype = _typestrs[typestr] = _TORCH_NAMES[np.dtype(typestr).name]
+            dtype = _typestrs[typestr] = DTYPE_NAMES[np.dtype(typestr).name]
         except (TypeError, KeyError):
             raise InvalidUsage(f"{where}: {name} has type {typestr!r}; allowed are {ALLOWED}") from None
     strides, size, expected = interface.get("strides"), dtype.itemsize, dtype.itemsize

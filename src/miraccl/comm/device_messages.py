@@ -73,7 +73,7 @@ class MessageCalls:
         def _enter(self, name: str, stream: Any, fills: bool = True) -> int: ...
         def _like(self, out: Any, source: DeviceMemory, count: int, where: str) -> DeviceMemory: ...
         def _share(self, source: DeviceMemory, where: str) -> int: ...
-        def _root(self, root: Any) -> int: ...
+        def _root(self, root: Any, where: str) -> int: ...
         def _hold(self, views: Sequence[DeviceMemory], number: int) -> None: ...
         def _run(
             self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Any, root: int, stream: Any
@@ -105,9 +105,7 @@ class MessageCalls:
         memory = device_view(x, name, where, stream)
         if receives and memory.read_only:
             raise InvalidUsage(f"{where}: arrays of type {type(x).__name__} cannot be written", rank=self.rank)
-        if type(peer) is not int or not 0 <= peer < self.nranks:
-            peer = peer_rank(peer, "src" if receives else "dst", self.nranks, where)
-        return memory, _message(receives, peer, memory)
+        return memory, _message(receives, peer_rank(peer, "src" if receives else "dst", self.nranks, where), memory)
 
     def _go(self, parts: list[tuple[DeviceMemory, Message]], name: str, stream: Any) -> None:
         """Enqueue one launch."""
@@ -138,7 +136,7 @@ class MessageCalls:
 
     def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
         """Rank r gets the r-th of nranks equal shares of the root's ``x``; the other ranks give ``out``."""
-        if self.rank != self._root(root):
+        if self.rank != self._root(root, "scatter"):
             target = self._given(out, "scatter", stream)
             return self._scatter(None, None, [target.count] * self.nranks, root, out, "scatter", stream)
         source = device_view(x, "x", "scatter", stream)
@@ -181,7 +179,7 @@ class MessageCalls:
     def scatter_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
         """As ``scatter``; rank r gets ``counts[r]`` elements."""
         sizes = counts_of(counts, "counts", self.nranks, "scatter_v")
-        if self.rank != self._root(root):
+        if self.rank != self._root(root, "scatter_v"):
             return self._scatter(None, None, sizes, root, out, "scatter_v", stream)
         source = self._sized(x, sum(sizes), "the sum of counts", "scatter_v", stream)
         return self._scatter(x, source, sizes, root, out, "scatter_v", stream)
@@ -204,7 +202,7 @@ class MessageCalls:
     # ---- parts
 
     def _gather(self, x: Any, source: DeviceMemory, sizes: list[int], root: int, out: Any, name: str, stream: Any) -> Any:
-        chief, total = self._root(root), sum(sizes)
+        chief, total = self._root(root, name), sum(sizes)
         sends: list[DeviceMemory | None] = [None] * self.nranks
         receives: list[DeviceMemory | None] = [None] * self.nranks
         if source.count:
@@ -218,7 +216,7 @@ class MessageCalls:
         return out if self.rank == chief else None
 
     def _scatter(self, x: Any, source: DeviceMemory | None, sizes: list[int], root: int, out: Any, name: str, stream: Any) -> Any:
-        chief, mine = self._root(root), sizes[self.rank]
+        chief, mine = self._root(root, name), sizes[self.rank]
         sends: list[DeviceMemory | None] = [None] * self.nranks
         receives: list[DeviceMemory | None] = [None] * self.nranks
         if source is not None:

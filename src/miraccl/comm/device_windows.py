@@ -14,15 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.comm.device_memory import DeviceMemory
+from miraccl.comm.device_memory import DTYPE_NAMES, DeviceMemory
 from miraccl.comm.window import dimensions
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.copies import Place
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.transport.cuda_p2p import SymmetricMemory, WindowMemory
 from miraccl.types import DType
-
-_BY_LABEL = {dtype.label: dtype for dtype in DType} | {"float8_e4m3fn": DType.FLOAT8_E4M3}
 
 
 class DeviceArray:
@@ -85,7 +83,8 @@ class Windows:
         bisect.insort(self._starts, (window.own, len(self._windows)))
         self._windows.append(window)
         array = DeviceArray(window.own, dims, kind, window)
-        return array.torch() if "torch" in sys.modules and isinstance(dtype, sys.modules["torch"].dtype) else array
+        # bool is uint8 here
+        return array.torch().view(dtype) if "torch" in sys.modules and isinstance(dtype, sys.modules["torch"].dtype) else array
 
     def place(self, memory: DeviceMemory) -> Place | None:
         """Where ``memory`` lies in a window that every rank addresses, or None."""
@@ -110,7 +109,7 @@ def _element_type(dtype: Any) -> DType:
         return dtype
     label = str(dtype).removeprefix("torch.") if not isinstance(dtype, type) else np.dtype(dtype).name
     label = getattr(dtype, "name", label) if not isinstance(dtype, str) else label
-    found = _BY_LABEL.get(label)
+    found = DTYPE_NAMES.get(label)
     if found is None:
-        raise InvalidUsage(f"empty: dtype {dtype!r} cannot be communicated; allowed are {', '.join(_BY_LABEL)}")
+        raise InvalidUsage(f"empty: dtype {dtype!r} cannot be communicated; allowed are {', '.join(DTYPE_NAMES)}")
     return found
