@@ -13,6 +13,7 @@ import pytest
 from miraccl.executor.cuda import layout, lower
 from miraccl.executor.cuda.plan import DevicePlan, Request, choose, frame_of, kernel_spec, vectors_of
 from miraccl.executor.cuda.source import KernelSpec
+from miraccl.schedule import catalog
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.emulator import COMPILER, Machine
 from tests.gpu.emulator.collective import run
@@ -174,11 +175,17 @@ def test_ranks_that_meet_for_different_operations_are_told(field: str) -> None:
 def both(machine: Machine, requests: list[Request]) -> None:
     """One launch, of another request on each rank."""
     plans = [small(request) for request in requests]
-    args = [lower.lower_packets(plan, request, machine.fixed(rank)) for rank, (plan, request) in enumerate(zip(plans, requests))]
+    args, blocks = [], []
+    for rank, (plan, request) in enumerate(zip(plans, requests)):
+        schedule = None if plan.packets else catalog.build(plan.algo, request.collective, request.nranks, request.root)
+        fixed = machine.fixed(rank)
+        lowered = lower.lower_packets(plan, request, fixed) if schedule is None else lower.lower_steps(schedule, plan, request, fixed)
+        args.append(lowered)
+        blocks.append(lower.grid_of(plan, schedule))
     held = [np.zeros(64 << 10, np.uint8) for _ in requests]
     for block, data in zip(args, held):
         struct.pack_into("<QQ", block, 0, data.ctypes.data, data.ctypes.data)
-    machine.launch(kernel_spec(plans[0], requests[0]), args, plans[0].blocks)
+    machine.launch(kernel_spec(plans[0], requests[0]), args, blocks)
 
 
 def test_a_mismatch_ends_the_wait_of_who_expects_more() -> None:
@@ -195,3 +202,39 @@ def test_a_mismatch_that_nobody_waits_for_is_told_one_launch_later() -> None:
     both(two, [asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 2, "one_shot", "ll128")] * 2)
     assert two.errors() == [layout.ERROR_MISMATCH] * 2
     assert int(two.host[0][layout.HOST_WHAT]) == 1
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        ({"count": 4000}, {"count": 100}),  # other numbers of messages
+        ({"count": 99}, {"count": 100}),  # the same messages
+        ({"collective": Collective.BROADCAST, "algo": "chain"}, {"collective": Collective.BROADCAST, "algo": "chain", "root": 1}),
+    ],
+)
+def test_a_mismatch_in_steps_is_told_in_the_same_launch(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    three = Machine(3, timeout_s=60)
+    usual = asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 3, "two_shot", "simple")
+    both(three, [replace(usual, **mine), replace(usual, **mine), replace(usual, **theirs)])
+    assert three.errors() == [layout.ERROR_MISMATCH] * 3
+    assert [int(words[layout.HOST_PEER]) for words in three.host[:2]] == [2, 2]
+
+
+def test_steps_and_packets_take_turns() -> None:
+    """Banks of packets are used by launches in turn, whatever kernel runs."""
+    fresh = Machine(3)
+    for turn, (collective, algo, proto) in enumerate(
+        [
+            (Collective.BROADCAST, "chain", "ll128"),
+            (Collective.BROADCAST, "chain", "simple"),
+            (Collective.ALL_REDUCE, "one_shot", "ll128"),
+            (Collective.REDUCE, "chain", "simple"),
+            (Collective.REDUCE, "chain", "ll128"),
+            (Collective.ALL_REDUCE, "two_shot", "simple"),
+        ]
+        * 2
+    ):
+        request = asked(collective, DType.INT32, 1001, 3, algo, proto, root=turn % 3)
+        assert run(fresh, request, small(request)) == [""] * 3
+        numbers = [int(memory[layout.STATE_OFFSET :][:8].view(np.uint64)[0]) for memory in fresh.memory]
+        assert numbers == [turn + 1] * 3

@@ -126,7 +126,8 @@ def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, fixed: F
     first += [first[-1]] * (layout.MAX_CHANNELS + 1 - len(first))
     head = struct.pack(layout.PROGRAM_HEAD, 0, part, piece, schedule.parts, schedule.nchannels, *first)
     table = encoded.ljust(layout.MAX_STEPS * struct.calcsize(layout.STEP), b"\0")
-    return pack_args(fixed, count=count, root=request.root, scalar=scalar_bits(request)) + bytearray(head + table)
+    args = pack_args(fixed, count=count, root=request.root, scalar=scalar_bits(request), signature=signature_of(plan, request))
+    return args + bytearray(head + table)
 
 
 def grid_of(plan: DevicePlan, schedule: Schedule | None) -> int:

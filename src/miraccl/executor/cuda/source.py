@@ -18,7 +18,7 @@ MACHINE = "machine.cuh"
 #: family of kernels -> the name of its function, and the files of its text after machine.cuh and common.cuh
 FAMILIES = {
     "packets": ("packets", ("packets.cuh",)),
-    "steps": ("steps", ("steps.cuh",)),
+    "steps": ("steps", ("packets.cuh", "steps.cuh")),
     "p2p": ("p2p", ("p2p.cuh",)),
     "meet": ("meet_peers", ("packets.cuh", "meet.cuh")),
 }

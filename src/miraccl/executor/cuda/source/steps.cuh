@@ -5,6 +5,9 @@
 // memory of the receiver. The sender writes a slot, fences and raises the tail there; the receiver reads and raises the head in the
 // memory of the sender (NCCL src/device/prims_simple.h). Heads and tails count messages since the communicator began: they lie in
 // device memory, so captured launches can be replayed, and launches of any shape follow one another.
+//
+// A launch is one of those that packets count, and is on the board as theirs are (packets.cuh). Every rank waits for every other's entry before
+// it ends: that is what the use of the banks demands, and it finds ranks that called different operations.
 
 struct Step {            // layout.STEP
   u8 op, src_buf, dst_buf, npeers;
@@ -51,6 +54,20 @@ __device__ __forceinline__ void wait_room(const Args& a, Ends& e, Watch& w, u32 
   u64* head = word_of(a.inbox[peer], HEAD_OFFSET, peer);
   w.spins = 0;
   while (load_acquire(head) + NSTEPS <= e.sent[peer]) if (give_up(a, w, peer, WHAT_ROOM)) { e.dead = 1; return; }
+}
+
+// Block 0, at the end: until every peer has said what it runs in this launch.
+__device__ __forceinline__ void hear_peers(const Args& a, Watch& w) {
+  u32 t = threadIdx.x;
+  if (blockIdx.x != 0 || t >= RANKS || t == a.rank) return;
+  const uint4* entry = board(a.inbox[t], t, w.launch);
+  uint4 said = load_packet(entry);
+  w.spins = 0;
+  while (said.x != w.launch) {
+    if (give_up(a, w, t, WHAT_MEETING)) return;
+    said = load_packet(entry);
+  }
+  if (said.y != (u32)a.signature) report(a.host, ERROR_MISMATCH, t, w.launch);
 }
 
 // Elements [0, n) of up to RANKS sources are added up (one source: copied bit by bit) into one or two places.
@@ -127,13 +144,16 @@ __device__ __forceinline__ void move(const Args& a, const Move& m) {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) steps(const __grid_constant__ Program p) {
   const Args& a = p.a;
   __shared__ Ends e;
+  Geometry g = begin(a);
+  Watch watch = {0, 0, (u32)g.launch + 1};
+  judge(a, g, announce(a, g));
+  u32 ticket = draw_ticket(a, g);
   if (threadIdx.x < RANKS) {
     e.sent[threadIdx.x] = *word_of(a.own, SENT_OFFSET, threadIdx.x);
     e.taken[threadIdx.x] = *word_of(a.own, TAKEN_OFFSET, threadIdx.x);
   }
   if (threadIdx.x == 0) e.dead = 0;
   __syncthreads();
-  Watch watch = {0, 0};
   u32 channel = blockIdx.x % p.channels, lane = blockIdx.x / p.channels, lanes = gridDim.x / p.channels;
   u64 longest = p.part < a.count ? p.part : a.count;  // of any chunk
   for (u64 at = lane * p.piece; at < longest; at += lanes * p.piece) {
@@ -194,4 +214,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) steps(const __
     *word_of(a.own, SENT_OFFSET, threadIdx.x) = e.sent[threadIdx.x];
     *word_of(a.own, TAKEN_OFFSET, threadIdx.x) = e.taken[threadIdx.x];
   }
+  hear_peers(a, watch);
+  count_launch(a, ticket);
 }
