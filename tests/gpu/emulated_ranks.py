@@ -64,15 +64,15 @@ class Part:
 class OnlyDlpack:
     """An array that offers nothing but DLPack, as dlpack.h before 1.0 has it; notes the streams that it is asked for."""
 
-    def __init__(self, memory: Any) -> None:
-        self.memory, self.array = memory, seen(memory)
+    def __init__(self, memory: Any, ordinal: int = 0) -> None:
+        self.memory, self.array, self.ordinal = memory, seen(memory), ordinal
         self.streams: list[int] = []
         self._shape = (ctypes.c_int64 * 1)(memory.count)
         bits = 8 * memory.dtype.itemsize
         self._tensor = DLTensor(memory.address, 2, 0, 1, 2, bits, 1, ctypes.cast(self._shape, ctypes.POINTER(ctypes.c_int64)), None, 0)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, 0
+        return 2, self.ordinal
 
     def __dlpack__(self, *, stream: int) -> Any:
         self.streams.append(stream)
@@ -317,6 +317,55 @@ def refusals() -> None:
         me.synchronize()
         same(x, np.full(4, me.nranks))
         assert comm.empty(4, bool, device="cuda").dtype is miraccl.DType.UINT8
+
+
+def on_another_gpu() -> None:
+    """Arrays on another GPU than the communicator's are refused before anything is launched, in every form of a call."""
+    with rank() as me:
+        comm, x, far = me.comm, me.put(np.ones(4)), me.put(np.ones(4))
+        comm.barrier(stream=0)
+        me.cuda.placed[x.memory.address], me.cuda.placed[far.memory.address] = 0, 1
+        packed = OnlyDlpack(far.memory, ordinal=1)
+        before = me.cuda.launches
+        for call, name in (
+            (lambda: comm.all_reduce(far), "all_reduce: x"),
+            (lambda: comm.all_reduce(packed), "all_reduce: x"),
+            (lambda: comm.all_reduce(x, far), "all_reduce: out"),
+            (lambda: comm.broadcast(far), "broadcast: x"),
+            (lambda: comm.sendrecv(x, 0, far, 0), "sendrecv: out"),
+            (lambda: comm.gather(far), "gather: x"),
+            (lambda: comm.all_gather_v(far, [4] * me.nranks, x), "all_gather_v: x"),
+            (lambda: comm.all_reduce(far, async_op=True), "all_reduce: x"),
+            (lambda: comm.all_reduce_init(x, far), "all_reduce: out"),
+        ):
+            with pytest.raises(InvalidUsage, match=f"{name} lies on GPU 1, but this communicator works on GPU 0"):
+                call()
+
+        def grouped() -> None:
+            with miraccl.group():
+                comm.send(x, (me.rank + 1) % me.nranks)
+                comm.all_gather(far, me.zeros(4 * me.nranks))
+
+        with pytest.raises(InvalidUsage, match="all_gather: x lies on GPU 1"):
+            grouped()
+        with pytest.raises(InvalidUsage, match="'cuda:1', but this communicator works on GPU 0"):
+            comm.empty(4, device="cuda:1")
+        assert me.cuda.launches == before
+        comm.all_reduce(x)
+        me.synchronize()
+        same(x, np.full(4, me.nranks))
+
+
+def begins_on_the_second_gpu() -> int:
+    """An array that only the driver knows the GPU of."""
+    with rank() as me:
+        x = me.put(np.ones(4))
+        me.cuda.placed[x.memory.address] = 1
+        me.comm.all_reduce(x)
+        me.synchronize()
+        same(x, np.full(4, me.nranks))
+        assert me.comm._device is not None
+        return me.comm._device.gpu.ordinal
 
 
 def mismatch() -> str:

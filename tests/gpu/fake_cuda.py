@@ -106,6 +106,9 @@ class FakeCuda:
         CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT=16,
         CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED=103,
     )
+    CUpointer_attribute = types.SimpleNamespace(
+        CU_POINTER_ATTRIBUTE_MEMORY_TYPE=2, CU_POINTER_ATTRIBUTE_IS_MANAGED=8, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9
+    )
     CUdevice_P2PAttribute = types.SimpleNamespace(CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED=3)
     CUmemAllocationHandleType = types.SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1)
     CUmemAllocationType = types.SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
@@ -119,6 +122,7 @@ class FakeCuda:
     def __init__(self, ngpus: int = 8, refuse: Sequence[str] = (), access: Callable[[int, int], bool] = lambda a, b: True) -> None:
         self.ngpus, self.refuse, self.access = ngpus, set(refuse), access
         self.live: dict[int, tuple[int, int]] = {}  # address -> (descriptor, bytes) of cuMemAlloc and cuMemCreate's mappings
+        self.placed: dict[int, int] = {}  # address -> GPU, where the driver is to say it
         self.handles: dict[int, int] = {}  # handle -> descriptor
         self.pinned: set[int] = set()
         self.streams: dict[int, Stream] = {0: Stream()}
@@ -194,6 +198,11 @@ class FakeCuda:
         _libc.munmap(address, nbytes)
         os.close(fd)
         return (Result.CUDA_SUCCESS,)
+
+    def cuPointerGetAttribute(self, kind: int, address: int) -> tuple[Any, ...]:
+        if address not in self.placed:
+            return Result.CUDA_ERROR_INVALID_VALUE, None
+        return Result.CUDA_SUCCESS, {2: 2, 8: 0, 9: self.placed[address]}[kind]
 
     def cuIpcGetMemHandle(self, address: int) -> tuple[Any, ...]:
         record: Any = _Record()

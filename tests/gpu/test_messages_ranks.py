@@ -48,6 +48,14 @@ def test_refusals() -> None:
     run(emulated_ranks.refusals, 2)
 
 
+def test_arrays_on_another_gpu() -> None:
+    run(emulated_ranks.on_another_gpu, 2)
+
+
+def test_the_gpu_of_the_first_array_is_taken() -> None:
+    assert run(emulated_ranks.begins_on_the_second_gpu, 2) == [1, 1]
+
+
 def test_arrays_with_nothing_but_dlpack() -> None:
     run(emulated_ranks.only_dlpack, 2)
 

@@ -286,7 +286,11 @@ class Communicator:
         kind, _, number = device.partition(":")
         if kind != "cuda" or (number and not number.isdecimal()):
             raise InvalidUsage(f"empty: device is {device!r}; allowed are cpu, cuda and cuda:<number>", rank=self.rank)
-        return self._device_side(int(number) if number else current_ordinal()).empty(shape, dtype)
+        side = self._device_side(int(number) if number else current_ordinal())
+        if number and int(number) != side.gpu.ordinal:
+            text = f"empty: device is {device!r}, but this communicator works on GPU {side.gpu.ordinal}"
+            raise InvalidUsage(text, rank=self.rank, hint="a rank works on one GPU: that of the first array it passed")
+        return side.empty(shape, dtype)
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds for the communicator, by purpose; those on a GPU and pinned for it apart, once it is used."""

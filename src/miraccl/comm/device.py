@@ -111,14 +111,14 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
 
     def all_reduce(self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``out``, or into ``x`` itself."""
-        source = device_view(x, "x", "all_reduce", stream)
+        source = device_view(x, "x", "all_reduce", stream, self.gpu)
         target = source if out is None else self._like(out, source, source.count, "all_reduce")
         self._run(Collective.ALL_REDUCE, source, target, source.count, op, 0, stream)
         return x if out is None else out
 
     def reduce_scatter(self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks; rank r gets the r-th of nranks equal shares in ``out``."""
-        source = device_view(x, "x", "reduce_scatter", stream)
+        source = device_view(x, "x", "reduce_scatter", stream, self.gpu)
         count = self._share(source, "reduce_scatter")
         out = empty_like(x, count, "reduce_scatter") if out is None else out
         target = self._like(out, source, count, "reduce_scatter")
@@ -127,7 +127,7 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
 
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
         """All ranks' ``x``, one after another, on every rank."""
-        source = device_view(x, "x", "all_gather", stream)
+        source = device_view(x, "x", "all_gather", stream, self.gpu)
         out = empty_like(x, source.count * self.nranks, "all_gather") if out is None else out
         target = self._like(out, source, source.count * self.nranks, "all_gather")
         self._run(Collective.ALL_GATHER, source, target, source.count, SUM, 0, stream)
@@ -135,7 +135,7 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
 
     def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
         """Block j of rank i's ``x`` becomes block i of rank j's ``out``."""
-        source = device_view(x, "x", "all_to_all", stream)
+        source = device_view(x, "x", "all_to_all", stream, self.gpu)
         count = self._share(source, "all_to_all")
         out = empty_like(x, source.count, "all_to_all") if out is None else out
         target = self._like(out, source, source.count, "all_to_all")
@@ -146,14 +146,14 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
 
     def broadcast(self, x: Any, root: int = 0, *, stream: Any = None) -> Any:
         """``x`` of rank ``root`` into ``x`` of every rank."""
-        source = device_view(x, "x", "broadcast", stream)
+        source = device_view(x, "x", "broadcast", stream, self.gpu)
         self._run(Collective.BROADCAST, source, source, source.count, SUM, self._root(root, "broadcast"), stream)
         return x
 
     def reduce(self, x: Any, root: int = 0, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``x`` or ``out`` of rank ``root``; the others' stays as it is."""
         chief = self._root(root, "reduce")
-        source = device_view(x, "x", "reduce", stream)
+        source = device_view(x, "x", "reduce", stream, self.gpu)
         target = source if out is None or self.rank != chief else self._like(out, source, source.count, "reduce")
         self._run(Collective.REDUCE, source, target, source.count, op, chief, stream)
         return x if target is source else out

@@ -7,6 +7,7 @@ from typing import Any
 from miraccl.comm.arguments import peer_rank
 from miraccl.comm.device_memory import DeviceMemory, device_view
 from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda.driver import Gpu
 
 
 class DeviceArguments:
@@ -14,10 +15,11 @@ class DeviceArguments:
 
     rank: int
     nranks: int
+    gpu: Gpu
 
     def _like(self, out: Any, source: DeviceMemory, count: int, where: str) -> DeviceMemory:
         """The memory of ``out``, which must have ``count`` elements of the type of ``source``."""
-        target = device_view(out, "out", where)
+        target = device_view(out, "out", where, gpu=self.gpu)
         if target.dtype is not source.dtype or target.count != count:
             text = f"{where}: out has {target.count} x {target.dtype.label}, but needs {count} x {source.dtype.label}"
             raise InvalidUsage(text, rank=self.rank)

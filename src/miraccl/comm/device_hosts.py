@@ -16,26 +16,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from miraccl import errors, params
 from miraccl.bootstrap import Event, Notice, PeerLost, Session
 from miraccl.comm.arguments import counts_of, operator, peer_rank
 from miraccl.comm.device import DeviceCommunicator
 from miraccl.comm.device_arguments import DeviceArguments
 from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
-from miraccl.comm.device_staging import (
-    LANES,
-    CpuCommunicator,
-    Piece,
-    RunPiece,
-    Shape,
-    StagedJob,
-    Staging,
-    collective_on,
-    cut,
-    elements_per_piece,
-)
+from miraccl.comm.device_network import CpuCommunicator, InPython, StagedCollective, agreeing
+from miraccl.comm.device_pieces import Piece, Shape, cut, elements_per_piece
+from miraccl.comm.device_staging import LANES, Network, StagedJob, Staging
 from miraccl.comm.device_transfers import DeviceTransfer, cut_transfers, transfers_on
 from miraccl.errors import CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError, PeerDied, SystemFailure
 from miraccl.transport.cuda_p2p import Explanation
@@ -143,7 +132,7 @@ class HostsCommunicator(DeviceArguments):
 
     def all_reduce(self, x: Any, out: Any = None, op: Any = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``out``, or into ``x`` itself."""
-        source = device_view(x, "x", "all_reduce", stream)
+        source = device_view(x, "x", "all_reduce", stream, self.gpu)
         target = source if out is None else self._like(out, source, source.count, "all_reduce")
         operator(op, source.dtype, "all_reduce")
         if source.count:
@@ -156,7 +145,7 @@ class HostsCommunicator(DeviceArguments):
 
     def reduce_scatter(self, x: Any, out: Any = None, op: Any = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks; rank r gets the r-th of nranks equal shares in ``out``."""
-        source = device_view(x, "x", "reduce_scatter", stream)
+        source = device_view(x, "x", "reduce_scatter", stream, self.gpu)
         count = self._share(source, "reduce_scatter")
         out = empty_like(x, count, "reduce_scatter") if out is None else out
         target = self._like(out, source, count, "reduce_scatter")
@@ -171,7 +160,7 @@ class HostsCommunicator(DeviceArguments):
 
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
         """All ranks' ``x``, one after another, on every rank."""
-        source = device_view(x, "x", "all_gather", stream)
+        source = device_view(x, "x", "all_gather", stream, self.gpu)
         out = empty_like(x, source.count * self.nranks, "all_gather") if out is None else out
         target = self._like(out, source, source.count * self.nranks, "all_gather")
         if source.count:
@@ -184,7 +173,7 @@ class HostsCommunicator(DeviceArguments):
 
     def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
         """Block j of rank i's ``x`` becomes block i of rank j's ``out``."""
-        source = device_view(x, "x", "all_to_all", stream)
+        source = device_view(x, "x", "all_to_all", stream, self.gpu)
         count = self._share(source, "all_to_all")
         out = empty_like(x, source.count, "all_to_all") if out is None else out
         target = self._like(out, source, source.count, "all_to_all")
@@ -199,7 +188,7 @@ class HostsCommunicator(DeviceArguments):
 
     def broadcast(self, x: Any, root: int = 0, *, stream: Any = None) -> Any:
         """``x`` of rank ``root`` into ``x`` of every rank."""
-        chief, source = self._root(root, "broadcast"), device_view(x, "x", "broadcast", stream)
+        chief, source = self._root(root, "broadcast"), device_view(x, "x", "broadcast", stream, self.gpu)
         if source.count:
             with self._operation("broadcast", stream, [source], source if self.rank != chief else None) as (number, captured):
                 if self._hierarchical():
@@ -210,7 +199,7 @@ class HostsCommunicator(DeviceArguments):
 
     def reduce(self, x: Any, root: int = 0, out: Any = None, op: Any = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``x`` or ``out`` of rank ``root``; the others' stays as it is."""
-        chief, source = self._root(root, "reduce"), device_view(x, "x", "reduce", stream)
+        chief, source = self._root(root, "reduce"), device_view(x, "x", "reduce", stream, self.gpu)
         target = source if out is None or self.rank != chief else self._like(out, source, source.count, "reduce")
         operator(op, source.dtype, "reduce")
         if source.count:
@@ -223,7 +212,7 @@ class HostsCommunicator(DeviceArguments):
 
     def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
         """All ranks' ``x``, one after another, on rank ``root``; the others get None."""
-        chief, source = self._root(root, "gather"), device_view(x, "x", "gather", stream)
+        chief, source = self._root(root, "gather"), device_view(x, "x", "gather", stream, self.gpu)
         if self.rank != chief:
             out = None
         elif out is None:
@@ -238,12 +227,12 @@ class HostsCommunicator(DeviceArguments):
         """Rank r gets the r-th of nranks equal shares of the root's ``x``; the other ranks give ``out``."""
         chief = self._root(root, "scatter")
         if self.rank == chief:
-            source = device_view(x, "x", "scatter", stream)
+            source = device_view(x, "x", "scatter", stream, self.gpu)
             count = self._share(source, "scatter")
             out = empty_like(x, count, "scatter") if out is None else out
             target = self._like(out, source, count, "scatter")
         else:
-            source = target = device_view(out, "out", "scatter", stream)
+            source = target = device_view(out, "out", "scatter", stream, self.gpu)
         if target.count:
             with self._operation("scatter", stream, [source, target], target) as (number, captured):
                 self._staged(Collective.SCATTER, source, target, target.count, SUM, chief, number, captured)
@@ -261,7 +250,7 @@ class HostsCommunicator(DeviceArguments):
 
     def reduce_scatter_v(self, x: Any, counts: Sequence[int], out: Any = None, op: Any = SUM, *, stream: Any = None) -> Any:
         """As ``reduce_scatter``; rank r gets ``counts[r]`` elements."""
-        sizes, source = self._counts(counts, "reduce_scatter_v"), device_view(x, "x", "reduce_scatter_v", stream)
+        sizes, source = self._counts(counts, "reduce_scatter_v"), device_view(x, "x", "reduce_scatter_v", stream, self.gpu)
         self._expect(source, sum(sizes), "x", "reduce_scatter_v")
         operator(op, source.dtype, "reduce_scatter_v")
         out = empty_like(x, sizes[self.rank], "reduce_scatter_v") if out is None else out
@@ -272,7 +261,7 @@ class HostsCommunicator(DeviceArguments):
     def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None, *, stream: Any = None) -> Any:
         """As ``all_to_all``; block j of ``x`` has ``send_counts[j]`` elements, block j of the result ``recv_counts[j]``."""
         sends, receives = self._counts(send_counts, "all_to_all_v"), self._counts(recv_counts, "all_to_all_v")
-        source = device_view(x, "x", "all_to_all_v", stream)
+        source = device_view(x, "x", "all_to_all_v", stream, self.gpu)
         self._expect(source, sum(sends), "x", "all_to_all_v")
         if sends[self.rank] != receives[self.rank]:
             text = f"all_to_all_v: a rank sends itself what it receives, not {sends[self.rank]} and {receives[self.rank]} elements"
@@ -300,7 +289,7 @@ class HostsCommunicator(DeviceArguments):
         """As ``scatter``; rank r gets ``counts[r]`` elements."""
         chief, sizes = self._root(root, "scatter_v"), self._counts(counts, "scatter_v")
         if self.rank == chief:
-            source = device_view(x, "x", "scatter_v", stream)
+            source = device_view(x, "x", "scatter_v", stream, self.gpu)
             self._expect(source, sum(sizes), "x", "scatter_v")
             out = empty_like(x, sizes[chief], "scatter_v") if out is None else out
             target = self._like(out, source, sizes[chief], "scatter_v")
@@ -317,7 +306,7 @@ class HostsCommunicator(DeviceArguments):
     def barrier(self, *, stream: Any = None) -> None:
         """What follows in the stream begins when every rank's stream has come here."""
         with self._operation("barrier", stream, [], None) as (number, captured):
-            job = self._job(("barrier",), captured, lambda: ((Piece(),), lambda piece, at, slot: self.world.barrier()))
+            job = self._job(("barrier",), captured, lambda: ((Piece(),), InPython(lambda *_: self.world.barrier())))
             self.staging.enqueue(job, (), number)
 
     # ---- point to point
@@ -339,7 +328,7 @@ class HostsCommunicator(DeviceArguments):
 
     def transfer(self, x: Any, peer: Any, receives: bool, where: str, stream: Any = None) -> DeviceTransfer:
         """One argument of ``exchange``, checked."""
-        memory = device_view(x, "x", where, stream)
+        memory = device_view(x, "x", where, stream, self.gpu)
         if receives and memory.read_only:
             raise InvalidUsage(f"{where}: arrays of type {type(x).__name__} cannot be written", rank=self.rank)
         return DeviceTransfer(receives=receives, peer=peer_rank(peer, "src" if receives else "dst", self.nranks, where), memory=memory)
@@ -430,7 +419,7 @@ class HostsCommunicator(DeviceArguments):
         """Each block is reduced inside the host to the rank of its owner's index, into its slot; then reduce_scatter between hosts."""
         count, dtype = target.count, source.dtype
         shape = self._cross_shape(Collective.REDUCE_SCATTER, source, count)
-        most = elements_per_piece(shape.collective, shape.itemsize, shape.nranks, self.slot_bytes)
+        most = elements_per_piece(shape, self.slot_bytes)
 
         def before(piece: int, slot: int) -> None:
             size = min(most, count - piece * most)
@@ -445,7 +434,7 @@ class HostsCommunicator(DeviceArguments):
         """Between hosts among the ranks with the root's index, then inside each host, piece by piece."""
         host, index = self._place(root)
         shape = self._cross_shape(Collective.BROADCAST, memory, memory.count, host)
-        most = elements_per_piece(shape.collective, shape.itemsize, shape.nranks, self.slot_bytes)
+        most = elements_per_piece(shape, self.slot_bytes)
 
         def after(piece: int, slot: int) -> None:
             size = min(most, memory.count - piece * most)
@@ -458,7 +447,7 @@ class HostsCommunicator(DeviceArguments):
         """Inside each host to the rank with the root's index, into its slot, then between hosts, piece by piece."""
         host, index = self._place(root)
         shape = self._cross_shape(Collective.REDUCE, source, source.count, host)
-        most = elements_per_piece(shape.collective, shape.itemsize, shape.nranks, self.slot_bytes)
+        most = elements_per_piece(shape, self.slot_bytes)
 
         def before(piece: int, slot: int) -> None:
             size = min(most, source.count - piece * most)
@@ -555,12 +544,12 @@ class HostsCommunicator(DeviceArguments):
         """Enqueue a collective of ``cpus``, one a lane; with ``before`` a kernel writes the slots, and nothing is copied down."""
         unknown = shape.uneven and shape.collective is Collective.ALL_TO_ALL and not shape.places
 
-        def make() -> tuple[tuple[Piece, ...], RunPiece]:
+        def make() -> tuple[tuple[Piece, ...], Network]:
             pieces = cut(shape, self.slot_bytes)
-            run = collective_on(cpus, shape, dtype, op, self.staging.slots)
+            network = StagedCollective(cpus, shape, dtype, op, self.staging.slots)
             if before is not None:
                 pieces = tuple(dataclasses.replace(piece, down=()) for piece in pieces)
-            return _agreeing(self.world, pieces, run) if unknown else (pieces, run)
+            return agreeing(self.world, pieces, network) if unknown else (pieces, network)
 
         operation = op if isinstance(op, RedOp) else (type(op).__name__, op.scalar)
         job = self._job((shape, dtype, operation, cpus == self.crosses), captured, make, stride=len(cpus))
@@ -574,7 +563,7 @@ class HostsCommunicator(DeviceArguments):
         self,
         key: tuple[Any, ...],
         captured: bool,
-        make: Callable[[], tuple[tuple[Piece, ...], RunPiece]],
+        make: Callable[[], tuple[tuple[Piece, ...], Network]],
         *,
         need: int = 0,
         stride: int = 1,
@@ -582,8 +571,8 @@ class HostsCommunicator(DeviceArguments):
         """The job of a kind of operation; captured ones apart, because a graph may bring them at any time."""
         job = self._jobs.get((key, captured))
         if job is None:
-            pieces, run = make()
-            job = self._jobs[key, captured] = self.staging.job(pieces, self.staging.slots_for(need), run, captured, stride)
+            pieces, network = make()
+            job = self._jobs[key, captured] = self.staging.job(pieces, self.staging.slots_for(need), network, captured, stride)
         return job
 
     def _why_staged(self, shape: Shape, dtype: DType, op: Any) -> str:
@@ -622,7 +611,7 @@ class HostsCommunicator(DeviceArguments):
         return tuple(counts_of(counts, "counts", self.nranks, where))
 
     def _sized(self, x: Any, name: str, counts: Sequence[int], where: str, stream: Any) -> DeviceMemory:
-        memory = device_view(x, name, where, stream)
+        memory = device_view(x, name, where, stream, self.gpu)
         self._expect(memory, counts[self.rank], name, where)
         return memory
 
@@ -728,21 +717,3 @@ class HostsCommunicator(DeviceArguments):
 def group_by_host(hosts: Sequence[str]) -> list[tuple[int, ...]]:
     """The ranks of each host, hosts in the order of their first ranks."""
     return [tuple(rank for rank, name in enumerate(hosts) if name == host) for host in dict.fromkeys(hosts)]
-
-
-def _agreeing(cpu: CpuCommunicator, pieces: tuple[Piece, ...], run: RunPiece) -> tuple[tuple[Piece, ...], RunPiece]:
-    """For counts that each rank knows only of itself: the proxies agree on the number of pieces, and who has fewer takes part emptily."""
-    nothing, none = np.empty(0, np.uint8), (0,) * cpu.nranks
-    mine = pieces or (Piece(source_counts=none, target_counts=none),)
-    agreed = len(mine)
-
-    def run_agreed(piece: Piece, number: int, slot: int) -> None:
-        nonlocal agreed
-        if number == 0:
-            agreed = int(cpu.all_reduce(np.array([len(mine)], np.int64), None, RedOp.MAX)[0])
-        run(piece, number, slot)
-        if number == len(mine) - 1:
-            for _ in range(agreed - len(mine)):
-                cpu.all_to_all_v(nothing, none, none, nothing)
-
-    return mine, run_agreed

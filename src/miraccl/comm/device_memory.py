@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from miraccl.comm.arguments import ALLOWED, DL_TYPES, IMMUTABLE, DLTensor, capsu
 from miraccl.comm.device_stream import dlpack_stream
 from miraccl.errors import InvalidUsage
 from miraccl.types import DType
+
+if TYPE_CHECKING:
+    from miraccl.executor.cuda.driver import Gpu
 
 #: names of dtypes: ours, and PyTorch's and NumPy's where they differ
 DTYPE_NAMES = {dtype.label: dtype for dtype in DType} | {"bool": DType.UINT8, "float8_e4m3fn": DType.FLOAT8_E4M3}
@@ -75,7 +78,14 @@ def ordinal_of(thing: Any) -> int:
         if isinstance(number, int):
             return number
     kind, number = _dlpack_device(thing)
-    return number if kind in _DL_CUDA else 0
+    if kind in _DL_CUDA:
+        return number
+    interface = getattr(thing, "__cuda_array_interface__", None)
+    if interface is None:
+        return 0
+    from miraccl.executor.cuda.driver import ordinal_at  # programs without a GPU need none of it
+
+    return ordinal_at(int(interface["data"][0] or 0)) or 0
 
 
 def current_ordinal() -> int:
@@ -86,14 +96,15 @@ def current_ordinal() -> int:
     return int(cupy.cuda.Device().id) if cupy is not None else 0
 
 
-def device_view(thing: Any, name: str, where: str, stream: Any = None) -> DeviceMemory:
+def device_view(thing: Any, name: str, where: str, stream: Any = None, gpu: Gpu | None = None) -> DeviceMemory:
     """The memory of ``thing``, or ``InvalidUsage`` that says what is wrong with the argument ``name`` of ``where``.
 
-    ``stream`` is where it will be used; DLPack's producers make it wait for what they still compute.
+    ``stream`` is where it will be used; DLPack's producers make it wait for what they still compute.  ``gpu`` is the one that will use it:
+    arrays on another one are refused.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(thing, torch.Tensor):
-        return _view_tensor(thing, torch, name, where)
+        return _view_tensor(thing, torch, name, where, gpu)
     if isinstance(thing, DeviceMemory):
         return thing
     view = getattr(type(thing), "miraccl_view", None)
@@ -102,9 +113,14 @@ def device_view(thing: Any, name: str, where: str, stream: Any = None) -> Device
     immutable = type(thing).__module__.partition(".")[0] in IMMUTABLE
     interface = None if immutable else getattr(thing, "__cuda_array_interface__", None)
     if interface is not None:
-        return _view_interface(interface, name, where)
+        view = _view_interface(interface, name, where)
+        if gpu is not None and view.count and (owner := gpu.owner(view.address)) != gpu.ordinal:
+            raise _elsewhere(name, where, owner, gpu)
+        return view
     kind, ordinal = _dlpack_device(thing)
     if kind in _DL_CUDA:
+        if gpu is not None and kind == _DL_CUDA[0] and ordinal != gpu.ordinal:
+            raise _elsewhere(name, where, ordinal, gpu)
         view = _view_dlpack(thing, name, where, dlpack_stream(stream, ordinal))
         return view._replace(read_only=view.read_only or immutable)
     if kind or hasattr(type(thing), "__array_interface__"):
@@ -133,14 +149,22 @@ def _view_dlpack(thing: Any, name: str, where: str, stream: int) -> DeviceMemory
     return DeviceMemory((tensor.data or 0) + tensor.byte_offset, count, dtype, capsule, read_only)
 
 
-def _view_tensor(tensor: Any, torch: Any, name: str, where: str) -> DeviceMemory:
+def _elsewhere(name: str, where: str, ordinal: int, gpu: Gpu) -> InvalidUsage:
+    text = f"{where}: {name} lies on GPU {ordinal}, but this communicator works on GPU {gpu.ordinal}"
+    return InvalidUsage(text, hint="a rank works on one GPU: that of the first array it passed")
+
+
+def _view_tensor(tensor: Any, torch: Any, name: str, where: str, gpu: Gpu | None) -> DeviceMemory:
     if not _torch_dtypes:
         _torch_dtypes.update({getattr(torch, label): code for label, code in DTYPE_NAMES.items() if hasattr(torch, label)})
     dtype = _torch_dtypes.get(tensor.dtype)
     if dtype is None:
         raise InvalidUsage(f"{where}: {name} has dtype {tensor.dtype}; allowed are {', '.join(code.label for code in DType)}")
-    if not tensor.is_cuda:
-        raise InvalidUsage(f"{where}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU")
+    if gpu is None or tensor.get_device() != gpu.ordinal:  # costs what is_cuda does
+        if not tensor.is_cuda:
+            raise InvalidUsage(f"{where}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU")
+        if gpu is not None:
+            raise _elsewhere(name, where, tensor.get_device(), gpu)
     if not tensor.is_contiguous():
         text = f"{where}: {name} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()})"
         raise InvalidUsage(text, hint="pass x.contiguous()")

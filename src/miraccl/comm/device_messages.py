@@ -22,6 +22,7 @@ from miraccl.transport.cuda_pairs import DIRECT
 from miraccl.types import Collective, DType, RedOp
 
 if TYPE_CHECKING:
+    from miraccl.executor.cuda.driver import Gpu
     from miraccl.executor.cuda.message_launch import MessageLaunches
     from miraccl.executor.cuda.plan import DevicePlan
 
@@ -65,6 +66,7 @@ class MessageCalls:
 
     rank: int
     nranks: int
+    gpu: Gpu
     last_plan: DevicePlan | None
     _messages: MessageLaunches
 
@@ -102,7 +104,7 @@ class MessageCalls:
         return DeviceTransfer(receives=receives, peer=message.peer, memory=memory)
 
     def _message(self, x: Any, peer: Any, receives: bool, name: str, where: str, stream: Any) -> tuple[DeviceMemory, Message]:
-        memory = device_view(x, name, where, stream)
+        memory = device_view(x, name, where, stream, self.gpu)
         if receives and memory.read_only:
             raise InvalidUsage(f"{where}: arrays of type {type(x).__name__} cannot be written", rank=self.rank)
         return memory, _message(receives, peer_rank(peer, "src" if receives else "dst", self.nranks, where), memory)
@@ -131,7 +133,7 @@ class MessageCalls:
 
     def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
         """All ranks' ``x``, one after another, on rank ``root``; the others get None."""
-        source = device_view(x, "x", "gather", stream)
+        source = device_view(x, "x", "gather", stream, self.gpu)
         return self._gather(x, source, [source.count] * self.nranks, root, out, "gather", stream)
 
     def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
@@ -139,7 +141,7 @@ class MessageCalls:
         if self.rank != self._root(root, "scatter"):
             target = self._given(out, "scatter", stream)
             return self._scatter(None, None, [target.count] * self.nranks, root, out, "scatter", stream)
-        source = device_view(x, "x", "scatter", stream)
+        source = device_view(x, "x", "scatter", stream, self.gpu)
         return self._scatter(x, source, [self._share(source, "scatter")] * self.nranks, root, out, "scatter", stream)
 
     # ---- uneven collectives: counts in elements, one a rank
@@ -235,10 +237,10 @@ class MessageCalls:
     def _given(self, out: Any, name: str, stream: Any) -> DeviceMemory:
         if out is None:
             raise InvalidUsage(f"{name}: a rank that is not the root gives out, the array for its share", rank=self.rank)
-        return device_view(out, "out", name, stream)
+        return device_view(out, "out", name, stream, self.gpu)
 
     def _sized(self, x: Any, count: int, why: str, name: str, stream: Any) -> DeviceMemory:
-        memory = device_view(x, "x", name, stream)
+        memory = device_view(x, "x", name, stream, self.gpu)
         _expect(memory, count, "x", why, name)
         return memory
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from miraccl.comm.device_memory import device_view, empty_like
+from miraccl.comm.device_memory import device_view, empty_like, lies_on_gpu
 from miraccl.comm.work import Work
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.executor.cuda.driver import Gpu
@@ -172,7 +172,7 @@ class Grouped:
 
         def note(*args: Any, stream: Any = None, **more: Any) -> Any:
             number, method = stream_of(self._gpu, stream), getattr(self._gpu, name)
-            result, args = result_of(name, args, self._gpu.rank, self._gpu.nranks)
+            result, args = result_of(name, args, self._gpu)
             self._group.add(GroupMember.of(self._gpu), (number, lambda: method(*args, stream=number, **more)))
             return result
 
@@ -229,11 +229,18 @@ class GroupMember:
                 item()
 
 
-def result_of(name: str, args: Sequence[Any], rank: int, nranks: int) -> tuple[Any, tuple[Any, ...]]:
-    """(what an operation returns, its arguments with an array for the result), where the operation has not run yet.
+def result_of(name: str, args: Sequence[Any], gpu: Any) -> tuple[Any, tuple[Any, ...]]:
+    """(what an operation of ``gpu`` returns, its arguments with an array for the result), where the operation has not run yet.
 
-    ``args`` are in the order of the public methods, all of them.
+    ``args`` are in the order of the public methods, all of them.  Arrays that cannot be used are refused now.
     """
+    rank, nranks = gpu.rank, gpu.nranks
+    unused = None  # by ranks that are not the root
+    if name in _PLACE_OF_ROOT and args[_PLACE_OF_ROOT[name]] != rank:
+        unused = 0 if name.startswith("scatter") else _PLACE_OF_OUT[name]
+    for place, x in enumerate(args):
+        if place != unused and lies_on_gpu(x):
+            device_view(x, "out" if place == _PLACE_OF_OUT.get(name) else "x", name, gpu=gpu.gpu)
     if name == "barrier":
         return None, ()
     given = list(args)
@@ -288,7 +295,7 @@ class DevicePersistent:
 
     def __init__(self, gpu: Any, name: str, args: Sequence[Any]) -> None:
         self.name, self._gpu = name, gpu
-        self.result, bound = result_of(name, args, gpu.rank, gpu.nranks)
+        self.result, bound = result_of(name, args, gpu)
         self._method, self._args = getattr(gpu, name), bound
 
     def __call__(self, *, stream: Any = None) -> Any:

@@ -17,9 +17,11 @@ from miraccl.errors import SystemFailure
 from miraccl.executor.cuda.toolkit import bindings
 
 MEMHOSTALLOC_PORTABLE_MAPPED = 0x01 | 0x02  # the same bits for cuMemHostRegister
+MEMORYTYPE_DEVICE = 2  # cuda.h CU_MEMORYTYPE_DEVICE
 PEER_ACCESS_ALREADY_ENABLED = 704  # cuda.h CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 WAIT_VALUE_EQ = 0x01  # cuda.h CU_STREAM_WAIT_VALUE_EQ
 IPC_LAZY_ENABLE_PEER_ACCESS = 0x01
+MAX_ADDRESSES = 4096  # of arrays that are remembered
 EVENT_DISABLE_TIMING = 0x02
 STREAM_NON_BLOCKING = 0x01
 
@@ -43,6 +45,23 @@ def device_count() -> int:
         return 0
 
 
+def ordinal_at(address: int) -> int | None:
+    """The number of the GPU whose memory lies at ``address``; None for other memory, and where the driver does not say."""
+    try:
+        cuda = bindings("driver")
+    except Exception:  # no package: whoever made the array does without
+        return None
+    kinds = cuda.CUpointer_attribute
+
+    def ask(kind: Any) -> int | None:
+        code, value = cuda.cuPointerGetAttribute(kind, address)
+        return int(value) if int(code) == 0 else None
+
+    if ask(kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE) != MEMORYTYPE_DEVICE or ask(kinds.CU_POINTER_ATTRIBUTE_IS_MANAGED):
+        return None
+    return ask(kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
+
+
 class Gpu:
     """The GPU with number ``ordinal`` in this process, with its primary context retained until ``close``."""
 
@@ -59,6 +78,7 @@ class Gpu:
         )
         self.multiprocessors = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
         self._modules: list[Any] = []
+        self._own: set[int] = set()  # addresses that ``owner`` was asked for
         self._side = check(self.cuda.cuStreamCreate(1), "cuStreamCreate")  # non-blocking: independent of the legacy stream
 
     def _attribute(self, kind: Any) -> int:
@@ -79,6 +99,18 @@ class Gpu:
             check(self.cuda.cuThreadExchangeStreamCaptureMode(before), "cuThreadExchangeStreamCaptureMode")
 
     # ---- memory
+
+    def owner(self, address: int) -> int:
+        """The number of the GPU whose memory lies at ``address``: this one's also for memory that every GPU sees. Asked once."""
+        if address in self._own:
+            return self.ordinal
+        found = ordinal_at(address)
+        if found is not None and found != self.ordinal:
+            return found
+        if len(self._own) >= MAX_ADDRESSES:
+            self._own.clear()
+        self._own.add(address)
+        return self.ordinal
 
     def allocate(self, nbytes: int) -> int:
         return int(check(self.cuda.cuMemAlloc(nbytes), f"cuMemAlloc of {nbytes} bytes"))
