@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from miraccl.comm.device_hosts import group_by_host, host_name
 from miraccl.comm.device_memory import DeviceMemory
-from miraccl.comm.device_staging import Copy, Shape, cut
+from miraccl.comm.device_pieces import Copy, Shape, cut
 from miraccl.comm.device_transfers import DeviceTransfer, cut_transfers, message_bytes
 from miraccl.types import Collective, DType
 

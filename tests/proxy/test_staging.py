@@ -1,55 +1,66 @@
-"""The proxy between streams and the network: one word at a time, whatever the streams do; without threads or GPUs."""
+"""The proxy between streams and the network: one word at a time, whatever the streams do; without GPUs, and but for one without threads."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miraccl.proxy.staging import DONE_OFFSET, LONGEST_PAUSE_S, READY_OFFSET, SHORTEST_PAUSE_S, SLOT_STRIDE, SPIN_S, StagingProxy, slot_of
+from miraccl.proxy.kernels.layout import (
+    CALL_BYTES,
+    DONE_OFFSET,
+    LONGEST_PAUSE_NS,
+    NOT_BEGUN,
+    READY_OFFSET,
+    SHORTEST_PAUSE_NS,
+    SLOT_STRIDE,
+    SPIN_NS,
+)
+from miraccl.proxy.staging import StagingProxy, slot_of
 
 NSLOTS, LANES = 4, 2
-
-
-class Words:
-    """Memory of flags as a dictionary."""
-
-    def __init__(self) -> None:
-        self.words: dict[int, int] = {}
-
-    def load_acquire(self, address: int, /) -> int:
-        return self.words.get(address, 0)
-
-    def store_release(self, address: int, value: int, /) -> None:
-        self.words[address] = value
-
-    def exchange(self, address: int, value: int, /) -> int:
-        old, self.words[address] = self.words.get(address, 0), value
-        return old
+SPIN_S, SHORTEST_PAUSE_S, LONGEST_PAUSE_S = SPIN_NS / 1e9, SHORTEST_PAUSE_NS / 1e9, LONGEST_PAUSE_NS / 1e9
+FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
 class Job:
-    def __init__(self, npieces: int, captured: bool = False, fails_at: int = -1, stride: int = 1) -> None:
+    """Pieces are run in Python, or with ``codes`` by a call of compiled code that gives these, one a piece."""
+
+    def __init__(self, npieces: int, captured: bool = False, fails_at: int = -1, stride: int = 1, codes: list[int] | None = None) -> None:
         self.npieces, self.captured, self.fails_at, self.stride = npieces, captured, fails_at, stride
         self.ran: list[tuple[int, int]] = []
+        self.called: list[int] = []
+        self._function = FUNCTION(self._call)
+        function = ctypes.cast(self._function, ctypes.c_void_p).value
+        self._calls = np.array([[function, piece, code] for piece, code in enumerate(codes or [])], np.int64)
+        assert self._calls.nbytes == len(codes or []) * CALL_BYTES
+        self.calls = self._calls.ctypes.data if codes else 0
+
+    def _call(self, piece: int, code: int, *unused: int) -> int:
+        self.called.append(piece)
+        return code
 
     def run(self, piece: int, slot: int) -> None:
         if piece == self.fails_at:
             raise RuntimeError("the network is gone")
         self.ran.append((piece, slot))
 
+    def explain(self, piece: int, code: int) -> None:
+        raise RuntimeError(f"piece {piece} gave {code}")
+
 
 class Side:
     """The lanes of a communicator with their flags, and streams that write and wait."""
 
     def __init__(self) -> None:
-        self.words, self.faults = Words(), list[Exception]()
-        self.proxies = [
-            StagingProxy(0, NSLOTS, on_fault=self.faults.append, lane=lane, lanes=LANES, atomics=self.words) for lane in range(LANES)
-        ]
+        self.words, self.faults = np.zeros(NSLOTS * SLOT_STRIDE // 8, np.int64), list[Exception]()
+        flags = self.words.ctypes.data
+        self.proxies = [StagingProxy(flags, NSLOTS, on_fault=self.faults.append, lane=lane, lanes=LANES) for lane in range(LANES)]
         self._next = itertools.cycle(self.proxies)
 
     def stream(self, job: Job) -> list[Callable[[], bool]]:
@@ -70,16 +81,18 @@ class Side:
                 proxy.announce()
 
     def _write(self, slot: int, number: int) -> Callable[[], bool]:
+        done, ready = (slot * SLOT_STRIDE + DONE_OFFSET) // 8, (slot * SLOT_STRIDE + READY_OFFSET) // 8
+
         def write() -> bool:
-            self.words.words[slot * SLOT_STRIDE + DONE_OFFSET] = 0
-            assert self.words.words.get(slot * SLOT_STRIDE + READY_OFFSET, 0) == 0, "a slot is used before it was answered"
-            self.words.words[slot * SLOT_STRIDE + READY_OFFSET] = number
+            self.words[done] = 0
+            assert self.words[ready] == 0, "a slot is used before it was answered"
+            self.words[ready] = number
             return True
 
         return write
 
     def _wait(self, slot: int) -> Callable[[], bool]:
-        return lambda: self.words.words.get(slot * SLOT_STRIDE + DONE_OFFSET) == 1
+        return lambda: bool(self.words[(slot * SLOT_STRIDE + DONE_OFFSET) // 8] == 1)
 
     def run(self, actions: list[Callable[[], bool]], turns: Callable[[], bool]) -> None:
         """Stream and proxy take turns until the stream has ended."""
@@ -93,6 +106,12 @@ class Side:
             else:
                 next(self._next).step()
         raise AssertionError("the stream never ends")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """The first lane of a machine compiles the loop, which no deadline of a single test allows for."""
+    StagingProxy(0, 1, on_fault=lambda error: None)
 
 
 flip = itertools.cycle([True, False])
@@ -144,6 +163,39 @@ def test_after_a_fault_everything_is_answered_and_nothing_runs() -> None:
     assert [str(error) for error in side.faults] == ["the network is gone"]
 
 
+def test_compiled_calls_are_made_and_what_they_leave_is_run() -> None:
+    side, job = Side(), Job(7, stride=LANES, codes=[0, 0, NOT_BEGUN, 0, 0, NOT_BEGUN, 0])
+    for _ in range(3):
+        side.run(side.stream(job), lambda: next(flip))
+    assert sorted(job.called) == sorted([*range(7)] * 3), "each piece is offered to its call once"
+    assert sorted(job.ran) == sorted([(2, 2), (5, 1)] * 3)
+    assert side.faults == []
+
+
+def test_the_code_of_a_call_is_explained_and_ends_everything() -> None:
+    side, job, after = Side(), Job(6, codes=[0, 0, 11, 0, 0, 0]), Job(3, codes=[0, 0, 0])
+    side.run(side.stream(job), lambda: next(flip))
+    side.run(side.stream(after), lambda: next(flip))
+    assert job.called == [0, 1, 2]
+    assert after.called == []
+    assert job.ran == after.ran == []
+    assert [str(error) for error in side.faults] == ["piece 2 gave 11"]
+
+
+def test_many_jobs() -> None:
+    """More than the first table has rows for, between pieces of an old one."""
+    side, old = Side(), Job(4)
+    actions = side.stream(old)
+    side.run(actions[:2], lambda: next(flip))
+    others = [Job(1) for _ in range(200)]
+    streams = [side.stream(job) for job in others]
+    side.run(actions[2:], lambda: next(flip))
+    for stream in streams:
+        side.run(stream, lambda: next(flip))
+    assert old.ran == expected(old)
+    assert all(job.ran == [(0, 0)] for job in others)
+
+
 def test_drain_answers_without_a_fault() -> None:
     side, job = Side(), Job(5, stride=LANES)
     for proxy in side.proxies:
@@ -171,8 +223,9 @@ def test_it_looks_often_only_where_something_may_come() -> None:
     assert other.pause(3600) == 1.0
 
 
-def test_the_thread_answers_and_ends() -> None:
-    side, job = Side(), Job(4, stride=LANES)
+@pytest.mark.parametrize("codes", [None, [0, 0, NOT_BEGUN, 0]])
+def test_the_thread_answers_and_ends(codes: list[int] | None) -> None:
+    side, job = Side(), Job(4, stride=LANES, codes=codes)
     actions = side.stream(job)
     for proxy in side.proxies:
         proxy.start("test")
@@ -183,6 +236,5 @@ def test_the_thread_answers_and_ends() -> None:
                 break
         else:
             raise AssertionError("no answer")
-    assert len(job.ran) == 4
-    for proxy in [*side.proxies, *side.proxies]:
-        proxy.close()
+    assert len(job.ran) == (1 if codes else 4)
+    assert all(proxy.close() for proxy in [*side.proxies, *side.proxies])

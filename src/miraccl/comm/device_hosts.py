@@ -16,26 +16,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from miraccl import errors, params
 from miraccl.bootstrap import Event, Notice, PeerLost, Session
 from miraccl.comm.arguments import counts_of, operator, peer_rank
 from miraccl.comm.device import DeviceCommunicator
 from miraccl.comm.device_arguments import DeviceArguments
 from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
-from miraccl.comm.device_staging import (
-    LANES,
-    CpuCommunicator,
-    Piece,
-    RunPiece,
-    Shape,
-    StagedJob,
-    Staging,
-    collective_on,
-    cut,
-    elements_per_piece,
-)
+from miraccl.comm.device_network import CpuCommunicator, InPython, StagedCollective, agreeing
+from miraccl.comm.device_pieces import Piece, Shape, cut, elements_per_piece
+from miraccl.comm.device_staging import LANES, Network, StagedJob, Staging
 from miraccl.comm.device_transfers import DeviceTransfer, cut_transfers, transfers_on
 from miraccl.errors import CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError, PeerDied, SystemFailure
 from miraccl.transport.cuda_p2p import Explanation
@@ -317,7 +306,7 @@ class HostsCommunicator(DeviceArguments):
     def barrier(self, *, stream: Any = None) -> None:
         """What follows in the stream begins when every rank's stream has come here."""
         with self._operation("barrier", stream, [], None) as (number, captured):
-            job = self._job(("barrier",), captured, lambda: ((Piece(),), lambda piece, at, slot: self.world.barrier()))
+            job = self._job(("barrier",), captured, lambda: ((Piece(),), InPython(lambda *_: self.world.barrier())))
             self.staging.enqueue(job, (), number)
 
     # ---- point to point
@@ -430,7 +419,7 @@ class HostsCommunicator(DeviceArguments):
         """Each block is reduced inside the host to the rank of its owner's index, into its slot; then reduce_scatter between hosts."""
         count, dtype = target.count, source.dtype
         shape = self._cross_shape(Collective.REDUCE_SCATTER, source, count)
-        most = elements_per_piece(shape.collective, shape.itemsize, shape.nranks, self.slot_bytes)
+        most = elements_per_piece(shape, self.slot_bytes)
 
         def before(piece: int, slot: int) -> None:
             size = min(most, count - piece * most)
@@ -445,7 +434,7 @@ class HostsCommunicator(DeviceArguments):
         """Between hosts among the ranks with the root's index, then inside each host, piece by piece."""
         host, index = self._place(root)
         shape = self._cross_shape(Collective.BROADCAST, memory, memory.count, host)
-        most = elements_per_piece(shape.collective, shape.itemsize, shape.nranks, self.slot_bytes)
+        most = elements_per_piece(shape, self.slot_bytes)
 
         def after(piece: int, slot: int) -> None:
             size = min(most, memory.count - piece * most)
@@ -458,7 +447,7 @@ class HostsCommunicator(DeviceArguments):
         """Inside each host to the rank with the root's index, into its slot, then between hosts, piece by piece."""
         host, index = self._place(root)
         shape = self._cross_shape(Collective.REDUCE, source, source.count, host)
-        most = elements_per_piece(shape.collective, shape.itemsize, shape.nranks, self.slot_bytes)
+        most = elements_per_piece(shape, self.slot_bytes)
 
         def before(piece: int, slot: int) -> None:
             size = min(most, source.count - piece * most)
@@ -555,12 +544,12 @@ class HostsCommunicator(DeviceArguments):
         """Enqueue a collective of ``cpus``, one a lane; with ``before`` a kernel writes the slots, and nothing is copied down."""
         unknown = shape.uneven and shape.collective is Collective.ALL_TO_ALL and not shape.places
 
-        def make() -> tuple[tuple[Piece, ...], RunPiece]:
+        def make() -> tuple[tuple[Piece, ...], Network]:
             pieces = cut(shape, self.slot_bytes)
-            run = collective_on(cpus, shape, dtype, op, self.staging.slots)
+            network = StagedCollective(cpus, shape, dtype, op, self.staging.slots)
             if before is not None:
                 pieces = tuple(dataclasses.replace(piece, down=()) for piece in pieces)
-            return _agreeing(self.world, pieces, run) if unknown else (pieces, run)
+            return agreeing(self.world, pieces, network) if unknown else (pieces, network)
 
         operation = op if isinstance(op, RedOp) else (type(op).__name__, op.scalar)
         job = self._job((shape, dtype, operation, cpus == self.crosses), captured, make, stride=len(cpus))
@@ -574,7 +563,7 @@ class HostsCommunicator(DeviceArguments):
         self,
         key: tuple[Any, ...],
         captured: bool,
-        make: Callable[[], tuple[tuple[Piece, ...], RunPiece]],
+        make: Callable[[], tuple[tuple[Piece, ...], Network]],
         *,
         need: int = 0,
         stride: int = 1,
@@ -582,8 +571,8 @@ class HostsCommunicator(DeviceArguments):
         """The job of a kind of operation; captured ones apart, because a graph may bring them at any time."""
         job = self._jobs.get((key, captured))
         if job is None:
-            pieces, run = make()
-            job = self._jobs[key, captured] = self.staging.job(pieces, self.staging.slots_for(need), run, captured, stride)
+            pieces, network = make()
+            job = self._jobs[key, captured] = self.staging.job(pieces, self.staging.slots_for(need), network, captured, stride)
         return job
 
     def _why_staged(self, shape: Shape, dtype: DType, op: Any) -> str:
@@ -728,21 +717,3 @@ class HostsCommunicator(DeviceArguments):
 def group_by_host(hosts: Sequence[str]) -> list[tuple[int, ...]]:
     """The ranks of each host, hosts in the order of their first ranks."""
     return [tuple(rank for rank, name in enumerate(hosts) if name == host) for host in dict.fromkeys(hosts)]
-
-
-def _agreeing(cpu: CpuCommunicator, pieces: tuple[Piece, ...], run: RunPiece) -> tuple[tuple[Piece, ...], RunPiece]:
-    """For counts that each rank knows only of itself: the proxies agree on the number of pieces, and who has fewer takes part emptily."""
-    nothing, none = np.empty(0, np.uint8), (0,) * cpu.nranks
-    mine = pieces or (Piece(source_counts=none, target_counts=none),)
-    agreed = len(mine)
-
-    def run_agreed(piece: Piece, number: int, slot: int) -> None:
-        nonlocal agreed
-        if number == 0:
-            agreed = int(cpu.all_reduce(np.array([len(mine)], np.int64), None, RedOp.MAX)[0])
-        run(piece, number, slot)
-        if number == len(mine) - 1:
-            for _ in range(agreed - len(mine)):
-                cpu.all_to_all_v(nothing, none, none, nothing)
-
-    return mine, run_agreed

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miraccl.comm.device_memory import DeviceMemory
-from miraccl.comm.device_staging import ALIGN, Copy, CpuCommunicator, Piece, RunPiece, Slots
+from miraccl.comm.device_network import CpuCommunicator, InPython
+from miraccl.comm.device_pieces import ALIGN, Copy, Piece
+from miraccl.comm.device_staging import Slots
 from miraccl.types import DType
 
 MESSAGES_PER_SLOT = 2
@@ -87,7 +89,7 @@ def _round(transfers: Sequence[DeviceTransfer], parts: Lane) -> tuple[Round, int
     return Round(piece=Piece(down=tuple(down), up=tuple(up)), messages=tuple(messages)), host
 
 
-def transfers_on(cpu: CpuCommunicator, rounds: Sequence[Round], slots: Slots) -> RunPiece:
+def transfers_on(cpu: CpuCommunicator, rounds: Sequence[Round], slots: Slots) -> InPython:
     """Run rounds on a CPU communicator: receives are posted first, then everything is waited for."""
 
     def run(piece: Piece, number: int, slot: int) -> None:
@@ -99,4 +101,4 @@ def transfers_on(cpu: CpuCommunicator, rounds: Sequence[Round], slots: Slots) ->
         for work in works:
             work.wait()
 
-    return run
+    return InPython(run)

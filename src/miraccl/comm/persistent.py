@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from miraccl.executor.cpu.context import unlocked_kernel
 from miraccl.executor.cpu.kernels import layout as at
 
 if TYPE_CHECKING:
@@ -23,6 +24,15 @@ class Persistent:
         self._run.words[at.RUN_OUT // 8] = call.target
         self._door = member.context.door("prepared", call.request.collective, run=self._run)
         self._plain = call.before is None
+
+    def unlocked(self) -> tuple[int, int, int] | None:
+        """(function, context, run) for compiled code without the interpreter's lock, which calls ``function(context, run, 0, 0)``
+        (``executor.cpu.unlocked``) as long as this object lives; None where Python has a part in the operation."""
+        return (unlocked_kernel(), self._member.context.address, self._run.address) if self._plain else None
+
+    def conclude(self, code: int) -> None:
+        """Raise what a code of that function means."""
+        self._member._conclude(code, self.name)
 
     def __call__(self) -> Any:
         if self._plain and not (code := self._door()):

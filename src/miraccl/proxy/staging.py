@@ -1,46 +1,54 @@
-"""The thread that carries pieces of GPU data between a stream and the network.
+"""The threads that carry pieces of GPU data between a stream and the network.
 
-A stream copies a piece to pinned memory and writes the number of its job into the slot's word ``ready``.  This thread sees it, runs the
+A stream copies a piece to pinned memory and writes the number of its job into the slot's word ``ready``.  A lane sees it, runs the
 piece, and stores 1 to ``done``, for which the stream waits.  The stream itself clears ``done`` before it writes ``ready``: nothing here
 counts launches, so what a CUDA graph has captured may be replayed any number of times.
 
-There may be several such threads, each a lane with slots of its own: lane l has the slots l, l + lanes, ...  Pieces of a job come in order,
+There may be several lanes, each a thread with slots of its own: lane l has the slots l, l + lanes, ...  Pieces of a job come in order,
 and jobs one after another, each beginning with a lane's first slot: for a lane there is always exactly one word to look at.  A job of
 ``stride`` 1 takes lane 0 only; one whose stride is the number of lanes deals its pieces out to all of them.  After a fault nothing is run
 any more, but every piece is still answered, so that no stream waits for ever.
 
-The thread looks without pause for ``SPIN_S`` after something happened, then ever more rarely; with nothing announced and nothing captured
-it sleeps until ``announce``.
+The loop is compiled and runs without the interpreter's lock (``kernels.lane``); pieces whose ``calls`` say how are run there too, the
+others by ``Job.run`` in Python.  It looks without pause for ``SPIN_NS`` after something happened, then ever more rarely; with nothing
+announced and nothing captured it sleeps until ``announce``.
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
-import time
 from collections.abc import Callable
 from typing import Protocol
 
-from miraccl import trace
-from miraccl.transport.fifo import Atomics, native_atomics
+import numpy as np
+
+from miraccl import native, trace
+from miraccl.native import atomics
+from miraccl.proxy.kernels import layout as at
 
 log = trace.logger("proxy")
 
-SLOT_STRIDE = 128
-READY_OFFSET, DONE_OFFSET = 0, 64  # of 8-byte words; streams write and wait for the lower half
-SPIN_S = 0.002
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 1e-3
-PAUSE_SHARE = 1 / 20  # of the time since something happened: what is looked for so late is late by 5% at most
-CLOSE_WAIT_S = 10.0
+KERNEL = "miraccl.proxy.kernels.lane"
+KERNEL_NAMES = ("serve", "pause_ns")
+FIRST_JOBS = 64
+CLOSE_WAIT_S, EXIT_WAIT_S = 10.0, 0.2
 
 
 class Job(Protocol):
-    """What is run when a stream says that a piece is there. ``captured``: a graph may bring it at any time."""
+    """What is run when a stream says that a piece is there. ``captured``: a graph may bring it at any time.
+
+    ``calls`` is the address of ``npieces`` records of ``layout.CALL_*`` that live as long as the job, 0 if Python runs all pieces;
+    ``explain`` raises what a call's code means.
+    """
 
     npieces: int
     stride: int
     captured: bool
+    calls: int
 
     def run(self, piece: int, slot: int) -> None: ...
+    def explain(self, piece: int, code: int) -> None: ...
 
 
 def slot_of(piece: int, stride: int, nslots: int, lanes: int) -> int:
@@ -55,33 +63,55 @@ class StagingProxy:
     ``start`` begins the thread; without it ``step`` may be called instead.
     """
 
-    def __init__(
-        self,
-        flags: int,
-        nslots: int,
-        *,
-        on_fault: Callable[[Exception], None],
-        lane: int = 0,
-        lanes: int = 1,
-        atomics: Atomics | None = None,
-    ) -> None:
+    def __init__(self, flags: int, nslots: int, *, on_fault: Callable[[Exception], None], lane: int = 0, lanes: int = 1) -> None:
         assert nslots % lanes == 0
-        self._flags, self._nslots, self._on_fault = flags, nslots, on_fault
+        self._on_fault = on_fault
         self.lane, self.lanes = lane, lanes
-        self._atomics = atomics or native_atomics()
-        self._jobs: dict[int, Job] = {}
-        self._bell = threading.Event()
-        self._stopping = self._captured = False
-        self.draining = False
-        self._slot, self._done = lane, 0  # where the next piece comes, and pieces of its job that this lane has answered
-        self._announced = self._finished = 0
+        library = native.library(KERNEL, KERNEL_NAMES)
+        self._serve, self._pause = (native.builtin(name, library.address(native.PREFIX + name)) for name in KERNEL_NAMES)
+        self._store, self._futex = atomics.bound("store_word"), atomics.bound("ring_futex")
+        self._words = np.zeros(at.LANE_BYTES // 8, np.int64)
+        self.address = int(self._words.ctypes.data)
+        self._jobs: list[Job] = []
+        self._tables: list[np.ndarray] = []  # all that there were: the thread may still look into an older one
+        self._enlarge(FIRST_JOBS)
+        for place, value in ((at.FLAGS, flags), (at.NSLOTS, nslots), (at.LANE, lane), (at.LANES, lanes), (at.SLOT, lane), (at.PIECE, lane)):
+            self._words[place // 8] = value
         self._thread: threading.Thread | None = None
+
+    def _get(self, place: int) -> int:
+        return int(self._words[place // 8])
+
+    def _set(self, place: int, value: int) -> None:
+        self._store(self.address + place, value)
+
+    def _ring(self) -> None:
+        """Wake the thread if it sleeps."""
+        self._futex(self.address + at.BELL)
+
+    def _enlarge(self, rows: int) -> None:
+        table = np.zeros((rows, at.JOB_BYTES // 8), np.int64)
+        if self._tables:
+            table[: len(self._tables[-1])] = self._tables[-1]
+        self._tables.append(table)
+        self._set(at.JOBS, int(table.ctypes.data))
 
     def register(self, job: Job) -> int:
         """The number that a stream writes to ``ready`` for pieces of ``job``; it is registered with all lanes, in the same order."""
         number = len(self._jobs) + 1
-        self._jobs[number] = job
-        self._captured |= job.captured and self.takes_part(job)
+        if number == len(self._tables[-1]):
+            self._enlarge(2 * number)
+        row = self._tables[-1][number]
+        for place, value in (
+            (at.JOB_NPIECES, job.npieces),
+            (at.JOB_STRIDE, job.stride),
+            (at.JOB_CAPTURED, job.captured),
+            (at.JOB_CALLS, job.calls),
+        ):
+            row[place // 8] = value
+        self._jobs.append(job)
+        if job.captured and self.takes_part(job):
+            self._set(at.CAPTURED, 1)
         return number
 
     def takes_part(self, job: Job) -> bool:
@@ -90,69 +120,63 @@ class StagingProxy:
 
     def announce(self) -> None:
         """A job is about to be enqueued that is not captured, and that comes to this lane."""
-        self._announced += 1
-        self._bell.set()
+        self._set(at.ANNOUNCED, self._get(at.ANNOUNCED) + 1)
+        self._ring()
+
+    @property
+    def draining(self) -> bool:
+        return self._get(at.DRAIN) != 0
 
     def drain(self) -> None:
         """Run nothing any more, but answer. Any thread may call it."""
-        self.draining = True
-        self._bell.set()
+        self._set(at.DRAIN, 1)
+        self._ring()
 
     # ---- the thread
 
     def start(self, name: str) -> None:
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
+        atexit.register(self._end, EXIT_WAIT_S)  # a process that ends without ``close`` unmaps what the loop looks at
 
-    def close(self) -> None:
-        """End the thread, when no stream waits any more; may be called twice."""
-        self._stopping = True
-        self._bell.set()
-        if self._thread is not None:
-            self._thread.join(CLOSE_WAIT_S)
+    def _end(self, wait: float) -> bool:
+        self._set(at.STOP, 1)
+        self._ring()
+        if self._thread is None:
+            return True
+        self._thread.join(wait)
+        return not self._thread.is_alive()
+
+    def close(self) -> bool:
+        """End the thread, when no stream waits any more; says whether it has ended. May be called twice."""
+        atexit.unregister(self._end)
+        return self._end(CLOSE_WAIT_S)
 
     def step(self) -> bool:
         """Answer one piece if it is there; says whether it was."""
-        slot = self._slot
-        ready = self._flags + slot * SLOT_STRIDE + READY_OFFSET
-        number = self._atomics.load_acquire(ready)
-        if not number:
-            return False
-        self._atomics.store_release(ready, 0)
-        job = self._jobs[number]
-        piece = self.lane + self._done * job.stride
-        if not self.draining:
-            try:
-                job.run(piece, slot)
-            except Exception as error:
-                self.draining = True
-                log.info("piece %d of %d was not run: %s", piece + 1, job.npieces, error)
-                self._on_fault(error)
-        self._done += 1
-        self._slot = (slot + self.lanes) % self._nslots
-        if piece + job.stride >= job.npieces:
-            self._slot, self._done = self.lane, 0
-            self._finished += not job.captured
-        self._atomics.store_release(self._flags + slot * SLOT_STRIDE + DONE_OFFSET, 1)
-        return True
-
-    def pause(self, idle: float) -> float:
-        """How long to wait before the next look, ``idle`` seconds after something happened; 0 is not at all."""
-        if idle < SPIN_S:
-            return 0.0
-        if self._done == 0 and self._announced == self._finished and not self._captured:
-            return 1.0
-        return min(LONGEST_PAUSE_S, max(SHORTEST_PAUSE_S, idle * PAUSE_SHARE))
+        outcome = self._serve(self.address, 0)
+        if outcome in (at.RUN, at.FAILED):
+            self._run_held()
+            self._serve(self.address, 0)
+        return bool(outcome != at.NOTHING)
 
     def _loop(self) -> None:
-        last = time.monotonic()
-        while not self._stopping:
-            if self.step():
-                last = time.monotonic()
-                continue
-            pause = self.pause(time.monotonic() - last)
-            if not pause:
-                time.sleep(0)  # lets go of the interpreter's lock
-            elif self._bell.wait(pause):
-                self._bell.clear()
-                last = time.monotonic()
+        while self._serve(self.address, 1) != at.NOTHING:
+            self._run_held()
+
+    def _run_held(self) -> None:
+        """Python's part of a piece; the next ``serve`` answers it."""
+        job, piece, code = self._jobs[self._get(at.HELD) - 1], self._get(at.PIECE), self._get(at.CODE)
+        try:
+            if code:
+                job.explain(piece, code)
+            else:
+                job.run(piece, self._get(at.SLOT))
+        except Exception as error:
+            self._set(at.DRAIN, 1)
+            log.info("piece %d of %d was not run: %s", piece + 1, job.npieces, error)
+            self._on_fault(error)
+
+    def pause(self, idle: float) -> float:
+        """How long the loop waits before its next look, ``idle`` seconds after something happened; 0 is not at all."""
+        return float(self._pause(self.address, round(idle * 1e9))) / 1e9

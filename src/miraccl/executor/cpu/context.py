@@ -23,6 +23,7 @@ from miraccl.types import Collective, DType, RedOp
 
 ENGINE = "miraccl.executor.cpu.kernels.engine"
 FOLDS = "miraccl.executor.cpu.kernels.fold"
+UNLOCKED = "miraccl.executor.cpu.unlocked"
 PLAN_SLOTS = 1024  # entries of the table of plans; a power of two
 
 
@@ -85,6 +86,13 @@ def scale_kernel(dtype: DType, divides: bool) -> int:
     """Address of ``times`` (by a float64) or ``over`` (by an integer) for a data type."""
     name = f"{'over' if divides else 'times'}_{dtype.label}"
     return native.library(FOLDS, (name,)).address(native.PREFIX + name)
+
+
+@functools.cache
+def unlocked_kernel() -> int:
+    """Address of ``executor.cpu.unlocked.run_unlocked``."""
+    name = "run_unlocked"
+    return native.library(UNLOCKED, (name,)).address(native.PREFIX + name)
 
 
 _restore_exception = ctypes.pythonapi.PyErr_Restore

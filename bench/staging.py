@@ -1,0 +1,157 @@
+"""What the way of GPU data between hosts costs without a GPU: from ``ready`` to ``done``, beside the CPU communicator alone.
+
+    python bench/staging.py
+    python bench/staging.py --sizes 1K,64K --rounds 9 --out staging
+
+Two processes that are hosts of their own (MIRACCL_HOSTID), over TCP on loopback.  The stream is the main thread: it copies to the slot,
+writes ``ready`` and waits for ``done`` without the interpreter's lock, as a GPU would.  ``alone`` is a prepared all_reduce of the same
+size on the lane's CPU communicator; ``ready to done`` is the time of one piece; ``operation`` the whole, with copies by the processor.
+Every result is checked.  Processes beyond the number of cores (two, and their proxies) are in all columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import mmap
+import os
+import time
+from typing import Any
+
+import common
+import numpy as np
+from numba import njit
+
+from miraccl import params
+from miraccl.comm.communicator import Communicator
+from miraccl.comm.device_network import StagedCollective
+from miraccl.comm.device_pieces import Shape, cut
+from miraccl.comm.device_staging import LANES, Staging
+from miraccl.comm.member import Options
+from miraccl.native.intrinsics import load32, pause, sched_yield
+from miraccl.proxy.kernels.layout import READY_OFFSET, SLOT_STRIDE
+from miraccl.tools import launch
+from miraccl.tools.spawn import Context, Ranks
+from miraccl.types import Collective, DType, RedOp
+
+SIZES = "1K,64K,1M,64M"
+
+
+@njit(nogil=True)
+def wait_for(address: int, value: int) -> None:
+    """Without the interpreter's lock, and letting others have the core."""
+    while load32(address) != value:
+        for _ in range(50):
+            pause()
+        sched_yield()
+
+
+class Processor:
+    """``executor.cuda.driver.Gpu`` as far as staging needs it: everything is done at once, by the caller."""
+
+    def __init__(self) -> None:
+        self._maps: list[mmap.mmap] = []
+        self.sent = 0.0  # when the last ``ready`` was written
+        self.answers: list[float] = []  # seconds until the stream went on
+        one = ctypes.c_int64(1)
+        wait_for(ctypes.addressof(one), 1)  # compiles it
+
+    def pin(self, address: int, nbytes: int) -> int:
+        return address
+
+    def unpin(self, address: int) -> None: ...
+
+    def free_host(self, address: int) -> None: ...
+
+    def host_words(self, nbytes: int) -> tuple[Any, int, int]:
+        self._maps.append(mmap.mmap(-1, nbytes))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._maps[-1]))
+        return self._maps[-1], address, address
+
+    def copy_to_host(self, host: int, device: int, nbytes: int, stream: int) -> None:
+        ctypes.memmove(host, device, nbytes)
+
+    def copy_from_host(self, device: int, host: int, nbytes: int, stream: int) -> None:
+        ctypes.memmove(device, host, nbytes)
+
+    def write_word(self, address: int, value: int, stream: int) -> None:
+        if address % SLOT_STRIDE == READY_OFFSET:
+            self.sent = time.perf_counter()
+        ctypes.c_uint32.from_address(address).value = value
+
+    def wait_word(self, address: int, value: int, stream: int) -> None:
+        wait_for(address, value)
+        self.answers.append(time.perf_counter() - self.sent)
+
+
+def rank_main(context: Context, sizes: list[int], rounds: int, slot_bytes: int) -> dict[int, dict[str, Any]]:
+    os.environ["MIRACCL_HOSTID"] = f"host-{os.environ['MIRACCL_RANK']}"
+    from miraccl.bootstrap.launch import detect_launch, meet
+
+    with meet(detect_launch(os.environ)) as world:
+        cpus = [Communicator.from_session(world.sub(range(2), f"lane {lane}"), Options.create()) for lane in range(LANES)]
+        gpu: Any = Processor()
+        staging = Staging(gpu, slot_bytes, on_fault=lambda error: print(f"fault: {error}"), name="bench")
+        rows = {nbytes: measure(world, cpus, gpu, staging, nbytes, rounds) for nbytes in sizes}
+        world.barrier("end")
+        staging.close()
+        for cpu in cpus:
+            cpu.finalize()
+    return rows
+
+
+def measure(world: Any, cpus: list[Communicator], gpu: Any, staging: Staging, nbytes: int, rounds: int) -> dict[str, Any]:
+    count = nbytes // 4
+    x, y = np.ones(count, np.float32), np.zeros(count, np.float32)
+    shape = Shape.even(Collective.ALL_REDUCE, 4, world.rank, 2, 0, count)
+    pieces = cut(shape, staging.slots.nbytes)
+    job = staging.job(pieces, staging.slots, StagedCollective(cpus, shape, DType.FLOAT32, RedOp.SUM, staging.slots), False, LANES)
+    alone, buffers = cpus[0].all_reduce_init(np.zeros(count, np.float32)), (x.ctypes.data, y.ctypes.data)
+    calls = 200 if nbytes <= 1 << 16 else 40 if nbytes <= 1 << 20 else 3
+    times: dict[str, list[float]] = {"alone": [], "operation": [], "answer": []}
+    for _ in range(rounds + 1):
+        world.barrier("alone")
+        start = time.perf_counter()
+        for _ in range(calls):
+            alone()
+        times["alone"].append((time.perf_counter() - start) / calls)
+        y[:] = 0.0
+        gpu.answers.clear()
+        world.barrier("operation")
+        start = time.perf_counter()
+        for _ in range(calls):
+            staging.enqueue(job, buffers, 0)
+        times["operation"].append((time.perf_counter() - start) / calls)
+        times["answer"].append(common.median(gpu.answers))
+        assert (y == 2).all(), "wrong sum"
+    return {"pieces": len(pieces), **{name: [t * 1e6 for t in found[1:]] for name, found in times.items()}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default=SIZES)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--slot", type=params.parse_size, default=params.GPU_STAGING.read(), help="bytes of a piece at most")
+    common.add_output_option(parser)
+    args = parser.parse_args()
+    machine = common.describe_machine()
+    launch.warm_up()
+    sizes = [params.parse_size(size) for size in args.sizes.split(",")]
+    with launch.local_job(2) as environ, Ranks(rank_main, 2, (sizes, args.rounds, args.slot), environ=environ) as ranks:
+        ranks.wait(time.monotonic() + 300)
+        failure = ranks.first_failure()
+        if failure:
+            raise SystemExit(f"{failure.describe()}\n{failure.error}")
+        rows = ranks.outcomes[0].value
+    columns = ["bytes", "pieces", "alone us", "ready to done us", "operation us", "operation GB/s"]
+    table = []
+    for nbytes, row in rows.items():
+        alone, answer, whole = (common.median(row[name]) for name in ("alone", "answer", "operation"))
+        cells = [common.show_us(alone), common.show_us(answer) if row["pieces"] == 1 else "", common.show_us(whole)]
+        table.append([nbytes, row["pieces"], *cells, f"{nbytes / whole / 1e3:.2f}"])
+    text = common.heading("The way of GPU data between hosts, without GPUs", machine) + "\n" + common.markdown_table(columns, table)
+    common.save(args.out, {"machine": machine, "rows": rows}, text)
+
+
+if __name__ == "__main__":
+    main()
