@@ -94,8 +94,34 @@ def test_what_nccl_algo_wishes(
     ],
 )
 def test_what_nccl_proto_wishes(text: str, expected: str) -> None:
-    assert nccl_wishes.read_protocol({"NCCL_PROTO": text}) == expected
-    assert nccl_wishes.read_protocol({"MIRACCL_PROTO": "LL128", "NCCL_PROTO": text}) == "ll128"
+    command, wishes = nccl_wishes.read_protocols({"NCCL_PROTO": text})
+    assert (command, nccl_wishes.on_cpus(wishes)) == ("", expected)
+    assert nccl_wishes.read_protocols({"MIRACCL_PROTO": "LL128", "NCCL_PROTO": text}) == ("ll128", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Ring", {Collective.ALL_REDUCE: "ring", Collective.BROADCAST: "chain", Collective.REDUCE: "chain"}),
+        ("allreduce:ring,nvls", {Collective.ALL_REDUCE: "ring"}),
+        ("Tree", {}),
+        ("PAT", {}),
+        ("two_shot", dict.fromkeys(Collective, "two_shot")),
+    ],
+)
+def test_what_gpus_have_kernels_of(
+    text: str, expected: dict[Collective, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("miraccl"), "propagate", True)
+    wishes = nccl_wishes.algorithms(text)
+    with caplog.at_level(logging.INFO, logger="miraccl"):
+        assert nccl_wishes.on_gpus(wishes) == expected
+    assert ("left aside on GPU memory" in caplog.text) is (set(wishes) != set(expected))
+
+
+def test_what_nccl_proto_wishes_of_gpus() -> None:
+    _, wishes = nccl_wishes.read_protocols({"NCCL_PROTO": "^LL128;allreduce:LL128;broadcast:simple"})
+    assert wishes == {Collective.ALL_REDUCE: "ll128", Collective.BROADCAST: "simple"}
 
 
 def test_wishes_are_followed_where_they_can_be() -> None:

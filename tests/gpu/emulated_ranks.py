@@ -368,6 +368,36 @@ def begins_on_the_second_gpu() -> int:
         return me.comm._device.gpu.ordinal
 
 
+def plans(settings: dict[str, str], options: dict[str, Any], count: int = 1000) -> dict[str, str]:
+    """How operations run, with these settings and options."""
+    import os
+
+    os.environ.update(settings)
+    found: dict[str, str] = {}
+    with session() as world:
+        me = Rank.__new__(Rank)
+        me.cuda, me.comm = EmulatedCuda().install(), Communicator.from_session(world, Options.create(timeout=60, **options))
+        me.rank, me.nranks = world.rank, world.nranks
+        x, wide = me.put(np.ones(count), "float32"), me.zeros(count * me.nranks)
+        for name, call in (
+            ("all_reduce", lambda: me.comm.all_reduce(x)),
+            ("broadcast", lambda: me.comm.broadcast(x, 1)),
+            ("reduce", lambda: me.comm.reduce(x, 1)),
+            ("all_gather", lambda: me.comm.all_gather(x, wide)),
+            ("all_to_all", lambda: me.comm.all_to_all(wide, me.zeros(count * me.nranks))),
+        ):
+            try:
+                call()
+            except InvalidUsage as error:
+                found[name] = str(error)
+                continue
+            plan: Any = me.comm._device.last_plan  # type: ignore[union-attr]
+            found[name] = f"{plan.algo} {plan.proto}"
+        me.synchronize()
+        me.comm.finalize()
+    return found
+
+
 def mismatch() -> str:
     """A receive of another size or type than the send."""
     with rank() as me:

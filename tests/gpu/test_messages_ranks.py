@@ -56,6 +56,39 @@ def test_the_gpu_of_the_first_array_is_taken() -> None:
     assert run(emulated_ranks.begins_on_the_second_gpu, 2) == [1, 1]
 
 
+USUAL = {
+    "all_reduce": "one_shot ll128",
+    "broadcast": "one_shot ll",
+    "reduce": "one_shot ll128",
+    "all_gather": "one_shot ll",
+    "all_to_all": "one_shot ll",
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "changes"),
+    [
+        ({"NCCL_ALGO": "^Tree", "NCCL_PROTO": "LL,LL128"}, {}, {}),
+        (
+            {"NCCL_ALGO": "allreduce:ring,nvls;broadcast:ring;reduce:tree", "NCCL_PROTO": "allgather:simple;broadcast:LL128"},
+            {},
+            {"all_reduce": "ring ll128", "broadcast": "chain ll128", "all_gather": "one_shot simple"},
+        ),
+        ({"NCCL_PROTO": "LL128"}, {}, {"broadcast": "one_shot ll128", "all_gather": "one_shot ll128"}),
+        ({"NCCL_ALGO": "Ring"}, {"deterministic": True}, {"broadcast": "chain ll"}),
+        ({"MIRACCL_ALGO": "two_shot"}, {}, {"all_reduce": "two_shot ll128", "all_gather": "two_shot ll"}),
+    ],
+)
+def test_what_is_asked_for_in_words_of_nccl(settings: dict[str, str], options: dict[str, Any], changes: dict[str, str]) -> None:
+    assert run(emulated_ranks.plans, 3, settings, options)[0] == USUAL | changes
+
+
+def test_an_order_that_the_algorithm_does_not_keep_is_refused() -> None:
+    answer = run(emulated_ranks.plans, 3, {}, {"algo": "ring", "deterministic": True}, 10)[0]
+    assert "all_reduce: ring does not add in the order of the ranks" in answer["all_reduce"]
+    assert answer["broadcast"] == USUAL["broadcast"]
+
+
 def test_arrays_with_nothing_but_dlpack() -> None:
     run(emulated_ranks.only_dlpack, 2)
 

@@ -400,10 +400,7 @@ class Communicator:
                 self._member.session,
                 ordinal,
                 open_cpu=lambda session: Communicator.from_session(session, options, parent=self),
-                timeout=options.timeout,
-                algo=options.algo,
-                proto=options.proto,
-                deterministic=options.deterministic,
+                **options.for_gpus(),
             )
         return self._device
 

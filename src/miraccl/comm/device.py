@@ -17,6 +17,7 @@ from typing import Any
 
 from miraccl import params
 from miraccl.bootstrap import Session
+from miraccl.comm import nccl_wishes
 from miraccl.comm.arguments import operator
 from miraccl.comm.device_arguments import DeviceArguments
 from miraccl.comm.device_faults import DeviceFaults
@@ -26,6 +27,7 @@ from miraccl.comm.device_order import SMALL_THREADS, order_of
 from miraccl.comm.device_stream import find_current_stream, number_of
 from miraccl.comm.device_windows import Windows
 from miraccl.comm.device_work import Kept
+from miraccl.comm.nccl_wishes import Wishes
 from miraccl.errors import (
     CommunicatorClosed,
     InvalidUsage,
@@ -40,9 +42,10 @@ from miraccl.executor.cuda.launch import Kernels, Launch
 from miraccl.executor.cuda.lower import Fixed
 from miraccl.executor.cuda.message_launch import MessageLaunches
 from miraccl.executor.cuda.messages import Reach
-from miraccl.executor.cuda.plan import DevicePlan, Request, choose
+from miraccl.executor.cuda.plan import DevicePlan, Request, check_protocol, choose
 from miraccl.executor.cuda.staged_copies import ALGORITHMS as MOVED_BY_ENGINES
 from miraccl.executor.cuda.staged_copies import Lane, StagedLaunch
+from miraccl.schedule import catalog
 from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.types import Collective, DType, PreMulSum, RedOp
 
@@ -65,12 +68,17 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
         algo: str | None = None,
         proto: str | None = None,
         deterministic: bool = False,
+        wishes: Wishes | None = None,
     ) -> None:
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         if self.nranks > layout.MAX_RANKS or len(set(session.hosts)) > 1:
             raise InvalidUsage(f"GPU memory is communicated among 1 to {layout.MAX_RANKS} ranks of one host", rank=self.rank)
-        self.algo = params.ALGO.read() if algo is None else algo
-        self.proto = params.PROTO.read() if proto is None else proto
+        self.algo, algos = nccl_wishes.read_algorithms() if algo is None else (algo, wishes.algos if wishes else {})
+        self.proto, protos = nccl_wishes.read_protocols() if proto is None else (proto, wishes.protos if wishes else {})
+        check_protocol(self.proto)
+        if self.algo:
+            catalog.get(self.algo)  # an unknown name is refused now
+        self._wishes = Wishes(algos=nccl_wishes.on_gpus(algos), protos=protos)
         self.deterministic = deterministic
         timeout = params.TIMEOUT.read() if timeout is None else timeout
         self.gpu = Gpu(ordinal)
@@ -245,7 +253,6 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
     def request(self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0) -> Request:
         """What ``choose`` decides about; ``count`` are the elements of a block."""
         kind, scalar = operator(op, dtype, collective.label)
-        ordered = self.deterministic and collective is Collective.REDUCE and not self.algo  # all else adds in the order of the ranks
         return Request(
             collective=collective,
             dtype=dtype,
@@ -254,10 +261,22 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
             count=count,
             nranks=self.nranks,
             root=root,
-            algo="one_shot" if ordered else self.algo,
-            proto=self.proto,
+            algo=self._algorithm(collective),
+            proto=self.proto or self._wishes.protos.get(collective, ""),
             multiprocessors=self.multiprocessors,
         )
+
+    def _algorithm(self, collective: Collective) -> str:
+        """What was asked for where it has a schedule, or nothing: then ``choose`` does. A wish that rules forbid is none."""
+        ordered = self.deterministic and collective.reduces
+        asked = self.algo or self._wishes.algos.get(collective, "")
+        if asked and catalog.get(asked).supports(collective, self.nranks):
+            if not ordered or catalog.get(asked).rank_ordered:
+                return asked
+            if self.algo:
+                text = f"{collective.label}: {asked} does not add in the order of the ranks (deterministic)"
+                raise InvalidUsage(text, rank=self.rank)
+        return "one_shot" if ordered and collective is Collective.REDUCE else ""  # all else adds in the order of the ranks
 
     def plan(self, request: Request) -> DevicePlan:
         """The plan for a request: one given with ``use_plan``, else what ``choose`` says."""

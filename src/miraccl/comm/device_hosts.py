@@ -26,6 +26,7 @@ from miraccl.comm.device_network import CpuCommunicator, InPython, StagedCollect
 from miraccl.comm.device_pieces import Piece, Shape, cut, elements_per_piece
 from miraccl.comm.device_staging import LANES, Network, StagedJob, Staging
 from miraccl.comm.device_transfers import DeviceTransfer, cut_transfers, transfers_on
+from miraccl.comm.nccl_wishes import Wishes
 from miraccl.errors import CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError, PeerDied, SystemFailure
 from miraccl.transport.cuda_p2p import Explanation
 from miraccl.types import Collective, DType, RedOp
@@ -54,6 +55,7 @@ def make_device_communicator(
     algo: str | None = None,
     proto: str | None = None,
     deterministic: bool = False,
+    wishes: Wishes | None = None,
 ) -> DeviceCommunicator | HostsCommunicator:
     """The GPU side of a communicator, made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU.
 
@@ -61,9 +63,9 @@ def make_device_communicator(
     """
     names = [blob.decode() for blob in session.all_gather(host_name(session).encode(), "gpu hosts")]
     if len(set(names)) == 1:
-        return DeviceCommunicator(session, ordinal, timeout=timeout, algo=algo, proto=proto, deterministic=deterministic)
+        return DeviceCommunicator(session, ordinal, timeout=timeout, algo=algo, proto=proto, deterministic=deterministic, wishes=wishes)
     return HostsCommunicator(
-        session, ordinal, names, open_cpu=open_cpu, timeout=timeout, algo=algo, proto=proto, deterministic=deterministic
+        session, ordinal, names, open_cpu=open_cpu, timeout=timeout, algo=algo, proto=proto, deterministic=deterministic, wishes=wishes
     )
 
 
@@ -92,6 +94,7 @@ class HostsCommunicator(DeviceArguments):
         algo: str | None = None,
         proto: str | None = None,
         deterministic: bool = False,
+        wishes: Wishes | None = None,
     ) -> None:
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         self.groups = group_by_host(hosts)
@@ -110,7 +113,9 @@ class HostsCommunicator(DeviceArguments):
         sizes = session.all_gather(str(params.GPU_STAGING.read()).encode(), "gpu staging")
         self.slot_bytes = max(LEAST_SLOT, min(int(size) for size in sizes))
         self._local_session = session.sub(mine, f"{session.name}/gpu host {self.host}")
-        self.local = DeviceCommunicator(self._local_session, ordinal, timeout=timeout, algo=algo, proto=proto, deterministic=deterministic)
+        self.local = DeviceCommunicator(
+            self._local_session, ordinal, timeout=timeout, algo=algo, proto=proto, deterministic=deterministic, wishes=wishes
+        )
         self.gpu = self.local.gpu
         self.world = self._open(open_cpu, range(self.nranks), "gpu world")
         #: between hosts of equal numbers of ranks, those of one index: a communicator per lane

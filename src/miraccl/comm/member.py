@@ -45,7 +45,8 @@ class Options:
     deterministic: bool
     buffsize: int
     single_copy: str = ""
-    wishes: tuple[tuple[Collective, str], ...] = ()  # algorithms that NCCL_ALGO wishes of CPU ranks
+    wishes: tuple[tuple[Collective, str], ...] = ()  # algorithms that NCCL_ALGO wishes
+    protocols: tuple[tuple[Collective, str], ...] = ()  # what NCCL_PROTO wishes; where CPU ranks can follow, it is in ``proto``
 
     @classmethod
     def create(
@@ -62,15 +63,23 @@ class Options:
         if buffsize is not None and (isinstance(buffsize, bool) or not isinstance(buffsize, int) or buffsize < 0):
             raise InvalidUsage(f"buffsize is {buffsize!r}; it is a number of bytes, 0 leaves the choice to us")
         algorithm, wishes = nccl_wishes.read_algorithms() if algo is None else (algo.lower(), {})
+        protocol, protocols = nccl_wishes.read_protocols() if proto is None else (proto.lower(), {})
         return cls(
             timeout=params.TIMEOUT.read() if timeout is None else float(timeout),
             algo=algorithm,
             wishes=tuple(wishes.items()),
-            proto=nccl_wishes.read_protocol() if proto is None else proto.lower(),
+            protocols=tuple(protocols.items()),
+            proto=protocol or nccl_wishes.on_cpus(protocols),
             deterministic=params.DETERMINISTIC.read() if deterministic is None else deterministic,
             buffsize=params.BUFFSIZE.read() if buffsize is None else buffsize,
             single_copy=params.SINGLE_COPY.read(),
         )
+
+    def for_gpus(self) -> dict[str, Any]:
+        """The same for ``comm.device_hosts.make_device_communicator``."""
+        wishes = nccl_wishes.Wishes(algos=dict(self.wishes), protos=dict(self.protocols))
+        proto = "" if self.protocols else self.proto
+        return {"timeout": self.timeout, "algo": self.algo, "proto": proto, "deterministic": self.deterministic, "wishes": wishes}
 
 
 class Member:
@@ -86,7 +95,7 @@ class Member:
         beliefs = Beliefs(
             version=__version__,
             algo=options.algo or " ".join(f"{collective.label}:{name}" for collective, name in options.wishes),
-            proto=options.proto,
+            proto=" ".join(f"{collective.label}:{name}" for collective, name in options.protocols) or options.proto,
             deterministic=options.deterministic,
             buffsize=options.buffsize,
             single_copy=options.single_copy,

@@ -1,14 +1,17 @@
-"""What ``NCCL_ALGO`` and ``NCCL_PROTO`` ask of ranks that are not NCCL's.
+"""What ``NCCL_ALGO`` and ``NCCL_PROTO`` ask of ranks that are not NCCL's, on CPUs and on GPUs.
 
 They were set for NCCL, whose algorithms are not ours, so they are hints and never errors: what has a counterpart here is taken, all else
 leaves the choice to the model and is logged.  ``MIRACCL_ALGO`` and ``MIRACCL_PROTO`` are commands and stay strict (``Overrides``).
 
 A list says what is allowed.  It is a wish only where exactly one of ours is left: ``^Tree`` allows Ring and PAT, which is none.
+
+Wishes are by collective.  CPU ranks have one protocol for all collectives; GPUs have kernels for what ``on_gpus`` says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from miraccl import params, trace
@@ -21,6 +24,9 @@ from miraccl.types import Collective, Protocol
 _ALGORITHMS = {Algorithm.RING: "ring", Algorithm.TREE: "double_binary_tree", Algorithm.PAT: "pat"}
 _PROTOCOLS = {Protocol.SIMPLE: "simple", Protocol.LL: "ll", Protocol.LL128: "ll128"}
 _ON_CPUS = ("simple", "ll")
+_ON_GPUS = ("one_shot", "two_shot", "ring", "chain")
+#: what NCCL's ring is on GPUs; it has rings of broadcast and reduce, too, which are chains here
+_GPU_RINGS = {Collective.ALL_REDUCE: "ring", Collective.BROADCAST: "chain", Collective.REDUCE: "chain"}
 _log = trace.logger("tuning")
 
 E = TypeVar("E", Algorithm, Protocol)
@@ -32,10 +38,18 @@ def read_algorithms(environ: Mapping[str, str] | None = None) -> tuple[str, dict
     return (value, {}) if source != "NCCL_ALGO" else ("", algorithms(value))
 
 
-def read_protocol(environ: Mapping[str, str] | None = None) -> str:
-    """The protocol that is asked for, or nothing."""
+def read_protocols(environ: Mapping[str, str] | None = None) -> tuple[str, dict[Collective, str]]:
+    """The protocol that ``MIRACCL_PROTO`` commands for everything, and what ``NCCL_PROTO`` wishes where there is no command."""
     value, source = params.PROTO.resolve(environ)
-    return value if source != "NCCL_PROTO" else protocol(value)
+    return (value, {}) if source != "NCCL_PROTO" else ("", _understand(value, PROTOCOL_LABELS, _PROTOCOLS, "NCCL_PROTO"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """Algorithms and protocols that are wished, by collective."""
+
+    algos: Mapping[Collective, str] = field(default_factory=dict)
+    protos: Mapping[Collective, str] = field(default_factory=dict)
 
 
 def algorithms(text: str) -> dict[Collective, str]:
@@ -46,15 +60,27 @@ def algorithms(text: str) -> dict[Collective, str]:
     return _understand(text, labels, _ALGORITHMS, "NCCL_ALGO")
 
 
-def protocol(text: str) -> str:
-    """One protocol of CPU ranks for all collectives, or nothing: theirs is no choice by collective."""
-    wishes = _understand(text, PROTOCOL_LABELS, _PROTOCOLS, "NCCL_PROTO")
-    wished = {wishes.get(collective, "") for collective in TUNED}
+def on_cpus(protocols: Mapping[Collective, str]) -> str:
+    """The protocol of CPU ranks, or nothing: theirs is one for all collectives."""
+    wished = {protocols.get(collective, "") for collective in TUNED}
     if len(wished) == 1 and wished <= set(_ON_CPUS):
         return wished.pop()
     if any(wished):
-        _log.info("NCCL_PROTO=%s is left aside: CPU ranks have %s, for all collectives alike", text, " and ".join(_ON_CPUS))
+        _log.info("NCCL_PROTO is left aside on CPU ranks: they have %s, for all collectives alike", " and ".join(_ON_CPUS))
     return ""
+
+
+def on_gpus(algorithms: Mapping[Collective, str]) -> dict[Collective, str]:
+    """The algorithms that GPUs have kernels for, by the names of those kernels."""
+    result: dict[Collective, str] = {}
+    for collective, name in algorithms.items():
+        found = _GPU_RINGS.get(collective, "") if name == "ring" else name
+        if found in _ON_GPUS:
+            result[collective] = found
+    aside = [f"{name} for {coll.label}" for coll, name in algorithms.items() if coll in TUNED and coll not in result]
+    if aside:
+        _log.info("NCCL_ALGO is left aside on GPU memory, which has no kernel of %s: the model chooses", ", ".join(aside))
+    return result
 
 
 def _understand(text: str, labels: Mapping[E, str], ours: Mapping[E, str], variable: str) -> dict[Collective, str]:

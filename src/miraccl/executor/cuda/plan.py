@@ -79,11 +79,15 @@ def frame_of(request: Request, proto: str) -> Frame:
     return Frame.WORD if request.reduces and can_spare_a_nan(request.dtype) else Frame.MASK
 
 
+def check_protocol(proto: str) -> None:
+    if proto not in ("", "simple", "ll", "ll128"):
+        raise InvalidUsage(f"protocol {proto!r} does not exist on GPU memory; allowed are simple, ll and ll128")
+
+
 def choose(request: Request) -> DevicePlan:
     """The plan for a request, or ``InvalidUsage`` where what was asked for does not exist."""
     algo, proto = request.algo, request.proto
-    if proto not in ("", "simple", "ll", "ll128"):
-        raise InvalidUsage(f"protocol {proto!r} does not exist on GPU memory; allowed are simple, ll and ll128")
+    check_protocol(proto)
     if not algo:
         algo = _algorithm(request)
     if not proto:

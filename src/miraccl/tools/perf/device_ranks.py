@@ -194,8 +194,9 @@ def _open_miraccl(job: DeviceJob, session: Any, ordinal: int, card: Any, arena: 
     from miraccl.comm.member import Options as Choices
 
     options = Choices.create(**job.init)
-    asked = {"algo": options.algo, "proto": options.proto, "deterministic": options.deterministic, **job.init}
-    comm = make_device_communicator(session, ordinal, open_cpu=lambda part: Communicator.from_session(part, options), **asked)
+    comm = make_device_communicator(
+        session, ordinal, open_cpu=lambda part: Communicator.from_session(part, options), **options.for_gpus()
+    )
 
     def leave(kind: Any, error: Any, trace: Any) -> None:
         if error is None:
