@@ -5,14 +5,22 @@ VENV ?= .venv
 PY = "$(VENV)/bin/python"
 RUN = PYTHONPATH=src $(PY)
 TESTS ?= tests
+ENGINES ?= .venv-engines
+ENGINE_TESTS ?= tests/ray tests/mpi tests/launchers tests/interop tests/examples
 
-.PHONY: demo test lint types docs bench clean help
+.PHONY: demo test test-engines lint types docs bench clean help
 
 demo: $(VENV)/.ready
 	@$(RUN) -m miraccl perf all_reduce --ranks 4 --sizes 256K,4M,16M
 
 test: $(VENV)/.ready-test
 	@$(RUN) -m pytest -q $(TESTS)
+
+# In an environment of its own, so that `make test` needs no engine. Which mpirun is run: docs/mpi.md.
+test-engines: $(ENGINES)/.ready-engines
+	@here=`cd "$(ENGINES)" && pwd` && PYTHONPATH=src PATH="$$here/bin:$$PATH" \
+		MIRACCL_TEST_MPIRUN="$${MIRACCL_TEST_MPIRUN:-`ls "$$here/bin/mpirun" "$$here/mpich/bin/mpirun" 2>/dev/null | paste -sd: -`}" \
+		"$$here/bin/python" -m pytest -q $(ENGINE_TESTS)
 
 lint: $(VENV)/.ready-dev
 	@$(PY) -m ruff check .
@@ -30,6 +38,7 @@ bench: $(VENV)/.ready
 help:
 	@echo "make demo   all_reduce on 4 ranks, every element checked"
 	@echo "make test   the tests"
+	@echo "make test-engines  those with Ray, Open MPI, MPICH, mpi4py and JAX, which it installs in $(ENGINES)"
 	@echo "make lint   ruff;  make types   mypy"
 	@echo "make docs   what is generated in docs/"
 	@echo "make bench  the quick measurements of bench/"
@@ -56,5 +65,11 @@ $(VENV)/.ready-test: $(VENV)/.ready-dev .ci/install-torch
 		|| echo "note: without NVRTC, whose tests are skipped: pip cannot install it"
 	@touch "$@"
 
+$(ENGINES)/.ready-engines: pyproject.toml .ci/install-engines .ci/install-torch
+	@$(MAKE) --no-print-directory VENV="$(ENGINES)" "$(ENGINES)/.ready-test"
+	@echo "installing Ray, MPI and JAX for their tests into $(ENGINES) (once)"
+	@"$(ENGINES)/bin/python" .ci/install-engines
+	@touch "$@"
+
 clean:
-	rm -rf "$(VENV)"
+	rm -rf "$(VENV)" "$(ENGINES)"
