@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from tests.torch.worlds import both, gloo, world
+from tests.torch.worlds import LIMIT, both, gloo, world
 
 # ---- shapes and layouts
 
@@ -138,3 +139,47 @@ def handles(path: str) -> None:
         both(lambda g: functional.reduce_scatter_tensor(torch.arange(2.0 * nranks), "sum", 0, g or group) + 0, other)
         both(lambda g: functional.broadcast(torch.ones(3) * rank, 1, g or group) + 0, other)
         both(lambda g: functional.all_to_all_single(torch.arange(1.0 * nranks) + rank, None, None, g or group) + 0, other)
+
+
+# ---- the methods of a group
+
+
+def short_forms(path: str) -> None:
+    """A tensor instead of a list; operator, root and timeout instead of options: each as on a group of PyTorch's own."""
+    with world(path) as (rank, nranks):
+        other = gloo()
+        last, product = nranks - 1, dist.ReduceOp.PRODUCT
+
+        def mine(count: int = 2) -> Any:
+            return torch.arange(1.0, count + 1) + 10 * rank
+
+        def row() -> list[Any]:
+            return [torch.zeros(2) for _ in range(nranks)]
+
+        def run(g: Any) -> list[Any]:
+            group = g or dist.group.WORLD
+            xs, out, outs, gathered = [mine() for _ in range(7)], torch.zeros(2), row(), row() if rank == last else []
+            parts, mixed = list(mine(2 * nranks).chunk(nranks)), torch.zeros(nranks)
+            works = [
+                group.allreduce(xs[0]),
+                group.allreduce(xs[1], product),
+                group.allreduce([xs[2]], op=product, timeout=LIMIT),
+                group.broadcast(xs[3], last),
+                group.broadcast(xs[4], root=last, timeout=LIMIT),
+                group.reduce(xs[5], last, product),
+                group.allgather(outs, mine()),
+                group.gather(gathered, mine(), root=last),
+                group.scatter(xs[6], parts if rank == last else [], last, LIMIT),
+                group.reduce_scatter(out, parts, op=dist.ReduceOp.SUM),
+                group.alltoall_base(mixed, mine(nranks), [], [], LIMIT),
+                group.barrier(LIMIT),
+            ]
+            for work in works:
+                work.wait()
+            return [*xs[:5], *(xs[5:6] if rank == last else []), xs[6], out, *outs, *gathered, mixed]
+
+        both(run, other)
+        group = dist.group.WORLD
+        assert group is not None
+        with pytest.raises(TypeError, match="broadcast takes root, timeout or opts"):
+            group.broadcast(mine(), root=0, op=product)

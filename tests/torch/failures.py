@@ -15,7 +15,9 @@ from tests.torch.worlds import refused, world
 
 def refusals(path: str) -> None:
     """Arguments that cannot work are refused before anything is sent, so that the group goes on."""
-    with world(path) as (_, nranks):
+    with world(path) as (rank, nranks):
+        group = dist.group.WORLD
+        assert group is not None
         with refused("meta", "cpu and cuda"):
             dist.all_reduce(torch.ones(2, device="meta"))
         with refused("sparse"):
@@ -24,6 +26,26 @@ def refusals(path: str) -> None:
             dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BXOR)
         with refused("splits", "4 rows"):
             dist.all_to_all_single(torch.ones(4), torch.ones(4), [1] * nranks, [1] * nranks)
+        expanded = torch.ones(1).expand(4)
+        for into_shared_memory in (dist.all_reduce, lambda x: dist.all_gather([x] * nranks, torch.ones(4)), lambda x: dist.recv(x, 0)):
+            with refused("(4,)", "share memory", "clone()"):
+                into_shared_memory(expanded)
+        few, many = [torch.zeros(2 * nranks)], [torch.zeros(1) for _ in range(2 * nranks)]  # sizes that would do, one after another
+        with refused("all_gather", "1 tensors", f"{nranks} ranks"):
+            dist.all_gather(few, torch.ones(2))
+        with refused("reduce_scatter", f"{2 * nranks} tensors", f"{nranks} ranks"):
+            dist.reduce_scatter(torch.zeros(2), many)
+        with refused("all_to_all", f"{2 * nranks} tensors"):
+            dist.all_to_all(many, many)
+        if rank == 0:
+            uneven = [torch.zeros(2 * r + 1) for r in range(nranks)]  # as many as equal parts, in all
+            with refused("gather", str([2 * r + 1 for r in range(nranks)]), f"needs {nranks}"):
+                dist.gather(torch.ones(nranks), uneven)
+            with refused("scatter", f"needs {nranks}"):
+                dist.scatter(torch.ones(nranks), uneven)
+        for message in (group.send, group.recv):
+            with refused("tag is -1", "0 and more"):
+                message([torch.ones(1)], 0, -1)
         dist.all_reduce(x := torch.ones(2))
         assert x.tolist() == [nranks] * 2
 

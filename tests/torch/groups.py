@@ -245,6 +245,18 @@ def deadlines(path: str) -> None:
         elif rank == 1:
             dist.recv(torch.ones(1), 0)
         dist.barrier()
+        third = dist.new_group(timeout=LIMIT)
+        dist.distributed_c10d._set_pg_timeout(SHORT, third)
+        if not rank:
+            with refused("CollectiveTimeout", "deadline of 0.3 s"):
+                dist.all_reduce(torch.ones(2), group=third)
+            dist.send(torch.ones(1), 1)
+        elif rank == 1:
+            dist.recv(torch.ones(1), 0)
+        if not rank:  # the others do not come to this group
+            with refused("BootstrapError", "never arrived within the 0.3 s"):
+                dist.new_group([0, 1], timeout=SHORT, use_local_synchronization=True)
+        dist.barrier()
 
 
 def callbacks_in_order(path: str) -> None:

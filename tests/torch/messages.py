@@ -6,6 +6,7 @@ import datetime
 import threading
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -31,6 +32,8 @@ def point_to_point(path: str) -> None:
         works[1].wait()
         assert out[:, 2].tolist() == [float(i + fro) for i in range(4)]
         assert works[0].is_completed()
+        with pytest.raises(IndexError):  # as on other groups
+            dist.batch_isend_irecv([])
         to_self = torch.zeros(3)
         for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(3), rank), dist.P2POp(dist.irecv, to_self, rank)]):
             work.wait()

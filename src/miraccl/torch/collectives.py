@@ -15,6 +15,7 @@ from miraccl.comm.communicator import Communicator
 from miraccl.errors import InvalidUsage
 from miraccl.torch import operators
 from miraccl.torch.failures import as_backend_errors
+from miraccl.torch.forms import short_form
 from miraccl.torch.operators import recipe
 from miraccl.torch.routing import by_device
 from miraccl.torch.tensors import Staged, stage, stage_list
@@ -41,6 +42,7 @@ class Collectives:
         raise NotImplementedError
 
     @by_device("allreduce")
+    @short_form(c10d.AllreduceOptions, "op", "timeout", lead=1, tensor_at=0)
     def allreduce(self, tensors: Sequence[Any], opts: Any = _ALL_REDUCE) -> Work:
         return self._all_reduce("all_reduce", tensors, opts)
 
@@ -63,6 +65,7 @@ class Collectives:
         return self._go(name, tensors, [staged for staged, _ in jobs], action, opts)
 
     @by_device("broadcast")
+    @short_form(c10d.BroadcastOptions, "root", "timeout", lead=1, tensor_at=0)
     def broadcast(self, tensors: Sequence[Any], opts: Any = _BROADCAST) -> Work:
         with as_backend_errors():
             jobs = [stage(t, "broadcast") for t in tensors]
@@ -75,6 +78,7 @@ class Collectives:
         return self._go("broadcast", tensors, jobs, action, opts)
 
     @by_device("reduce")
+    @short_form(c10d.ReduceOptions, "root", "op", "timeout", lead=1, tensor_at=0)
     def reduce(self, tensors: Sequence[Any], opts: Any = _REDUCE) -> Work:
         tensor, root = only(tensors, "reduce"), opts.rootRank
         with as_backend_errors():
@@ -89,6 +93,7 @@ class Collectives:
         return self._go("reduce", tensors, [staged], action, opts)
 
     @by_device("allgather")
+    @short_form(c10d.AllgatherOptions, "timeout", lead=2, tensor_at=1)
     def allgather(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _ALL_GATHER) -> Work:
         return self._all_gather_lists("all_gather", output_lists, inputs, opts)
 
@@ -102,7 +107,7 @@ class Collectives:
         with as_backend_errors():
             jobs = []
             for outputs, tensor in zip(output_lists, inputs, strict=True):
-                jobs.append((stage(tensor, name), stage_list(outputs, name, load=False)))
+                jobs.append((stage(tensor, name), stage_list(outputs, name, load=False, nranks=self.communicator.nranks)))
 
         def action() -> None:
             for source, target in jobs:
@@ -135,13 +140,15 @@ class Collectives:
         return self._go(name, outputs, [s for job in jobs for s in job], action, opts)
 
     @by_device("reduce_scatter")
+    @short_form(c10d.ReduceScatterOptions, "op", "timeout", lead=2, tensor_at=0)
     def reduce_scatter(self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], opts: Any = _REDUCE_SCATTER) -> Work:
         name = "reduce_scatter"
         with as_backend_errors():
             jobs = []
             for output, inputs in zip(outputs, input_lists, strict=True):
                 how = recipe(opts.reduceOp, output.dtype, name)
-                jobs.append((stage_list(inputs, name, how.form), stage(output, name, how.form), how))
+                source = stage_list(inputs, name, how.form, nranks=self.communicator.nranks)
+                jobs.append((source, stage(output, name, how.form), how))
 
         def action() -> None:
             for source, target, how in jobs:
@@ -180,8 +187,8 @@ class Collectives:
     def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = _ALL_TO_ALL) -> Work:
         name = "all_to_all"
         with as_backend_errors():
-            source = stage_list(inputs, name)
-            target = stage_list(outputs, name, load=False)
+            source = stage_list(inputs, name, nranks=self.communicator.nranks)
+            target = stage_list(outputs, name, load=False, nranks=self.communicator.nranks)
 
         def action() -> None:
             self.communicator.all_to_all_v(source.array, source.counts, target.counts, target.array)
@@ -190,6 +197,7 @@ class Collectives:
         return self._go(name, outputs, [source, target], action, opts)
 
     @by_device("all_to_all_single", "alltoall_base")
+    @short_form(c10d.AllToAllOptions, "timeout", lead=4)
     def all_to_all_single(
         self, output: Any, tensor: Any, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = _ALL_TO_ALL
     ) -> Work:
@@ -224,12 +232,14 @@ class Collectives:
         return [n * per_row for n in rows]
 
     @by_device("gather")
+    @short_form(c10d.GatherOptions, "root", "timeout", lead=2, tensor_at=1)
     def gather(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _GATHER) -> Work:
         name, root = "gather", opts.rootRank
         outputs = only(output_lists, name) if self.communicator.rank == root else []
         with as_backend_errors():
             source = stage(only(inputs, name), name)
-            target = stage_list(outputs, name, load=False) if outputs else None
+            target = stage_list(outputs, name, load=False, nranks=self.communicator.nranks) if outputs else None
+            _check_equal_parts(target, source, name)
 
         def action() -> None:
             self.communicator.gather(source.array, root, None if target is None else target.array)
@@ -239,11 +249,14 @@ class Collectives:
         return self._go(name, outputs, [source] if target is None else [source, target], action, opts)
 
     @by_device("scatter")
+    @short_form(c10d.ScatterOptions, "root", "timeout", lead=2, tensor_at=0)
     def scatter(self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], opts: Any = _SCATTER) -> Work:
         name, root = "scatter", opts.rootRank
         with as_backend_errors():
             target = stage(only(outputs, name), name)
-            source = stage_list(only(input_lists, name), name) if self.communicator.rank == root else None
+            inputs = only(input_lists, name) if self.communicator.rank == root else []
+            source = stage_list(inputs, name, nranks=self.communicator.nranks) if inputs else None
+            _check_equal_parts(source, target, name)
 
         def action() -> None:
             self.communicator.scatter(None if source is None else source.array, root, target.array)
@@ -258,6 +271,14 @@ class Collectives:
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+
+def _check_equal_parts(whole: Staged | None, part: Staged, name: str) -> None:
+    """What the root has for every rank is as large as what the rank has."""
+    if whole is not None and any(count != part.count for count in whole.counts):
+        sizes = [tensor.numel() for tensor in whole.tensors]
+        text = f"{name}: the tensors of the list have {sizes} elements; each needs {part.tensors[0].numel()}, as every rank's tensor"
+        raise InvalidUsage(text, hint="all_to_all takes other sizes")
 
 
 def only(items: Sequence[Any], name: str) -> Any:

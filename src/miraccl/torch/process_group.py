@@ -27,10 +27,11 @@ from miraccl.torch.channel import deadline, set_timeout
 from miraccl.torch.collectives import Collectives, only
 from miraccl.torch.elsewhere import Elsewhere
 from miraccl.torch.failures import as_backend_errors
+from miraccl.torch.forms import short_form
 from miraccl.torch.post import Post
 from miraccl.torch.routing import by_device, first_tensor
 from miraccl.torch.streams import Streams, as_one_batch
-from miraccl.torch.tensors import DEVICES, Staged, stage
+from miraccl.torch.tensors import DEVICES, Staged, check_result, stage
 from miraccl.torch.work import Lane, TransferWork, Work, seconds
 
 NAME = "miraccl"
@@ -153,6 +154,9 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
 
     def _go(self, name: str, tensors: Sequence[Any], staged: Iterable[Staged], action: Callable[[], Any], opts: Any) -> Work:
         places = list(staged)
+        with as_backend_errors():
+            for tensor in tensors:
+                check_result(tensor, name)
         self._sequence += 1
         if places and places[0].device.type != "cpu":
             memory = [t for place in places for t in place.memory]
@@ -174,6 +178,7 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
         self._lane.run(name, run)
         return Work.finished(name, tensors)
 
+    @short_form(c10d.BarrierOptions, "timeout", lead=0)
     def barrier(self, opts: Any = _BARRIER) -> Work:
         device = opts.device
         if self._elsewhere is not None and device is not None and device.type in self._elsewhere.devices:
@@ -207,13 +212,14 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
             if staged.device.type != "cpu":
                 begin = lambda: self.communicator.send(staged.array, dst)  # noqa: E731
                 return self._streams_of(staged.device).transfer("send", tensors, staged.memory, begin, _nothing)
-            message = self._post.send(staged.array, dst, tag)
+            message = self._post.send(staged.array, dst, _tag(tag, "send"))
         return self._transfer(TransferWork("send", tensors, self._post, message, self._mail_lane, _nothing))
 
     @by_device("recv")
     def recv(self, tensors: Sequence[Any], src: int, tag: int = 0) -> Work:
         with as_backend_errors():
             staged = stage(only(tensors, "recv"), "recv")
+            check_result(tensors[0], "recv")
             if staged.device.type != "cpu":
                 begin = lambda: self.communicator.recv(staged.array, src)  # noqa: E731
                 return self._streams_of(staged.device).transfer("recv", tensors, staged.memory, begin, staged.store)
@@ -224,12 +230,13 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
         """From whoever sends first; ``source_rank`` of the work says who it was."""
         with as_backend_errors():
             staged = stage(only(tensors, "recv"), "recv")
+            check_result(tensors[0], "recv")
             if staged.device.type != "cpu":
                 raise InvalidUsage("recv: a receive into GPU memory names the rank it receives from", hint="as on NCCL")
             return self._receive(tensors, staged, None, tag)
 
     def _receive(self, tensors: Sequence[Any], staged: Staged, source: int | None, tag: int) -> Work:
-        message = self._post.receive(staged.array, source, tag)
+        message = self._post.receive(staged.array, source, _tag(tag, "recv"))
         return self._transfer(TransferWork("recv", tensors, self._post, message, self._mail_lane, staged.store))
 
     def _transfer(self, work: Work) -> Work:
@@ -280,9 +287,11 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
         """Numbers begin at 0 on all ranks."""
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """The deadline of operations on CPU memory from now on; that of GPU memory is fixed when the group first uses it."""
+        """The deadline from now on, of other backends as well; that of miraccl's on a GPU is fixed when the group first uses it."""
         set_timeout(self.communicator, timeout.total_seconds())
         self._post.set_timeout(timeout.total_seconds())
+        if self._elsewhere is not None:
+            self._elsewhere.group.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
@@ -372,3 +381,9 @@ class _Several(Work):
 
 def _nothing() -> None:
     pass
+
+
+def _tag(tag: int, name: str) -> int:
+    if tag < 0:  # those below are the group's own
+        raise InvalidUsage(f"{name}: the tag is {tag}; allowed are 0 and more")
+    return tag

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from miraccl import params, trace
+from miraccl.bootstrap import UniqueId, connect
 from miraccl.comm.communicator import Communicator
+from miraccl.comm.member import Options
 from miraccl.comm.start import get_unique_id
 from miraccl.errors import BootstrapError, MiracclError
 from miraccl.torch.elsewhere import Elsewhere, devices_of_call
@@ -20,7 +23,8 @@ _FAILED = "failed: "
 
 
 def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
-    """The group that ``init_process_group`` and ``new_group`` ask for; collective. Its ``timeout`` becomes the deadline of every operation.
+    """The group that ``init_process_group`` and ``new_group`` ask for; collective. Its ``timeout`` is the deadline of the meeting and
+    of every operation.
 
     Raises ``BackendError`` when ranks cannot meet; a rank 0 that cannot open the meeting point says so to the others through the store.
     """
@@ -28,7 +32,7 @@ def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
     devices = devices_of_call(dict.fromkeys(DEVICES, NAME))
     with as_backend_errors():
         ident = _publish(store) if rank == 0 else _wait_for(store, rank)
-        comm = Communicator(size, ident, rank, timeout=timeout.total_seconds())
+        comm = _meet(ident, rank, size, timeout.total_seconds())
         mail = comm.split(0)
     assert mail is not None
     if rank == 0:  # all have read it by now; a later group on the same store must not find it
@@ -50,6 +54,14 @@ def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
                 name=opts.group_id,
             )
     return ProcessGroupMiraccl(store, comm, mail, elsewhere)
+
+
+def _meet(ident: str, rank: int, size: int, patience: float) -> Communicator:
+    """Ranks may come as far apart as the group's timeout; one that cannot reach rank 0 knows it sooner."""
+    trace.configure()
+    dial = min(patience, params.BOOTSTRAP_TIMEOUT.read())
+    session = connect(UniqueId.parse(ident), rank, size, patience, session_timeout=patience, dial_timeout=dial)
+    return Communicator.from_session(session, Options.create(timeout=patience))
 
 
 def _publish(store: Any) -> str:

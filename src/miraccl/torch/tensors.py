@@ -90,6 +90,13 @@ def check(tensor: Any, where: str) -> None:
         raise InvalidUsage(f"{where}: the tensor's layout is {tensor.layout}; allowed is torch.strided", hint="use to_dense()")
 
 
+def check_result(tensor: Any, where: str) -> None:
+    """Raise ``InvalidUsage`` for a tensor that no result can be written to: an expanded one, whose elements share memory."""
+    if not tensor.is_contiguous() and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        text = f"the result goes to a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}, whose elements share memory"
+        raise InvalidUsage(f"{where}: {text}", hint="use clone()")
+
+
 def stage(tensor: Any, where: str, form: Form = Form.VALUES) -> Staged:
     """One tensor, with its values."""
     check(tensor, where)
@@ -99,8 +106,10 @@ def stage(tensor: Any, where: str, form: Form = Form.VALUES) -> Staged:
     return stage_list([tensor], where, form)
 
 
-def stage_list(tensors: Sequence[Any], where: str, form: Form = Form.VALUES, *, load: bool = True) -> Staged:
-    """Tensors of one type, one after another in one temporary; filled with their values if ``load``."""
+def stage_list(tensors: Sequence[Any], where: str, form: Form = Form.VALUES, *, load: bool = True, nranks: int = 0) -> Staged:
+    """Tensors of one type, one after another in one temporary; filled with their values if ``load``. With ``nranks``, one of each rank."""
+    if nranks and len(tensors) != nranks:
+        raise InvalidUsage(f"{where}: the list has {len(tensors)} tensors; it needs one for each of {nranks} ranks")
     for tensor in tensors:
         check(tensor, where)
     first = tensors[0]

@@ -1,8 +1,9 @@
-"""Three functions of ``torch.distributed`` that ask for more than a group written in Python can be, wrapped for miraccl groups.
+"""Four functions of ``torch.distributed`` that ask for more than a group written in Python can be, wrapped for miraccl groups.
 
 - ``batch_isend_irecv`` starts a batch as one operation only where ``type(group) is ProcessGroup``, and else one call after the other.  On a
   GPU that would be one kernel after the other on one stream, where a send waits for a receive that stands behind it.
 - ``monitored_barrier`` takes Gloo's groups only.
+- ``_set_pg_timeout`` knows Gloo's and NCCL's backends only, and else warns.
 - ``split_group`` takes groups bound to a GPU only; the others are made as ``new_group`` makes them, by the ranks that are in them.
 
 For all other groups they are PyTorch's own.
@@ -15,6 +16,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -23,20 +25,22 @@ from miraccl.torch.process_group import ProcessGroupMiraccl
 
 def install() -> None:
     """Put the wrapped functions into both modules that have them."""
-    for wrap in (_batch_isend_irecv, _monitored_barrier, _split_group):
-        name = wrap.__name__.removeprefix("_")
+    for name, wrap in _WRAPPERS.items():
         original = getattr(distributed_c10d, name, None)
         if original is not None:
             wrapped = functools.wraps(original)(wrap(original))
             setattr(distributed_c10d, name, wrapped)
-            setattr(dist, name, wrapped)
+            if hasattr(dist, name):
+                setattr(dist, name, wrapped)
 
 
 def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
     def batch_isend_irecv(p2p_op_list: list[Any]) -> Any:
-        tensor: Any = p2p_op_list[0].tensor if p2p_op_list else None
-        group = _group(p2p_op_list[0].group if p2p_op_list else None)
-        if not isinstance(group, ProcessGroupMiraccl) or not tensor.is_cuda or group.elsewhere_for([tensor]) is not None:
+        first = p2p_op_list[0] if isinstance(p2p_op_list, list) and p2p_op_list else None
+        tensor: Any = getattr(first, "tensor", None)
+        group = _group(getattr(first, "group", None))
+        ours = isinstance(group, ProcessGroupMiraccl) and isinstance(tensor, torch.Tensor)
+        if not ours or not tensor.is_cuda or group.elsewhere_for([tensor]) is not None:
             return original(p2p_op_list)
         distributed_c10d._check_p2p_op_list(p2p_op_list)
         with group.batch(tensor.device) as works:
@@ -57,6 +61,17 @@ def _monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
         return chosen.monitored_barrier(limit, wait_all_ranks)
 
     return monitored_barrier
+
+
+def _set_pg_timeout(original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_pg_timeout(timeout: datetime.timedelta, group: Any = None) -> None:
+        chosen = _group(group)
+        if isinstance(chosen, ProcessGroupMiraccl):
+            chosen.set_timeout(timeout)
+        else:
+            original(timeout, group)
+
+    return set_pg_timeout
 
 
 def _split_group(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,3 +95,11 @@ def _split_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _group(given: Any) -> Any:
     return distributed_c10d.GroupMember.WORLD if given is None else given
+
+
+_WRAPPERS = {
+    "batch_isend_irecv": _batch_isend_irecv,
+    "monitored_barrier": _monitored_barrier,
+    "_set_pg_timeout": _set_pg_timeout,
+    "split_group": _split_group,
+}

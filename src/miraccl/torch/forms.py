@@ -1,0 +1,39 @@
+"""The short forms that c10d's own groups take beside lists and options: ``group.allreduce(x, op=..., timeout=...)``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
+
+
+def short_form(options: type, *names: str, lead: int, tensor_at: int | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a call that takes ``lead`` arguments and ``options``: the fields called ``names`` may be given instead of options.
+
+    A tensor at place ``tensor_at`` stands for a list of it, and so does what is beside it.
+    """
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            given, rest = args[:lead], args[lead:]
+            alone = tensor_at is not None and isinstance(given[tensor_at], torch.Tensor)
+            if not alone and not kwargs and (not rest or isinstance(rest[0], options)):
+                return method(self, *args)
+            if "opts" in kwargs:
+                return method(self, *given, kwargs["opts"])
+            opts, values = options(), dict(zip(names, rest)) | kwargs
+            if len(rest) > len(names) or set(values) - set(names):
+                raise TypeError(f"{method.__name__} takes {', '.join(names)} or opts, got {rest} and {sorted(kwargs)}")
+            for name, value in values.items():
+                if value is not None:
+                    setattr(opts, _FIELDS[name], value)
+            return method(self, *([x] if alone else x for x in given), opts)
+
+        return call
+
+    return decorate
