@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import types
 from typing import Any
@@ -11,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miraccl.comm.device_hosts import group_by_host, host_name
+from miraccl.comm.device_hosts_layout import group_by_host, host_name
 from miraccl.comm.device_memory import DeviceMemory
-from miraccl.comm.device_pieces import Copy, Shape, cut
+from miraccl.comm.device_pieces import LEAST_PIECE, Copy, Shape, cut
 from miraccl.comm.device_transfers import DeviceTransfer, cut_transfers, message_bytes
 from miraccl.types import Collective, DType
 
@@ -89,6 +90,21 @@ def test_uneven_collectives(collective: Collective, counts: list[int]) -> None:
     assert len({len(plan) for plan in plans}) == 1
     for pieces in zip(*plans, strict=True):
         assert len({piece.counts for piece in pieces}) == 1, "all ranks give the same counts"
+
+
+def test_pieces_are_equal_and_smaller_for_smaller_operations() -> None:
+    def sizes(nbytes: int, slot: int = 4 << 20, **more: Any) -> list[int]:
+        shape = dataclasses.replace(Shape.even(Collective.ALL_REDUCE, 4, 0, 2, 0, nbytes // 4), **more)
+        return [sum(piece.source_counts) * 4 for piece in cut(shape, slot)]
+
+    assert sizes(1 << 10) == [1 << 10]
+    assert sizes(2 * LEAST_PIECE - 4) == [2 * LEAST_PIECE - 4]
+    assert sizes(2 * LEAST_PIECE) == [LEAST_PIECE] * 2
+    assert sizes(1 << 20) == [1 << 18] * 4
+    assert sizes(1 << 20, overlaps=False) == [1 << 20]
+    large = sizes(64 << 20)
+    assert len(large) == 17
+    assert max(large) - min(large) < 17 * 256
 
 
 def test_neighbours_are_one_copy_and_places_are_kept() -> None:

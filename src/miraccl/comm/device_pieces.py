@@ -79,14 +79,15 @@ _WHOLE = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
 
 def elements_per_piece(shape: Shape, slot_bytes: int) -> int:
     """Elements of a block in a piece, the same on all ranks: a block, one from every rank, or one to and one from each fill a slot at
-    most. What overlaps is cut smaller, where all ranks know how large it is."""
+    most. What overlaps is cut into equal pieces, smaller ones where all ranks know how large it is."""
     blocks = 1 if shape.collective in _WHOLE else 2 * shape.nranks if shape.collective is Collective.ALL_TO_ALL else shape.nranks
     room = (slot_bytes - ALIGN) // (blocks * shape.itemsize)
     most = max(1, room // ALIGN * ALIGN or room)
     if shape.uneven or not shape.overlaps:
         return most
-    share = max(-(-_count(shape) // PIECES), LEAST_PIECE // (blocks * shape.itemsize))
-    return min(most, -(-share // ALIGN) * ALIGN)
+    count, least = _count(shape), max(1, LEAST_PIECE // (blocks * shape.itemsize))
+    npieces = max(-(-count // most), min(PIECES, count // least), 1)
+    return min(most, max(1, -(-count // (npieces * ALIGN))) * ALIGN)
 
 
 def _count(shape: Shape) -> int:

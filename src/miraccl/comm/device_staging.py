@@ -74,6 +74,7 @@ class StagedJob:
     def __init__(self, pieces: Sequence[Piece], slots: Slots, network: Network, captured: bool, stride: int) -> None:
         self.pieces, self.slots, self.captured, self.stride = tuple(pieces), slots, captured, stride
         self.npieces = len(self.pieces)
+        self.piece_bytes = max((copy.host + copy.nbytes for piece in self.pieces for copy in (*piece.down, *piece.up)), default=0)
         self.number = 0
         self._network = network
         self._prepared = [network.prepare(piece, number, slot_of(number, stride)) for number, piece in enumerate(self.pieces)]

@@ -1,0 +1,68 @@
+"""How a communicator over hosts fails: the first fault stays, streams are let go, and every rank is told."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+from miraccl import errors
+from miraccl.bootstrap import Event, Notice, PeerLost, Session
+from miraccl.errors import CommunicatorAborted, CommunicatorClosed, MiracclError, PeerDied, SystemFailure
+
+NOTICE = "gpu_fault"
+
+
+class HostsFaults:
+    """The fault of one communicator, if it has one.
+
+    ``let_go()`` ends what streams wait for: lanes answer without running anything, kernels of the host end.  ``abort_network(reason)``
+    ends what lanes wait for.
+    """
+
+    def __init__(self, session: Session, *, let_go: Callable[[], None], abort_network: Callable[[str], None]) -> None:
+        self.session, self.rank = session, session.rank
+        self.fault: MiracclError | None = None
+        self.closed = False
+        self._let_go, self._abort_network = let_go, abort_network
+        self._lock = threading.Lock()
+
+    def check(self, name: str = "") -> None:
+        """Raise if the communicator is closed or broken. Does not wait."""
+        if self.closed:
+            raise CommunicatorClosed("the communicator has been finalized", rank=self.rank, op=name or None)
+        if self.fault is not None:
+            raise self.fault
+
+    def fail(self, error: Exception, told: bool = False) -> None:
+        """The first fault stays, and the other ranks are told unless they told us."""
+        with self._lock:
+            if self.fault is not None:
+                return
+            self.fault = error if isinstance(error, MiracclError) else SystemFailure(f"staging failed: {error!r}", rank=self.rank)
+        self._let_go()
+        if not told:
+            words = {"kind": type(self.fault).__name__, "message": self.fault.message, "peer": self.fault.peer, "op": self.fault.op}
+            with contextlib.suppress(MiracclError):  # the control plane may be gone as well
+                self.session.notify({NOTICE: words})
+
+    def heard(self, event: Event) -> None:
+        """From the control plane."""
+        if self.closed:
+            return
+        if isinstance(event, PeerLost):
+            self.fail(PeerDied(f"rank {event.rank} died: {event.reason}", rank=self.rank, peer=event.rank), told=True)
+        elif isinstance(event, Notice) and isinstance(words := event.payload.get(NOTICE), dict):
+            kind = getattr(errors, str(words.get("kind")), None)
+            if isinstance(kind, type) and issubclass(kind, MiracclError):
+                peer = words.get("peer")
+                about = peer if isinstance(peer, int) else event.from_rank
+                error = kind(str(words.get("message", "")), rank=self.rank, peer=about, op=words.get("op"))
+                self.fail(error, told=True)
+                self._abort_network(error.message)
+
+    def abort(self, reason: str) -> None:
+        """End what waits, on all ranks; later calls raise. Any thread may call it."""
+        if not self.closed:
+            self.fail(CommunicatorAborted(f"rank {self.rank} aborted the communicator: {reason}", rank=self.rank, peer=self.rank))
+            self._abort_network(reason)

@@ -1,0 +1,172 @@
+"""Operations on GPU memory that go through pinned memory and CPU communicators between hosts: kinds of operation, and their jobs.
+
+A kind of operation (collective, counts, type, operator) is cut into pieces, planned and registered with the lanes once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from miraccl import params
+from miraccl.bootstrap import Session
+from miraccl.comm.device_hosts_layout import HostsLayout
+from miraccl.comm.device_memory import DeviceMemory
+from miraccl.comm.device_network import CpuCommunicator, InPython, StagedCollective, agreeing
+from miraccl.comm.device_pieces import Piece, Shape, cut
+from miraccl.comm.device_staging import LANES, Network, StagedJob, Staging
+from miraccl.comm.device_transfers import DeviceTransfer, cut_transfers, transfers_on
+from miraccl.executor.cuda.driver import Gpu
+from miraccl.types import Collective, DType, RedOp
+
+LEAST_SLOT = 64 << 10
+OpenCpu = Callable[[Session], CpuCommunicator]
+ON_GPU = tuple(dtype for dtype in DType if dtype not in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2))  # types that kernels add up
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostsPlan:
+    """How an operation runs; ``pieces`` of at most ``piece_bytes`` go over the network one after another."""
+
+    algo: str
+    reason: str
+    pieces: int
+    piece_bytes: int
+    proto: str = "staging"
+
+
+class HostsJobs:
+    """The jobs of one communicator, with its slots, lanes and CPU communicators; made collectively."""
+
+    def __init__(self, session: Session, layout: HostsLayout, gpu: Gpu, open_cpu: OpenCpu, on_fault: Callable[[Exception], None]) -> None:
+        self.layout, self.gpu = layout, gpu
+        self.last_plan: HostsPlan | None = None
+        self._session, self._open_cpu = session, open_cpu
+        self._cpus: list[CpuCommunicator] = []
+        self._jobs: dict[tuple[Any, ...], StagedJob] = {}
+        sizes = session.all_gather(str(params.GPU_STAGING.read()).encode(), "gpu staging")
+        self.slot_bytes = max(LEAST_SLOT, min(int(size) for size in sizes))
+        self.world = self._open(range(layout.nranks), "gpu world")
+        #: between hosts of equal numbers of ranks, those of one index: a communicator per lane
+        self.crosses: tuple[CpuCommunicator, ...] = ()
+        if layout.even:
+            alone = layout.width == 1
+            lanes = [self._open(layout.across(), f"gpu cross {layout.index}.{lane}") for lane in range(alone, LANES)]
+            self.crosses = (self.world, *lanes) if alone else tuple(lanes)
+        self.staging = Staging(gpu, self.slot_bytes, on_fault=on_fault, name=f"miraccl-staging-{layout.rank}")
+
+    def _open(self, ranks: Sequence[int], name: str) -> CpuCommunicator:
+        cpu = self._open_cpu(self._session.sub(ranks, f"{self._session.name}/{name}"))
+        self._cpus.append(cpu)
+        return cpu
+
+    def staged(
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        count: int,
+        op: Any,
+        root: int,
+        number: int,
+        captured: bool,
+    ) -> None:
+        """The whole operation through CPU communicators of all ranks."""
+        shape = Shape.even(collective, source.dtype.itemsize, self.layout.rank, self.layout.nranks, root, count)
+        cpus = self.crosses if self.layout.even and self.layout.width == 1 else (self.world,)
+        self.enqueue(cpus, shape, source.dtype, op, (source.address, target.address), number, captured)
+
+    def enqueue(
+        self,
+        cpus: tuple[CpuCommunicator, ...],
+        shape: Shape,
+        dtype: DType,
+        op: Any,
+        buffers: tuple[int, int],
+        number: int,
+        captured: bool,
+        *,
+        takes_part: bool = True,
+        before: Callable[[int, int], None] | None = None,
+        after: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Enqueue a collective of ``cpus``, one a lane; with ``before`` a kernel writes the slots, and nothing is copied down."""
+        unknown = shape.uneven and shape.collective is Collective.ALL_TO_ALL and not shape.places
+
+        def make() -> tuple[tuple[Piece, ...], Network]:
+            pieces = cut(shape, self.slot_bytes)
+            network = StagedCollective(cpus, shape, dtype, op, self.staging.slots)
+            if before is not None:
+                pieces = tuple(dataclasses.replace(piece, down=()) for piece in pieces)
+            return agreeing(self.world, pieces, network) if unknown else (pieces, network)
+
+        operation = op if isinstance(op, RedOp) else (type(op).__name__, op.scalar)
+        job = self._job((shape, dtype, operation, cpus == self.crosses), captured, make, stride=len(cpus))
+        if cpus == self.crosses and self.layout.width > 1:
+            self._note("hierarchical", f"{len(self.layout.groups)} hosts of {self.layout.width} ranks", job.npieces, job.piece_bytes)
+        else:
+            self._note("staged", self._why_staged(shape, dtype, op), job.npieces, job.piece_bytes)
+        self.staging.enqueue(job, buffers, number, takes_part=takes_part, before=before, after=after)
+
+    def _job(
+        self,
+        key: tuple[Any, ...],
+        captured: bool,
+        make: Callable[[], tuple[tuple[Piece, ...], Network]],
+        *,
+        need: int = 0,
+        stride: int = 1,
+    ) -> StagedJob:
+        """The job of a kind of operation; captured ones apart, because a graph may bring them at any time."""
+        job = self._jobs.get((key, captured))
+        if job is None:
+            pieces, network = make()
+            job = self._jobs[key, captured] = self.staging.job(pieces, self.staging.slots_for(need), network, captured, stride)
+        return job
+
+    def _why_staged(self, shape: Shape, dtype: DType, op: Any) -> str:
+        if self.layout.width == 1 and self.layout.even:
+            return "one rank per host"
+        if not self.layout.even:
+            return "hosts have different numbers of ranks"
+        if shape.collective.reduces and dtype not in ON_GPU:
+            return f"{dtype.label} is not added up on GPUs"
+        if shape.collective.reduces and not isinstance(op, RedOp):
+            return f"{type(op).__name__} is for the CPU"
+        return "blocks for other hosts" if shape.places else "no algorithm of two steps"
+
+    def _note(self, algo: str, reason: str, pieces: int, piece_bytes: int) -> None:
+        self.last_plan = HostsPlan(algo=algo, reason=reason, pieces=pieces, piece_bytes=piece_bytes)
+
+    def barrier(self, number: int, captured: bool) -> None:
+        """Of all ranks, in the stream ``number``."""
+        job = self._job(("barrier",), captured, lambda: ((Piece(),), InPython(lambda *_: self.world.barrier())))
+        self.staging.enqueue(job, (), number)
+
+    def exchange(self, transfers: Sequence[DeviceTransfer], number: int, captured: bool) -> None:
+        """Sends and receives with ranks of other hosts, in the stream ``number``."""
+        rounds, need = cut_transfers(transfers, self.slot_bytes)
+        key = ("exchange", tuple((t.receives, t.peer, t.memory.count, t.memory.dtype) for t in transfers))
+        slots = self.staging.slots_for(need)
+        job = self._job(key, captured, lambda: (tuple(r.piece for r in rounds), transfers_on(self.world, rounds, slots)), need=need)
+        self._note("staged", "sends and receives", len(rounds), need)
+        self.staging.enqueue(job, [t.memory.address for t in transfers], number)
+
+    def in_slot(self, slot: int, first: int, count: int, dtype: DType) -> DeviceMemory:
+        """Elements of a slot, as kernels see them."""
+        slots = self.staging.slots
+        return DeviceMemory(slots.on_gpu + slot * slots.nbytes, first + count, dtype).part(first, count)
+
+    def bytes_pinned(self) -> int:
+        return self.staging.bytes_pinned()
+
+    def abort(self, reason: str) -> None:
+        """End what the lanes wait for."""
+        for cpu in self._cpus:
+            cpu.abort(reason)
+
+    def finalize(self) -> None:
+        """Leave the CPU communicators, after ``staging`` was closed."""
+        for cpu in self._cpus:
+            cpu.finalize()
