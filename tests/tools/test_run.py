@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from miraccl.errors import InvalidUsage
-from miraccl.tools.run import build_command, open_job
+from miraccl.tools.run import Job, build_command, open_job
 
 Script = Callable[[str], str]
 
@@ -154,6 +154,19 @@ def test_ranks_end_with_the_launcher(script: Script) -> None:
         launched.process.wait(30)
     assert select.select([pidfd], [], [], 30)[0], "the rank outlived its launcher"
     os.close(pidfd)
+
+
+def test_a_signal_ends_a_job_that_is_still_starting() -> None:
+    started = []
+
+    def environ(local_rank: int) -> dict[str, str]:
+        started.append(local_rank)
+        if local_rank == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    assert Job(["sleep", "60"], 20, environ, tag=False, grace=0.1).run() == 128 + signal.SIGTERM
+    assert started == [0, 1, 2, 3]
 
 
 def test_usage_errors(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ import click
 
 from miraccl.errors import InvalidUsage
 from miraccl.tools import launch
+from miraccl.tools.options import Finite
 from miraccl.tools.spawn import die_with_parent
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -44,7 +45,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 @click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True, help="Hosts; run the same command on each.")
 @click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Which of the hosts this is.")
 @click.option("--master", metavar="HOST:PORT", help="Where rank 0 listens, a host that all others reach; with --nnodes above 1.")
-@click.option("--grace", type=click.FloatRange(0), default=3.0, show_default=True, help="Seconds between the stages of ending ranks.")
+@click.option("--grace", type=Finite(0), default=3.0, show_default=True, help="Seconds between the stages of ending ranks.")
 @click.argument("program")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(program: str, args: tuple[str, ...], **options: Any) -> None:
@@ -129,6 +130,9 @@ class Job:
             try:
                 for local_rank in range(self._nproc):
                     self._start(local_rank)
+                    self._step(wait=False)
+                    if self._stage:  # a signal, or a rank that has failed already: no more of them
+                        break
                 while self._running:
                     self._step()
             finally:
@@ -183,8 +187,8 @@ class Job:
 
     # ------------------------------------------------------------------ watching
 
-    def _step(self) -> None:
-        timeout = None if self._limit is None else max(0.0, self._limit - time.monotonic())
+    def _step(self, *, wait: bool = True) -> None:
+        timeout = 0.0 if not wait else None if self._limit is None else max(0.0, self._limit - time.monotonic())
         for key, _ in self._selector.select(timeout):
             kind, local_rank, detail = key.data
             if kind == "signal":
