@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
+import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -75,6 +77,38 @@ def test_perf_says_what_is_for_cpu_memory() -> None:
 def test_a_misspelt_command_is_recognised() -> None:
     assert "did you mean 'perf'" in message(invoke("pref"))
     assert "known are" in message(invoke("xyzzy"))
+    assert "did you mean 'show'" in message(invoke("schedule", "shwo"))
+    assert "check, detect, diff, dump, show" in message(invoke("topo", "xyzzy"))
+
+
+@pytest.mark.parametrize(
+    "args", [("plan", "--json"), ("plan", "--html"), ("topo", "show", "--json"), ("topo", "detect", "--out"), ("env", "--json")]
+)
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(args: tuple[str, ...]) -> None:
+    result = invoke(*args, "/no such folder/out")
+    assert result.exit_code == 2
+    assert "there is no folder '/no such folder'" in message(result)
+
+
+def test_commands_run_without_standard_output() -> None:
+    done = subprocess.run(
+        ["sh", "-c", f"{shlex.quote(sys.executable)} -m miraccl perf all_reduce -r 2 -s 8 -n 1 --batches 1 >&-"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_is_told_in_a_line() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "miraccl", "env"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == "miraccl: the output cannot be written: No space left on device\n"
 
 
 @pytest.mark.parametrize(
@@ -94,6 +128,16 @@ def test_a_misspelt_command_is_recognised() -> None:
         (["all_reduce", "--peer-python", "python3"], "--compare"),
         (["all_reduce", "--compare", "mpi", "--peer-python", "/nonexistent/python"], "pip install mpi4py"),
         (["sendrecv", "--persistent"], "no persistent form"),
+        (["all_reduce", "--root", "0"], "broadcast, reduce, gather, scatter"),
+        (["all_reduce", "--min-bytes", "0"], "at least 1 byte"),
+        (["all_reduce", "--sizes", "1000000G"], "larger than the memory of this machine"),
+        (["all_reduce", "--factor", "nan"], "finite"),
+        (["all_reduce", "--factor", "1.0001"], "x>=1.01"),
+        (["all_reduce", "--timeout", "inf"], "finite"),
+        (["all_reduce", "--json", "/no such folder/rows.json"], "there is no folder"),
+        (["all_reduce", "--json", "/"], "folder"),
+        (["all_reduce", "--plot", "/no such folder/rows.svg"], "there is no folder"),
+        (["all_reduce", "--plot", "rows.xyz"], ".svg, .png, .pdf"),
     ],
 )
 def test_errors_of_perf_say_what_is_allowed(args: list[str], expected: str) -> None:
@@ -165,7 +209,17 @@ def test_a_wrong_schedule_is_refused(tmp_path: Path) -> None:
     assert "WRONG" in done.stdout
 
 
-@pytest.mark.parametrize("args", [["show", "nope"], ["verify", "ring", "--ranks", "x"], ["verify", "ring", "--ranks", "5-2"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["show", "nope"],
+        ["verify", "ring", "--ranks", "x"],
+        ["verify", "ring", "--ranks", "5-2"],
+        ["show", "no_such_file.txt"],
+        ["show", sys.executable + "/../" + Path(sys.executable).name],
+        ["draw", "ring", "--ranks", "300"],
+    ],
+)
 def test_schedule_errors(args: list[str]) -> None:
     assert invoke("schedule", *args).exit_code == 2
 

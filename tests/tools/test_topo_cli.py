@@ -67,8 +67,9 @@ def test_nodes_that_do_not_exist(wanted):
 
 
 def test_wrong_gpus():
-    with pytest.raises(InvalidUsage, match="--gpus"):
-        call("show", H100, "--gpus", "a")
+    refused = CliRunner().invoke(topo, ["show", H100, "--gpus", "a"])
+    assert refused.exit_code == 2
+    assert "device numbers such as 0,2,3" in refused.output
     with pytest.raises(TopologyError, match="no GPU has dev 17"):
         call("show", H100, "--gpus", "17")
 

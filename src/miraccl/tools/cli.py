@@ -6,6 +6,7 @@ overview are here and not in the modules that do the work.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -15,6 +16,7 @@ import click
 
 import miraccl
 from miraccl.errors import MiracclError
+from miraccl.tools.options import KnownCommands
 
 #: command -> (module:attribute, sentence of the overview)
 COMMANDS = {
@@ -28,7 +30,7 @@ COMMANDS = {
 }
 
 
-class LazyGroup(click.Group):
+class LazyGroup(KnownCommands):
     """A group whose commands are imported at their first use (click documentation, "Lazily loading subcommands")."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -44,15 +46,6 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, sentence) for name, (_, sentence) in COMMANDS.items()])
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            import difflib
-
-            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(COMMANDS)}"
-            raise click.UsageError(f"no command is called {args[0]!r}; {hint}", ctx)
-        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -81,13 +74,26 @@ def report(error: MiracclError) -> int:
 
 def main(args: list[str] | None = None) -> Any:
     """Entry point of the command; never returns."""
+    _open_standard_streams()
     try:
         sys.exit(cli.main(args, prog_name="miraccl", standalone_mode=True))
     except MiracclError as error:
         sys.exit(report(error))
-    except BrokenPipeError:  # the reader of our output has gone, as in `miraccl env | head`
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        if error.errno == errno.ENOSPC:
+            print(f"miraccl: the output cannot be written: {error.strerror}", file=sys.stderr)
+        # The reader of our output has gone, as in `miraccl env | head`, or the disk is full: what is left to write goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
+
+
+def _open_standard_streams() -> None:
+    """Where a standard stream is closed (``>&-``), the next socket would take its number and get what is printed."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for the life of the process
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ import miraccl
 from miraccl import params
 from miraccl.tools import doctor_gpu
 from miraccl.tools.findings import Check, Finding, Status, read_text
-from miraccl.tools.options import write_json
+from miraccl.tools.options import OutputFile, write_json
 
 
 @click.command(short_help="Check this machine.")
-@click.option("--json", "json_target", metavar="FILE", help="Write a list of JSON objects; - is standard output.")
+@click.option("--json", "json_target", type=OutputFile(), metavar="FILE", help="Write a list of JSON objects; - is standard output.")
 def doctor(json_target: str | None) -> None:
     """Check what this machine offers and what is missing, with what to install or to change.
 

@@ -10,7 +10,7 @@ import click
 
 from miraccl import params
 from miraccl.errors import InvalidUsage
-from miraccl.tools.options import write_json
+from miraccl.tools.options import OutputFile, write_json
 
 _PREFIXES = ("MIRACCL_",)
 #: set by launchers for the ranks they start; documented with `miraccl run`, no parameters
@@ -18,7 +18,7 @@ LAUNCH_VARIABLES = ("RANK", "NRANKS", "LOCAL_RANK", "LOCAL_NRANKS", "UNIQUE_ID",
 
 
 @click.command(short_help="List every setting.")
-@click.option("--json", "json_target", metavar="FILE", help="Write a list of JSON objects; - is standard output.")
+@click.option("--json", "json_target", type=OutputFile(), metavar="FILE", help="Write a list of JSON objects; - is standard output.")
 @click.option("--markdown", is_flag=True, help="Print the table of docs/env.md, with defaults only.")
 @click.option("--set", "only_set", is_flag=True, help="Only those that are not at their default.")
 def env(json_target: str | None, markdown: bool, only_set: bool) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+import math
+import os
 from typing import Any
 
 import click
 
 from miraccl.params import parse_size
+
+MAX_NODES = 16_384  # of a job that is planned: 131,072 GPUs take 9 s and 430 MB
 
 
 class Size(click.ParamType[int]):
@@ -37,16 +42,77 @@ class Sizes(click.ParamType[tuple[int, ...]]):
             self.fail(f"{value!r}: {error}", param, ctx)
 
 
+class Numbers(click.ParamType[tuple[int, ...]]):
+    """A comma-separated list of device numbers."""
+
+    name = "number,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r}: expected device numbers such as 0,2,3", param, ctx)
+
+
+class Finite(click.FloatRange):
+    """A range of numbers without infinity and NaN, which compare as if they were in every range."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return number
+
+
+class OutputFile(click.ParamType[str]):
+    """A file to write, or - for standard output: refused before the work begins where it could not be written after it."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        path = str(value)
+        folder = os.path.dirname(path) or "."
+        if path == "-":
+            return path
+        if os.path.isdir(path):
+            self.fail(f"{path!r} is a folder; give the name of a file", param, ctx)
+        if not os.path.isdir(folder):
+            self.fail(f"{path!r}: there is no folder {folder!r}", param, ctx)
+        if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+            self.fail(f"{path!r} may not be written by this user", param, ctx)
+        return path
+
+
+class KnownCommands(click.Group):
+    """A group that says which commands it has where it is given another."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and not args[0].startswith("-"):
+            close = difflib.get_close_matches(args[0], known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(known)}"
+            raise click.UsageError(f"no command is called {args[0]!r}; {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
 def write_json(target: str, value: Any) -> None:
-    """Write ``value`` to a file, or to standard output if ``target`` is ``-``."""
+    """As ``write_text``."""
     import json
 
-    text = json.dumps(value, indent=1)
+    write_text(target, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(target: str, text: str) -> None:
+    """Write ``text`` to a file, or to standard output if ``target`` is ``-``."""
     if target == "-":
-        print(text)
+        print(text, end="")
         return
     try:
         with open(target, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+            file.write(text)
     except OSError as error:
         raise click.FileError(target, error.strerror) from None

@@ -7,7 +7,6 @@ that is in the cache is shown without being computed.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import click
 
 from miraccl import params
 from miraccl.errors import InvalidUsage
+from miraccl.tools.options import MAX_NODES, Numbers, OutputFile, write_text
 
 if TYPE_CHECKING:
     from miraccl.graph.plan_cache import PlanDocument
@@ -23,21 +23,23 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Show which algorithm and which channels are chosen, and why.")
 @click.option("--topo", "topo_file", type=click.Path(), help="Topology file; without it NCCL_TOPO_FILE, or this machine.")
-@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of such machines in the job.")
-@click.option("--gpus", metavar="0,2,...", help="Only the GPUs with these device numbers, in the order of their ranks.")
+@click.option("--nodes", type=click.IntRange(1, MAX_NODES), default=1, show_default=True, help="Number of such machines in the job.")
+@click.option("--gpus", type=Numbers(), metavar="0,2,...", help="Only the GPUs with these device numbers, in the order of their ranks.")
 @click.option("--collnet", is_flag=True, help="A CollNet plugin is present, and every net supports it.")
 @click.option("--fuse", is_flag=True, help="Read the file as one process per GPU given it with NCCL_TOPO_FILE would.")
 @click.option("--accelerators", multiple=True, metavar="TOML", help="Description of accelerators NCCL does not know; repeatable.")
 @click.option("--explain", is_flag=True, help="Say why, stage by stage; in the JSON under the key explain.")
-@click.option("--json", "json_target", metavar="FILE", help="Write the plan; - is standard output.")
-@click.option("--graph-xml", metavar="FILE", help="Write the channel graphs for NCCL_GRAPH_FILE; - is standard output.")
-@click.option("--svg", metavar="FILE", help="Draw the machine.")
-@click.option("--html", metavar="FILE", help="Write one page with the machine, its channels, paths and times to look into.")
+@click.option("--json", "json_target", type=OutputFile(), metavar="FILE", help="Write the plan; - is standard output.")
+@click.option("--graph-xml", type=OutputFile(), metavar="FILE", help="Write the channel graphs for NCCL_GRAPH_FILE; - is standard output.")
+@click.option("--svg", type=OutputFile(), metavar="FILE", help="Draw the machine.")
+@click.option(
+    "--html", type=OutputFile(), metavar="FILE", help="Write one page with the machine, its channels, paths and times to look into."
+)
 @click.option("--no-cache", is_flag=True, help="Compute the plan even if it is known, and do not keep it.")
 def plan(
     topo_file: str | None,
     nodes: int,
-    gpus: str | None,
+    gpus: tuple[int, ...] | None,
     collnet: bool,
     fuse: bool,
     accelerators: tuple[str, ...],
@@ -66,7 +68,7 @@ def plan(
     document = _document(
         topo_file,
         nodes=nodes,
-        gpus=_devices(gpus),
+        gpus=gpus or (),
         collnet=collnet,
         fuse=fuse,
         described=accelerators,
@@ -77,31 +79,24 @@ def plan(
         from miraccl.topo.load import load_topology
         from miraccl.topo.xmlfile import format_topology
 
-        _write(dump, format_topology(load_topology(topo_file or params.TOPO_FILE.read(os.environ) or None).root))
+        write_text(dump, format_topology(load_topology(topo_file or params.TOPO_FILE.read(os.environ) or None).root))
     if json_target:
-        _write(json_target, document.text.decode())
+        write_text(json_target, document.text.decode())
     for target in filter(None, {graph_xml, params.GRAPH_DUMP_FILE.read(os.environ)}):
-        _write(target, _graph_xml(document.data))
+        write_text(target, _graph_xml(document.data))
     if svg or html:
         from miraccl.tools.plan_view import render_page, render_svg
 
         if svg:
-            _write(svg, render_svg(document.data))
+            write_text(svg, render_svg(document.data))
         if html:
-            _write(html, render_page(document.data))
+            write_text(html, render_page(document.data))
     if tables:
         from miraccl.tools.plan_tables import print_explanation, print_plan
 
         print_plan(document.data)
         if explain:
             print_explanation(document.data)
-
-
-def _devices(text: str | None) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",")) if text else ()
-    except ValueError:
-        raise InvalidUsage(f"--gpus {text}: expected device numbers such as 0,2,3") from None
 
 
 def _document(
@@ -186,13 +181,3 @@ def _read(path: str, what: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise InvalidUsage(f"the {what} {path} cannot be read: {error.strerror}") from None
-
-
-def _write(target: str, text: str) -> None:
-    if target == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(target).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise click.FileError(target, error.strerror) from None

@@ -10,13 +10,13 @@ from typing import Any
 import click
 
 from miraccl.errors import InvalidUsage, ScheduleError
-from miraccl.tools.options import write_json
+from miraccl.tools.options import KnownCommands, OutputFile, write_json, write_text
 from miraccl.types import Collective
 
 _COLLECTIVES = tuple(c.label for c in Collective if c is not Collective.SEND_RECV)
 
 
-@click.group(short_help="Show, prove and draw algorithms.")
+@click.group(cls=KnownCommands, short_help="Show, prove and draw algorithms.")
 def schedule() -> None:
     """Show, prove and draw the steps of an algorithm.
 
@@ -44,11 +44,12 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-_ranks_option = click.option("-r", "--ranks", type=click.IntRange(1, 1024), default=4, show_default=True, help="Number of ranks.")
+def _ranks_option(most: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return click.option("-r", "--ranks", type=click.IntRange(1, most), default=4, show_default=True, help="Number of ranks.")
 
 
 @schedule.command("list")
-@click.option("--json", "json_target", metavar="FILE", help="Write a list of JSON objects; - is standard output.")
+@click.option("--json", "json_target", type=OutputFile(), metavar="FILE", help="Write a list of JSON objects; - is standard output.")
 def list_command(json_target: str | None) -> None:
     """List the algorithms and the collectives that each of them does."""
     from miraccl.schedule import catalog
@@ -69,7 +70,7 @@ def list_command(json_target: str | None) -> None:
 
 @schedule.command(short_help="Print the steps of an algorithm, rank by rank.")
 @_options
-@_ranks_option
+@_ranks_option(1024)
 @click.option("--rank", type=click.IntRange(0), help="Only this rank.")
 def show(algo: str, collective: str, ranks: int, root: int, plugin: str | None, rank: int | None) -> None:
     """Print the steps of ALGO, rank by rank; without --rank in the text form that the commands here read again.
@@ -140,8 +141,8 @@ def verify(algo: str, collective: str, ranks: str, root: int, plugin: str | None
 
 @schedule.command(short_help="Draw the messages of an algorithm over time as SVG.")
 @_options
-@_ranks_option
-@click.option("--out", default="-", metavar="FILE", help="Where to write the SVG; - is standard output.  [default: -]")
+@_ranks_option(256)
+@click.option("--out", default="-", type=OutputFile(), metavar="FILE", help="Where to write the SVG; - is standard output.  [default: -]")
 def draw(algo: str, collective: str, ranks: int, root: int, plugin: str | None, out: str) -> None:
     """Draw the messages of ALGO over time as SVG: one lane per rank, one box per step, an arrow per message.
 
@@ -151,14 +152,7 @@ def draw(algo: str, collective: str, ranks: int, root: int, plugin: str | None, 
     """
     from miraccl.tools.schedule_draw import draw_svg
 
-    text = draw_svg(_build(algo, collective, ranks, root, plugin))
-    if out == "-":
-        print(text, end="")
-        return
-    try:
-        Path(out).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise click.FileError(out, error.strerror) from None
+    write_text(out, draw_svg(_build(algo, collective, ranks, root, plugin)))
 
 
 def _is_file(algo: str) -> bool:
@@ -176,7 +170,9 @@ def _build(algo: str, collective: str, ranks: int, root: int, plugin: str | None
         try:
             return parse(Path(algo).read_text(encoding="utf-8"))
         except OSError as error:
-            raise click.FileError(algo, error.strerror) from None
+            raise InvalidUsage(f"the schedule {algo} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise InvalidUsage(f"the schedule {algo} is no text") from None
 
     _load(plugin)
     return catalog.get(algo).build(Collective[collective.upper()], ranks, root)

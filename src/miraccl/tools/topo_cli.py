@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from miraccl.errors import InvalidUsage
-from miraccl.tools.options import write_json
+from miraccl.tools.options import MAX_NODES, KnownCommands, Numbers, OutputFile, write_json, write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from miraccl.topo.xmlfile import XmlFile
 
 
-@click.group(short_help="Show, read and compare the topology of machines.")
+@click.group(cls=KnownCommands, short_help="Show, read and compare the topology of machines.")
 def topo() -> None:
     """Show, read and compare the topology of machines.
 
@@ -45,14 +45,16 @@ def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--accelerators", multiple=True, metavar="TOML", help="Description of accelerators NCCL does not know; repeatable."),
         click.option("--collnet", is_flag=True, help="Every net without a coll attribute supports CollNet."),
         click.option("--fuse", is_flag=True, help="Read FILE as one process per GPU given it with NCCL_TOPO_FILE would."),
-        click.option("--gpus", metavar="0,2,...", help="Only the GPUs with these device numbers, in the order of their ranks."),
-        click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of such nodes in the job."),
+        click.option(
+            "--gpus", type=Numbers(), metavar="0,2,...", help="Only the GPUs with these device numbers, in the order of their ranks."
+        ),
+        click.option("--nodes", type=click.IntRange(1, MAX_NODES), default=1, show_default=True, help="Number of such nodes in the job."),
     ):
         function = decorate(function)
     return function
 
 
-_json_option = click.option("--json", "json_target", metavar="FILE", help="Write JSON; - is standard output.")
+_json_option = click.option("--json", "json_target", type=OutputFile(), metavar="FILE", help="Write JSON; - is standard output.")
 _accelerators_option = click.option("--accelerators", multiple=True, metavar="TOML", help="Description of accelerators; repeatable.")
 _file_argument = click.argument("file", required=False, type=click.Path())
 
@@ -65,20 +67,24 @@ def _load(file: str | None, accelerators: Sequence[str]) -> XmlFile:
     return load_topology(file, accelerators=described)
 
 
-def _options(nodes: int, gpus: str | None, fuse: bool, collnet: bool) -> TopoOptions:
+def _options(nodes: int, gpus: tuple[int, ...] | None, fuse: bool, collnet: bool) -> TopoOptions:
     from miraccl.topo.options import PathOptions, TopoOptions
 
-    try:
-        devs = tuple(int(part) for part in gpus.split(",")) if gpus else ()
-    except ValueError:
-        raise InvalidUsage(f"--gpus {gpus}: expected device numbers such as 0,2,3") from None
-    return TopoOptions(nodes=nodes, gpus=devs, fuse=fuse, collnet=collnet, paths=PathOptions.read())
+    return TopoOptions(nodes=nodes, gpus=gpus or (), fuse=fuse, collnet=collnet, paths=PathOptions.read())
 
 
 @topo.command(short_help="Detect this machine and write its topology file.")
-@click.option("--out", metavar="FILE", default="-", help="Where to write the topology file; - is standard output.  [default: -]")
-@click.option("--cpu-ranks", type=click.IntRange(0), help="CPU ranks to add.  [default: one per CPU if there are no GPUs, at most 8]")
-@click.option("--root", type=click.Path(), default="/", show_default=True, help="Folder that holds sys and proc of a machine.")
+@click.option(
+    "--out", type=OutputFile(), metavar="FILE", default="-", help="Where to write the topology file; - is standard output.  [default: -]"
+)
+@click.option("--cpu-ranks", type=click.IntRange(0, 1024), help="CPU ranks to add.  [default: one per CPU if there are no GPUs, at most 8]")
+@click.option(
+    "--root",
+    type=click.Path(exists=True, file_okay=False),
+    default="/",
+    show_default=True,
+    help="Folder that holds sys and proc of a machine.",
+)
 @click.option("--base", type=click.Path(), help="Topology file to complete, such as the PCI tree of a provider's virtual machine.")
 @_json_option
 def detect(out: str, cpu_ranks: int | None, root: str, base: str | None, json_target: str | None) -> None:
@@ -102,12 +108,9 @@ def detect(out: str, cpu_ranks: int | None, root: str, base: str | None, json_ta
 
 
 def _write(file: XmlFile, out: str) -> None:
-    from miraccl.topo.xmlfile import format_topology, write_topology
+    from miraccl.topo.xmlfile import format_topology
 
-    if out == "-":
-        click.echo(format_topology(file.root), nl=False)
-    else:
-        write_topology(file.root, out)
+    write_text(out, format_topology(file.root))
 
 
 def _tree(file: XmlFile) -> dict[str, Any]:
@@ -119,9 +122,11 @@ def _tree(file: XmlFile) -> dict[str, Any]:
 
 @topo.command(short_help="Write the topology that takes part, as NCCL dumps it.")
 @_file_argument
-@click.option("--out", metavar="FILE", default="-", help="Where to write; - is standard output.  [default: -]")
+@click.option("--out", type=OutputFile(), metavar="FILE", default="-", help="Where to write; - is standard output.  [default: -]")
 @_reading
-def dump(file: str | None, out: str, nodes: int, gpus: str | None, fuse: bool, collnet: bool, accelerators: tuple[str, ...]) -> None:
+def dump(
+    file: str | None, out: str, nodes: int, gpus: tuple[int, ...] | None, fuse: bool, collnet: bool, accelerators: tuple[str, ...]
+) -> None:
     """Write the topology that takes part, laid out as NCCL dumps it.
 
     With --gpus or --fuse this is the merged topology the ranks would agree on. Described accelerators keep their own elements unless
@@ -151,7 +156,7 @@ def dump(file: str | None, out: str, nodes: int, gpus: str | None, fuse: bool, c
 def show(
     file: str | None,
     nodes: int,
-    gpus: str | None,
+    gpus: tuple[int, ...] | None,
     fuse: bool,
     collnet: bool,
     accelerators: tuple[str, ...],

@@ -13,9 +13,9 @@ import click
 
 from miraccl.errors import InvalidUsage
 from miraccl.tools import launch
-from miraccl.tools.options import Size, Sizes, write_json
-from miraccl.tools.perf import devices, table
-from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS, REDUCING, Case, Row, build_case, size_range
+from miraccl.tools.options import Finite, OutputFile, Size, Sizes, write_json
+from miraccl.tools.perf import devices, plot, table
+from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS, REDUCING, ROOTED, Case, Row, build_case, size_range
 
 DEFAULT_RANKS = 2
 _DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
@@ -32,7 +32,7 @@ _DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
 @click.option("-s", "--sizes", type=Sizes(), help=f"Sizes in bytes, with K, M, G.  [default: {_DEFAULT_SIZES}]")
 @click.option("-b", "--min-bytes", type=Size(), help="Smallest size of a range, instead of --sizes.")
 @click.option("-e", "--max-bytes", type=Size(), help="Largest size of a range.")
-@click.option("-f", "--factor", type=click.FloatRange(1, min_open=True), default=2.0, show_default=True, help="Between sizes of a range.")
+@click.option("-f", "--factor", type=Finite(1.01), default=2.0, show_default=True, help="Between sizes of a range.")
 @click.option(
     "-d",
     "--dtype",
@@ -43,7 +43,7 @@ _DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
     help=f"One of {', '.join(ITEMSIZES)}.",
 )
 @click.option("-o", "--redop", type=click.Choice(REDOPS), metavar="NAME", help=f"One of {', '.join(REDOPS)}.  [default: sum]")
-@click.option("--root", type=click.IntRange(0), default=0, show_default=True, help="Root of broadcast, reduce, gather and scatter.")
+@click.option("--root", type=click.IntRange(0), help="Root of broadcast, reduce, gather and scatter.  [default: 0]")
 @click.option("-n", "--iters", type=click.IntRange(1), help="Calls in a batch; without it as many as take 20 ms, at most 5000.")
 @click.option("-w", "--warmup", type=click.IntRange(0), help="Untimed calls; without it 3, or 1 above 4M.")
 @click.option("--batches", type=click.IntRange(1), default=5, show_default=True, help="Batches; the time is the median of them.")
@@ -80,9 +80,11 @@ _DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
     "--compare", type=click.Choice(("gloo", "mpi", "nccl")), help="Measure this library too, in turns with miraccl, and print the ratio."
 )
 @click.option("--peer-python", metavar="PATH", help="Python that has the library of --compare; without it this one.")
-@click.option("--json", "json_target", metavar="FILE", help="Write the rows as JSON; - is standard output, instead of the table.")
-@click.option("--plot", "plot_target", metavar="FILE", help="Draw busbw over size; the ending (.svg, .png, .pdf) decides the format.")
-@click.option("--timeout", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True, help="Seconds for everything.")
+@click.option(
+    "--json", "json_target", type=OutputFile(), metavar="FILE", help="Write the rows as JSON; - is standard output, instead of the table."
+)
+@click.option("--plot", "plot_target", type=OutputFile(), metavar="FILE", help="Draw busbw over size, as .svg, .png or .pdf.")
+@click.option("--timeout", type=Finite(0, min_open=True), default=600.0, show_default=True, help="Seconds for everything.")
 def perf(op: str, **options: Any) -> None:
     """Measure OP over sizes and print the table of nccl-tests; every element of every result is checked.
 
@@ -135,13 +137,18 @@ def _check(op: str, options: dict[str, Any]) -> _Request:
     devices.check_options(options)
     if op == "barrier" and options["devices"].on_gpu:
         raise click.UsageError("barrier moves no data: leave --devices out")
+    if options["plot_target"]:
+        plot.check_target(options["plot_target"])
     if options["redop"] and op not in REDUCING:
         raise click.UsageError(f"--redop is for {', '.join(REDUCING)}; {op} reduces nothing")
+    if options["root"] is not None and op not in ROOTED:
+        raise click.UsageError(f"--root is for {', '.join(ROOTED)}; {op} has none")
     joined = None if options["ranks"] else launch.detect_ranks()
     ordinals, device = _gpus(options["devices"])
     nranks = options["ranks"] or joined or len(ordinals) or DEFAULT_RANKS
-    if options["root"] >= nranks:
-        raise click.UsageError(f"--root {options['root']} is not one of the {nranks} ranks 0..{nranks - 1}")
+    root = options["root"] or 0
+    if root >= nranks:
+        raise click.UsageError(f"--root {root} is not one of the {nranks} ranks 0..{nranks - 1}")
     if options["hosts"] > nranks or (joined and options["hosts"] > 1):
         raise click.UsageError(f"--hosts {options['hosts']} needs as many ranks, own ones: give --ranks")
     if joined and options["threads"]:
@@ -155,8 +162,7 @@ def _check(op: str, options: dict[str, Any]) -> _Request:
     if options["persistent"] and op in ("sendrecv", "barrier"):
         raise click.UsageError(f"--persistent: {op} has no persistent form")
     cases = [
-        build_case(op, size, nranks=nranks, dtype=options["dtype"], redop=options["redop"] or "sum", root=options["root"])
-        for size in _sizes(options)
+        build_case(op, size, nranks=nranks, dtype=options["dtype"], redop=options["redop"] or "sum", root=root) for size in _sizes(options)
     ]
     return _Request(
         op=op,
@@ -189,11 +195,16 @@ def _sizes(options: dict[str, Any]) -> list[int]:
     else:
         smallest = smallest if smallest is not None else min(8, largest)
         largest = largest if largest is not None else max(smallest, 16 << 20)
-        sizes = size_range(smallest, largest, options["factor"]) if smallest else []
+        if smallest < 1:
+            raise click.UsageError("a size is at least 1 byte")
+        sizes = size_range(smallest, largest, options["factor"])
         if not sizes:
             raise click.UsageError(f"no size lies between --min-bytes {smallest} and --max-bytes {largest}")
     if min(sizes) < 1:
         raise click.UsageError("a size is at least 1 byte")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if max(sizes) > memory:
+        raise click.UsageError(f"a buffer of {max(sizes)} bytes is larger than the memory of this machine, {memory} bytes")
     return sizes
 
 
@@ -392,9 +403,7 @@ def _finish(request: _Request) -> None:
     if o["json_target"]:
         write_json(o["json_target"], [row.to_json() for row in request.rows])
     if o["plot_target"]:
-        from miraccl.tools.perf.plot import draw
-
-        draw(request.rows, o["plot_target"])
+        plot.draw(request.rows, o["plot_target"])
     if any(row.wrong for row in request.rows):
         sys.exit(1)
     if not request.rows:

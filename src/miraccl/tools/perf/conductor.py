@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from miraccl.errors import Fault, MiracclError
+from miraccl.errors import Fault, InvalidUsage, MiracclError
 from miraccl.tools import launch
 from miraccl.tools.perf.measure import Options, Pace, bind_to_core, measure
 from miraccl.tools.perf.spec import Case, Row
@@ -88,8 +89,12 @@ class Group(Protocol):
 def run_cases(job: Job, engine: Any, turn: Callable[[], None], report: Callable[[Line], None]) -> None:
     """The life of one rank; ``report`` is called on every rank with the same line."""
     for number, case in enumerate(job.cases):
-        out_of_place = measure(engine, case, False, job.options, turn)
-        in_place = measure(engine, case, True, job.options, turn)
+        try:
+            out_of_place = measure(engine, case, False, job.options, turn)
+            in_place = measure(engine, case, True, job.options, turn)
+        except MemoryError as error:
+            text = f"{case.op} of {case.nbytes} bytes on {case.nranks} ranks needs more memory than there is: {error}"
+            raise InvalidUsage(text) from None
         explanation = tuple(explain(engine.comm, case)) if job.explain else ()
         report(Line(number=number, out_of_place=out_of_place, in_place=in_place, explanation=explanation))
 
@@ -196,7 +201,10 @@ class OwnGroup:
 
 def _tell(failure: Outcome) -> str:
     text = failure.describe()
-    return text if failure.summary else f"{text} before it could report an error"
+    if failure.summary:
+        return text
+    why = ", as the kernel ends processes when memory runs out" if failure.status == -signal.SIGKILL else ""
+    return f"{text} before it could report an error{why}"
 
 
 def run_in_turns(groups: list[Group], timeout: float, patience: float | None = None) -> Iterator[None]:

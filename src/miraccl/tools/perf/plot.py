@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+import click
 
 from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.tools.perf.spec import Row, busbw_factor
+
+_ENDINGS = (".svg", ".png", ".pdf")
 
 
 def load() -> Any:
@@ -15,6 +20,13 @@ def load() -> Any:
     except ImportError:
         raise MissingDependency("--plot needs matplotlib", hint="pip install 'miraccl[plot]', or pip install matplotlib") from None
     return Figure
+
+
+def check_target(target: str) -> None:
+    """Refuse before anything is measured what could not be drawn afterwards."""
+    if os.path.splitext(target)[1].lower() not in _ENDINGS:
+        raise click.UsageError(f"--plot {target}: the name ends in {', '.join(_ENDINGS)}, which decides the format")
+    load()
 
 
 def draw(rows: list[Row], target: str) -> None:
