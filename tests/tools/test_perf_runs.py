@@ -143,6 +143,26 @@ def test_a_run_that_takes_too_long_is_ended() -> None:
     assert "did not finish in time" in done.stderr
 
 
+def test_an_interrupt_ends_the_ranks_and_is_told() -> None:
+    text = """
+import os, signal
+from miraccl.tools import cli
+from miraccl.tools.perf import conductor
+pump = conductor.OwnGroup.pump
+def interrupted(self, timeout):
+    print(*self._ranks.pids, flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    pump(self, timeout)
+conductor.OwnGroup.pump = interrupted
+signal.signal(signal.SIGINT, signal.default_int_handler)
+cli.main(["perf", "all_reduce", "--ranks", "2", "--sizes", "8"])
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "miraccl: interrupted\n")
+    for pid in done.stdout.splitlines()[-1].split():
+        assert not os.path.exists(f"/proc/{pid}")
+
+
 def test_ranks_of_torchrun() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
