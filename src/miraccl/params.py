@@ -6,6 +6,7 @@ The environment is read here, at the edge; machines and records get values.  ``m
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -80,17 +81,19 @@ def parse_bool(text: str) -> bool:
 
 
 def parse_seconds(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise ValueError("a time is greater than 0 seconds")
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise ValueError("a time is a finite number of seconds greater than 0, such as 30 or 0.5")
     return value
 
 
 def parse_count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError("a count is 0 or more")
-    return value
+    if not text.isdecimal():
+        raise ValueError("a count is a whole number from 0 on")
+    return int(text)
 
 
 def parse_integer(text: str) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from miraccl.errors import InvalidUsage
+
 
 class DType(enum.IntEnum):
     """Element types, with NCCL's names where it has them. ``itemsize`` is in bytes."""
@@ -75,6 +77,12 @@ class PreMulSum:
     """Sum of ``scalar * x`` where each rank gives its own scalar (``ncclRedOpCreatePreMulSum``)."""
 
     scalar: float
+
+    def __post_init__(self) -> None:
+        try:
+            float(self.scalar)
+        except (TypeError, ValueError):
+            raise InvalidUsage(f"PreMulSum: the scalar is {self.scalar!r}; it is a number") from None
 
 
 class Collective(enum.IntEnum):

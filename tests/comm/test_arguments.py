@@ -215,6 +215,7 @@ FROZEN = np.zeros(4, np.float32)
 FROZEN.setflags(write=False)
 GRID = np.zeros((4, 4), np.float32)
 LINE = np.zeros(12, np.float32)
+NOTHING: dict[str, Any] = {"text": "a", "none": None}
 
 WRONG: list[tuple[str, Any]] = [
     ("x is a list", lambda c: c.all_reduce([1.0])),
@@ -230,6 +231,8 @@ WRONG: list[tuple[str, Any]] = [
     ("x is read-only", lambda c: c.recv(FROZEN, 0)),
     ("out is read-only", lambda c: c.all_gather(LINE, FROZEN)),
     ("x is read-only", lambda c: c.all_reduce(b"abcd")),
+    ("x is read-only", lambda c: c.all_reduce(np.float32(3))),
+    ("out is read-only", lambda c: c.sendrecv(LINE[:4], 0, FROZEN, 0)),
     ("different dtypes, float32 and float64", lambda c: c.all_reduce(LINE, np.zeros(12))),
     ("out has 11 elements, but needs 12", lambda c: c.all_reduce(LINE, np.zeros(11, np.float32))),
     ("out has 11 elements, but needs 12", lambda c: c.all_gather(LINE, np.zeros(11, np.float32))),
@@ -247,10 +250,18 @@ WRONG: list[tuple[str, Any]] = [
     ("dst is '0'", lambda c: c.sendrecv(LINE, "0", LINE, 0)),
     ("op is <built-in function sum>", lambda c: c.all_reduce(LINE, op=sum)),
     ("the scalar 0.5 of a pre-multiplied sum is no int32", lambda c: c.all_reduce(np.zeros(3, np.int32), op=PreMulSum(0.5))),
+    ("the scalar nan of a pre-multiplied sum is no int32", lambda c: c.all_reduce(np.zeros(3, np.int32), op=PreMulSum(float("nan")))),
+    ("the scalar inf of a pre-multiplied sum is no int64", lambda c: c.all_reduce(np.zeros(3, np.int64), op=PreMulSum(float("inf")))),
+    ("the scalar -2 of a pre-multiplied sum is no uint8", lambda c: c.all_reduce(np.zeros(3, np.uint8), op=PreMulSum(-2))),
+    ("the scalar is 'a'; it is a number", lambda c: c.all_reduce(LINE, op=PreMulSum(NOTHING["text"]))),
+    ("the scalar is None", lambda c: c.all_reduce(LINE, op=PreMulSum(NOTHING["none"]))),
     ("counts needs 1 counts", lambda c: c.all_gather_v(LINE, [6, 6])),
     ("counts needs 1 counts of 0 or more", lambda c: c.all_gather_v(LINE, [-1])),
     ("counts is a list", lambda c: c.reduce_scatter_v(LINE, None)),
     ("counts is a list", lambda c: c.reduce_scatter_v(LINE, ["a"])),
+    ("counts is a list", lambda c: c.all_gather_v(LINE, [12.5])),
+    ("counts is a list", lambda c: c.all_gather_v(LINE, ["12"])),
+    ("counts is a list", lambda c: c.all_gather_v(LINE, [float("inf")])),
     ("x has 12 elements, but needs 5", lambda c: c.all_gather_v(LINE, [5])),
     ("x has 12 elements, but needs 5", lambda c: c.reduce_scatter_v(LINE, [5])),
     ("a rank sends itself what it receives", lambda c: c.all_to_all_v(LINE, [12], [3])),
@@ -260,6 +271,11 @@ WRONG: list[tuple[str, Any]] = [
     ("window memory", lambda c: c.empty(3, "nonsense")),
     ("window memory", lambda c: c.empty("3")),
     ("no collective is called 'all'", lambda c: c.explain("all", 4)),
+    ("no collective is called None; known are all_reduce", lambda c: c.explain(None, 4)),
+    ("nbytes is -4", lambda c: c.explain("all_reduce", -4)),
+    ("nbytes is '4K'", lambda c: c.explain("all_reduce", "4K")),
+    ("dtype is None", lambda c: c.explain("all_reduce", 4, None)),
+    ("device is None; allowed are cpu, cuda", lambda c: c.empty(4, device=None)),
     ("dtype is 'half'", lambda c: c.explain("all_reduce", 4, "half")),
     ("color is 'red'", lambda c: c.split("red")),
     ("key is 'a'", lambda c: c.split(0, "a")),
@@ -281,6 +297,9 @@ def test_options_are_checked() -> None:
         ({"timeout": -1.0}, "timeout is -1"),
         ({"timeout": "soon"}, "timeout is 'soon'"),
         ({"timeout": float("nan")}, "timeout is nan"),
+        ({"timeout": float("inf")}, "timeout is inf"),
+        ({"timeout": [5]}, "timeout is .5."),
+        ({"algo": 3}, "algo is 3"),
         ({"algo": "fast"}, "no algorithm is called 'fast'"),
         ({"proto": "ll128"}, "protocol 'll128' does not exist"),
         ({"buffsize": -5}, "buffsize is -5"),
@@ -327,6 +346,16 @@ def refused_on_all_ranks() -> None:
 @pytest.mark.multiprocess
 def test_refusals_on_all_ranks_leave_the_communicator_usable() -> None:
     run_ranks(refused_on_all_ranks, 3)
+
+
+def test_numbers_and_types_of_numpy_are_taken(comm: Any) -> None:
+    assert comm.all_gather(np.float32(3)).tolist() == [3.0]
+    assert comm.broadcast(np.ones(2), np.int64(0)).tolist() == [1.0, 1.0]
+    assert comm.all_gather_v(np.ones(3), np.array([3])).shape == (3,)
+    assert comm.explain("all_reduce", np.int64(4096), np.float16)[0].chosen
+    part = comm.split(np.int64(1), np.int32(0))
+    assert part is not None
+    part.finalize()
 
 
 def test_results_have_the_shapes_of_their_inputs(comm: Communicator) -> None:

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from dataclasses import dataclass
+from operator import index as whole_number
 from typing import Any
 
 import numpy as np
@@ -64,6 +66,10 @@ def view(thing: Any, name: str, *, writes: bool, where: str) -> Memory:
 def _as_array(thing: Any, name: str, where: str) -> Array:
     if isinstance(thing, np.ndarray):
         return thing
+    if isinstance(thing, np.generic):  # a scalar: NumPy makes a copy, which its owner would never see written
+        array = np.asarray(thing)
+        array.flags.writeable = False
+        return array
     if hasattr(thing, "__dlpack__"):
         return _from_dlpack(thing, name, where)
     if hasattr(thing, "__array_interface__"):
@@ -186,13 +192,33 @@ class _Exporter:
 def operator(op: Any, dtype: DType, where: str) -> tuple[RedOp, float]:
     """(kind, scalar of a pre-multiplied sum)."""
     if isinstance(op, PreMulSum):
-        if not dtype.is_float and op.scalar != int(op.scalar):
+        if not dtype.is_float and not _is_integer(op.scalar, dtype):
             raise InvalidUsage(f"{where}: the scalar {op.scalar} of a pre-multiplied sum is no {dtype.label}")
         return RedOp.PREMUL_SUM, float(op.scalar)
     if isinstance(op, RedOp) and op is not RedOp.PREMUL_SUM:
         return op, 1.0
     names = ", ".join(o.name for o in RedOp if o is not RedOp.PREMUL_SUM)
     raise InvalidUsage(f"{where}: op is {op!r}; allowed are miraccl.{names} and miraccl.PreMulSum(scalar)")
+
+
+def _is_integer(scalar: float, dtype: DType) -> bool:
+    limits = np.iinfo(NUMPY_DTYPE[dtype])
+    return float(scalar).is_integer() and int(limits.min) <= scalar <= int(limits.max)
+
+
+def data_type(value: Any) -> DType:
+    """The type that a ``DType``, its label or a type of NumPy means."""
+    if isinstance(value, str) and value.upper() in DType.__members__:
+        return DType[value.upper()]
+    if isinstance(value, DType):
+        return value
+    if value is not None and not isinstance(value, str):
+        with contextlib.suppress(TypeError):
+            kind = np.dtype(value)
+            for code, known in NUMPY_DTYPE.items():
+                if known == kind:
+                    return code
+    raise InvalidUsage(f"dtype is {value!r}; allowed are {ALLOWED}")
 
 
 def peer_rank(value: Any, name: str, nranks: int, where: str) -> int:
@@ -217,8 +243,8 @@ def expect_count(memory: Memory, count: int, name: str, why: str, where: str) ->
 def counts_of(values: Any, name: str, nranks: int, where: str) -> list[int]:
     """Counts per rank of an uneven operation."""
     try:
-        counts = [int(v) for v in values]
-    except (TypeError, ValueError) as error:
+        counts = [whole_number(v) for v in values]
+    except TypeError as error:
         raise InvalidUsage(f"{where}: {name} is a list of {nranks} element counts, got {values!r}") from error
     if len(counts) != nranks or min(counts) < 0:
         raise InvalidUsage(f"{where}: {name} needs {nranks} counts of 0 or more, one a rank, got {counts}")

@@ -231,7 +231,7 @@ class Communicator:
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.sendrecv(x, dst, out, src, stream=stream)
         self._member.check(0 if async_op else code, "sendrecv")
-        pair = [self._checked(x, dst, False, "sendrecv"), self._checked(out, src, True, "sendrecv")]
+        pair = [self._checked(x, dst, False, "sendrecv"), self._checked(out, src, True, "sendrecv", "out")]
         group = groups.current()
         if group is not None:
             for transfer in pair:
@@ -281,9 +281,10 @@ class Communicator:
         ``device`` "cuda" or "cuda:1" gives GPU memory, zeroed; that call is collective, and the memory lives as long as the communicator.
         A dtype of PyTorch's gives a tensor, another one a ``comm.device_windows.DeviceArray``.
         """
-        if device == "cpu":
+        name = str(device)  # torch.device is written alike
+        if name == "cpu":
             return self._member.empty(shape, dtype)
-        kind, _, number = device.partition(":")
+        kind, _, number = name.partition(":")
         if kind != "cuda" or (number and not number.isdecimal()):
             raise InvalidUsage(f"empty: device is {device!r}; allowed are cpu, cuda and cuda:<number>", rank=self.rank)
         side = self._device_side(int(number) if number else current_ordinal())
@@ -430,10 +431,10 @@ class Communicator:
             return DevicePersistent(self._device_side(ordinal_of(on_gpu)), name, args)
         return Persistent(self._member, make(self._place(name)), name)
 
-    def _checked(self, x: Any, peer: Any, receives: bool, name: str) -> Transfer:
+    def _checked(self, x: Any, peer: Any, receives: bool, name: str, argument: str = "x") -> Transfer:
         self._member.check(0, name)
         other = peer_rank(peer, "src" if receives else "dst", self.nranks, name)
-        return Transfer(receives=receives, peer=other, memory=view(x, "x", writes=receives, where=name))
+        return Transfer(receives=receives, peer=other, memory=view(x, argument, writes=receives, where=name))
 
     def _transfer(self, x: Any, peer: Any, receives: bool, name: str, async_op: bool, code: int) -> Any:
         self._member.check(code, name)

@@ -7,16 +7,19 @@ everything queues behind it.  The word ``CTX_BUSY`` of the context shuts the doo
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
+
 from miraccl import __version__, params
 from miraccl.bootstrap import Session
 from miraccl.comm import nccl_wishes
-from miraccl.comm.arguments import ALLOWED
+from miraccl.comm.arguments import data_type
 from miraccl.comm.calls import Call, Place, barrier
 from miraccl.comm.exchange import Entry, Exchange, Transfer
 from miraccl.comm.fabric import Beliefs, Fabric
@@ -28,7 +31,7 @@ from miraccl.comm.work import Work, Worker
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.lower import Run
-from miraccl.types import Collective, DType, RedOp
+from miraccl.types import Collective, RedOp
 
 REASON_BROKEN, REASON_GROUP, REASON_PENDING, REASON_CLOSED, REASON_OPEN = 1, 2, 4, 8, 16
 MAX_RUNS = 2048
@@ -58,8 +61,11 @@ class Options:
         deterministic: bool | None = None,
         buffsize: int | None = None,
     ) -> Options:
-        if timeout is not None and (isinstance(timeout, bool | str) or not timeout > 0):
-            raise InvalidUsage(f"timeout is {timeout!r}; it is a number of seconds greater than 0")
+        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf):
+            raise InvalidUsage(f"timeout is {timeout!r}; it is a finite number of seconds greater than 0")
+        for name, text in (("algo", algo), ("proto", proto)):
+            if text is not None and not isinstance(text, str):
+                raise InvalidUsage(f"{name} is {text!r}; it is a name, such as {'ring' if name == 'algo' else 'simple'}")
         if buffsize is not None and (isinstance(buffsize, bool) or not isinstance(buffsize, int) or buffsize < 0):
             raise InvalidUsage(f"buffsize is {buffsize!r}; it is a number of bytes, 0 leaves the choice to us")
         algorithm, wishes = nccl_wishes.read_algorithms() if algo is None else (algo.lower(), {})
@@ -282,23 +288,23 @@ class Member:
         return {"total": parts["fifo"] + parts["network"] + parts["private"], **parts}
 
     def explain(self, collective: str | Collective, nbytes: int, dtype: Any, op: RedOp) -> list[Candidate]:
-        name = collective.upper() if isinstance(collective, str) else collective.name
+        name = collective.upper() if isinstance(collective, str) else getattr(collective, "name", "")
         if name not in Collective.__members__ or name == "SEND_RECV":
-            raise InvalidUsage(f"no collective is called {collective!r}")
+            known = ", ".join(c.label for c in Collective if c is not Collective.SEND_RECV)
+            raise InvalidUsage(f"no collective is called {collective!r}; known are {known}")
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int | np.integer) or nbytes < 0:
+            raise InvalidUsage(f"explain: nbytes is {nbytes!r}; it is a number of bytes from 0 on")
         kind = Collective[name]
-        label = dtype if isinstance(dtype, str) else dtype.label if isinstance(dtype, DType) else str(dtype)
-        if label.upper() not in DType.__members__:
-            raise InvalidUsage(f"dtype is {dtype!r}; allowed are {ALLOWED}")
-        return self.planner.candidates(kind, default_block_bytes(kind, nbytes, self.nranks), DType[label.upper()], op)
+        return self.planner.candidates(kind, default_block_bytes(kind, int(nbytes), self.nranks), data_type(dtype), op)
 
     # ---- other communicators
 
     def split(self, color: int | None, key: int, number: int) -> tuple[Session | None, Options]:
         """The session of this rank's color."""
         self.check(0, "split")
-        if color is not None and (isinstance(color, bool) or not isinstance(color, int)):
+        if color is not None and (isinstance(color, bool) or not isinstance(color, int | np.integer)):
             raise InvalidUsage(f"split: color is {color!r}; it is a whole number, or None to stay out")
-        if isinstance(key, bool) or not isinstance(key, int):
+        if isinstance(key, bool) or not isinstance(key, int | np.integer):
             raise InvalidUsage(f"split: key is {key!r}; it is a whole number")
         mine = f"{'' if color is None else int(color)},{int(key)}".encode()
         everyone = [tuple(blob.decode().split(",")) for blob in self.session.all_gather(mine, f"split {number}")]
