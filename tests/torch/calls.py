@@ -58,6 +58,10 @@ def layouts(path: str) -> None:
             dist.all_reduce(frozen, async_op=True).wait()
             dist.all_reduce(frozen)
             assert frozen.tolist() == [nranks**2] * 4
+        for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64):
+            resized = torch.ones(4, dtype=dtype)
+            dist.broadcast(resized, 0)
+            assert resized.resize_(8).numel() == 8  # the storage is still its owner's
         window = torch.zeros(10)
         dist.all_reduce(window[3:6].fill_(1.0))
         assert window.tolist() == [0.0] * 3 + [float(nranks)] * 3 + [0.0] * 4

@@ -16,10 +16,14 @@ except ImportError as error:
 if not dist.is_available():
     raise MissingDependency("this build of PyTorch has no torch.distributed", hint="install a build with USE_DISTRIBUTED=1")
 
+from miraccl.torch.collectives import Collectives
 from miraccl.torch.failures import BackendError
 from miraccl.torch.process_group import NAME, ProcessGroupMiraccl
 from miraccl.torch.start import create
+from miraccl.torch.streams import StreamWork
 from miraccl.torch.tensors import DEVICES
+from miraccl.torch.untraced import untraced
+from miraccl.torch.work import TransferWork, Work
 from miraccl.torch.wrapped import install
 
 __all__ = ["NAME", "BackendError", "ProcessGroupMiraccl", "create"]
@@ -27,3 +31,4 @@ __all__ = ["NAME", "BackendError", "ProcessGroupMiraccl", "create"]
 if NAME.upper() not in dist.Backend._plugins:
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(DEVICES))
     install()
+    untraced(Collectives, ProcessGroupMiraccl, Work, TransferWork, StreamWork)

@@ -21,14 +21,23 @@ from miraccl.comm.arguments import Array
 from miraccl.errors import InvalidUsage
 
 DEVICES = ("cpu", "cuda")
-NATIVE = frozenset(
-    (torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.float16, torch.float32, torch.float64)
-)
-#: NumPy knows these by ml_dtypes only, and torch hands them out as integers only.
+#: Types of torch that NumPy has as well, by the letters of the array interface.
+NATIVE = {
+    torch.int8: "|i1",
+    torch.uint8: "|u1",
+    torch.int32: "<i4",
+    torch.uint32: "<u4",
+    torch.int64: "<i8",
+    torch.uint64: "<u8",
+    torch.float16: "<f2",
+    torch.float32: "<f4",
+    torch.float64: "<f8",
+}
+#: NumPy knows these by ml_dtypes only, whose letters it does not take.
 SMALL_FLOATS = {
-    torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16)),
-    torch.float8_e4m3fn: (torch.uint8, np.dtype(ml_dtypes.float8_e4m3fn)),
-    torch.float8_e5m2: (torch.uint8, np.dtype(ml_dtypes.float8_e5m2)),
+    torch.bfloat16: ("<i2", np.dtype(ml_dtypes.bfloat16)),
+    torch.float8_e4m3fn: ("|u1", np.dtype(ml_dtypes.float8_e4m3fn)),
+    torch.float8_e5m2: ("|u1", np.dtype(ml_dtypes.float8_e5m2)),
 }
 WIDENED = frozenset((torch.int16, torch.uint16))
 
@@ -151,10 +160,16 @@ def _array(flat: Any, form: Form) -> Any:
         flat = torch.view_as_real(flat).view(-1)
     if _on_gpu(flat):
         return flat
-    result: Array
-    if flat.dtype in SMALL_FLOATS:
-        carrier, dtype = SMALL_FLOATS[flat.dtype]
-        result = flat.view(carrier).numpy().view(dtype)
-    else:
-        result = flat.numpy()
-    return result
+    letters, dtype = SMALL_FLOATS.get(flat.dtype) or (NATIVE[flat.dtype], None)
+    array: Array = np.asarray(_Flat(flat, letters))
+    return array if dtype is None else array.view(dtype)
+
+
+class _Flat:
+    """What NumPy views a flat tensor through, and keeps alive. After ``Tensor.numpy`` nobody could resize the tensor's storage."""
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: Any, letters: str) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {"data": (tensor.data_ptr(), False), "shape": (tensor.numel(),), "typestr": letters, "version": 3}

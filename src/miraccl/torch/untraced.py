@@ -1,0 +1,22 @@
+"""Keeps ``torch.compile`` out of this package: it would trace the frames that PyTorch's C++ or a broken graph calls here.
+
+The function that says so is below ``torch._dynamo``, whose import takes a second; where a version of PyTorch lacks it, code is traced.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+
+def untraced(*classes: type) -> None:
+    """Run the methods of these classes as they are, with all that they call."""
+    try:
+        frames = importlib.import_module("torch._C._dynamo.eval_frame")
+        alone = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        mark = frames.set_code_exec_strategy
+    except (ImportError, AttributeError):
+        return
+    for value in (value for cls in classes for value in vars(cls).values()):
+        if inspect.isfunction(value):
+            mark(value.__code__, alone)
