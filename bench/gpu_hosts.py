@@ -1,8 +1,9 @@
 """GPUs of one machine as two hosts, ours beside NCCL's socket transport under the same split.
 
 ``python bench/gpu_hosts.py --ranks 2 [--collectives all_reduce,all_gather] [--sizes 1024,...] [--out NAME]``: ranks are split in the
-middle, 2 ranks are 2 hosts of one GPU, 4 are 2 hosts of two.  Per size the median of the slowest rank on a stream, and the ratio
-NCCL / miraccl.
+middle, 2 ranks are 2 hosts of one GPU, 4 are 2 hosts of two.  Per size the median of the slowest rank on a stream, the ratio
+NCCL / miraccl, and what a call costs its caller (host us).  Every element of our results is checked; elements differ by place and rank.
+After ``--seconds`` no further row is begun.
 
 Ours has peer access inside a host.  NCCL gets ``NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1``, so that it uses sockets inside a host, too;
 ``--nccl-p2p`` leaves both to it, which is its best.  Hosts are split by ``MIRACCL_HOSTID`` and ``NCCL_HOSTID``; InfiniBand and NVLink
@@ -12,9 +13,11 @@ multicast are off (NCCL_IB_DISABLE=1, NCCL_NVLS_ENABLE=0).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,14 +38,16 @@ def main() -> None:
     parser.add_argument("--nccl-p2p", action="store_true", help="NCCL may use NVLink and shared memory inside a host")
     parser.add_argument("--graph", action="store_true", help="ours in CUDA graphs, too, up to 4 MiB")
     parser.add_argument("--no-nccl", action="store_true")
+    parser.add_argument("--seconds", type=float, default=70.0, help="for all rows, from the start of the ranks")
     parser.add_argument("--out", help="name of the result files, below bench/results or with a folder; none are written without it")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        sys.exit(spawn(__file__, options.ranks, sys.argv[1:]))
+        sys.exit(spawn(__file__, options.ranks, sys.argv[1:], timeout=options.seconds + 60))
     run(options)
 
 
 def run(options: argparse.Namespace) -> None:
+    start = time.monotonic()
     rank, nranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host = f"bench-host-{rank * 2 // nranks}"
     os.environ["MIRACCL_HOSTID"] = host
@@ -65,12 +70,16 @@ def run(options: argparse.Namespace) -> None:
             os.environ.update({"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"})
         start_nccl(dist, torch, rank, nranks)
     timer, rows = Timer(torch, comm), []
-    for collective in options.collectives.split(","):
-        for size in map(int, options.sizes.split(",")):
-            row = measure(torch, nccl, comm, timer, collective, size, options)
-            rows.append(row)
+    for collective, size in itertools.product(options.collectives.split(","), map(int, options.sizes.split(","))):
+        late = str(int(time.monotonic() - start > options.seconds)).encode()
+        if b"1" in session.all_gather(late, "time"):
             if rank == 0:
-                print(line(row), flush=True)
+                print(f"no time is left for {collective} of {size} bytes and what follows", flush=True)
+            break
+        row = measure(torch, nccl, comm, timer, collective, size, options)
+        rows.append(row)
+        if rank == 0:
+            print(line(row), flush=True)
     if rank == 0:
         record = {"machine": describe(torch, nranks, options), "dtype": options.dtype, "rows": rows}
         text = markdown(record)
@@ -90,22 +99,25 @@ def measure(torch: Any, dist: Any, comm: Any, timer: Timer, collective: str, nby
     """One row."""
     dtype, n, rank = getattr(torch, options.dtype), comm.nranks, comm.rank
     count = max(n, nbytes // dtype.itemsize // n * n)
-    x = torch.full((count // n if collective == "all_gather" else count,), float(rank + 1), device="cuda", dtype=dtype)
+    x = given(torch, rank, count // n if collective == "all_gather" else count).to(dtype)
     out = torch.zeros(count // n if collective == "reduce_scatter" else count, device="cuda", dtype=dtype)
     ours, theirs = operations(torch, dist, comm, collective, x, out)
     iterations, repeats = (30, 5) if nbytes <= 256 * KIB else (10, 5) if nbytes <= 4 * MIB else (3, 3) if nbytes <= 64 * MIB else (1, 3)
     row: dict[str, Any] = {"collective": collective, "bytes": nbytes}
     row["miraccl_us"] = round(timer.slowest(timer.plain(ours, iterations, repeats)), 1)
+    row["host_us"] = host_us(timer, ours, iterations)
     out.zero_()
     ours()
     comm.synchronize()
-    row["wrong"] = wrong(torch, collective, out, n, rank)
+    found = wrong(torch, collective, out, n, rank)
+    row["wrong"] = sum(int(part) for part in comm.session.all_gather(str(found).encode(), "wrong"))
     row["plan"] = f"{comm.last_plan.algo}, {comm.last_plan.pieces} pieces"
     if options.graph and nbytes <= 4 * MIB:
         row["graph_us"] = round(timer.slowest(timer.graph(ours, iterations, repeats)), 1)
     if theirs is not None:
         row["nccl_us"] = round(timer.slowest(timer.plain(theirs, iterations, repeats)), 1)
         row["ratio"] = round(row["nccl_us"] / row["miraccl_us"], 2)
+        row["nccl_host_us"] = host_us(timer, theirs, iterations)
     row["algbw"] = round(nbytes / row["miraccl_us"] / 1e3, 2)
     return row
 
@@ -138,16 +150,39 @@ def operations(torch: Any, dist: Any, comm: Any, collective: str, x: Any, out: A
     return ours, theirs
 
 
+def host_us(timer: Timer, operation: Callable[[], Any], calls: int) -> float:
+    """Microseconds until a call returns, while the GPU is still busy with those before it; the slowest rank's."""
+    timer.barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        operation()
+    found = (time.perf_counter() - start) / calls * 1e6
+    timer.barrier()
+    return round(timer.slowest([found]), 1)
+
+
+def given(torch: Any, rank: int, count: int, first: int = 0) -> Any:
+    """What a rank gives, from element ``first`` on: sums are exact in 16-bit floats, too."""
+    return torch.arange(first, first + count, device="cuda") % 5 + rank
+
+
 def wrong(torch: Any, collective: str, out: Any, n: int, rank: int) -> int:
-    """Elements that are not what they must be; rank r gave r + 1 everywhere."""
-    if collective in ("all_reduce", "reduce_scatter"):
-        return int((out != n * (n + 1) / 2).sum())
-    if collective == "sendrecv":
-        return int((out != (rank - 1) % n + 1).sum())
-    if collective == "broadcast":
-        return int((out != 1).sum()) if rank else 0
-    want = torch.arange(1, n + 1, device="cuda", dtype=out.dtype).repeat_interleave(out.numel() // n)
-    return int((out != want).sum())
+    """Elements that are not what they must be."""
+    share = out.numel() // n
+    match collective:
+        case "all_reduce":
+            want = n * given(torch, 0, out.numel()) + n * (n - 1) // 2
+        case "reduce_scatter":
+            want = n * given(torch, 0, out.numel(), rank * out.numel()) + n * (n - 1) // 2
+        case "sendrecv":
+            want = given(torch, (rank - 1) % n, out.numel())
+        case "broadcast":
+            want = given(torch, 0, out.numel()) if rank else out
+        case "all_gather":
+            want = torch.cat([given(torch, peer, share) for peer in range(n)])
+        case _:
+            want = torch.cat([given(torch, peer, share, rank * share) for peer in range(n)])
+    return int((out != want.to(out.dtype)).sum())
 
 
 def describe(torch: Any, nranks: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -166,7 +201,8 @@ def describe(torch: Any, nranks: int, options: argparse.Namespace) -> dict[str, 
 def line(row: dict[str, Any]) -> str:
     graph = f"{row['graph_us']:.1f}" if "graph_us" in row else ""
     theirs = (f"{row['nccl_us']:.1f}", f"{row['ratio']:.2f}") if "nccl_us" in row else ("", "")
-    cells = (row["collective"], row["bytes"], f"{row['miraccl_us']:.1f}", graph, *theirs, row["algbw"], row["wrong"], row["plan"])
+    host = f"{row['host_us']} / {row.get('nccl_host_us', '')}"
+    cells = (row["collective"], row["bytes"], f"{row['miraccl_us']:.1f}", graph, *theirs, host, row["algbw"], row["wrong"], row["plan"])
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
@@ -176,8 +212,8 @@ def markdown(record: dict[str, Any]) -> str:
         f"{machine['date']}, {machine['gpus']}, {machine['cores']} cores, {record['dtype']}; NCCL {machine['nccl']}: sockets between hosts"
     )
     inside = f"and {machine['nccl_inside_a_host']} inside a host; torch {machine['torch']}. Median of the slowest rank."
-    names = "collective | bytes | miraccl us | in a graph | NCCL us | NCCL / miraccl | GB/s | wrong | plan"
-    table = [f"| {names} |", "|---|---:|---:|---:|---:|---:|---:|---:|---|"]
+    names = "collective | bytes | miraccl us | in a graph | NCCL us | NCCL / miraccl | host us, miraccl / NCCL | GB/s | wrong | plan"
+    table = [f"| {names} |", "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|"]
     return "\n".join([f"{head} {inside}", "", *table, *map(line, record["rows"]), ""])
 
 

@@ -24,6 +24,7 @@ from numba import njit
 
 from miraccl import params
 from miraccl.comm.communicator import Communicator
+from miraccl.comm.device_direct import DirectStreams
 from miraccl.comm.device_network import StagedCollective
 from miraccl.comm.device_pieces import Shape, cut
 from miraccl.comm.device_staging import LANES, Staging
@@ -84,28 +85,34 @@ class Processor:
         self.answers.append(time.perf_counter() - self.sent)
 
 
-def rank_main(context: Context, sizes: list[int], rounds: int, slot_bytes: int) -> dict[int, dict[str, Any]]:
+def rank_main(context: Context, sizes: list[int], rounds: int, slot_bytes: int, through_proxy: bool) -> dict[int, dict[str, Any]]:
     os.environ["MIRACCL_HOSTID"] = f"host-{os.environ['MIRACCL_RANK']}"
     from miraccl.bootstrap.launch import detect_launch, meet
 
     with meet(detect_launch(os.environ)) as world:
         cpus = [Communicator.from_session(world.sub(range(2), f"lane {lane}"), Options.create()) for lane in range(LANES)]
+        direct = [] if through_proxy else [DirectStreams(world.sub(range(2), f"direct {i}"), cpu._member) for i, cpu in enumerate(cpus)]
         gpu: Any = Processor()
         staging = Staging(gpu, slot_bytes, on_fault=lambda error: print(f"fault: {error}"), name="bench")
-        rows = {nbytes: measure(world, cpus, gpu, staging, nbytes, rounds) for nbytes in sizes}
+        rows = {nbytes: measure(world, cpus, direct, gpu, staging, nbytes, rounds) for nbytes in sizes}
         world.barrier("end")
         staging.close()
+        for streams in direct:
+            streams.close()
         for cpu in cpus:
             cpu.finalize()
     return rows
 
 
-def measure(world: Any, cpus: list[Communicator], gpu: Any, staging: Staging, nbytes: int, rounds: int) -> dict[str, Any]:
+def measure(
+    world: Any, cpus: list[Communicator], direct: list[DirectStreams], gpu: Any, staging: Staging, nbytes: int, rounds: int
+) -> dict[str, Any]:
     count = nbytes // 4
     x, y = np.ones(count, np.float32), np.zeros(count, np.float32)
     shape = Shape.even(Collective.ALL_REDUCE, 4, world.rank, 2, 0, count)
     pieces = cut(shape, staging.slots.nbytes)
-    job = staging.job(pieces, staging.slots, StagedCollective(cpus, shape, DType.FLOAT32, RedOp.SUM, staging.slots), False, LANES)
+    network = StagedCollective(cpus, shape, DType.FLOAT32, RedOp.SUM, staging.slots, direct)
+    job = staging.job(pieces, staging.slots, network, False, LANES)
     alone, buffers = cpus[0].all_reduce_init(np.zeros(count, np.float32)), (x.ctypes.data, y.ctypes.data)
     calls = 200 if nbytes <= 1 << 16 else 40 if nbytes <= 1 << 20 else 3
     times: dict[str, list[float]] = {"alone": [], "operation": [], "answer": []}
@@ -132,12 +139,13 @@ def main() -> None:
     parser.add_argument("--sizes", default=SIZES)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--slot", type=params.parse_size, default=params.GPU_STAGING.read(), help="bytes of a piece at most")
+    parser.add_argument("--through-proxy", action="store_true", help="every piece through the CPU communicator")
     common.add_output_option(parser)
     args = parser.parse_args()
     machine = common.describe_machine()
     launch.warm_up()
     sizes = [params.parse_size(size) for size in args.sizes.split(",")]
-    with launch.local_job(2) as environ, Ranks(rank_main, 2, (sizes, args.rounds, args.slot), environ=environ) as ranks:
+    with launch.local_job(2) as environ, Ranks(rank_main, 2, (sizes, args.rounds, args.slot, args.through_proxy), environ=environ) as ranks:
         ranks.wait(time.monotonic() + 300)
         failure = ranks.first_failure()
         if failure:

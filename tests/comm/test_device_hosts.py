@@ -20,6 +20,13 @@ def test_collectives(hosts: str) -> None:
         assert used["gather"] == "staged"
 
 
+@pytest.mark.parametrize(("hosts", "sizes", "staging"), [("AB", SIZES, "64K"), ("AABB", SIZES, "64K"), ("ABC", [3, 100_001], "1M")])
+def test_collectives_over_tcp(hosts: str, sizes: list[int], staging: str) -> None:
+    """Lanes exchange small pieces themselves, and of two hosts large ones, too; of three the CPU communicator takes those."""
+    for used in run_ranks(fake_hosts.even_collectives, len(hosts), hosts, sizes, True, env={"MIRACCL_GPU_STAGING": staging}):
+        assert set(used) >= TWO_STEPS
+
+
 def test_with_emulated_kernels() -> None:
     run_ranks(fake_hosts.with_kernels, 4, "AABB", env=SMALL, timeout=180.0)
 
@@ -44,41 +51,51 @@ def test_sends_and_receives(hosts: str) -> None:
     run_ranks(fake_hosts.sends_and_receives, len(hosts), hosts, env=SMALL)
 
 
-@pytest.mark.parametrize("hosts", ["AB", "AABB"])
-def test_graphs(hosts: str) -> None:
-    run_ranks(fake_hosts.graphs, len(hosts), hosts, env=SMALL)
+@pytest.mark.parametrize(("hosts", "apart"), [("AB", False), ("AABB", False), ("AABB", True)])
+def test_graphs(hosts: str, apart: bool) -> None:
+    run_ranks(fake_hosts.graphs, len(hosts), hosts, apart, env=SMALL)
 
 
-@pytest.mark.parametrize("hosts", ["AB", "AABB"])
-def test_special_operators_and_arguments(hosts: str) -> None:
-    run_ranks(fake_hosts.special, len(hosts), hosts, env=SMALL)
+@pytest.mark.parametrize(("hosts", "apart"), [("AB", False), ("AABB", False), ("AB", True)])
+def test_special_operators_and_arguments(hosts: str, apart: bool) -> None:
+    run_ranks(fake_hosts.special, len(hosts), hosts, apart, env=SMALL)
 
 
 def test_the_public_way() -> None:
     run_ranks(fake_hosts.public_way, 2)
 
 
-def test_abort_ends_what_waits() -> None:
-    for text in run_ranks(fake_hosts.abort, 2, "AB"):
+@pytest.mark.parametrize("apart", [False, True])
+def test_abort_ends_what_waits(apart: bool) -> None:
+    for text in run_ranks(fake_hosts.abort, 2, "AB", apart):
         assert text.startswith("CommunicatorAborted: ")
         assert "rank 0 aborted" in text
 
 
 def test_a_failure_of_the_driver_is_told_to_all() -> None:
-    for text in run_ranks(fake_hosts.driver_fails, 2, "AB", env=SMALL):
+    for text in run_ranks(fake_hosts.driver_fails, 2, "AB", False, env=SMALL):
         assert text.startswith("SystemFailure")
         assert "cuMemcpyDtoHAsync" in text
 
 
-def test_a_deadline_ends_what_waits() -> None:
-    texts = run_ranks(fake_hosts.lonely, 2, "AB")
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_deadline_ends_what_waits(apart: bool) -> None:
+    texts = run_ranks(fake_hosts.lonely, 2, "AB", apart)
     assert texts[0].startswith("CollectiveTimeout")
     assert "rank 1" in texts[0]
 
 
-@pytest.mark.parametrize("hosts", ["AB", "AABB"])
-def test_a_death_ends_what_waits(hosts: str) -> None:
-    outcomes = rank_outcomes(fake_hosts.death, len(hosts), hosts)
+@pytest.mark.parametrize("apart", [False, True])
+def test_ranks_that_call_different_operations_are_told(apart: bool) -> None:
+    for text in run_ranks(fake_hosts.differing, 2, "AB", apart):
+        assert text.startswith("CollectiveMismatch")
+        assert "operator is" in text
+        assert "sum on rank 0" in text
+
+
+@pytest.mark.parametrize(("hosts", "apart"), [("AB", False), ("AABB", False), ("AB", True)])
+def test_a_death_ends_what_waits(hosts: str, apart: bool) -> None:
+    outcomes = rank_outcomes(fake_hosts.death, len(hosts), hosts, apart)
     last = len(hosts) - 1
     for outcome in outcomes[:last]:
         assert not outcome.error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -15,9 +16,10 @@ from miraccl.comm.communicator import Communicator
 from miraccl.comm.device import DeviceCommunicator
 from miraccl.comm.device_hosts import HostsCommunicator
 from miraccl.comm.device_memory import DeviceMemory
+from miraccl.comm.device_staging import LANES
 from miraccl.comm.device_transfers import DeviceTransfer
 from miraccl.comm.member import Options
-from miraccl.errors import CommunicatorAborted, InvalidUsage, MiracclError, PeerDied, SystemFailure
+from miraccl.errors import CollectiveMismatch, CommunicatorAborted, InvalidUsage, MiracclError, PeerDied, SystemFailure
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
@@ -29,9 +31,10 @@ BIG = 50_001  # float32: several pieces of the smallest slots
 
 
 class World:
-    """A rank with its communicator. ``kernels``: those of a host run in the emulator, else the CPU stands in for them."""
+    """A rank with its communicator. ``kernels``: those of a host run in the emulator, else the CPU stands in for them; ``apart``: the CPU
+    communicators take the ranks for ranks of several hosts, too, and connect them over TCP."""
 
-    def __init__(self, world: Session, hosts: str, timeout: float = 30.0, kernels: bool = False) -> None:
+    def __init__(self, world: Session, hosts: str, timeout: float = 30.0, kernels: bool = False, apart: bool = False) -> None:
         self.cuda: FakeCuda
         if kernels:
             self.cuda = EmulatedCuda().install()
@@ -39,6 +42,8 @@ class World:
             vars(device_hosts)["DeviceCommunicator"] = FakeLocal
             self.cuda = FakeCuda().install()
         names = [f"host {letter}" for letter in hosts]
+        if apart:
+            os.environ["MIRACCL_HOSTID"] = names[world.rank]
         self.comm = HostsCommunicator(
             world,
             world.rank,
@@ -47,6 +52,8 @@ class World:
             timeout=timeout,
         )
         self.rank, self.nranks = world.rank, world.nranks
+        even = len({hosts.count(letter) for letter in hosts}) == 1
+        assert len(self.comm.jobs.direct) == (LANES if apart and even else 0)
 
     def put(self, array: np.ndarray) -> DeviceMemory:
         return place(self.cuda, array)
@@ -72,11 +79,11 @@ def check(got: DeviceMemory, want: np.ndarray | None, what: str) -> None:
         assert (found == want.astype(np.float64)).all(), f"{what}: {found[:8]} instead of {want[:8]}"
 
 
-def even_collectives(hosts: str, sizes: Sequence[int]) -> dict[str, str]:
+def even_collectives(hosts: str, sizes: Sequence[int], apart: bool = False) -> dict[str, str]:
     """Every collective with every size, type and form; says which algorithm ran."""
     used: dict[str, str] = {}
     with session() as world:
-        w = World(world, hosts)
+        w = World(world, hosts, apart=apart)
         for count in sizes:
             for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.INT8, DType.FLOAT8_E4M3):
                 small = count if dtype is DType.FLOAT32 else min(count, 999)
@@ -245,10 +252,10 @@ def sends_and_receives(hosts: str) -> None:
         w.finish()
 
 
-def graphs(hosts: str) -> None:
+def graphs(hosts: str, apart: bool) -> None:
     """What is captured runs at each replay, between operations that are not captured, in several streams."""
     with session() as world:
-        w = World(world, hosts)
+        w = World(world, hosts, apart=apart)
         comm, n, r = w.comm, w.nranks, w.rank
         stream = w.cuda.cuStreamCreate(0)[1]
         x, y = w.zeros(BIG, DType.FLOAT32), w.zeros(BIG * n, DType.FLOAT32)
@@ -276,10 +283,10 @@ def graphs(hosts: str) -> None:
         w.finish()
 
 
-def special(hosts: str) -> None:
+def special(hosts: str, apart: bool) -> None:
     """Averages, pre-multiplied sums, empty arrays, arguments that are refused, what is explained."""
     with session() as world:
-        w = World(world, hosts)
+        w = World(world, hosts, apart=apart)
         comm, n, r = w.comm, w.nranks, w.rank
         arrays = [numbers(i, 1000, DType.INT32) + i for i in range(n)]
         x = w.put(arrays[r].astype(np.int32))
@@ -336,10 +343,10 @@ def public_way() -> None:
         raise AssertionError("a finalized communicator went on")
 
 
-def abort(hosts: str) -> str:
+def abort(hosts: str, apart: bool) -> str:
     """Rank 0 waits alone and is aborted by another of its threads; its stream comes to its end, and all ranks are told."""
     with session() as world:
-        w = World(world, hosts)
+        w = World(world, hosts, apart=apart)
         x = w.zeros(BIG, DType.FLOAT32)
         if w.rank == 0:
             w.comm.all_reduce(x)
@@ -348,28 +355,27 @@ def abort(hosts: str) -> str:
         return _fault(w, x, (CommunicatorAborted,))
 
 
-def driver_fails(hosts: str) -> str:
+def driver_fails(hosts: str, apart: bool) -> str:
     """A copy that cannot be enqueued on rank 1 ends the operation on all ranks."""
     with session() as world:
-        w = World(world, hosts)
+        w = World(world, hosts, apart=apart)
         x = w.zeros(BIG, DType.FLOAT32)
         w.comm.all_reduce(x)
         w.comm.synchronize()
+        world.barrier("before the failure")
         if w.rank == 1:
             w.cuda.refuse.add("cuMemcpyDtoHAsync")
-        try:
+        with contextlib.suppress(SystemFailure):  # rank 0 may have been told already
             w.comm.all_reduce(x)
-        except SystemFailure:
-            assert w.rank == 1
         w.cuda.refuse.clear()
         w.cuda.cuCtxSynchronize()
         return _fault(w, x, (SystemFailure,))
 
 
-def lonely(hosts: str) -> str:
+def lonely(hosts: str, apart: bool) -> str:
     """Rank 0 waits alone until the deadline."""
     with session() as world:
-        w = World(world, hosts, timeout=0.5)
+        w = World(world, hosts, apart=apart, timeout=0.5)
         x = w.zeros(BIG, DType.FLOAT32)
         if w.rank == 0:
             w.comm.all_reduce(x)
@@ -377,9 +383,21 @@ def lonely(hosts: str) -> str:
         return _fault(w, x, (MiracclError,))
 
 
-def death(hosts: str) -> str:
+def differing(hosts: str, apart: bool) -> str:
+    """Rank 0 adds, the others take the largest."""
     with session() as world:
-        w = World(world, hosts)
+        w = World(world, hosts, apart=apart)
+        x = w.zeros(100, DType.FLOAT32)
+        w.comm.all_reduce(x)
+        w.comm.synchronize()
+        w.comm.all_reduce(x, None, RedOp.SUM if w.rank == 0 else RedOp.MAX)
+        w.cuda.cuCtxSynchronize()
+        return _fault(w, x, (CollectiveMismatch,))
+
+
+def death(hosts: str, apart: bool) -> str:
+    with session() as world:
+        w = World(world, hosts, apart=apart)
         x = w.zeros(BIG, DType.FLOAT32)
         w.comm.all_reduce(x)
         w.comm.synchronize()

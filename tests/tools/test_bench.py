@@ -20,6 +20,7 @@ pytestmark = pytest.mark.multiprocess
         ("startup.py", ["--rounds", "1", "--ranks", "2"]),
         ("idle_cpu.py", ["--seconds", "0.05"]),
         ("memory.py", ["--ranks", "2", "--bytes", "100000"]),
+        ("staging.py", ["--rounds", "1", "--sizes", "1K,1M"]),
         ("peers.py", ["--rounds", "1", "--ranks", "2", "--ops", "all_reduce", "--sizes", "8", "--batches", "1", "--variants", "window"]),
     ],
 )

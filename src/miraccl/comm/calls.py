@@ -26,7 +26,7 @@ class Call:
     source: int
     target: int
     result: Any
-    before: Callable[[], None] | None = None
+    before: Callable[[], object] | None = None
     keep: list[Any] = field(default_factory=list)
     cacheable: bool = True
     plan_arg: int = 0

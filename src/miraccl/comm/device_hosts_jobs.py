@@ -11,6 +11,7 @@ from typing import Any
 
 from miraccl import params
 from miraccl.bootstrap import Session
+from miraccl.comm.device_direct import DirectStreams
 from miraccl.comm.device_hosts_layout import HostsLayout
 from miraccl.comm.device_memory import DeviceMemory
 from miraccl.comm.device_network import CpuCommunicator, InPython, StagedCollective, agreeing
@@ -54,6 +55,13 @@ class HostsJobs:
             alone = layout.width == 1
             lanes = [self._open(layout.across(), f"gpu cross {layout.index}.{lane}") for lane in range(alone, LANES)]
             self.crosses = (self.world, *lanes) if alone else tuple(lanes)
+        #: the same ranks' own streams, where they are few
+        self.direct: tuple[DirectStreams, ...] = ()
+        if self.crosses and DirectStreams.useful(self.crosses[0]._member):
+            name = f"{session.name}/gpu direct {layout.index}"
+            self.direct = tuple(
+                DirectStreams(session.sub(layout.across(), f"{name}.{lane}"), cpu._member) for lane, cpu in enumerate(self.crosses)
+            )
         self.staging = Staging(gpu, self.slot_bytes, on_fault=on_fault, name=f"miraccl-staging-{layout.rank}")
 
     def _open(self, ranks: Sequence[int], name: str) -> CpuCommunicator:
@@ -96,7 +104,7 @@ class HostsJobs:
 
         def make() -> tuple[tuple[Piece, ...], Network]:
             pieces = cut(shape, self.slot_bytes)
-            network = StagedCollective(cpus, shape, dtype, op, self.staging.slots)
+            network = StagedCollective(cpus, shape, dtype, op, self.staging.slots, self.direct if cpus == self.crosses else ())
             if before is not None:
                 pieces = tuple(dataclasses.replace(piece, down=()) for piece in pieces)
             return agreeing(self.world, pieces, network) if unknown else (pieces, network)
@@ -168,5 +176,7 @@ class HostsJobs:
 
     def finalize(self) -> None:
         """Leave the CPU communicators, after ``staging`` was closed."""
+        for streams in self.direct:
+            streams.close()
         for cpu in self._cpus:
             cpu.finalize()

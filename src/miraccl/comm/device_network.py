@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from miraccl.comm.device_direct import DirectOperation, DirectStreams
 from miraccl.comm.device_pieces import Piece, Shape
 from miraccl.comm.device_staging import Network, Prepared, Slots
 from miraccl.types import Collective, DType, RedOp
@@ -20,6 +21,7 @@ class CpuCommunicator(Protocol):
 
     rank: int
     nranks: int
+    _member: Any
 
     def all_reduce(self, x: Any, out: Any = None, op: Any = ...) -> Any: ...
     def all_reduce_init(self, x: Any, out: Any = None, op: Any = ...) -> Any: ...
@@ -52,10 +54,14 @@ class InPython:
 
 
 class StagedCollective:
-    """Runs pieces of ``shape`` on CPU communicators of ``shape.nranks`` ranks, one for each lane that the job takes."""
+    """Runs pieces of ``shape`` on CPU communicators of ``shape.nranks`` ranks, one for each lane that the job takes; ``direct`` are their
+    own streams, where they have some."""
 
-    def __init__(self, cpus: Sequence[CpuCommunicator], shape: Shape, dtype: DType, op: Any, slots: Slots) -> None:
+    def __init__(
+        self, cpus: Sequence[CpuCommunicator], shape: Shape, dtype: DType, op: Any, slots: Slots, direct: Sequence[DirectStreams] = ()
+    ) -> None:
         self._cpus, self._shape, self._dtype, self._op, self._slots = cpus, shape, dtype, op, slots
+        self._direct = direct
         self._prepared: dict[tuple[object, ...], Prepared] = {}
 
     def prepare(self, piece: Piece, number: int, slot: int) -> Prepared | None:
@@ -64,8 +70,16 @@ class StagedCollective:
             return None
         key = (slot, piece.source, piece.source_counts, piece.target, piece.target_counts)
         if key not in self._prepared:
-            self._prepared[key] = _prepare(self._cpu(number), self._shape, *self._arrays(piece, slot), self._op)
+            self._prepared[key] = self._make(piece, number, slot)
         return self._prepared[key]
+
+    def _make(self, piece: Piece, number: int, slot: int) -> Prepared:
+        if self._direct:
+            streams = self._direct[number % len(self._direct)]
+            if streams.takes(self._shape, piece, self._op):
+                return DirectOperation(streams, self._shape, self._dtype, self._op, *self._arrays(piece, slot))
+        prepared: Prepared = _prepare(self._cpu(number), self._shape, *self._arrays(piece, slot), self._op)
+        return prepared
 
     def run(self, piece: Piece, number: int, slot: int) -> None:
         prepared = self.prepare(piece, number, slot)

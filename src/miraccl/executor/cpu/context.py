@@ -89,10 +89,9 @@ def scale_kernel(dtype: DType, divides: bool) -> int:
 
 
 @functools.cache
-def unlocked_kernel() -> int:
-    """Address of ``executor.cpu.unlocked.run_unlocked``."""
-    name = "run_unlocked"
-    return native.library(UNLOCKED, (name,)).address(native.PREFIX + name)
+def unlocked_kernel(name: str) -> int:
+    """Address of ``run_unlocked`` or ``exchange_unlocked`` of ``executor.cpu.unlocked``."""
+    return native.library(UNLOCKED, ("run_unlocked", "exchange_unlocked")).address(native.PREFIX + name)
 
 
 _restore_exception = ctypes.pythonapi.PyErr_Restore
@@ -101,9 +100,9 @@ _restore_exception.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
 _FUNCTION4 = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
-def call_kernel(address: int, a: int, b: int, c: int, d: int) -> None:
+def call_kernel(address: int, a: int, b: int, c: int, d: int) -> int:
     """Call a compiled ``f(a, b, c, d)`` from Python, without the GIL."""
-    _FUNCTION4(address)(a, b, c, d)
+    return int(_FUNCTION4(address)(a, b, c, d))
 
 
 class Context:
