@@ -368,6 +368,36 @@ def begins_on_the_second_gpu() -> int:
         return me.comm._device.gpu.ordinal
 
 
+def in_the_order_of_the_machine(topology: str) -> tuple[tuple[int, ...], str]:
+    """Chains from every root and rings between GPUs whose order is not that of the ranks; gives the order."""
+    import os
+
+    os.environ["NCCL_TOPO_FILE"] = topology
+    with session() as world:
+        me = Rank.__new__(Rank)
+        me.cuda, me.comm = EmulatedCuda().install(), Communicator.from_session(world, Options.create(timeout=60, algo="ring"))
+        me.rank, me.nranks = world.rank, world.nranks
+        first, count = me.put(np.ones(4)), 20_001
+        me.cuda.placed[first.memory.address] = me.rank  # each rank has a GPU of its own
+        me.comm.all_reduce(first)
+        data = [np.random.default_rng(r).integers(-1000, 1000, count).astype(np.float32) for r in range(me.nranks)]
+        total = me.put(data[me.rank])
+        me.comm.all_reduce(total)
+        me.synchronize()
+        same(total, sum(data))
+        for root in range(me.nranks):
+            x, y = me.put(data[me.rank]), me.put(data[me.rank])
+            me.comm.broadcast(x, root)
+            me.comm.reduce(y, root)
+            me.synchronize()
+            assert getattr(me.comm._device.last_plan, "algo", "") == "chain"  # type: ignore[union-attr]
+            same(x, data[root])
+            same(y, sum(data) if me.rank == root else data[me.rank])
+        ring: Any = me.comm._device.ring  # type: ignore[union-attr]
+        me.comm.finalize()
+        return ring.order, ring.why
+
+
 def plans(settings: dict[str, str], options: dict[str, Any], count: int = 1000) -> dict[str, str]:
     """How operations run, with these settings and options."""
     import os

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 from miraccl.executor.cuda import layout, lower
 from miraccl.executor.cuda.plan import DevicePlan, Request, choose, frame_of, kernel_spec, vectors_of
 from miraccl.executor.cuda.source import KernelSpec
-from miraccl.schedule import catalog
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.emulator import COMPILER, Machine
 from tests.gpu.emulator.collective import run
@@ -106,6 +106,61 @@ def test_slots_are_used_again(monkeypatch: pytest.MonkeyPatch, collective: Colle
     assert run(machine(nranks), request, plan, repeat=2, close=True) == [""] * nranks
 
 
+IN_ORDER = [
+    (Collective.ALL_REDUCE, "ring", "ll128"),
+    (Collective.ALL_REDUCE, "ring", "simple"),
+    (Collective.REDUCE_SCATTER, "ring", "simple"),
+    (Collective.ALL_GATHER, "ring", "simple"),
+    (Collective.BROADCAST, "chain", "ll128"),
+    (Collective.BROADCAST, "chain", "simple"),
+    (Collective.REDUCE, "chain", "ll128"),
+    (Collective.REDUCE, "chain", "simple"),
+]
+
+
+@pytest.mark.parametrize(("collective", "algo", "proto"), IN_ORDER)
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT32])
+def test_neighbours_in_another_order(
+    monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, proto: str, dtype: DType
+) -> None:
+    """Rings and chains that are not in the order of the ranks, from every root, with slots that are used again."""
+    monkeypatch.setattr(layout, "BANK_BYTES", 64 << 10)
+    four = Machine(4)
+    inputs = [np.random.default_rng(r).integers(-100, 100, 6001 * (4 if collective is Collective.REDUCE_SCATTER else 1)) for r in range(4)]
+    typed = [x.astype(np.float32 if dtype is DType.FLOAT32 else np.int32) for x in inputs]  # whole numbers: sums are exact in any order
+    for order in ((0, 2, 1, 3), (3, 1, 0, 2)):
+        for root in range(4) if collective.rooted else (0,):
+            request = asked(collective, dtype, 6001, 4, algo, proto, root=root)
+            assert run(four, request, replace(small(request), blocks=1), inputs=typed, order=order) == [""] * 4
+
+
+def test_only_neighbours_of_the_order_talk() -> None:
+    """In the order 0 2 1 3 a chain from rank 2 goes 2 1 3 0: rank 0 hears nothing but hellos from anybody but 3."""
+    four = Machine(4)
+    request = asked(Collective.BROADCAST, DType.INT32, 500, 4, "chain", "simple", root=2)
+    assert run(four, request, small(request), order=(0, 2, 1, 3)) == [""] * 4
+    tails = [memory[layout.TAIL_OFFSET :].view(np.uint64) for memory in four.memory]
+    stride = layout.BLOCKS * layout.WORD_STRIDE // 8
+    heard = {(src, dst) for src in range(4) for dst in range(4) if tails[dst][src * stride]}
+    assert heard == {(2, 1), (1, 3), (3, 0)}
+
+
+class OneWay(Machine):
+    """What a rank writes for another one than the next of the ring goes nowhere."""
+
+    def fixed(self, rank: int, order: Sequence[int] = ()) -> lower.Fixed:
+        usual, nowhere = super().fixed(rank, order), self.nowhere.ctypes.data
+        following = order[(order.index(rank) + 1) % self.nranks]
+        return replace(usual, outboxes=tuple(box if peer == following else nowhere for peer, box in enumerate(usual.outboxes)))
+
+    nowhere = np.zeros(layout.TOTAL_BYTES, np.uint8)
+
+
+def test_a_ring_writes_to_the_next_of_the_order_only() -> None:
+    request = asked(Collective.ALL_REDUCE, DType.INT32, 3001, 4, "ring", "ll128")
+    assert run(OneWay(4), request, small(request), order=(0, 2, 1, 3)) == [""] * 4
+
+
 def special(count: int, launch: int, seed: int) -> Any:
     """Words of which most are masked to ones or to ESCAPE in a launch (``mask_of`` of source/packets.cuh)."""
     place = np.arange(count, dtype=np.uint64)
@@ -177,10 +232,8 @@ def both(machine: Machine, requests: list[Request]) -> None:
     plans = [small(request) for request in requests]
     args, blocks = [], []
     for rank, (plan, request) in enumerate(zip(plans, requests)):
-        schedule = None if plan.packets else catalog.build(plan.algo, request.collective, request.nranks, request.root)
-        fixed = machine.fixed(rank)
-        lowered = lower.lower_packets(plan, request, fixed) if schedule is None else lower.lower_steps(schedule, plan, request, fixed)
-        args.append(lowered)
+        schedule, fixed = lower.schedule_of(plan, request, ()), machine.fixed(rank)
+        args.append(lower.lower_steps(schedule, plan, request, fixed) if schedule else lower.lower_packets(plan, request, fixed))
         blocks.append(lower.grid_of(plan, schedule))
     held = [np.zeros(64 << 10, np.uint8) for _ in requests]
     for block, data in zip(args, held):

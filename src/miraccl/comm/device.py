@@ -12,6 +12,7 @@ While kernels wait they look at an abort word and at the operation's deadline; `
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from miraccl.comm.device_faults import DeviceFaults
 from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
 from miraccl.comm.device_messages import MessageCalls, frame_of
 from miraccl.comm.device_order import SMALL_THREADS, order_of
+from miraccl.comm.device_rings import Ring, find_ring
 from miraccl.comm.device_stream import find_current_stream, number_of
 from miraccl.comm.device_windows import Windows
 from miraccl.comm.device_work import Kept
@@ -85,8 +87,12 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
         self.symmetric = SymmetricMemory(self.gpu, self.rank, self.nranks, layout.TOTAL_BYTES, layout.FILLS, exchange=session.all_gather)
         self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
         # nobody sends before everybody has mapped and filled its memory
-        sizes = session.all_gather(str(self._usable_multiprocessors()).encode(), "gpu ready")
-        usable = min(int(size) for size in sizes)
+        ready: dict[str, Any] = {"multiprocessors": self._usable_multiprocessors()}
+        if self.rank == 0:
+            ready["ring"] = find_ring(self.symmetric.facts, self.symmetric.read).to_json()
+        answers = [json.loads(blob) for blob in session.all_gather(json.dumps(ready).encode(), "gpu ready")]
+        usable = min(int(answer["multiprocessors"]) for answer in answers)
+        self.ring = Ring.from_json(answers[0]["ring"])
         self.multiprocessors, self._no_multiprocessors = max(1, usable), usable == 0
         self._fixed = Fixed(
             rank=self.rank,
@@ -95,6 +101,7 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
             outboxes=tuple(self.symmetric.outboxes),
             host=host_on_gpu,
             timeout_ns=int(timeout * 1e9),
+            order=self.ring.lowered,
         )
         self._timeout = timeout
         self._kernels = Kernels(self.gpu)

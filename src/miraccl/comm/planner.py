@@ -19,7 +19,6 @@ from miraccl.executor.cpu.lower import Program, Run, lower, signature
 from miraccl.schedule import catalog, cost
 from miraccl.schedule.catalog import Algorithm
 from miraccl.schedule.ir import Schedule
-from miraccl.schedule.passes import relabel
 from miraccl.types import Collective, DType, RedOp
 
 WINDOW_ONLY = 1 << 62  # a "direct" threshold that private memory never reaches
@@ -30,7 +29,6 @@ TIE = 1.05  # what is predicted within 5 % is taken for equal, and these names d
 LARGE = 128 << 10
 PREFERENCE = ("one_shot", "two_shot", "ring", "chain", "pairwise", "recursive_doubling")
 PREFERENCE_LARGE = ("ring", *PREFERENCE)  # of all_reduce: half of its result goes past the caches
-NEIGHBOURLY = ("ring", "chain", "double_binary_tree")  # their cost depends on which ranks are neighbours
 MEMORY_ALGORITHM = "two_shot_put"
 
 
@@ -96,7 +94,6 @@ class Planner:
         self.stream_from = stream_from
         self._programs: dict[tuple[str, Collective, int, bool], Program] = {}
         self._plans: dict[int, Candidate] = {}
-        self._ordered: dict[tuple[str, Collective, int], Schedule] = {}
         if overrides.algo:
             catalog.get(overrides.algo)  # an unknown name is refused now
         if overrides.proto and overrides.proto not in ("simple", "ll"):
@@ -182,14 +179,7 @@ class Planner:
 
     def _schedule(self, algo: str, collective: Collective, root: int, in_place: bool) -> Schedule:
         """The algorithm's schedule, with neighbours in the machine as its neighbours."""
-        order = self.shape.order
-        if not order or algo not in NEIGHBOURLY:
-            return catalog.build(algo, collective, self.shape.nranks, root, in_place=in_place)
-        key = (algo, collective, root)
-        if key not in self._ordered:
-            plain = catalog.build(algo, collective, self.shape.nranks, order.index(root) if collective.rooted else 0, in_place=in_place)
-            self._ordered[key] = relabel(plain, order)
-        return self._ordered[key]
+        return catalog.build(algo, collective, self.shape.nranks, root, in_place=in_place, order=self.shape.order)
 
     # ---- runs
 

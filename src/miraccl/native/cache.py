@@ -34,6 +34,13 @@ def folder() -> Path:
     return fallback
 
 
+def plan_folder() -> Path:
+    """Where plans are kept: beside compiled kernels and measured constants."""
+    plans = folder() / "plans"
+    plans.mkdir(mode=0o700, exist_ok=True)
+    return plans
+
+
 def read(name: str) -> bytes | None:
     try:
         return (folder() / name).read_bytes()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -18,10 +18,12 @@ from functools import lru_cache
 from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.registry import Registry
 from miraccl.schedule.ir import Schedule
+from miraccl.schedule.passes import relabel
 from miraccl.schedule.verify import FIFO_DEPTH, is_direct_safe, verify
 from miraccl.types import Collective
 
 Build = Callable[[Collective, int, int], Schedule]
+NEIGHBOURLY = ("ring", "chain", "double_binary_tree")  # their cost depends on which ranks are neighbours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +148,7 @@ def unregister(name: str) -> None:
     """Forget an algorithm, its schedules and its proofs."""
     _ALGORITHMS.remove(name)
     _built.cache_clear()
+    _ordered.cache_clear()
     _prove.cache_clear()
     _direct_safe.cache_clear()
 
@@ -167,9 +170,16 @@ def algorithms_for(collective: Collective, nranks: int) -> list[Algorithm]:
     return [algorithm for algorithm in map(get, names()) if algorithm.supports(collective, nranks)]
 
 
-def build(name: str, collective: Collective, nranks: int, root: int = 0, *, in_place: bool = False) -> Schedule:
-    """The schedule of an algorithm, from the cache. Schedules that are not built in are proved right first (``ScheduleError``)."""
+def build(
+    name: str, collective: Collective, nranks: int, root: int = 0, *, in_place: bool = False, order: Sequence[int] = ()
+) -> Schedule:
+    """The schedule of an algorithm, from the cache. Schedules that are not built in are proved right first (``ScheduleError``).
+
+    ``order``: the ranks in the order of the machine's links, which algorithms follow whose cost depends on neighbours.
+    """
     root = root if collective.rooted else 0
+    if order and name in NEIGHBOURLY:
+        return _ordered(name, collective, nranks, root, tuple(order))
     if not get(name).builtin:
         _prove(name, collective, nranks, root, in_place)
     return _built(name, collective, nranks, root)
@@ -186,6 +196,11 @@ def direct_safe(name: str, collective: Collective, nranks: int, root: int = 0, *
 @lru_cache(maxsize=256)
 def _built(name: str, collective: Collective, nranks: int, root: int) -> Schedule:
     return get(name).build(collective, nranks, root)
+
+
+@lru_cache(maxsize=256)
+def _ordered(name: str, collective: Collective, nranks: int, root: int, order: tuple[int, ...]) -> Schedule:
+    return relabel(_built(name, collective, nranks, order.index(root) if collective.rooted else 0), order)
 
 
 @lru_cache(maxsize=1024)

@@ -15,6 +15,7 @@ import click
 
 from miraccl import params
 from miraccl.errors import InvalidUsage
+from miraccl.native.cache import plan_folder
 from miraccl.tools.options import MAX_NODES, Numbers, OutputFile, write_text
 
 if TYPE_CHECKING:
@@ -130,15 +131,6 @@ def _document(
     parts = [_read(name, "topology file"), *(_read(file, "description") for file in _descriptions(described, environ))]
     key = plan_key(b"\0".join(parts), request, flavour=f"{depth} {Path(name).name}")
     return cached_document(plan_folder() if cached else None, key, lambda: _compute(name, Path(name).name, request, described, depth))
-
-
-def plan_folder() -> Path:
-    """Where plans are kept: beside compiled kernels and measured constants."""
-    from miraccl.native.cache import folder
-
-    plans = folder() / "plans"
-    plans.mkdir(mode=0o700, exist_ok=True)
-    return plans
 
 
 def _descriptions(described: Sequence[str], environ: Mapping[str, str]) -> list[str]:

@@ -221,6 +221,8 @@ class SymmetricMemory:
         self.ways: dict[Pair, pairs.Choice] = {}
         self.refused: dict[tuple[Pair, str], str] = {}
         self.descriptors, self.reason = False, "one rank"
+        self.facts: list[Facts] = []
+        self.read = Paths(types={})  # on rank 0, with what they were read from
         self._exchange, self._fills = exchange, fills
         self._shared: _Shared | None = None
         if nranks > 1:
@@ -250,6 +252,7 @@ class SymmetricMemory:
         pairs.check_alike(self.facts, self.rank)
         ids = sorted({facts.bus_id for facts in self.facts})
         paths = pairs.read_paths(ids) if self.rank == 0 and len(ids) > 1 else Paths(types={})
+        self.read = paths
         view = {"access": [self.gpu.reaches(facts.bus_id) for facts in self.facts], "paths": paths.to_json().decode()}
         views = [json.loads(blob) for blob in self._exchange(json.dumps(view).encode(), "gpu views")]
         self._access = [record["access"] for record in views]

@@ -12,15 +12,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from miraccl import params
 from miraccl.errors import InvalidUsage, ProtocolError, SystemFailure
-from miraccl.topo.analyse import analyse_topology
+from miraccl.topo.analyse import Topology, analyse_topology
 from miraccl.topo.load import load_topology
 from miraccl.topo.options import PathOptions, TopoOptions
 from miraccl.topo.queries import p2p_level
 from miraccl.topo.records import LOCAL_ID_MASK, PathType
+from miraccl.topo.xmlfile import XmlNode
 from miraccl.topo.xmlfile import bus_id as bus_number
 
 SELF, PROCESS, VMM, IPC, HOST = "self", "process", "vmm", "ipc", "host"
@@ -88,11 +89,16 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Paths:
-    """Path types between GPUs by bus id, as one rank of the host sees them, and NCCL's default level; ``note`` says why there are none."""
+    """Path types between GPUs by bus id, as one rank of the host sees them, and NCCL's default level; ``note`` says why there are none.
+
+    ``machine`` and ``topology`` are what it read them from, which other ranks are not told.
+    """
 
     types: Mapping[tuple[str, str], PathType]
     default_level: PathType = PathType.PXB
     note: str = ""
+    machine: XmlNode | None = field(default=None, compare=False, repr=False)
+    topology: Topology | None = field(default=None, compare=False, repr=False)
 
     def between(self, a: str, b: str) -> PathType | None:
         return PathType.LOC if a == b else self.types.get((min(a, b), max(a, b)))
@@ -122,7 +128,8 @@ def read_paths(bus_ids: Sequence[str]) -> Paths:
     types: dict[tuple[str, str], PathType] = {}
     level = PathType.PXB
     try:
-        topology = analyse_topology(load_topology().root, options)
+        machine = load_topology().root
+        topology = analyse_topology(machine, options)
         for domain in topology.domains:
             system, paths = domain.system, domain.paths
             level = p2p_level(system, PathOptions())
@@ -134,7 +141,8 @@ def read_paths(bus_ids: Sequence[str]) -> Paths:
                         types[a, b] = max(paths.gpu_gpu(here, there).type, paths.gpu_gpu(there, here).type)
     except Exception as error:  # whatever is strange about this machine: the driver decides alone
         return Paths(types={}, note=f"no topology: {error}")
-    return Paths(types=types, default_level=level, note="" if types else "the topology does not have these GPUs")
+    note = "" if types else "the topology does not have these GPUs"
+    return Paths(types=types, default_level=level, note=note, machine=machine, topology=topology)
 
 
 def pair_of(a: int, b: int) -> Pair:

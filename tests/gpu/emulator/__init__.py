@@ -93,7 +93,7 @@ class Machine:
                 memory[offset : offset + size].view(np.uint32)[:] = word
         self.timeout_ns = int(timeout_s * 1e9)
 
-    def fixed(self, rank: int) -> Fixed:
+    def fixed(self, rank: int, order: Sequence[int] = ()) -> Fixed:
         own = self.memory[rank].ctypes.data
         return Fixed(
             rank=rank,
@@ -102,6 +102,7 @@ class Machine:
             outboxes=tuple(memory.ctypes.data for memory in self.memory),
             host=self.host[rank].ctypes.data,
             timeout_ns=self.timeout_ns,
+            order=tuple(order),
         )
 
     def launch(self, spec: KernelSpec, args: Sequence[bytes | bytearray], blocks: int | Sequence[int]) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 
 from miraccl.executor.cuda import lower
 from miraccl.executor.cuda.plan import DevicePlan, Request, choose, kernel_spec
-from miraccl.schedule import catalog
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective
@@ -32,8 +31,11 @@ def run(
     close: bool = False,
     scalars: Sequence[float] | None = None,
     inputs: Sequence[Any] | None = None,
+    order: Sequence[int] = (),
 ) -> list[str]:
-    """What was wrong, per rank; arrays begin ``offset`` elements after an aligned address. Launched ``repeat`` times."""
+    """What was wrong, per rank; arrays begin ``offset`` elements after an aligned address. Launched ``repeat`` times.
+
+    ``order`` is that of the ring, where it is not that of the ranks."""
     plan = plan or choose(asked)
     spec, nranks = kernel_spec(plan, asked), asked.nranks
     width = nranks if asked.collective in _SHARED_IN else 1
@@ -49,11 +51,8 @@ def run(
         args, blocks = [], 0
         for rank in range(nranks):
             mine = replace(asked, scalar=scalars[rank]) if scalars else asked
-            if plan.packets:
-                schedule, block = None, lower.lower_packets(plan, mine, machine.fixed(rank))
-            else:
-                schedule = catalog.build(plan.algo, asked.collective, nranks, asked.root)
-                block = lower.lower_steps(schedule, plan, mine, machine.fixed(rank))
+            schedule, fixed = lower.schedule_of(plan, asked, order), machine.fixed(rank, order)
+            block = lower.lower_steps(schedule, plan, mine, fixed) if schedule else lower.lower_packets(plan, mine, fixed)
             blocks = lower.grid_of(plan, schedule)
             struct.pack_into("<QQ", block, 0, sources[rank].ctypes.data, targets[rank].ctypes.data)
             args.append(block)

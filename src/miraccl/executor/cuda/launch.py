@@ -14,7 +14,6 @@ from miraccl.executor.cuda import lower, toolkit
 from miraccl.executor.cuda.driver import Gpu, check
 from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
 from miraccl.executor.cuda.source import KernelSpec, write_source
-from miraccl.schedule import catalog
 
 _pointers = struct.Struct("<QQ")
 
@@ -89,10 +88,7 @@ class Kernels:
     def prepare(self, plan: DevicePlan, request: Request, fixed: lower.Fixed) -> Launch:
         """Compile, load and lower. May be called while a stream is captured."""
         spec = kernel_spec(plan, request)
-        if plan.packets:
-            schedule, args = None, lower.lower_packets(plan, request, fixed)
-        else:
-            schedule = catalog.build(plan.algo, request.collective, request.nranks, request.root)
-            args = lower.lower_steps(schedule, plan, request, fixed)
+        schedule = lower.schedule_of(plan, request, fixed.order)
+        args = lower.lower_steps(schedule, plan, request, fixed) if schedule else lower.lower_packets(plan, request, fixed)
         function = self.function(spec)
         return Launch(self.gpu, function, plan, lower.grid_of(plan, schedule), args)

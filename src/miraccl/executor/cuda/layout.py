@@ -112,8 +112,11 @@ ARGS = {
     "timeout_ns": Field("Q", 40),
     "scalar": Field("Q", 48),
     "signature": Field("Q", 56),
-    "host": Field("Q", 64),
-    "own": Field("Q", 72),
+    "prev": Field("I", 64),
+    "next": Field("I", 68),
+    "position": Field("I", 72),
+    "host": Field("Q", 80),
+    "own": Field("Q", 88),
 }
 
 

@@ -29,7 +29,7 @@ _FIFO_OPS = tuple(op for op in Op if op <= Op.RECV_REDUCE_ALL)
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
     """What the arguments of all launches of a communicator have in common: addresses of the memory of ``transport.cuda_p2p``, the words in
-    host memory, the deadline."""
+    host memory, the deadline; the ``order`` of the ring, where it is not that of the ranks."""
 
     rank: int
     own: int
@@ -37,6 +37,7 @@ class Fixed:
     outboxes: tuple[int, ...]
     host: int
     timeout_ns: int
+    order: tuple[int, ...] = ()
 
 
 def scalar_bits(request: Request) -> int:
@@ -58,7 +59,10 @@ def pack_args(
     fixed: Fixed, *, count: int, root: int = 0, nslots: int = 1, ahead: int = 0, scalar: int = 0, signature: int = 0
 ) -> bytearray:
     """struct Args with empty ``in`` and ``out``."""
-    block = bytearray(layout.args_bytes(len(fixed.inboxes)))
+    nranks = len(fixed.inboxes)
+    block = bytearray(layout.args_bytes(nranks))
+    ring = fixed.order or range(nranks)
+    position = ring.index(fixed.rank)
     values = {
         "count": count,
         "rank": fixed.rank,
@@ -68,6 +72,9 @@ def pack_args(
         "timeout_ns": fixed.timeout_ns,
         "host": fixed.host,
         "own": fixed.own,
+        "prev": ring[position - 1],
+        "next": ring[(position + 1) % nranks],
+        "position": position,
         "scalar": scalar,
         "signature": signature,
     }
@@ -105,6 +112,11 @@ def part_elements(count: int, parts: int, itemsize: int) -> int:
     """Elements of a part: equal for all but the last ones, and a whole number of vectors, so that parts begin on 16 bytes."""
     per_vector = max(1, 16 // itemsize)
     return max(1, -(-count // (parts * per_vector))) * per_vector
+
+
+def schedule_of(plan: DevicePlan, request: Request, order: Sequence[int]) -> Schedule | None:
+    """The schedule for the kernel ``steps``, in the ``order`` of the ring where neighbours count; None where packets need none."""
+    return None if plan.packets else catalog.build(plan.algo, request.collective, request.nranks, request.root, order=order)
 
 
 def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, fixed: Fixed) -> bytearray:

@@ -1,16 +1,10 @@
-// Chain (schedule.algos.chain) on packets: broadcast from the root, rank by rank; reduce to the root the other way round.
+// Chain (schedule.algos.chain) on packets: broadcast from the root, rank by rank along the ring; reduce to the root the other way round.
 //
 // Every thread takes its packets of a piece from the rank before it in the chain, keeps or adds up, and pushes to the next one, so every link carries
 // each byte once and only neighbours talk. Nobody hears from the rank it sends to, so two things are said aloud:
 //   acks    slots are used again after the receiver's warp has said how many pieces it has read, cleared and seen cleared: one packet per warp.
 //   hello   every rank says to every other that it has begun this launch, as the use of the banks demands (packets.cuh).
 // Both begin and end as ones. The last ack is the one that the sender waits for, so it may wipe it away.
-
-#if defined(MODE_REDUCE_CHAIN)
-#define UPSTREAM 1
-#else
-#define UPSTREAM (RANKS - 1)
-#endif
 
 // The places of a bank: slots of pieces, then an ack per warp, then a hello per rank.
 __device__ __forceinline__ uint4* chain_place(const Geometry& g, char* box, u32 slot, u32 i) { return (uint4*)(box + g.bank) + (u64)slot * g.room + i; }
@@ -28,10 +22,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
   Work w = look_at(a, g);
   Watch watch = {0, 0, (u32)g.launch + 1};
   Past past = announce(a, g);
-  u32 up = (a.rank + UPSTREAM) % RANKS, down = (a.rank + RANKS - UPSTREAM) % RANKS;
 #if defined(MODE_REDUCE_CHAIN)
+  u32 up = a.next, down = a.prev;
   bool first = up == a.root, last = a.rank == a.root;
 #else
+  u32 up = a.prev, down = a.next;
   bool first = a.rank == a.root, last = down == a.root;
 #endif
   bool greets = blockIdx.x == 0 && threadIdx.x < RANKS && threadIdx.x != a.rank;

@@ -12,6 +12,8 @@ struct Args {          // layout.ARGS
   u64 timeout_ns;
   u64 scalar;          // OP_PREMUL_SUM: this rank's factor, the bits of an A
   u64 signature;       // 32 bits of what all ranks must agree about
+  u32 prev, next;      // this rank's neighbours in the ring that kernels follow who talk to neighbours only
+  u32 position;        // its place there
   u32* host;           // layout.HOST_*: words in host memory
   char* own;           // this rank's memory on its GPU
   char* inbox[RANKS];  // the region through which a peer's packets, messages and signals come here

@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
   Work w = look_at(a, g);
   Watch watch = {0, 0, (u32)g.launch + 1};
   Past past = announce(a, g);
-  u32 next = a.rank + 1 == RANKS ? 0 : a.rank + 1, before = a.rank == 0 ? RANKS - 1 : a.rank - 1, ticket = 0;
+  u32 prev = a.prev, next = a.next, last = (a.position + RANKS - 1) % RANKS, ticket = 0;  // chunks are numbered as the places in the ring
   for (u32 j = 0; j < w.pieces + LANES; j++) {
     uint4 p[LANES][UNROLL];
     Vec own[RANKS - 1][UNROLL];
@@ -26,8 +26,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
         u32 m = j - 1 - t;
         u64 i = (u64)m * g.piece + g.first + u * g.stride;
         if (j < t + 1 || m >= w.pieces || i >= w.limit) continue;
-        p[t][u] = load_packet(lane_place(a, g, a.inbox[before], m, t, g.first + u * g.stride));
-        if (t < RANKS - 1) own[t][u] = outgoing(a, w, (a.rank + 2 * RANKS - 2 - t) % RANKS, i);
+        p[t][u] = load_packet(lane_place(a, g, a.inbox[prev], m, t, g.first + u * g.stride));
+        if (t < RANKS - 1) own[t][u] = outgoing(a, w, (a.position + 2 * RANKS - 2 - t) % RANKS, i);
       }
 #pragma unroll
     for (u32 t = 0; t < LANES; t++)
@@ -36,8 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
         u32 m = j - 1 - t, here = g.first + u * g.stride;
         u64 i = (u64)m * g.piece + here;
         if (j < t + 1 || m >= w.pieces || i >= w.limit) continue;
-        uint4* q = lane_place(a, g, a.inbox[before], m, t, here);
-        Vec v = take(a, g, watch, q, here, i, p[t][u], before, 0);
+        uint4* q = lane_place(a, g, a.inbox[prev], m, t, here);
+        Vec v = take(a, g, watch, q, here, i, p[t][u], prev, 0);
         if (t < RANKS - 1) {
           Sum sum;
           sum.begin(own[t][u]);
@@ -45,13 +45,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
           v = t == RANKS - 2 ? sum.end() : sum.partial();
         }
         if (t + 1 < LANES) push(g, lane_place(a, g, a.outbox[next], m, t + 1, here), here, to_packet(g, i, v));
-        if (t >= RANKS - 2) store_vec(w.out, spot(w, (a.rank + 2 * RANKS - 2 - t) % RANKS, i), w.count, w.aligned, v);
+        if (t >= RANKS - 2) store_vec(w.out, spot(w, (a.position + 2 * RANKS - 2 - t) % RANKS, i), w.count, w.aligned, v);
       }
 #pragma unroll
     for (u32 u = 0; u < UNROLL; u++) {
       u32 here = g.first + u * g.stride;
       u64 i = (u64)j * g.piece + here;
-      if (j < w.pieces && i < w.limit) push(g, lane_place(a, g, a.outbox[next], j, 0, here), here, to_packet(g, i, outgoing(a, w, before, i)));
+      if (j < w.pieces && i < w.limit) push(g, lane_place(a, g, a.outbox[next], j, 0, here), here, to_packet(g, i, outgoing(a, w, last, i)));
     }
     if (j == 0) { judge(a, g, past); ticket = draw_ticket(a, g); }
     if (!w.reuse) continue;
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
       for (u32 u = 0; u < UNROLL; u++) {
         u32 m = j - 1 - t;
         u64 i = (u64)m * g.piece + g.first + u * g.stride;
-        if (j >= t + 1 && m < w.pieces && i < w.limit) p[t][u] = load_packet(lane_place(a, g, a.inbox[before], m, t, g.first + u * g.stride));
+        if (j >= t + 1 && m < w.pieces && i < w.limit) p[t][u] = load_packet(lane_place(a, g, a.inbox[prev], m, t, g.first + u * g.stride));
       }
 #pragma unroll
     for (u32 t = 0; t < LANES; t++)
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
       for (u32 u = 0; u < UNROLL; u++) {
         u32 m = j - 1 - t;
         u64 i = (u64)m * g.piece + g.first + u * g.stride;
-        if (j >= t + 1 && m < w.pieces && i < w.limit) wait_empty(a, watch, lane_place(a, g, a.inbox[before], m, t, g.first + u * g.stride), p[t][u]);
+        if (j >= t + 1 && m < w.pieces && i < w.limit) wait_empty(a, watch, lane_place(a, g, a.inbox[prev], m, t, g.first + u * g.stride), p[t][u]);
       }
   }
   count_launch(a, ticket);

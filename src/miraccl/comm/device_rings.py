@@ -1,0 +1,127 @@
+"""In which order the GPUs of a host are neighbours: that of the ring which the channel search finds on this machine.
+
+``ring`` and ``chain`` (and schedules of these names in protocol Simple) talk to neighbours only, so it matters who they are.  Rank 0 takes
+the machine as the transport has read it (``transport.cuda_pairs``).  Where all GPUs are equally near, any order is as good as that of the
+ranks; else the search of ``graph`` is asked, with the settings that NCCL's has, and its answer is kept with the plans on disk.  Where
+something is strange about the machine the order is that of the ranks, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miraccl import params, trace
+from miraccl.topo.records import LOCAL_ID_MASK
+from miraccl.topo.xmlfile import XmlNode, bus_id, format_topology
+from miraccl.transport.cuda_pairs import Facts, Paths
+
+_log = trace.logger("graph")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """The ranks in the order in which neighbours follow one another, and why."""
+
+    order: tuple[int, ...]
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"order": list(self.order), "why": self.why}
+
+    @classmethod
+    def from_json(cls, record: Any) -> Ring:
+        return cls(order=tuple(int(rank) for rank in record["order"]), why=str(record["why"]))
+
+    @property
+    def lowered(self) -> tuple[int, ...]:
+        """For ``executor.cuda.lower``: nothing where it is the order of the ranks."""
+        return () if self.order == tuple(range(len(self.order))) else self.order
+
+
+def in_rank_order(nranks: int, why: str) -> Ring:
+    return Ring(order=tuple(range(nranks)), why=why)
+
+
+def find_ring(facts: Sequence[Facts], paths: Paths) -> Ring:
+    """The ring of the ranks with these GPUs; ``paths`` as this process read them. Never raises."""
+    nranks, ids = len(facts), [fact.bus_id for fact in facts]
+    if nranks < 3:
+        return in_rank_order(nranks, "up to two ranks have one order")
+    if len(set(ids)) < nranks:
+        return in_rank_order(nranks, "ranks share a GPU")
+    try:
+        if paths.topology is None or paths.machine is None:
+            raise LookupError(paths.note or "no topology")
+        graph_file = params.GRAPH_FILE.read()
+        if not graph_file and (near := _equally_near(paths, ids)):
+            return in_rank_order(nranks, f"all GPUs are equally near ({near})")
+        order, near = _searched(paths.machine, ids, graph_file)
+    except Exception as error:  # whatever is strange about this machine
+        _log.warning("rings on GPU memory are in the order of the ranks: %s", error)
+        return in_rank_order(nranks, f"no ring was found: {error}")
+    return Ring(order=order, why=f"ring of {graph_file or 'the channel search'} ({near})")
+
+
+def _equally_near(paths: Paths, ids: Sequence[str]) -> str:
+    """How far all pairs of these GPUs are from each other, if that is the same for all, or nothing."""
+    assert paths.topology is not None
+    for domain in paths.topology.domains:
+        place = {gpu.id & LOCAL_ID_MASK: position for position, gpu in enumerate(domain.system.gpus)}
+        here = [place.get(bus_id(text)) for text in ids]
+        if None in here:
+            continue
+        pairs = [domain.paths.gpu_gpu(a, b) for a in here for b in here if a is not None and b is not None and a != b]
+        if len({(path.type, path.bw) for path in pairs}) == 1:
+            return f"{pairs[0].type.name}, {pairs[0].bw:g} GB/s"
+    return ""
+
+
+def _searched(machine: XmlNode, ids: Sequence[str], graph_file: str) -> tuple[tuple[int, ...], str]:
+    """(order, how far neighbours are at most) of the first channel of the search among these GPUs, from the plans on disk or made now."""
+    from miraccl.graph.plan import PlanRequest  # machines whose GPUs are equally near need none of it
+    from miraccl.graph.plan_cache import cached_document, plan_key
+    from miraccl.native.cache import plan_folder
+
+    graphs = Path(graph_file).read_text() if graph_file else ""
+    request = PlanRequest.read(os.environ, gpus=_devices(machine, ids), graph_xml=graphs)
+    key = plan_key(format_topology(machine).encode(), request, flavour="gpu ring")
+    found = cached_document(plan_folder(), key, lambda: _search(machine, request)).data
+    order = tuple(int(rank) for rank in found["order"])
+    if sorted(order) != list(range(len(ids))):
+        raise LookupError(f"the search gave {list(order)} for {len(ids)} ranks")
+    return order, f"{found['path']}, {found['bw']:g} GB/s per channel"
+
+
+def _search(machine: XmlNode, request: Any) -> dict[str, Any]:
+    """The first channel of the ring graph; GPUs that only the network joins follow one another by groups."""
+    from miraccl.graph.channel_graph import GraphKind
+    from miraccl.graph.search import search_channels
+    from miraccl.topo.analyse import analyse_topology
+
+    order: list[int] = []
+    graphs = []
+    for domain in analyse_topology(machine, request.topo).domains:
+        graph = search_channels(domain.system, domain.paths, request.search).graphs[GraphKind.RING]
+        graphs.append(graph)
+        order += graph.intra[0]
+    slowest = min(graphs, key=lambda graph: graph.bw_intra)
+    return {"order": order, "bw": slowest.bw_intra, "path": slowest.type_intra.name}
+
+
+def _devices(machine: XmlNode, ids: Sequence[str]) -> tuple[int, ...]:
+    """The device numbers in the topology of the GPUs with these bus ids."""
+    numbers = {
+        bus_id(node.attrs["busid"]): int(gpu.attrs["dev"])
+        for node in machine.walk()
+        if node.name == "pci" and "busid" in node.attrs
+        for gpu in node.children
+        if gpu.name == "gpu" and "dev" in gpu.attrs
+    }
+    missing = [text for text in ids if bus_id(text) not in numbers]
+    if missing:
+        raise LookupError(f"the topology has no GPU {missing[0]}")
+    return tuple(numbers[bus_id(text)] for text in ids)
