@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--nccl-p2p", action="store_true", help="NCCL may use NVLink and shared memory inside a host")
     parser.add_argument("--graph", action="store_true", help="ours in CUDA graphs, too, up to 4 MiB")
     parser.add_argument("--no-nccl", action="store_true")
+    parser.add_argument("--lanes", type=int, help="lanes of the proxy, instead of the library's number")
     parser.add_argument("--seconds", type=float, default=70.0, help="for all rows, from the start of the ranks")
     parser.add_argument("--out", help="name of the result files, below bench/results or with a folder; none are written without it")
     options = parser.parse_args()
@@ -56,7 +57,11 @@ def run(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from miraccl.bootstrap.launch import detect_launch, meet
+    from miraccl.comm import device_staging
     from miraccl.comm.communicator import Communicator
+
+    if options.lanes:  # before other modules read them
+        device_staging.LANES, device_staging.NSLOTS = options.lanes, 2 * options.lanes
     from miraccl.comm.device_hosts import make_device_communicator
     from miraccl.comm.member import Options
 
@@ -195,6 +200,8 @@ def describe(torch: Any, nranks: int, options: argparse.Namespace) -> dict[str, 
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "nccl_inside_a_host": "its choice" if options.nccl_p2p else "sockets",
         "cores": os.cpu_count(),
+        "lanes": options.lanes,
+        "staging": os.environ.get("MIRACCL_GPU_STAGING"),
     }
 
 

@@ -20,7 +20,10 @@ def test_collectives(hosts: str) -> None:
         assert used["gather"] == "staged"
 
 
-@pytest.mark.parametrize(("hosts", "sizes", "staging"), [("AB", SIZES, "64K"), ("AABB", SIZES, "64K"), ("ABC", [3, 100_001], "1M")])
+@pytest.mark.parametrize(
+    ("hosts", "sizes", "staging"),
+    [("AB", SIZES, "64K"), ("AB", [700_001], "4M"), ("AABB", SIZES, "64K"), ("ABC", [3, 100_001], "1M")],
+)
 def test_collectives_over_tcp(hosts: str, sizes: list[int], staging: str) -> None:
     """Lanes exchange small pieces themselves, and of two hosts large ones, too; of three the CPU communicator takes those."""
     for used in run_ranks(fake_hosts.even_collectives, len(hosts), hosts, sizes, True, env={"MIRACCL_GPU_STAGING": staging}):

@@ -46,6 +46,7 @@ class HostsJobs:
         self._session, self._open_cpu = session, open_cpu
         self._cpus: list[CpuCommunicator] = []
         self._jobs: dict[tuple[Any, ...], StagedJob] = {}
+        self._plans: dict[int, HostsPlan] = {}
         sizes = session.all_gather(str(params.GPU_STAGING.read()).encode(), "gpu staging")
         self.slot_bytes = max(LEAST_SLOT, min(int(size) for size in sizes))
         self.world = self._open(range(layout.nranks), "gpu world")
@@ -111,10 +112,11 @@ class HostsJobs:
 
         operation = op if isinstance(op, RedOp) else (type(op).__name__, op.scalar)
         job = self._job((shape, dtype, operation, cpus == self.crosses), captured, make, stride=len(cpus))
-        if cpus == self.crosses and self.layout.width > 1:
-            self._note("hierarchical", f"{len(self.layout.groups)} hosts of {self.layout.width} ranks", job.npieces, job.piece_bytes)
-        else:
-            self._note("staged", self._why_staged(shape, dtype, op), job.npieces, job.piece_bytes)
+        if job.number not in self._plans:
+            two_steps = cpus == self.crosses and self.layout.width > 1
+            reason = f"{len(self.layout.groups)} hosts of {self.layout.width} ranks" if two_steps else self._why_staged(shape, dtype, op)
+            self._plan(job, "hierarchical" if two_steps else "staged", reason)
+        self.last_plan = self._plans[job.number]
         self.staging.enqueue(job, buffers, number, takes_part=takes_part, before=before, after=after)
 
     def _job(
@@ -144,8 +146,8 @@ class HostsJobs:
             return f"{type(op).__name__} is for the CPU"
         return "blocks for other hosts" if shape.places else "no algorithm of two steps"
 
-    def _note(self, algo: str, reason: str, pieces: int, piece_bytes: int) -> None:
-        self.last_plan = HostsPlan(algo=algo, reason=reason, pieces=pieces, piece_bytes=piece_bytes)
+    def _plan(self, job: StagedJob, algo: str, reason: str) -> None:
+        self._plans[job.number] = HostsPlan(algo=algo, reason=reason, pieces=job.npieces, piece_bytes=job.piece_bytes)
 
     def barrier(self, number: int, captured: bool) -> None:
         """Of all ranks, in the stream ``number``."""
@@ -158,7 +160,9 @@ class HostsJobs:
         key = ("exchange", tuple((t.receives, t.peer, t.memory.count, t.memory.dtype) for t in transfers))
         slots = self.staging.slots_for(need)
         job = self._job(key, captured, lambda: (tuple(r.piece for r in rounds), transfers_on(self.world, rounds, slots)), need=need)
-        self._note("staged", "sends and receives", len(rounds), need)
+        if job.number not in self._plans:
+            self._plan(job, "staged", "sends and receives")
+        self.last_plan = self._plans[job.number]
         self.staging.enqueue(job, [t.memory.address for t in transfers], number)
 
     def in_slot(self, slot: int, first: int, count: int, dtype: DType) -> DeviceMemory:

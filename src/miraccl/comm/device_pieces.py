@@ -5,6 +5,7 @@ All of it follows from counts that all ranks know, so all cut alike; there is no
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class Shape:
     overlaps: bool = True
 
     @classmethod
+    @functools.lru_cache(maxsize=1024)  # asked for at every call
     def even(cls, collective: Collective, itemsize: int, rank: int, nranks: int, root: int, count: int) -> Shape:
         """With blocks of ``count`` elements, as ``schedule.ir`` counts them."""
         one, each = (count,), (count,) * nranks

@@ -30,7 +30,6 @@ from miraccl.proxy.kernels import layout as at
 log = trace.logger("proxy")
 
 KERNEL = "miraccl.proxy.kernels.lane"
-KERNEL_NAMES = ("serve", "pause_ns")
 FIRST_JOBS = 64
 CLOSE_WAIT_S, EXIT_WAIT_S = 10.0, 0.2
 
@@ -67,8 +66,8 @@ class StagingProxy:
         assert nslots % lanes == 0
         self._on_fault = on_fault
         self.lane, self.lanes = lane, lanes
-        library = native.library(KERNEL, KERNEL_NAMES)
-        self._serve, self._pause = (native.builtin(name, library.address(native.PREFIX + name)) for name in KERNEL_NAMES)
+        library = native.library(KERNEL)
+        self._serve, self._pause = (native.builtin(name, library.address(native.PREFIX + name)) for name in ("serve", "pause_ns"))
         self._store, self._futex = atomics.bound("store_word"), atomics.bound("ring_futex")
         self._words = np.zeros(at.LANE_BYTES // 8, np.int64)
         self.address = int(self._words.ctypes.data)

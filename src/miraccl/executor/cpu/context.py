@@ -91,7 +91,7 @@ def scale_kernel(dtype: DType, divides: bool) -> int:
 @functools.cache
 def unlocked_kernel(name: str) -> int:
     """Address of ``run_unlocked`` or ``exchange_unlocked`` of ``executor.cpu.unlocked``."""
-    return native.library(UNLOCKED, ("run_unlocked", "exchange_unlocked")).address(native.PREFIX + name)
+    return native.library(UNLOCKED).address(native.PREFIX + name)
 
 
 _restore_exception = ctypes.pythonapi.PyErr_Restore
