@@ -115,6 +115,13 @@ def handles(path: str) -> None:
 
         nested = dist.all_reduce(first, async_op=True).get_future().then(inside)
         assert nested.wait()[0].tolist() == [float(nranks)] * 3
+        for x in (torch.ones(300, 300), torch.ones(300, 300)[:, ::2], torch.ones(40_000, dtype=torch.int16)):  # two have temporaries
+            works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
+            parts = [torch.zeros_like(x) for _ in range(nranks)]
+            works += [dist.all_gather(parts, x, async_op=True), dist.reduce_scatter(x, parts, async_op=True)]
+            for work in works:
+                work.wait()
+            assert (x == nranks**4).all()  # each saw what the ones before it had written
         strided = torch.zeros(4, 4)
         dist.broadcast(strided[:, 1] if rank else strided.fill_(2.0)[:, 1], 0, async_op=True).wait()
         assert strided[:, 1].tolist() == [2.0] * 4

@@ -158,6 +158,8 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
             for tensor in tensors:
                 check_result(tensor, name)
         self._sequence += 1
+        if any(place.loads for place in places):
+            action = _loaded(places, action)
         if places and places[0].device.type != "cpu":
             memory = [t for place in places for t in place.memory]
             work: Work = self._streams_of(places[0].device).run(name, tensors, memory, action, asynchronous=opts.asyncOp)
@@ -210,8 +212,9 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
         with as_backend_errors():
             staged = stage(only(tensors, "send"), "send")
             if staged.device.type != "cpu":
-                begin = lambda: self.communicator.send(staged.array, dst)  # noqa: E731
+                begin = _loaded([staged], lambda: self.communicator.send(staged.array, dst))
                 return self._streams_of(staged.device).transfer("send", tensors, staged.memory, begin, _nothing)
+            staged.load()
             message = self._post.send(staged.array, dst, _tag(tag, "send"))
         return self._transfer(TransferWork("send", tensors, self._post, message, self._mail_lane, _nothing))
 
@@ -381,6 +384,17 @@ class _Several(Work):
 
 def _nothing() -> None:
     pass
+
+
+def _loaded(places: Sequence[Staged], action: Callable[[], Any]) -> Callable[[], None]:
+    """The action after its temporaries have been filled."""
+
+    def run() -> None:
+        for place in places:
+            place.load()
+        action()
+
+    return run
 
 
 def _tag(tag: int, name: str) -> int:

@@ -9,7 +9,7 @@ Element types that miraccl does not know travel as bytes, which every operation 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +52,16 @@ class Form(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """``array`` is flat and holds ``width`` elements per element of the tensors; ``temporary`` is None where it is their own memory."""
+    """``array`` is flat and holds ``width`` elements per element of the tensors; ``temporary`` is None where it is their own memory.
+
+    A temporary gets the tensors' values in ``load``, when the operation runs: one before it may write them.
+    """
 
     tensors: Sequence[Any]
     array: Any
     width: int
     temporary: Any = None
+    loads: bool = False
 
     @property
     def count(self) -> int:
@@ -78,16 +82,29 @@ class Staged:
         """The tensors whose memory is used."""
         return [*self.tensors, *([] if self.temporary is None else [self.temporary])]
 
+    def load(self) -> None:
+        """Fill a temporary that wants it with the values of the tensors."""
+        if self.loads:
+            for part, tensor in self._parts():
+                _copy(part, tensor)
+
     def store(self) -> None:
         """Write a temporary back to the tensors."""
-        if self.temporary is None:
-            return
+        if self.temporary is not None:
+            for part, tensor in self._parts():
+                _copy(tensor, part)
+
+    def _parts(self) -> Iterator[tuple[Any, Any]]:
+        """The part of the temporary of each tensor, in its shape."""
         start = 0
         for tensor in self.tensors:
-            part = self.temporary[start : start + tensor.numel()]
-            with torch.inference_mode(tensor.is_inference()):  # a mode of threads, and this may be the lane's
-                tensor.detach().copy_(part.view(tensor.shape))
+            yield self.temporary[start : start + tensor.numel()].view(tensor.shape), tensor
             start += tensor.numel()
+
+
+def _copy(target: Any, source: Any) -> None:
+    with torch.inference_mode(target.is_inference()):  # a mode of threads, and this may be the lane's
+        target.detach().copy_(source.detach())
 
 
 def check(tensor: Any, where: str) -> None:
@@ -107,7 +124,7 @@ def check_result(tensor: Any, where: str) -> None:
 
 
 def stage(tensor: Any, where: str, form: Form = Form.VALUES) -> Staged:
-    """One tensor, with its values."""
+    """One tensor; with its values once it is loaded."""
     check(tensor, where)
     own = tensor.detach()
     if form is not Form.WIDE and own.is_contiguous() and not own.is_conj() and not own.is_neg():
@@ -116,7 +133,8 @@ def stage(tensor: Any, where: str, form: Form = Form.VALUES) -> Staged:
 
 
 def stage_list(tensors: Sequence[Any], where: str, form: Form = Form.VALUES, *, load: bool = True, nranks: int = 0) -> Staged:
-    """Tensors of one type, one after another in one temporary; filled with their values if ``load``. With ``nranks``, one of each rank."""
+    """Tensors of one type, one after another in one temporary, which is filled with their values if it ``load``s. With ``nranks``, one
+    of each rank."""
     if nranks and len(tensors) != nranks:
         raise InvalidUsage(f"{where}: the list has {len(tensors)} tensors; it needs one for each of {nranks} ranks")
     for tensor in tensors:
@@ -128,12 +146,7 @@ def stage_list(tensors: Sequence[Any], where: str, form: Form = Form.VALUES, *, 
         raise InvalidUsage(f"{where}: the tensors of a list are on one device, got {sorted({str(t.device) for t in tensors})}")
     kind = torch.int32 if form is Form.WIDE else first.dtype
     temporary = torch.empty(sum(t.numel() for t in tensors), dtype=kind, device=first.device)
-    if load:
-        start = 0
-        for tensor in tensors:
-            temporary[start : start + tensor.numel()].view(tensor.shape).copy_(tensor.detach())
-            start += tensor.numel()
-    return Staged(tensors=tensors, array=_array(temporary, form), width=_width(first, form), temporary=temporary)
+    return Staged(tensors=tensors, array=_array(temporary, form), width=_width(first, form), temporary=temporary, loads=load)
 
 
 def _width(tensor: Any, form: Form) -> int:
