@@ -80,13 +80,13 @@ def test_all_ranks_choose_alike() -> None:
 
 
 def test_parts_of_the_memory_do_not_overlap() -> None:
-    counters = layout.MAX_RANKS * layout.BLOCKS * layout.WORD_STRIDE
-    starts = [layout.SENT_OFFSET, layout.TAKEN_OFFSET, layout.TAIL_OFFSET, layout.HEAD_OFFSET]
-    assert all(b - a >= counters for a, b in zip(starts, [*starts[1:], layout.PACKETS_OFFSET]))
     assert layout.RINGS_OFFSET == layout.PACKETS_OFFSET + 2 * layout.BANK_BYTES
     assert layout.TOTAL_BYTES <= 64 << 20
-    for nranks in range(2, layout.MAX_RANKS + 1):
-        assert (nranks - 1) * layout.BLOCKS * layout.NSTEPS * layout.slot_bytes(nranks) <= layout.FIFO_BYTES
+    words = 2 * layout.MAX_RANKS * layout.BLOCKS * layout.FIFO_WORD_BYTES
+    for fifos in range(1, layout.MAX_RANKS):
+        for blocks in (1, 64, layout.BLOCKS):
+            assert layout.slot_bytes(fifos, blocks) >= 1024
+            assert fifos * blocks * layout.FIFO_SLOTS * layout.slot_bytes(fifos, blocks) + words <= layout.BANK_BYTES
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 4, 8])
@@ -96,12 +96,13 @@ def test_steps_are_written_as_the_kernel_reads_them(nranks: int) -> None:
     for rank in range(nranks):
         block = bytes(lower.lower_steps(schedule, choose(asked), asked, fixed(nranks, rank)))
         at = layout.args_bytes(nranks)
-        _, part, piece, parts, channels, *first = struct.unpack_from(layout.PROGRAM_HEAD, block, at)
+        _, part, piece, parts, channels, *first, slot, here, there = struct.unpack_from(layout.PROGRAM_HEAD, block, at)
         steps = schedule.channels[0][rank]
         assert (parts, channels, first[:2]) == (nranks, 1, [0, len(steps)])
         assert part * nranks >= 1 << 20
         assert part * 4 % 16 == 0
-        assert piece * 4 <= layout.slot_bytes(nranks)
+        assert piece * 4 <= slot <= layout.slot_bytes(1, layout.BLOCKS)
+        assert (here, there) == (bytes(layout.MAX_RANKS),) * 2  # each rank has one that sends to it
         at += struct.calcsize(layout.PROGRAM_HEAD)
         for step in steps:
             op, _, _, _, frm, to, chunks, src, dst, _ = struct.unpack_from(layout.STEP, block, at)

@@ -8,16 +8,12 @@ part     holds                                                        written by
 state    number of the launch, ticket of its blocks, signatures       its rank
 board    what peers say they run, per (peer, launch modulo 4)         the peer
 flags    of staged copies: what has come, what is free again          peers; cleared by its rank
-sent     messages sent, per (peer, block)                             its rank
-taken    messages taken, per (peer, block)                            its rank
-tail     messages that have come, per (peer, block)                   the peer
-head     messages that the peer has taken, per (peer, block)          the peer
 lanes    rows sent, rows taken, per (peer, lane)                      its rank
 credit   rows that the peer has taken, per (peer, lane)               the peer
 packets  two banks of packets, full of ones when nothing is there;    peers; cleared by its rank
-         between two meetings staging memory of copies
+         FIFOs of protocol Simple during a launch of it; between two
+         meetings staging memory of copies
 rings    rows of messages to this rank, per (peer, lane)              peers
-fifo     slots of the FIFOs into this rank, per (peer, block)         peers
 ======== ============================================================ ======================
 """
 
@@ -26,14 +22,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_RANKS = 8
-BLOCKS = 128  # blocks that have FIFOs; a multiple of every number of channels in use, below the 132 multiprocessors of a Hopper GPU
+BLOCKS = 128  # of protocol Simple at most; a multiple of every number of channels in use, below the 132 multiprocessors of a Hopper GPU
 WORD_STRIDE = 64  # bytes from one counter to the next
-NSTEPS = 4  # slots of a FIFO
 MAX_CHANNELS = 4
 MAX_STEPS = 120  # of one rank, so that the arguments stay below 4 KiB
 
 KIB, MIB = 1 << 10, 1 << 20
-_COUNTERS = MAX_RANKS * BLOCKS * WORD_STRIDE
 STATE_OFFSET = 0
 STATE_LAUNCH, STATE_TICKET, STATE_SIGNATURES = 0, 8, 16  # words (of 8 bytes) from STATE_OFFSET, on lines of their own
 BOARD_OFFSET = 1 * KIB
@@ -41,25 +35,21 @@ BOARD_ENTRIES = 4  # launches that are remembered; peers are at most one apart
 COPY_FLAGS_OFFSET = 2 * KIB  # words (of 4 bytes) of staged copies: ready[src][slot], then free[dst][slot]
 COPY_SLOTS = 4  # of a pair at most
 COPY_FLAGS_BYTES = 2 * MAX_RANKS * COPY_SLOTS * 4
-SENT_OFFSET = 4 * KIB
-TAKEN_OFFSET = SENT_OFFSET + _COUNTERS
-TAIL_OFFSET = TAKEN_OFFSET + _COUNTERS
-HEAD_OFFSET = TAIL_OFFSET + _COUNTERS
 MAX_LANES = 512  # of a pair of ranks and a direction, source/p2p.cuh
 _LANE_WORDS = 128 * KIB
-LANE_SENT_OFFSET = 512 * KIB
+LANE_SENT_OFFSET = 4 * KIB
 LANE_TAKEN_OFFSET = LANE_SENT_OFFSET + _LANE_WORDS
 LANE_CREDIT_OFFSET = LANE_TAKEN_OFFSET + _LANE_WORDS
 PACKETS_OFFSET = 1 * MIB
 BANK_BYTES = 24 * MIB
 RINGS_OFFSET = PACKETS_OFFSET + 2 * BANK_BYTES
 RINGS_BYTES = 8 * MIB
-FIFO_OFFSET = RINGS_OFFSET + RINGS_BYTES
-FIFO_BYTES = 6 * MIB
-TOTAL_BYTES = FIFO_OFFSET + FIFO_BYTES
+TOTAL_BYTES = RINGS_OFFSET + RINGS_BYTES
+FIFO_WORD_BYTES = 16  # heads and tails of protocol Simple, at the end of a bank
+FIFO_SLOTS = 3
+LARGEST_SLOT = 128 * KIB
 #: what the memory begins with besides zeros: (offset, bytes, word). Packets are ones where nothing has come.
 FILLS = ((PACKETS_OFFSET, 2 * BANK_BYTES, 0xFFFFFFFF),)
-assert HEAD_OFFSET + _COUNTERS <= LANE_SENT_OFFSET
 assert LANE_CREDIT_OFFSET + _LANE_WORDS <= PACKETS_OFFSET
 
 # Words (of 4 bytes) in host memory that the GPU reads and writes while it waits.
@@ -77,9 +67,10 @@ WHAT_TEXT = {
 }
 
 
-def slot_bytes(nranks: int) -> int:
-    """Bytes of one slot of a FIFO: the FIFOs from all peers share ``FIFO_BYTES``."""
-    return FIFO_BYTES // (max(1, nranks - 1) * BLOCKS * NSTEPS) // 1024 * 1024
+def slot_bytes(fifos: int, blocks: int) -> int:
+    """Bytes of a slot where a rank has ``fifos`` FIFOs of ``blocks`` blocks each in a bank."""
+    room = BANK_BYTES - 2 * MAX_RANKS * BLOCKS * FIFO_WORD_BYTES
+    return min(LARGEST_SLOT, room // (fifos * blocks * FIFO_SLOTS) // 1024 * 1024)
 
 
 def ring_rows(nranks: int) -> int:
@@ -126,8 +117,8 @@ def args_bytes(nranks: int) -> int:
 
 #: struct Step of source/steps.cuh: op, src_buf, dst_buf, npeers, recv_peer, send_peer, chunks, -, src, dst, -, peers
 STEP = "<BBBBbbBxHHxxxxQ"
-#: what follows Args in struct Program: scratch, part, piece, parts, channels, first[MAX_CHANNELS + 1], -; then the steps
-PROGRAM_HEAD = f"<QQQII{MAX_CHANNELS + 1}Ixxxx"
+#: what follows Args in struct Program: scratch, part, piece, parts, channels, first[MAX_CHANNELS + 1], slot, from, to; then the steps
+PROGRAM_HEAD = f"<QQQII{MAX_CHANNELS + 1}II{MAX_RANKS}s{MAX_RANKS}s"
 
 
 #: struct Message of source/p2p.cuh: address, bytes and type
@@ -158,8 +149,8 @@ def message_defines(nranks: int, frame: str) -> dict[str, int]:
 def defines(nranks: int) -> dict[str, int]:
     """The constants of this file that CUDA sources use."""
     names = (
-        "BLOCKS WORD_STRIDE NSTEPS MAX_CHANNELS MAX_STEPS STATE_OFFSET STATE_LAUNCH STATE_TICKET STATE_SIGNATURES BOARD_OFFSET "
-        "BOARD_ENTRIES SENT_OFFSET TAKEN_OFFSET TAIL_OFFSET HEAD_OFFSET PACKETS_OFFSET BANK_BYTES FIFO_OFFSET HOST_ABORT HOST_ERROR "
+        "BLOCKS WORD_STRIDE MAX_RANKS MAX_CHANNELS MAX_STEPS STATE_OFFSET STATE_LAUNCH STATE_TICKET STATE_SIGNATURES BOARD_OFFSET "
+        "BOARD_ENTRIES PACKETS_OFFSET BANK_BYTES HOST_ABORT HOST_ERROR "
         "HOST_PEER HOST_WHAT ERROR_TIMEOUT ERROR_MISMATCH WHAT_MESSAGE WHAT_ROOM WHAT_MEETING"
     )
-    return {name: int(globals()[name]) for name in names.split()} | {"RANKS": nranks, "SLOT_BYTES": slot_bytes(nranks)}
+    return {name: int(globals()[name]) for name in names.split()} | {"RANKS": nranks}

@@ -129,17 +129,30 @@ def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, fixed: F
     lanes = max(1, plan.blocks // schedule.nchannels)
     part = part_elements(count, schedule.parts, itemsize)
     vector = 16 // itemsize
-    room = layout.slot_bytes(request.nranks) // widest // 16 * vector
+    senders = _senders(schedule)
+    room = layout.slot_bytes(max(1, *map(len, senders)), lanes * schedule.nchannels) // widest // 16 * vector
     piece = max(vector, min(room, -(-part // (lanes * vector)) * vector))
+    slot = widest * piece * itemsize
     first, encoded = [0], b""
     for steps in channels:
         encoded += b"".join(_encode(step) for step in steps)
         first.append(first[-1] + len(steps))
     first += [first[-1]] * (layout.MAX_CHANNELS + 1 - len(first))
-    head = struct.pack(layout.PROGRAM_HEAD, 0, part, piece, schedule.parts, schedule.nchannels, *first)
+    here = [senders[fixed.rank].index(peer) if peer in senders[fixed.rank] else 0 for peer in range(request.nranks)]
+    there = [peers.index(fixed.rank) if fixed.rank in peers else 0 for peers in senders]
+    head = struct.pack(layout.PROGRAM_HEAD, 0, part, piece, schedule.parts, schedule.nchannels, *first, slot, bytes(here), bytes(there))
     table = encoded.ljust(layout.MAX_STEPS * struct.calcsize(layout.STEP), b"\0")
-    args = pack_args(fixed, count=count, root=request.root, scalar=scalar_bits(request), signature=signature_of(plan, request))
+    signature = signature_of(plan, request)
+    args = pack_args(
+        fixed, count=count, root=request.root, nslots=layout.FIFO_SLOTS, scalar=scalar_bits(request), signature=signature
+    )
     return args + bytearray(head + table)
+
+
+def _senders(schedule: Schedule) -> list[list[int]]:
+    """For each rank those that send to it, in the order of their FIFOs."""
+    sends = [{step.send_peer for channel in schedule.channels for step in channel[rank]} for rank in range(schedule.nranks)]
+    return [[peer for peer, targets in enumerate(sends) if rank in targets] for rank in range(schedule.nranks)]
 
 
 def grid_of(plan: DevicePlan, schedule: Schedule | None) -> int:

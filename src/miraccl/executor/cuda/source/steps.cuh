@@ -1,13 +1,14 @@
 // Any schedule of FIFO primitives, protocol Simple: a block walks over the steps of its rank.
 //
 // Blocks are independent: block b belongs to channel b % channels and moves the pieces lane, lane + lanes, ... of every chunk, where lane
-// is b / channels; a piece has ``piece`` elements, the same on all ranks. Between two ranks each block has a FIFO of NSTEPS slots in the
+// is b / channels; a piece has ``piece`` elements, the same on all ranks. Between two ranks each block has a FIFO of ``nslots`` slots in the
 // memory of the receiver. The sender writes a slot, fences and raises the tail there; the receiver reads and raises the head in the
-// memory of the sender (NCCL src/device/prims_simple.h). Heads and tails count messages since the communicator began: they lie in
-// device memory, so captured launches can be replayed, and launches of any shape follow one another.
+// memory of the sender (NCCL src/device/prims_simple.h). One fence a slot, not one a packet: where slots are large, links carry more than by packets.
 //
-// A launch is one of those that packets count, and is on the board as theirs are (packets.cuh). Every rank waits for every other's entry before
-// it ends: that is what the use of the banks demands, and it finds ranks that called different operations.
+// FIFOs lie in the bank of the launch (packets.cuh), which is shared by the ranks that send to the same one. Heads and tails begin and end as
+// ones, as all of the bank: the receiver clears slots and tails, the sender heads, once the last one has come. A launch is one of those that
+// packets count, and is on the board as theirs are. Every rank waits for every other's entry before it ends: that is what the use of the
+// banks demands, and it finds ranks that called different operations.
 
 struct Step {            // layout.STEP
   u8 op, src_buf, dst_buf, npeers;
@@ -25,35 +26,63 @@ struct Program {         // layout.PROGRAM
   u64 piece;             // elements that a block moves of one chunk at a time
   u32 parts, channels;
   u32 first[MAX_CHANNELS + 1];
-  u32 unused;
+  u32 slot;              // bytes of a slot
+  u8 from[MAX_RANKS];    // which of the FIFOs in this rank's bank is that of a peer
+  u8 to[MAX_RANKS];      // which of those in a peer's bank is that of this rank
   Step steps[MAX_STEPS];
 };
 
 enum { SEND, RECV, COPY, RECV_REDUCE, RECV_COPY_SEND, RECV_REDUCE_SEND, RECV_REDUCE_COPY, RECV_REDUCE_COPY_SEND, RECV_REDUCE_ALL };
 
-struct Ends {            // shared memory: where this block stands with every peer
-  u64 sent[RANKS], taken[RANKS];
+struct Ends {            // shared memory: messages of this launch to and from every peer
+  u32 sent[RANKS], taken[RANKS];
   u32 dead;
 };
 
-__device__ __forceinline__ u64* word_of(char* base, u64 offset, u32 peer) { return (u64*)(base + offset + ((u64)peer * BLOCKS + blockIdx.x) * WORD_STRIDE); }
+// The ends of banks hold the words: for every peer and block the number of messages that have come from it, and that it has taken.
+__device__ __forceinline__ u64* tail_of(const Geometry& g, char* box, u32 peer) { return (u64*)(box + g.bank + BANK_BYTES) - (peer * BLOCKS + blockIdx.x + 1) * 2; }
+__device__ __forceinline__ u64* head_of(const Geometry& g, char* box, u32 peer) { return tail_of(g, box, RANKS + peer); }
+__device__ __forceinline__ u32 count_at(const u64* word) { u64 v = load_acquire(word); return v == NEVER ? 0u : (u32)v; }
+__device__ __forceinline__ void store_count(u64* word, u32 count) { store_packet((uint4*)word, make_uint4(count, 0u, 0u, 0u)); }
 
-__device__ __forceinline__ char* slot_of(const Args& a, u32 dst, u32 src, u64 message) {
-  u64 fifo = (u64)(src < dst ? src : src - 1) * BLOCKS + blockIdx.x;
-  return (dst == a.rank ? a.inbox[src] : a.outbox[dst]) + FIFO_OFFSET + (fifo * NSTEPS + message % NSTEPS) * SLOT_BYTES;
+__device__ __forceinline__ char* slot_of(const Program& p, const Geometry& g, char* box, u32 fifo, u32 message) {
+  return box + g.bank + (((u64)fifo * gridDim.x + blockIdx.x) * p.a.nslots + message % p.a.nslots) * p.slot;
+}
+__device__ __forceinline__ char* slot_from(const Program& p, const Geometry& g, const Ends& e, u32 peer) {
+  return slot_of(p, g, p.a.inbox[peer], p.from[peer], e.taken[peer]);
+}
+__device__ __forceinline__ char* slot_to(const Program& p, const Geometry& g, const Ends& e, u32 peer) {
+  return slot_of(p, g, p.a.outbox[peer], p.to[peer], e.sent[peer]);
 }
 
 // Thread 0: until a message from ``peer`` is there.
-__device__ __forceinline__ void wait_message(const Args& a, Ends& e, Watch& w, u32 peer) {
-  u64* tail = word_of(a.inbox[peer], TAIL_OFFSET, peer);
+__device__ __forceinline__ void wait_message(const Args& a, const Geometry& g, Ends& e, Watch& w, u32 peer) {
+  const u64* tail = tail_of(g, a.inbox[peer], peer);
   w.spins = 0;
-  while (load_acquire(tail) <= e.taken[peer]) if (give_up(a, w, peer, WHAT_MESSAGE)) { e.dead = 1; return; }
+  while (count_at(tail) <= e.taken[peer]) if (give_up(a, w, peer, WHAT_MESSAGE)) { e.dead = 1; return; }
 }
-// Thread 0: until ``peer`` has room.
-__device__ __forceinline__ void wait_room(const Args& a, Ends& e, Watch& w, u32 peer) {
-  u64* head = word_of(a.inbox[peer], HEAD_OFFSET, peer);
+// Until ``peer`` has taken all but ``left`` of the messages to it.
+__device__ __forceinline__ bool wait_taken(const Args& a, const Geometry& g, const Ends& e, Watch& w, u32 peer, u32 left) {
+  const u64* head = head_of(g, a.inbox[peer], peer);
   w.spins = 0;
-  while (load_acquire(head) + NSTEPS <= e.sent[peer]) if (give_up(a, w, peer, WHAT_ROOM)) { e.dead = 1; return; }
+  while (count_at(head) + left < e.sent[peer]) if (give_up(a, w, peer, WHAT_ROOM)) return false;
+  return true;
+}
+// Thread 0: the slot of the last message is free again, for loads have ended at the barrier before.
+__device__ __forceinline__ void tell_taken(const Args& a, const Geometry& g, Ends& e, u32 peer) { store_count(head_of(g, a.outbox[peer], a.rank), ++e.taken[peer]); }
+
+// At the end: this block leaves its part of the bank full of ones.
+__device__ __forceinline__ void clear_fifos(const Program& p, const Geometry& g, const Ends& e, Watch& w) {
+  const Args& a = p.a;
+  for (u32 peer = 0; peer < RANKS; peer++) {
+    u32 used = e.taken[peer] < a.nslots ? e.taken[peer] : a.nslots;
+    uint4* slots = (uint4*)slot_of(p, g, a.inbox[peer], p.from[peer], 0);
+    for (u64 i = threadIdx.x; i < (u64)used * p.slot / 16; i += THREADS) clear_packet(slots + i);
+  }
+  u32 peer = threadIdx.x;
+  if (peer >= RANKS) return;
+  if (e.taken[peer]) clear_packet((uint4*)tail_of(g, a.inbox[peer], peer));
+  if (e.sent[peer] && wait_taken(a, g, e, w, peer, 0)) clear_packet((uint4*)head_of(g, a.inbox[peer], peer));
 }
 
 // Block 0, at the end: until every peer has said what it runs in this launch.
@@ -148,10 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) steps(const __
   Watch watch = {0, 0, (u32)g.launch + 1};
   judge(a, g, announce(a, g));
   u32 ticket = draw_ticket(a, g);
-  if (threadIdx.x < RANKS) {
-    e.sent[threadIdx.x] = *word_of(a.own, SENT_OFFSET, threadIdx.x);
-    e.taken[threadIdx.x] = *word_of(a.own, TAKEN_OFFSET, threadIdx.x);
-  }
+  if (threadIdx.x < RANKS) e.sent[threadIdx.x] = e.taken[threadIdx.x] = 0;
   if (threadIdx.x == 0) e.dead = 0;
   __syncthreads();
   u32 channel = blockIdx.x % p.channels, lane = blockIdx.x / p.channels, lanes = gridDim.x / p.channels;
@@ -164,9 +190,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) steps(const __
       u32 from = s.recv_peer, to = s.send_peer;
       if (threadIdx.x == 0) {
         if (s.op == RECV_REDUCE_ALL) {
-          for (u32 j = 0; j < s.npeers; j++) { u32 peer = (s.peers >> (4 * j)) & 15; if (peer != a.rank) wait_message(a, e, watch, peer); }
-        } else if (s.recv_peer >= 0) wait_message(a, e, watch, from);
-        if (sends) wait_room(a, e, watch, to);
+          for (u32 j = 0; j < s.npeers; j++) { u32 peer = (s.peers >> (4 * j)) & 15; if (peer != a.rank) wait_message(a, g, e, watch, peer); }
+        } else if (s.recv_peer >= 0) wait_message(a, g, e, watch, from);
+        if (sends && e.sent[to] >= a.nslots && !wait_taken(a, g, e, watch, to, a.nslots - 1)) e.dead = 1;
       }
       __syncthreads();
       if (e.dead) return;
@@ -182,38 +208,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) steps(const __
         T* base[3] = {(T*)a.in, (T*)a.out, (T*)p.scratch};
         T* near_src = base[s.src_buf] + (u64)(src / p.parts) * a.count + begin;
         T* near_dst = base[s.dst_buf] + (u64)(dst / p.parts) * a.count + (u64)(dst % p.parts) * p.part + at;
+        if (!REDUCES && s.op == COPY && near_src == near_dst) continue;
         if (s.op == RECV_REDUCE_ALL) {
           for (u32 j = 0; j < s.npeers; j++) {
             u32 peer = (s.peers >> (4 * j)) & 15;
             if (peer == a.rank && s.src_buf == 0) m.own = m.nsrc;
-            m.src[m.nsrc++] = peer == a.rank ? near_src : (T*)slot_of(a, a.rank, peer, e.taken[peer]) + c * p.piece;
+            m.src[m.nsrc++] = peer == a.rank ? near_src : (T*)slot_from(p, g, e, peer) + c * p.piece;
           }
         } else {
           if (local) { m.own = s.src_buf == 0 ? 0 : -1; m.src[m.nsrc++] = near_src; }
           if (s.op == RECV_REDUCE) m.src[m.nsrc++] = near_dst;
-          if (s.recv_peer >= 0) m.src[m.nsrc++] = (T*)slot_of(a, a.rank, from, e.taken[from]) + c * p.piece;
+          if (s.recv_peer >= 0) m.src[m.nsrc++] = (T*)slot_from(p, g, e, from) + c * p.piece;
         }
         if (s.op != SEND && s.op != RECV_REDUCE_SEND) m.dst = near_dst;
-        if (sends) m.far = (T*)slot_of(a, to, a.rank, e.sent[to]) + c * p.piece;
+        if (sends) m.far = (T*)slot_to(p, g, e, to) + c * p.piece;
         move(a, m);
       }
       __syncthreads();
       if (threadIdx.x == 0) {
-        if (sends) { store_release(word_of(a.outbox[to], TAIL_OFFSET, a.rank), ++e.sent[to]); }
         if (s.op == RECV_REDUCE_ALL) {
-          for (u32 j = 0; j < s.npeers; j++) {
-            u32 peer = (s.peers >> (4 * j)) & 15;
-            if (peer != a.rank) store_release(word_of(a.outbox[peer], HEAD_OFFSET, a.rank), ++e.taken[peer]);
-          }
-        } else if (s.recv_peer >= 0) store_release(word_of(a.outbox[from], HEAD_OFFSET, a.rank), ++e.taken[from]);
+          for (u32 j = 0; j < s.npeers; j++) { u32 peer = (s.peers >> (4 * j)) & 15; if (peer != a.rank) tell_taken(a, g, e, peer); }
+        } else if (s.recv_peer >= 0) tell_taken(a, g, e, from);
+        if (sends) { fence(); store_count(tail_of(g, a.outbox[to], a.rank), ++e.sent[to]); }
       }
     }
   }
   __syncthreads();
-  if (threadIdx.x < RANKS) {
-    *word_of(a.own, SENT_OFFSET, threadIdx.x) = e.sent[threadIdx.x];
-    *word_of(a.own, TAKEN_OFFSET, threadIdx.x) = e.taken[threadIdx.x];
-  }
+  clear_fifos(p, g, e, watch);
   hear_peers(a, watch);
   count_launch(a, ticket);
 }
