@@ -163,6 +163,77 @@ def test_an_abort_ends_the_wait() -> None:
     assert where.errors() == [0, 0]
 
 
+# ---- large messages
+
+
+@pytest.fixture
+def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages are large from 5000 bytes on, in chunks of 1 KiB and six slots."""
+    monkeypatch.setattr(layout, "BULK_FROM", 5000)
+    monkeypatch.setattr(layout, "CHUNK_BYTES", 1024)
+    monkeypatch.setattr(layout, "BULK_BYTES", 6 * 1024)
+
+
+def few(nranks: int, frame: Frame = Frame.LINE, blocks: int = 4) -> Reach:
+    """A reach whose launches have about ``blocks`` blocks for large messages."""
+    return _Narrow(nranks=nranks, multiprocessors=max(2 * (nranks - 1), blocks // 2 + 1), frame=frame, width=2)
+
+
+@emulated
+@pytest.mark.parametrize("frame", FRAMES)
+@pytest.mark.usefixtures("small_pool")
+def test_large_messages(frame: Frame) -> None:
+    where = Machine(2)
+    for sizes in ([5000], [5001, 9000, 4999], [40_000, 16, 30_001], [5000] * 5, [1792 + 1024, 5000, 1792 + 5 * 1024]):
+        both = [Send(src, 1 - src, size) for size in sizes for src in (0, 1)]
+        assert [text for text in run(where, few(2, frame), both) if text] == []
+        assert [text for text in run(where, few(2, frame), both[::2]) if text] == []
+    assert where.errors() == [0, 0]
+
+
+@emulated
+@pytest.mark.usefixtures("small_pool")
+def test_large_messages_share_the_pool_of_their_receiver() -> None:
+    where = Machine(4)
+    everybody = [Send(a, b, 8000 + 500 * a + 77 * b, offset=a, out_offset=b) for a in range(4) for b in range(4)]
+    for sends in (everybody, everybody[::-1], [Send(r, (r + 1) % 4, 20_000) for r in range(4)], [Send(r, 3, 9000) for r in range(3)]):
+        assert [text for text in run(where, few(4, blocks=14), sends) if text] == []
+    assert where.errors() == [0] * 4
+
+
+@emulated
+@pytest.mark.usefixtures("small_pool")
+def test_large_messages_may_be_distributed_over_launches_differently() -> None:
+    where = Machine(2)
+    sends = [Send(0, 1, 5200), Send(0, 1, 3000), Send(0, 1, 6000)]
+    # what is sent before the receiver comes fits into its slots only after it has granted them: both launches run at once
+    assert run(where, few(2), sends) == [""] * 3
+    assert run(where, few(2, blocks=6), sends[::-1]) == [""] * 3
+    assert where.errors() == [0, 0]
+
+
+@emulated
+@pytest.mark.usefixtures("small_pool")
+@pytest.mark.parametrize(("sent", "expected"), [(100, 9000), (9000, 100), (9000, 9001), (0, 5000)])
+def test_sizes_of_large_messages_that_differ_are_reported(sent: int, expected: int) -> None:
+    where = Machine(2)
+    run(where, few(2), [Send(0, 1, sent, expected=expected)])
+    tag = int(DType.UINT8) << layout.TYPE_SHIFT
+    assert where.errors()[1] == layout.ERROR_SIZES
+    assert where.host[1][layout.HOST_SIZES : layout.HOST_SIZES + 4].view("u8").tolist() == [expected | tag, sent | tag]
+    if expected < layout.BULK_FROM <= sent:  # the sender waits for room
+        assert where.errors()[0] == layout.ERROR_SIZES
+
+
+@emulated
+@pytest.mark.usefixtures("small_pool")
+@pytest.mark.parametrize("alone", [0, 1])
+def test_waiting_with_large_messages_ends(alone: int) -> None:
+    where = Machine(2, timeout_s=0.2)
+    run(where, few(2), [Send(0, 1, 20_000)], only=[alone])
+    assert (where.errors()[alone], int(where.host[alone][layout.HOST_PEER])) == (layout.ERROR_TIMEOUT, 1 - alone)
+
+
 sends = st.builds(
     Send,
     src=st.integers(0, 2),
@@ -200,7 +271,7 @@ def message(peer: int, nbytes: int, receives: bool = False, dtype: DType = DType
 
 
 def test_arguments_stay_below_the_limit_of_a_launch() -> None:
-    everything = [message(1, 10)] * layout.MAX_MESSAGES
+    everything = [message(1, layout.BULK_FROM)] * layout.MAX_MESSAGES
     for count in (1, layout.MAX_MESSAGES):
         assert len(lower_messages(everything[:count], fixed(8), reach(8)).args) <= 4096
     assert lower_messages(everything, fixed(8), reach(8)).table is None
@@ -212,6 +283,8 @@ def test_parts_of_the_memory_do_not_overlap() -> None:
         lanes, rows = layout.message_lanes(nranks), layout.ring_rows(nranks)
         assert (nranks - 1) * lanes * rows * 512 <= layout.RINGS_BYTES
         assert nranks * lanes * layout.WORD_STRIDE <= layout.LANE_TAKEN_OFFSET - layout.LANE_SENT_OFFSET
+        slots = layout.BULK_BYTES // layout.CHUNK_BYTES
+        assert slots * layout.BULK_STRIDE <= layout.BULK_FREED_OFFSET - layout.BULK_ARRIVED_OFFSET
         assert rows & (rows - 1) == 0, "rows are counted beyond any number, and places follow from the lowest bits"
         assert 8 + rows // 4 - 1 <= rows, "credit that is not yet given back leaves room for a step"
 
@@ -220,14 +293,41 @@ def test_parts_of_the_memory_do_not_overlap() -> None:
 @pytest.mark.parametrize("nranks", [2, 3, 5, 8])
 def test_all_lanes_are_on_the_gpu_together(nranks: int, multiprocessors: int) -> None:
     where = Reach(nranks=nranks, multiprocessors=multiprocessors)
-    everything = [message(peer, 1 << 30, receives) for peer in range(nranks) for receives in (False, True)]
+    everything = [message(peer, 1 << 20, receives) for peer in range(nranks) for receives in (False, True)]
     lowered = lower_messages(everything, fixed(nranks), where)
     assert lowered.threads <= 512
     assert lowered.blocks <= multiprocessors
-    heads = [struct.unpack_from(layout.QUEUE, lowered.args, layout.args_bytes(nranks) + 16 + 16 * i) for i in range(2 * nranks - 1)]
-    taken = [lane for _, _, lanes, warp, _, _ in heads for lane in range(warp, warp + lanes)]
+    heads = queues(lowered.args, nranks, 2 * nranks - 1)
+    taken = [lane for _, _, lanes, begin, *_ in heads for lane in range(begin, begin + lanes)]
     assert taken == list(range(len(taken)))
     assert len(taken) <= lowered.blocks * lowered.threads // 32
+
+
+def queues(args: bytearray, nranks: int, count: int) -> list[tuple[int, ...]]:
+    start = layout.args_bytes(nranks) + struct.calcsize(layout.EXCHANGE_HEAD)
+    return [struct.unpack_from(layout.QUEUE, args, start + struct.calcsize(layout.QUEUE) * i) for i in range(count)]
+
+
+@pytest.mark.parametrize("multiprocessors", [2, 14, 128])
+@pytest.mark.parametrize("nranks", [2, 3, 5, 8])
+def test_blocks_of_large_messages_are_on_the_gpu_together_with_all_lanes(nranks: int, multiprocessors: int) -> None:
+    where = Reach(nranks=nranks, multiprocessors=multiprocessors)
+    sizes = (1 << 20, layout.BULK_FROM)
+    everything = [message(peer, size, receives) for peer in range(nranks) for size in sizes for receives in (False, True)]
+    lowered = lower_messages(everything, fixed(nranks), where)
+    if multiprocessors < 2 * (nranks - 1):  # too few for one block each: then no message is large
+        assert lowered.bulk == 0
+        return
+    assert lowered.threads == 512
+    assert lowered.blocks <= 2 * multiprocessors
+    heads = queues(lowered.args, nranks, 4 * nranks - 3)
+    lanes, blocks = [h for h in heads if h[0] <= layout.TO_SELF], [h for h in heads if h[0] > layout.TO_SELF]
+    warps = sum(h[2] for h in lanes)
+    assert warps <= (lowered.blocks - lowered.bulk) * 16
+    assert [b for _, _, each, begin, *_ in blocks for b in range(begin, begin + each)] == list(range(lowered.bulk))
+    slots = [s for kind, *_, slot, each in blocks if kind == layout.FROM_BULK for s in range(slot, slot + each)]
+    assert len(slots) == len(set(slots)) > 0
+    assert max(slots) < layout.BULK_BYTES // layout.CHUNK_BYTES
 
 
 def test_both_sides_use_the_same_lanes() -> None:

@@ -42,7 +42,7 @@ def run(machine: Machine, reach: Reach, sends: Sequence[Send], seed: int = 0, on
     rng = np.random.default_rng(seed)
     sources = [_placed(s.nbytes, s.offset, rng.integers(0, 256, s.nbytes, np.uint8)) for s in sends]
     targets = [_placed(s.nbytes if s.expected is None else s.expected, s.out_offset, 0x5A) for s in sends]
-    args, blocks, keep = [], [], []
+    args, blocks, keep, bulk = [], [], [], False
     for rank in range(machine.nranks):
         messages = []
         for s, (source, _), (target, _) in zip(sends, sources, targets):
@@ -60,8 +60,10 @@ def run(machine: Machine, reach: Reach, sends: Sequence[Send], seed: int = 0, on
             lowered.set_table(ctypes.addressof(table))
         args.append(lowered.args)
         comes = messages and (only is None or rank in only)
-        blocks.append(-(-lowered.blocks * lowered.threads // THREADS) if comes else 0)
-    machine.launch(replace(reach.spec(), threads=THREADS), args, blocks)
+        lanes = (lowered.blocks - lowered.bulk) * lowered.threads
+        blocks.append(lowered.bulk + -(-lanes // THREADS) if comes else 0)
+        bulk |= lowered.bulk > 0
+    machine.launch(replace(reach.spec(bulk), threads=THREADS), args, blocks)
     answers = []
     for s, (source, _), (target, room) in zip(sends, sources, targets):
         outside = room.size - target.size - int((room == 0xA5).sum()) + int((target == 0xA5).sum())

@@ -14,6 +14,7 @@ packets  two banks of packets, full of ones when nothing is there;    peers; cle
          FIFOs of protocol Simple during a launch of it; between two
          meetings staging memory of copies
 rings    rows of messages to this rank, per (peer, lane)              peers
+bulk     chunks of large messages to this rank; their words           peers
 ======== ============================================================ ======================
 """
 
@@ -43,14 +44,25 @@ LANE_CREDIT_OFFSET = LANE_TAKEN_OFFSET + _LANE_WORDS
 PACKETS_OFFSET = 1 * MIB
 BANK_BYTES = 24 * MIB
 RINGS_OFFSET = PACKETS_OFFSET + 2 * BANK_BYTES
-RINGS_BYTES = 8 * MIB
-TOTAL_BYTES = RINGS_OFFSET + RINGS_BYTES
+RINGS_BYTES = 6 * MIB
+# Large messages, source/bulk.cuh: a pool of slots that all senders to a rank share
+BULK_FROM = 64 * MIB  # bytes of a message
+CHUNK_BYTES = 32 * KIB
+BULK_OFFSET = RINGS_OFFSET + RINGS_BYTES
+BULK_BYTES = 8 * MIB
+BULK_STRIDE = 16  # bytes from one word to the next
+BULK_COUNTS_OFFSET = 512 * KIB  # messages sent to and taken from each peer, blocks that have ended, likewise
+BULK_GRANTS_OFFSET = 514 * KIB  # per peer
+BULK_ARRIVED_OFFSET = 516 * KIB  # per slot
+BULK_FREED_OFFSET = 520 * KIB  # per (peer, slot)
+TOTAL_BYTES = BULK_OFFSET + BULK_BYTES
 FIFO_WORD_BYTES = 16  # heads and tails of protocol Simple, at the end of a bank
 FIFO_SLOTS = 3
 LARGEST_SLOT = 128 * KIB
 #: what the memory begins with besides zeros: (offset, bytes, word). Packets are ones where nothing has come.
 FILLS = ((PACKETS_OFFSET, 2 * BANK_BYTES, 0xFFFFFFFF),)
-assert LANE_CREDIT_OFFSET + _LANE_WORDS <= PACKETS_OFFSET
+assert LANE_CREDIT_OFFSET + _LANE_WORDS <= BULK_COUNTS_OFFSET
+assert BULK_FREED_OFFSET + MAX_RANKS * (BULK_BYTES // CHUNK_BYTES) * BULK_STRIDE <= PACKETS_OFFSET
 
 # Words (of 4 bytes) in host memory that the GPU reads and writes while it waits.
 HOST_ABORT, HOST_ERROR, HOST_PEER, HOST_WHAT = 0, 1, 2, 3
@@ -124,13 +136,13 @@ PROGRAM_HEAD = f"<QQQII{MAX_CHANNELS + 1}II{MAX_RANKS}s{MAX_RANKS}s"
 #: struct Message of source/p2p.cuh: address, bytes and type
 MESSAGE = "<QQ"
 TYPE_SHIFT = 56
-#: struct Queue: kind, peer, lanes, first warp, first message, messages
-QUEUE = "<BBHIII"
-TO_PEER, FROM_PEER, TO_SELF = 0, 1, 2
-MAX_QUEUES = 2 * MAX_RANKS - 1
-MAX_MESSAGES = 216  # in the arguments of a launch, which have 4 KiB
-#: what follows Args in struct Exchange: table, queues, lanes; then the queues and the messages
-EXCHANGE_HEAD = "<QII"
+#: struct Queue: kind, peer, lanes or blocks, the first of them, first message, messages, first slot, slots, -
+QUEUE = "<BBHIIIHHxxxx"
+TO_PEER, FROM_PEER, TO_SELF, TO_BULK, FROM_BULK = 0, 1, 2, 3, 4
+MAX_QUEUES = 4 * MAX_RANKS - 3  # every peer has up to four
+MAX_MESSAGES = 192  # in the arguments of a launch, which have 4 KiB
+#: what follows Args in struct Exchange: table, queues, lanes, blocks of large messages, -; then the queues and the messages
+EXCHANGE_HEAD = "<QIIIxxxx"
 #: frame -> (vectors of a group, vectors of the first group of a message)
 GROUPS = {"line": (124, 112), "pair": (64, 63)}
 
@@ -139,10 +151,12 @@ def message_defines(nranks: int, frame: str) -> dict[str, int]:
     """The constants of source/p2p.cuh."""
     names = (
         "LANE_SENT_OFFSET LANE_TAKEN_OFFSET LANE_CREDIT_OFFSET RINGS_OFFSET MAX_QUEUES MAX_MESSAGES HOST_CLAIM HOST_SIZES ERROR_SIZES "
-        "WHAT_SEND WHAT_RECV"
+        "WHAT_SEND WHAT_RECV BULK_FROM CHUNK_BYTES BULK_OFFSET BULK_STRIDE BULK_COUNTS_OFFSET BULK_GRANTS_OFFSET BULK_ARRIVED_OFFSET "
+        "BULK_FREED_OFFSET"
     )
     group, first = GROUPS[frame]
     shape = {"LANES": message_lanes(nranks), "RING_ROWS": ring_rows(nranks), "GROUP_VECTORS": group, "FIRST_VECTORS": first}
+    shape["BULK_SLOTS"] = BULK_BYTES // CHUNK_BYTES
     return {name: int(globals()[name]) for name in names.split()} | shape
 
 

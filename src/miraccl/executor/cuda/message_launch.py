@@ -38,8 +38,8 @@ class _Table:
 class _Launch:
     """A pattern: everything but the addresses is decided."""
 
-    def __init__(self, lowered: Lowered, plan: DevicePlan) -> None:
-        self.lowered, self.plan = lowered, plan
+    def __init__(self, lowered: Lowered, plan: DevicePlan, function: Any) -> None:
+        self.lowered, self.plan, self.function = lowered, plan, function
         self.args = (ctypes.c_char * len(lowered.args)).from_buffer(lowered.args)
         self._params = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))
         self.params = ctypes.addressof(self._params)
@@ -53,7 +53,7 @@ class MessageLaunches:
         self._kernels, self._fixed = kernels, fixed
         self._patterns: dict[tuple[Any, ...], _Launch] = {}
         self._tables: list[_Table] = []
-        self._function: Any = None
+        self._functions: dict[bool, Any] = {}
         self.last_plan: DevicePlan | None = None
 
     def run(self, messages: Sequence[Message], stream: int) -> None:
@@ -74,7 +74,7 @@ class MessageLaunches:
             ctypes.memmove(table.host, bytes(lowered.table), len(lowered.table))
             lowered.set_table(table.on_gpu)
         code = self.gpu.cuda.cuLaunchKernel(
-            self._function, lowered.blocks, 1, 1, lowered.threads, 1, 1, 0, self.gpu.cuda.CUstream(stream), launch.params, 0
+            launch.function, lowered.blocks, 1, 1, lowered.threads, 1, 1, 0, self.gpu.cuda.CUstream(stream), launch.params, 0
         )
         check(code, "cuLaunchKernel")
         if table is not None:
@@ -83,16 +83,17 @@ class MessageLaunches:
 
     def _prepare(self, key: tuple[Any, ...], messages: Sequence[Message]) -> _Launch:
         self.gpu.make_current()
-        if self._function is None:
-            self._function = self._kernels.function(self.reach.spec())
         lowered = lower_messages(messages, self._fixed, self.reach)
-        proto = "ll128" if self.reach.frame is Frame.LINE else "ll"
-        warps = lowered.blocks * lowered.threads // 32
-        reason = f"{len(messages)} messages, up to {warps} warps"
-        plan = DevicePlan(algo="p2p", proto=proto, blocks=lowered.blocks, threads=lowered.threads, unroll=8, reason=reason)
+        bulk = lowered.bulk > 0
+        if bulk not in self._functions:
+            self._functions[bulk] = self._kernels.function(self.reach.spec(bulk))
+        proto = "simple" if bulk else "ll128" if self.reach.frame is Frame.LINE else "ll"
+        workers = f"{lowered.bulk} blocks" if bulk else f"up to {lowered.blocks * lowered.threads // 32} warps"
+        reason = f"{len(messages)} messages, {workers}"
+        plan = DevicePlan(algo="p2p", proto=proto, blocks=lowered.blocks, threads=lowered.threads, unroll=4 if bulk else 8, reason=reason)
         if len(self._patterns) >= PATTERNS:
             self._patterns.clear()
-        launch = self._patterns[key] = _Launch(lowered, plan)
+        launch = self._patterns[key] = _Launch(lowered, plan, self._functions[bulk])
         return launch
 
     def _copy(self, messages: Sequence[Message], stream: int) -> None:

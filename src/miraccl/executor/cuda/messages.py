@@ -55,14 +55,29 @@ class Reach:
 
     def lanes_of(self, nbytes: int) -> int:
         """Lanes of a message (``cut`` of source/p2p.cuh)."""
+        if nbytes >= self.bulk_from:
+            return 1
         group, first = layout.GROUPS[self.frame.value]
         vectors = -(-nbytes // 16)
         groups = 1 if vectors <= first else 1 - (first - vectors) // group
         return min(groups, self.lanes)
 
-    def spec(self) -> KernelSpec:
-        """The kernel."""
-        return KernelSpec(family="p2p", nranks=self.nranks, dtype=DType.UINT8, reduces=False, frame=self.frame, threads=32 * WARPS)
+    @property
+    def bulk_from(self) -> int:
+        """Bytes from which a message is large; only where two blocks per multiprocessor leave one for every large queue beside all lanes."""
+        return layout.BULK_FROM if self.multiprocessors >= 2 * (self.nranks - 1) else MAX_BYTES
+
+    def spec(self, bulk: bool = False) -> KernelSpec:
+        """The kernel; ``bulk``: with large messages."""
+        return KernelSpec(
+            family="bulk" if bulk else "p2p",
+            nranks=self.nranks,
+            dtype=DType.UINT8,
+            reduces=False,
+            frame=self.frame,
+            threads=32 * WARPS,
+            min_blocks=2 if bulk else 1,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +89,7 @@ class Lowered:
     positions: tuple[int, ...]
     blocks: int
     threads: int
+    bulk: int  # of the blocks, those of large messages
 
     def set_table(self, address: int) -> None:
         """Where the kernel finds the table."""
@@ -99,33 +115,50 @@ def lower_messages(messages: Sequence[Message], fixed: Fixed, reach: Reach) -> L
     if to_self:
         queues[layout.TO_SELF, fixed.rank] = to_self
     order = [number for numbers in queues.values() for number in numbers]
-    heads, warp, first = [], 0, 0
+    heads, large, warp, first = [], [], 0, 0
     for (kind, peer), numbers in queues.items():
         sizes = [messages[n].nbytes for n in numbers]
         if kind == layout.TO_SELF:
             lanes = max(1, min(reach.copy_lanes, max(sizes) // COPY_BYTES))
         else:
             lanes = max(map(reach.lanes_of, sizes))
-        heads.append(_QUEUE.pack(kind, peer, lanes, warp, first, len(numbers)))
+            if max(sizes) >= reach.bulk_from:
+                large.append((layout.TO_BULK if kind == layout.TO_PEER else layout.FROM_BULK, peer, first, len(numbers)))
+        heads.append(_QUEUE.pack(kind, peer, lanes, warp, first, len(numbers), 0, 0))
         warp, first = warp + lanes, first + len(numbers)
-    return _pack([messages[n] for n in order], order, heads, warp, fixed, reach)
+    blocks = _bulk_queues(large, 2 * reach.multiprocessors - -(-warp // WARPS))
+    return _pack([messages[n] for n in order], order, heads + blocks, warp, fixed, reach)
+
+
+def _bulk_queues(large: Sequence[tuple[int, int, int, int]], blocks: int) -> list[bytes]:
+    """Queues of large messages share blocks and slots alike. Sender and receiver need not have the same number of blocks."""
+    receives = sum(kind == layout.FROM_BULK for kind, *_ in large)
+    each, slots = blocks // max(1, len(large)), layout.BULK_BYTES // layout.CHUNK_BYTES // max(1, receives)
+    heads, slot = [], 0
+    for number, (kind, peer, first, count) in enumerate(large):
+        own = (slot, slots) if kind == layout.FROM_BULK else (0, 0)
+        heads.append(_QUEUE.pack(kind, peer, each, number * each, first, count, *own))
+        slot += own[1]
+    return heads
 
 
 def _pack(messages: list[Message], order: list[int], heads: list[bytes], warps: int, fixed: Fixed, reach: Reach) -> Lowered:
+    bulk = sum(_QUEUE.unpack(head)[2] for head in heads if head[0] in (layout.TO_BULK, layout.FROM_BULK))
     records = bytearray().join(_MESSAGE.pack(m.address, m.nbytes | m.code << layout.TYPE_SHIFT) for m in messages)
     args = pack_args(fixed, count=0)
-    args += _HEAD.pack(0, len(heads), reach.lanes) + b"".join(heads).ljust(layout.MAX_QUEUES * _QUEUE.size, b"\0")
+    args += _HEAD.pack(0, len(heads), reach.lanes, bulk) + b"".join(heads).ljust(layout.MAX_QUEUES * _QUEUE.size, b"\0")
     inline = len(messages) <= layout.MAX_MESSAGES
     start = len(args) if inline else 0
     args += (records if inline else b"").ljust(layout.MAX_MESSAGES * _MESSAGE.size, b"\0")
     places = {number: start + at * _MESSAGE.size for at, number in enumerate(order)}
-    blocks = max(1, min(warps, reach.multiprocessors))
+    blocks = -(-warps // WARPS) if bulk else max(1, min(warps, reach.multiprocessors))
     return Lowered(
         args=args,
         table=None if inline else records,
         positions=tuple(places[number] for number in range(len(order))),
-        blocks=blocks,
-        threads=32 * max(1, -(-warps // blocks)),
+        blocks=bulk + blocks,
+        threads=32 * (WARPS if bulk else max(1, -(-warps // blocks))),
+        bulk=bulk,
     )
 
 

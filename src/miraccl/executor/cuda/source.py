@@ -20,6 +20,7 @@ FAMILIES = {
     "packets": ("packets", ("packets.cuh",)),
     "steps": ("steps", ("packets.cuh", "steps.cuh")),
     "p2p": ("p2p", ("p2p.cuh",)),
+    "bulk": ("p2p", ("p2p.cuh", "bulk.cuh")),
     "meet": ("meet_peers", ("packets.cuh", "meet.cuh")),
 }
 #: mode of a packet kernel -> the file that its loop is in
@@ -61,7 +62,7 @@ class KernelSpec:
     """What a kernel is compiled for.
 
     ``family`` is ``packets`` (``mode`` one of ``PACKET_MODES``, packets framed as ``frame`` says), ``steps`` (protocol Simple, any
-    schedule), ``p2p`` (messages, framed as lines or pairs) or ``meet`` (before and after the work of copy engines).  ``threads`` of a
+    schedule), ``p2p`` (messages, framed as lines or pairs), ``bulk`` (the same, with large ones among them) or ``meet`` (before and after the work of copy engines).  ``threads`` of a
     block, ``unroll`` vectors of a thread at a time, ``min_blocks`` per multiprocessor (limits registers).
     """
 
@@ -125,8 +126,8 @@ def write_source(spec: KernelSpec, arch: int, machine: str | None = None) -> str
         f"TYPE_{dtype.name}": 1,
         f"OP_{spec.op.name}": 1,
     }
-    if spec.family == "p2p":
-        constants |= layout.message_defines(spec.nranks, spec.frame.value)
+    if spec.entry == "p2p":
+        constants |= layout.message_defines(spec.nranks, spec.frame.value) | {"BULK": int(spec.family == "bulk")}
     if spec.mode:
         constants[f"MODE_{spec.mode.upper()}"] = 1
     head = "".join(f"#define {name} {value}\n" for name, value in sorted(constants.items()))

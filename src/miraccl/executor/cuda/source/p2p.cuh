@@ -21,19 +21,23 @@ struct Message {         // layout.MESSAGE
 };
 #define SIZE_BYTES(size) ((size) & 0x00ffffffffffffffull)
 #define POISON (1ull << 63)
+__device__ __forceinline__ bool is_bulk(const Message& m) { return SIZE_BYTES(m.size) >= BULK_FROM; }
 
 struct Queue {           // layout.QUEUE
   u8 kind, peer;
-  u16 lanes;
-  u32 warp;              // the first of its lanes in this launch
+  u16 lanes;             // TO_BULK, FROM_BULK: blocks (bulk.cuh)
+  u32 begin;             // the first of its lanes, or blocks, in this launch
   u32 first, count;      // messages; TO_SELF: source and target in turn
+  u16 slot, slots;       // FROM_BULK: its part of the pool
+  u32 unused;
 };
-enum { TO_PEER, FROM_PEER, TO_SELF };
+enum { TO_PEER, FROM_PEER, TO_SELF, TO_BULK, FROM_BULK };
 
 struct Exchange {        // layout.EXCHANGE_HEAD
   Args a;
   const Message* table;  // null: the messages are in this struct
   u32 nqueues, lanes;    // lanes of a message at most, the same on all ranks
+  u32 bulk, unused;      // blocks for large messages; they are the first ones
   Queue queues[MAX_QUEUES];
   Message messages[MAX_MESSAGES];
 };
@@ -70,6 +74,9 @@ __device__ __forceinline__ Cut cut(const Message& m, u32 limit) {
 #endif
   u64 vectors = (c.bytes + 15) / 16;
   c.groups = vectors <= FIRST_VECTORS ? 1 : 1 + (vectors - FIRST_VECTORS + GROUP_VECTORS - 1) / GROUP_VECTORS;
+#if BULK
+  if (is_bulk(m)) c.groups = 1;                     // the rest goes another way
+#endif
   c.lanes = c.groups < limit ? (u32)c.groups : limit;
   c.aligned = (m.address & 15) == 0;
   return c;
@@ -355,13 +362,26 @@ __device__ __forceinline__ void copy_lane(const Queue& q, const Message* list, u
   }
 }
 
+#if BULK
+__device__ __forceinline__ void send_bulk(const Exchange& x, const Queue& q, const Message* list, u32 block);
+__device__ __forceinline__ void receive_bulk(const Exchange& x, const Queue& q, const Message* list, u32 block);
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) p2p(const __grid_constant__ Exchange x) {
-  u32 warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, t = threadIdx.x % 32;  // neighbours on different multiprocessors
+  u32 block = blockIdx.x - x.bulk, blocks = gridDim.x - x.bulk;
+  u32 warp = threadIdx.x / 32 * blocks + block, t = threadIdx.x % 32;  // neighbours on different multiprocessors
   for (u32 i = 0; i < x.nqueues; i++) {
     const Queue& q = x.queues[i];
-    if (warp < q.warp || warp - q.warp >= q.lanes) continue;
     const Message* list = (x.table ? x.table : x.messages) + q.first;
-    u32 lane = warp - q.warp;
+#if BULK
+    if (blockIdx.x < x.bulk || q.kind >= TO_BULK) {
+      if (q.kind < TO_BULK || blockIdx.x < q.begin || blockIdx.x - q.begin >= q.lanes) continue;
+      if (q.kind == TO_BULK) send_bulk(x, q, list, blockIdx.x - q.begin); else receive_bulk(x, q, list, blockIdx.x - q.begin);
+      return;
+    }
+#endif
+    if (warp < q.begin || warp - q.begin >= q.lanes) continue;
+    u32 lane = warp - q.begin;
     if (q.kind == TO_PEER) send_lane(x, q, list, lane, t);
     else if (q.kind == FROM_PEER) receive_lane(x, q, list, lane, t);
     else copy_lane(q, list, lane, t);
