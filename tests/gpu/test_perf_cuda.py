@@ -54,6 +54,12 @@ def test_every_operation_is_right(op: str) -> None:
         assert all("NVIDIA" in row["device"] for row in rows)
 
 
+@pytest.mark.parametrize("op", ["broadcast", "reduce"])
+def test_an_algorithm_that_other_operations_lack(op: str) -> None:
+    rows = rows_of(op, *WHERE, "--sizes", "300K,5M", "--algo", "chain", "--proto", "simple")
+    assert {(row["algo"], row["proto"]) for row in rows} == {("chain", "simple")}
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int64", "float16", "float64"])
 @pytest.mark.parametrize("redop", ["prod", "min", "avg"])
 def test_types_and_operators(dtype: str, redop: str) -> None:
