@@ -28,13 +28,18 @@ def packets(mode: str, dtype: DType, frame: Frame, nranks: int = 4, op: RedOp = 
     return KernelSpec(family="packets", mode=mode, nranks=nranks, dtype=dtype, op=op, frame=frame, reduces=mode not in MOVES)
 
 
+def messages(nranks: int) -> list[KernelSpec]:
+    reaches = (Reach(nranks=nranks, multiprocessors=128, frame=frame) for frame in (Frame.LINE, Frame.PAIR))
+    return [reach.spec(bulk) for reach in reaches for bulk in (False, True)]
+
+
 def few() -> list[KernelSpec]:
     """Every file, frame and type once."""
     found = [packets("two_shot", dtype, frame) for dtype, frame in FRAMES]
     found += [packets("broadcast_chain", DType.UINT8, Frame.MASK), packets("ring", DType.BFLOAT16, Frame.WORD)]
     found.append(KernelSpec(family="steps", nranks=2, dtype=DType.BFLOAT16, op=RedOp.AVG))
     found.append(KernelSpec(family="meet", nranks=4, dtype=DType.UINT8, reduces=False, threads=32))
-    return [*found, *(Reach(nranks=2, multiprocessors=128, frame=frame).spec() for frame in (Frame.LINE, Frame.PAIR))]
+    return [*found, *messages(2)]
 
 
 def many() -> list[KernelSpec]:
@@ -46,7 +51,7 @@ def many() -> list[KernelSpec]:
     found += [packets("two_shot", DType.BFLOAT16, Frame.WORD, 3, RedOp.PREMUL_SUM), packets("two_shot", DType.BFLOAT16, Frame.WORD, 8)]
     found += [KernelSpec(family="steps", nranks=2, dtype=DType.INT64, op=op) for op in (RedOp.SUM, RedOp.PREMUL_SUM)]
     found.append(KernelSpec(family="steps", nranks=8, dtype=DType.UINT8, reduces=False))
-    return [*few(), *found, *(Reach(nranks=8, multiprocessors=128, frame=frame).spec() for frame in (Frame.LINE, Frame.PAIR))]
+    return [*few(), *found, *messages(8)]
 
 
 @pytest.mark.parametrize("arch", [70, 75, 80, 90, 100])

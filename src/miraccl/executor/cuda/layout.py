@@ -47,7 +47,7 @@ RINGS_OFFSET = PACKETS_OFFSET + 2 * BANK_BYTES
 RINGS_BYTES = 6 * MIB
 # Large messages, source/bulk.cuh: a pool of slots that all senders to a rank share
 BULK_FROM = 64 * MIB  # bytes of a message
-CHUNK_BYTES = 32 * KIB
+CHUNK_BYTES = 64 * KIB
 BULK_OFFSET = RINGS_OFFSET + RINGS_BYTES
 BULK_BYTES = 8 * MIB
 BULK_STRIDE = 16  # bytes from one word to the next
@@ -57,7 +57,7 @@ BULK_ARRIVED_OFFSET = 516 * KIB  # per slot
 BULK_FREED_OFFSET = 520 * KIB  # per (peer, slot)
 TOTAL_BYTES = BULK_OFFSET + BULK_BYTES
 FIFO_WORD_BYTES = 16  # heads and tails of protocol Simple, at the end of a bank
-FIFO_SLOTS = 3
+FIFO_SLOTS = 2
 LARGEST_SLOT = 128 * KIB
 #: what the memory begins with besides zeros: (offset, bytes, word). Packets are ones where nothing has come.
 FILLS = ((PACKETS_OFFSET, 2 * BANK_BYTES, 0xFFFFFFFF),)

@@ -129,9 +129,10 @@ def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, fixed: F
     lanes = max(1, plan.blocks // schedule.nchannels)
     part = part_elements(count, schedule.parts, itemsize)
     vector = 16 // itemsize
-    senders = _senders(schedule)
+    senders = senders_of(schedule)
     room = layout.slot_bytes(max(1, *map(len, senders)), lanes * schedule.nchannels) // widest // 16 * vector
-    piece = max(vector, min(room, -(-part // (lanes * vector)) * vector))
+    rounds = -(-part // (lanes * room))  # equal ones: no block works alone at the end
+    piece = -(-part // (lanes * rounds * vector)) * vector
     slot = widest * piece * itemsize
     first, encoded = [0], b""
     for steps in channels:
@@ -149,7 +150,7 @@ def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, fixed: F
     return args + bytearray(head + table)
 
 
-def _senders(schedule: Schedule) -> list[list[int]]:
+def senders_of(schedule: Schedule) -> list[list[int]]:
     """For each rank those that send to it, in the order of their FIFOs."""
     sends = [{step.send_peer for channel in schedule.channels for step in channel[rank]} for rank in range(schedule.nranks)]
     return [[peer for peer, targets in enumerate(sends) if rank in targets] for rank in range(schedule.nranks)]

@@ -91,7 +91,7 @@ def choose(request: Request) -> DevicePlan:
     if not algo:
         algo = _algorithm(request)
     if not proto:
-        proto = _protocol(request)
+        proto = _protocol(request, algo)
     if proto != "simple" and not has_packets(request, algo):
         proto = "simple"
     return _packet_shape(request, algo, proto) if proto != "simple" else _simple_shape(request, algo)
@@ -116,9 +116,13 @@ ONE_SHOT_UP_TO = {2: 1 << 62, 3: 256 * KIB, 4: 128 * KIB}
 ROOTED_ONE_SHOT_UP_TO = {2: MIB, 3: 64 * KIB, 4: 64 * KIB}
 #: bytes of a block that is not a sum of floats: pairs spare the work of masking, beyond they cost more than it
 LL_UP_TO = 4 * KIB
+#: bytes of a block from which a chain carries more in large slots than by packets
+SIMPLE_CHAIN_FROM = 512 * MIB
 
 
-def _protocol(request: Request) -> str:
+def _protocol(request: Request, algo: str) -> str:
+    if algo == "chain" and request.block_bytes >= SIMPLE_CHAIN_FROM and request.op is not RedOp.AVG:  # steps would divide at every hop
+        return "simple"
     return "ll" if frame_of(request, "ll128") is Frame.MASK and request.block_bytes <= LL_UP_TO else "ll128"
 
 
