@@ -144,9 +144,7 @@ def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, fixed: F
     head = struct.pack(layout.PROGRAM_HEAD, 0, part, piece, schedule.parts, schedule.nchannels, *first, slot, bytes(here), bytes(there))
     table = encoded.ljust(layout.MAX_STEPS * struct.calcsize(layout.STEP), b"\0")
     signature = signature_of(plan, request)
-    args = pack_args(
-        fixed, count=count, root=request.root, nslots=layout.FIFO_SLOTS, scalar=scalar_bits(request), signature=signature
-    )
+    args = pack_args(fixed, count=count, root=request.root, nslots=layout.FIFO_SLOTS, scalar=scalar_bits(request), signature=signature)
     return args + bytearray(head + table)
 
 

@@ -64,7 +64,7 @@ class Reach:
 
     @property
     def bulk_from(self) -> int:
-        """Bytes from which a message is large; only where two blocks per multiprocessor leave one for every large queue beside all lanes."""
+        """Bytes from which a message is large; only where two blocks per multiprocessor leave one for every large queue beside lanes."""
         return layout.BULK_FROM if self.multiprocessors >= 2 * (self.nranks - 1) else MAX_BYTES
 
     def spec(self, bulk: bool = False) -> KernelSpec:

@@ -62,8 +62,9 @@ class KernelSpec:
     """What a kernel is compiled for.
 
     ``family`` is ``packets`` (``mode`` one of ``PACKET_MODES``, packets framed as ``frame`` says), ``steps`` (protocol Simple, any
-    schedule), ``p2p`` (messages, framed as lines or pairs), ``bulk`` (the same, with large ones among them) or ``meet`` (before and after the work of copy engines).  ``threads`` of a
-    block, ``unroll`` vectors of a thread at a time, ``min_blocks`` per multiprocessor (limits registers).
+    schedule), ``p2p`` (messages, framed as lines or pairs), ``bulk`` (the same, with large ones among them) or
+    ``meet`` (before and after the work of copy engines).  ``threads`` of a block, ``unroll`` vectors of a thread at a time, ``min_blocks``
+    per multiprocessor (limits registers).
     """
 
     family: str
