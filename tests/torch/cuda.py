@@ -6,6 +6,7 @@ Ranks share GPUs where there are fewer; comparisons with NCCL need one each.
 from __future__ import annotations
 
 import datetime
+import threading
 import time
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from miraccl.executor.cuda.driver import WAIT_VALUE_EQ, check
+from miraccl.executor.cuda.toolkit import bindings
 from miraccl.torch import BackendError, ProcessGroupMiraccl
 from tests.torch.worlds import LIMIT, equal, refused, world
 
@@ -37,26 +40,55 @@ def filled(count: int, value: float) -> Any:
 # ---- streams
 
 
+class Gate:
+    """Holds up the current stream until the host opens it, however slow the host is; it opens by itself before a test hangs."""
+
+    def __init__(self) -> None:
+        self._word = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._late = threading.Timer(LIMIT.total_seconds(), self.open)
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._word.item()
+
+    def open(self) -> None:
+        self._word.fill_(1)
+
+    def __enter__(self) -> Gate:
+        driver = bindings("driver")
+        stream = torch.cuda.current_stream().cuda_stream
+        check(driver.cuStreamWaitValue32(stream, self._word.data_ptr(), 1, WAIT_VALUE_EQ), "cuStreamWaitValue32")
+        self._late.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._late.cancel()
+        self.open()
+
+
 def order(path: str) -> None:
     """Operations come after what the current stream holds; ``wait`` holds up the current stream and not the host."""
     with world(path) as (rank, nranks):
         use_gpu(rank)
         total = float(sum(range(nranks)))
-        dist.all_reduce(filled(LARGE, 0))  # what is made once is made now
-        assert (torch.zeros(LARGE, device="cuda").fill_(rank) * 2 == 2 * rank).all()  # loading a kernel waits for the GPU
+        for asynchronous in (True, False):  # what is made once is made now: streams, and kernels, whose loading waits for the GPU
+            dist.all_reduce(filled(LARGE, 0), async_op=asynchronous)
+        assert (torch.zeros(LARGE, device="cuda").fill_(rank) * 2 == 2 * rank).all()
+        torch.cuda.synchronize()
         dist.barrier()
         for asynchronous in (True, False):
             x = torch.zeros(LARGE, device="cuda")
-            torch.cuda._sleep(CYCLES)
-            x.fill_(rank)
-            work = dist.all_reduce(x, async_op=asynchronous)
-            marker = torch.cuda.current_stream().record_event()
-            if work is not None:
-                assert not work.is_completed()  # the host has not waited
-                work.wait()
-            y = x * 2  # in the current stream, after the operation
-            after = torch.cuda.current_stream().record_event()
-            assert not after.query()
+            with Gate() as gate:
+                x.fill_(rank)
+                work = dist.all_reduce(x, async_op=asynchronous)
+                marker = torch.cuda.current_stream().record_event()
+                if work is not None:
+                    assert not work.is_completed()
+                    work.wait()
+                y = x * 2  # in the current stream, after the operation
+                after = torch.cuda.current_stream().record_event()
+                assert not after.query()
+                assert gate.is_closed, "the host has waited for the GPU"
             assert (y == 2 * total).all()
             assert marker.query()
             assert work is None or work.is_completed()
@@ -78,21 +110,35 @@ def memory(path: str) -> None:
     """Memory that an operation uses is not given out again before it has ended, even if nobody waits for it."""
     with world(path) as (rank, nranks):
         use_gpu(rank)
-        dist.all_reduce(filled(LARGE, 0))
+
+        def begin(x: Any) -> None:
+            dist.all_reduce(x, async_op=True)
+
+        def columns() -> Any:
+            return torch.ones(64, 64, device="cuda")[:, ::2]  # goes through a temporary, which is let go of at once
+
+        for x in (filled(LARGE, 0), columns()):  # what is made once is made now: the streams, the kernels, the memory of two tensors
+            begin(x)
+        spare = filled(LARGE, 0)
         torch.cuda.synchronize()
-        torch.cuda._sleep(CYCLES)
-        x = filled(LARGE, 1)
-        address = x.data_ptr()
-        work = dist.all_reduce(x, async_op=True)
-        del x, work
-        again = filled(LARGE, 7)
-        assert again.data_ptr() != address
-        columns = torch.ones(64, 64, device="cuda")[:, ::2]  # goes through a temporary, which is let go of at once
-        works = [dist.all_reduce(columns, async_op=True) for _ in range(3)]
+        del x, spare
+        torch.cuda.synchronize()
+        dist.barrier()
+        with Gate() as gate:  # no GPU gets past its part of the operation
+            begin(x := filled(LARGE, 1))
+            address = x.data_ptr()
+            del x
+            again = filled(LARGE, 7)
+            assert again.data_ptr() != address
+            strided = columns()
+            works = [dist.all_reduce(strided, async_op=True) for _ in range(3)]
+            others = [filled(32 * 64, 9) for _ in range(3)]  # of the size of the temporaries
+            assert gate.is_closed, "the host has waited for the GPU"
         for work in works:
             work.wait()
-        assert (columns == nranks**3).all()
+        assert (strided == nranks**3).all()
         assert (again == 7).all()
+        assert all((other == 9).all() for other in others)
 
 
 def futures(path: str) -> None:
@@ -331,14 +377,16 @@ def tensors(path: str) -> None:
 
 def late(path: str) -> str:
     """A rank does not come: the kernel ends at the deadline, and the next call says so; the text of the error."""
-    with world(path, timeout=datetime.timedelta(seconds=3)) as (rank, _):
+    with world(path) as (rank, _):
         use_gpu(rank)
-        dist.all_reduce(filled(8, 1))
+        dist.barrier()  # ranks start further apart than the deadline
+        group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+        dist.all_reduce(filled(8, 1), group=group)
         dist.barrier()
         if rank:
             time.sleep(6)  # longer than the deadline
             return ""
-        work = dist.all_reduce(filled(8, 1), async_op=True)
+        work = dist.all_reduce(filled(8, 1), group=group, async_op=True)
         try:
             work.wait()
             torch.cuda.synchronize()
