@@ -107,7 +107,7 @@ def rank_main(context: Context, sizes: list[int], rounds: int, slot_bytes: int, 
 def measure(
     world: Any, cpus: list[Communicator], direct: list[DirectStreams], gpu: Any, staging: Staging, nbytes: int, rounds: int
 ) -> dict[str, Any]:
-    count = nbytes // 4
+    count = max(1, nbytes // 4)
     x, y = np.ones(count, np.float32), np.zeros(count, np.float32)
     shape = Shape.even(Collective.ALL_REDUCE, 4, world.rank, 2, 0, count)
     pieces = cut(shape, staging.slots.nbytes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -238,3 +240,14 @@ def test_the_thread_answers_and_ends(codes: list[int] | None) -> None:
             raise AssertionError("no answer")
     assert len(job.ran) == (1 if codes else 4)
     assert all(proxy.close() for proxy in [*side.proxies, *side.proxies])
+
+
+def test_the_thread_ends_with_its_process() -> None:
+    """Before anything that was registered earlier: what takes the flags away, say."""
+    code = (
+        "import atexit, numpy as np; from miraccl.proxy.staging import StagingProxy; words = np.zeros(64, np.int64);"
+        "proxy = StagingProxy(words.ctypes.data, 1, on_fault=print);"
+        "atexit.register(lambda: print('alive' if proxy._thread.is_alive() else 'ended')); proxy.start('test')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "ended"), done.stderr
