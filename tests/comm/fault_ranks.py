@@ -89,6 +89,24 @@ def unlike_messages(what: str, ranks_per_host: int) -> Any:
     return {"type": "none"}
 
 
+def unlike_messages_of_groups(what: str) -> Any:
+    """Every rank sends to the next and receives from the one before in a group; the message of rank 0 is another than rank 1 expects."""
+    comm = miraccl.init(timeout=10)
+    together(comm)
+    comm.all_reduce(np.ones(3))
+    right, left = (comm.rank + 1) % comm.nranks, (comm.rank - 1) % comm.nranks
+    odd = comm.rank == 0
+    x = np.ones(13 if what == "count" and odd else 12, np.int32 if what == "dtype" and odd else np.float32)
+    try:
+        with miraccl.group():
+            comm.send(x, right)
+            comm.recv(np.ones(12, np.float32), left)
+        comm.barrier()
+    except MiracclError as error:
+        return seen(error)
+    return {"type": "none"}
+
+
 def other_settings(field: str) -> Any:
     """Rank 1 was started with another setting than the others."""
     odd = os.environ["MIRACCL_RANK"] == "1"

@@ -75,6 +75,18 @@ def test_a_mismatch_of_messages(what: str, field: str, ranks_per_host: int) -> N
         assert "on rank 1" in got["text"]
 
 
+@pytest.mark.parametrize("field", ["dtype", "count"])
+def test_a_mismatch_of_messages_in_groups(field: str) -> None:
+    for got in values(rank_outcomes(fault_ranks.unlike_messages_of_groups, 3, field, timeout=30)):
+        assert got["type"] == "CollectiveMismatch", got
+        other = {"dtype": "count", "count": "dtype"}[field]
+        assert f"{field} " in got["text"].partition("different operations:")[2]
+        assert f"{other} " not in got["text"].partition("different operations:")[2]
+        assert "rank 0" in got["text"]
+        assert "rank 1" in got["text"]
+        assert got["op"].startswith(("send/recv", "barrier")), got  # ranks 0 and 2 have gone on
+
+
 @pytest.mark.parametrize("field", ["algo", "deterministic", "buffsize"])
 def test_different_settings_are_a_plan_mismatch(field: str) -> None:
     for got in values(rank_outcomes(fault_ranks.other_settings, 3, field, timeout=30)):

@@ -150,6 +150,8 @@ class Faults:
             text = f"rank {peer} has left the communicator ({self.left.get(peer, 'finalized')}) and will not take part"
             return self.spread(PeerDied(text, rank=self.rank, peer=peer, op=op, hint=HINT), "died")
         if code == at.ERR_MISMATCH:
+            if describe_signature(want)["collective"] == SEND_RECV and not board["p2p_sig"]:
+                op = "send/recv"  # of a group that has not waited yet: the board shows what was before it
             return self.spread(CollectiveMismatch(self._mismatch(peer, want, got), rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
         if code == at.ERR_SIZE:
             text = f"ranks disagree on the size of a message: rank {self.rank} expects {want} bytes, rank {peer} sent {got}"
@@ -181,7 +183,8 @@ class Faults:
         """Two ranks whose messages do not belong together."""
         board = self.fabric.board()
         count = board["p2p_count"] if board["p2p_sig"] == want else board["count"] if board["sig"] == want else -1
-        both = {self.rank: _fields(want, count), peer: _fields(got, -1)}
+        same_count = describe_signature(want)["count"] == describe_signature(got)["count"]
+        both = {self.rank: _fields(want, count), peer: _fields(got, count if same_count else -1)}
         if describe_signature(want)["collective"] != describe_signature(got)["collective"]:
             both = {rank: {"collective": fields["collective"]} for rank, fields in both.items()}
         return _differences(both) or "ranks called different operations: the signatures differ"
@@ -220,10 +223,14 @@ def _differences(fields_of: dict[int, dict[str, str]]) -> str:
     for field in next(iter(fields_of.values()), {}):
         values: dict[str, list[int]] = {}
         for rank, fields in sorted(fields_of.items()):
-            value = fields.get(field, "")
-            values.setdefault("another" if value.startswith("hash ") else value, []).append(rank)
-        if len(values) > 1:
-            parts.append(f"{field} is " + ", ".join(f"{v} on {_ranks(who)}" for v, who in values.items()))
+            values.setdefault(fields.get(field, ""), []).append(rank)
+        if len(values) < 2:
+            continue
+        if all(value.startswith("hash ") for value in values):
+            parts.append(f"{field} differs between " + " and ".join(_ranks(who) for who in values.values()))
+        else:
+            shown = (("another" if value.startswith("hash ") else value, who) for value, who in values.items())
+            parts.append(f"{field} is " + ", ".join(f"{value} on {_ranks(who)}" for value, who in shown))
     return "ranks called different operations: " + "; ".join(parts) if parts else ""
 
 
