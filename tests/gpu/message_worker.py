@@ -150,6 +150,34 @@ class Rank:
             self.same(out, self.bytes_of(self.left, size, 4), f"{size} bytes")
             self.same(other, self.bytes_of(self.rank, size, 4), f"{size} bytes there and back")
 
+    def large(self) -> None:
+        """Messages that go in chunks, beside short ones and from odd addresses; all ranks to one; from a graph."""
+        torch, comm, big = self.torch, self.comm, (64 << 20) + 5
+        for size, offset, out_offset in ((big, 0, 0), (big + 100_000, 4, 8), (big, 0, 1)):
+            x, out = self.bytes_of(self.rank, size, size, offset), self.zeros(size, out_offset)
+            short, got = self.bytes_of(self.rank, 1000, 1), self.zeros(1000)
+            with miraccl.group():
+                for source, target in ((short, got), (x, out), (short, got)):
+                    comm.send(source, self.right)
+                    comm.recv(target, self.left)
+            self.same(out, self.bytes_of(self.left, size, size), f"{size} bytes at {offset} and {out_offset}")
+            self.same(got, self.bytes_of(self.left, 1000, 1), "1000 bytes beside")
+        x, outs = self.bytes_of(self.rank, big), [self.zeros(big) for _ in range(self.nranks if self.rank == 0 else 0)]
+        with miraccl.group():
+            comm.send(x, 0)
+            for r, out in enumerate(outs):
+                comm.recv(out, r)
+        for r, out in enumerate(outs):
+            self.same(out, self.bytes_of(r, big), f"from {r}")
+        out, graph, stream = self.zeros(big), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.graph(graph, stream=stream):
+            comm.sendrecv(x, self.right, out, self.left)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        self.same(out, self.bytes_of(self.left, big), "of a graph")
+
     def mixed(self) -> None:
         """Messages between collectives, without waiting on the host."""
         torch, n = self.torch, self.nranks

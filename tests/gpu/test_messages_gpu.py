@@ -11,7 +11,7 @@ from tests.gpu.ranks import run_cases
 
 pytestmark = ON_GPUS
 RANKS = sorted({2, min(4, GPUS), GPUS if GPUS <= 8 else 8} - {0, 1})
-CASES = ["sizes", "all_pairs", "many", "graphs", "mixed", "uneven", "background", "groups", "prepared", "dlpack"]
+CASES = ["sizes", "all_pairs", "many", "graphs", "large", "mixed", "uneven", "background", "groups", "prepared", "dlpack"]
 WORKER = "tests.gpu.message_worker"
 
 
