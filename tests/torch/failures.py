@@ -21,7 +21,7 @@ def refusals(path: str) -> None:
         with refused("meta", "cpu and cuda"):
             dist.all_reduce(torch.ones(2, device="meta"))
         with refused("sparse"):
-            dist.all_reduce(torch.eye(2).to_sparse())
+            dist.broadcast(torch.eye(2).to_sparse(), 0)
         with refused("BXOR", "float32", "docs/torch.md"):
             dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BXOR)
         with refused("splits", "4 rows"):

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.torch.worlds import both, equal, gloo, world
+from tests.torch.worlds import both, equal, gloo, refused, world
 
 Group = Any
 STEPS = 5
@@ -48,6 +48,12 @@ def _hooked(hook: Any) -> Callable[[Any, Group], Any]:
         return model
 
     return wrap
+
+
+def _builtin_fp16(layers: Any, group: Group) -> Any:
+    model = _ddp(layers, group)
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    return model
 
 
 def _power_sgd(layers: Any, group: Group) -> Any:
@@ -97,6 +103,7 @@ WRAPS = {
     "ddp": _ddp,
     "ddp_allreduce_hook": _hooked(allreduce_hook),
     "ddp_fp16": _hooked(fp16_compress_hook),
+    "ddp_builtin_fp16": _builtin_fp16,
     "ddp_power_sgd": _power_sgd,
     "zero": _ddp,
     "ddp_static": _static,
@@ -128,6 +135,34 @@ def _losses(name: str, wrap: Callable[[Any, Group], Any], rank: int, steps: int,
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def sparse(path: str) -> None:
+    """Sums of sparse tensors, by themselves and as the gradients of an embedding under DDP, are those of Gloo."""
+    with world(path) as (rank, nranks):
+        other = gloo()
+
+        def summed(group: Group) -> list[Any]:
+            results = []
+            for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.int64):
+                for entries in (0, rank, 3):  # none, none on some ranks, and the same place twice
+                    places = torch.arange(2 * entries).reshape(2, entries) % 3
+                    x = torch.sparse_coo_tensor(places, (torch.arange(2 * entries).reshape(entries, 2) + rank).to(dtype), (4, 4, 2))
+                    dist.all_reduce(x, group=group)
+                    results.append(x.to_dense())
+            torch.manual_seed(0)
+            table = torch.nn.Embedding(10, 3, sparse=True)
+            model = DistributedDataParallel(table, process_group=group)
+            for _ in range(2):
+                model(torch.tensor([1, rank, rank])).square().sum().backward()
+            assert table.weight.grad is not None
+            assert table.weight.grad.is_sparse
+            return [*results, table.weight.grad.to_dense()]
+
+        both(summed, other)
+        with refused("all_reduce", "ReduceOp.SUM", "to_dense"):
+            dist.all_reduce(torch.eye(2).to_sparse(), op=dist.ReduceOp.MAX)
+        assert rank < nranks
 
 
 # ---- DTensor

@@ -13,7 +13,7 @@ from torch._C import _distributed_c10d as c10d
 
 from miraccl.comm.communicator import Communicator
 from miraccl.errors import InvalidUsage
-from miraccl.torch import operators
+from miraccl.torch import operators, sparse
 from miraccl.torch.failures import as_backend_errors
 from miraccl.torch.forms import short_form
 from miraccl.torch.operators import recipe
@@ -52,12 +52,17 @@ class Collectives:
 
     def _all_reduce(self, name: str, tensors: Sequence[Any], opts: Any) -> Work:
         with as_backend_errors():
-            jobs = []
+            jobs, scattered = [], [tensor for tensor in tensors if sparse.is_sparse(tensor)]
             for tensor in tensors:
+                if sparse.is_sparse(tensor):
+                    sparse.check_sum(opts.reduceOp, name)
+                    continue
                 how = recipe(opts.reduceOp, tensor.dtype, name)
                 jobs.append((stage(tensor, name, how.form), how))
 
         def action() -> None:
+            for tensor in scattered:
+                sparse.all_reduce(self.communicator, tensor, name)
             for staged, how in jobs:
                 operators.all_reduce(self.communicator, staged.array, how)
                 staged.store()

@@ -118,7 +118,9 @@ def check(tensor: Any, where: str) -> None:
 
 def check_result(tensor: Any, where: str) -> None:
     """Raise ``InvalidUsage`` for a tensor that no result can be written to: an expanded one, whose elements share memory."""
-    if not tensor.is_contiguous() and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         text = f"the result goes to a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}, whose elements share memory"
         raise InvalidUsage(f"{where}: {text}", hint="use clone()")
 

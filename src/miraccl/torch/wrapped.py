@@ -1,10 +1,11 @@
-"""Four functions of ``torch.distributed`` that ask for more than a group written in Python can be, wrapped for miraccl groups.
+"""Functions of ``torch.distributed`` that ask for more than a group written in Python can be, wrapped for miraccl groups.
 
 - ``batch_isend_irecv`` starts a batch as one operation only where ``type(group) is ProcessGroup``, and else one call after the other.  On a
   GPU that would be one kernel after the other on one stream, where a send waits for a receive that stands behind it.
 - ``monitored_barrier`` takes Gloo's groups only.
 - ``_set_pg_timeout`` knows Gloo's and NCCL's backends only, and else warns.
 - ``split_group`` takes groups bound to a GPU only; the others are made as ``new_group`` makes them, by the ranks that are in them.
+- DDP's built-in FP16 hook reads the C++ type of a future's value, which one made in Python does not have: the same hook in Python does not.
 
 For all other groups they are PyTorch's own.
 """
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 from miraccl.torch.process_group import ProcessGroupMiraccl
 
@@ -32,6 +35,8 @@ def install() -> None:
             setattr(distributed_c10d, name, wrapped)
             if hasattr(dist, name):
                 setattr(dist, name, wrapped)
+    builtin = DistributedDataParallel._register_builtin_comm_hook
+    DistributedDataParallel._register_builtin_comm_hook = functools.wraps(builtin)(_builtin_comm_hook(builtin))
 
 
 def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,6 +96,16 @@ def _split_group(original: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return split_group
+
+
+def _builtin_comm_hook(original: Callable[..., Any]) -> Callable[..., Any]:
+    def register(self: Any, comm_hook_type: Any) -> None:
+        if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS and isinstance(self.process_group, ProcessGroupMiraccl):
+            self.register_comm_hook(self.process_group, default_hooks.fp16_compress_hook)
+        else:
+            original(self, comm_hook_type)
+
+    return register
 
 
 def _group(given: Any) -> Any:

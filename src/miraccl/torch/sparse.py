@@ -1,0 +1,47 @@
+"""Sums of sparse tensors (COO) in CPU memory, as DDP wants them for the gradients of sparse embeddings: what Gloo has.
+
+The ranks exchange their coordinates and values; each adds up all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from miraccl.comm.communicator import Communicator
+from miraccl.errors import InvalidUsage
+from miraccl.torch.tensors import stage
+
+
+def is_sparse(tensor: Any) -> bool:
+    return tensor.layout is torch.sparse_coo and tensor.device.type == "cpu"
+
+
+def check_sum(op: Any, where: str) -> None:
+    if op != dist.ReduceOp.SUM:
+        raise InvalidUsage(f"{where}: sparse tensors are added up only; allowed is ReduceOp.SUM", hint="use to_dense()")
+
+
+def all_reduce(comm: Communicator, tensor: Any, where: str) -> None:
+    """In place."""
+    own = tensor.detach().coalesce()
+    counts = comm.all_gather(np.array([own._nnz()])).tolist()
+    indices = _gathered(comm, own.indices().t(), counts, where)
+    values = _gathered(comm, own.values(), counts, where)
+    total = torch.sparse_coo_tensor(indices.t(), values, own.shape).coalesce()
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.copy_(total)  # not its detach(): that one would get new entries, which the tensor does not see
+
+
+def _gathered(comm: Communicator, rows: Any, counts: list[int], where: str) -> Any:
+    """The rows of all ranks, of which rank r has ``counts[r]``, one after another."""
+    rows = rows.contiguous()
+    whole = torch.empty(sum(counts), *rows.shape[1:], dtype=rows.dtype)
+    source, target = stage(rows, where), stage(whole, where)
+    per_row = math.prod(rows.shape[1:]) * target.width
+    comm.all_gather_v(source.array, [n * per_row for n in counts], target.array)
+    return whole
