@@ -69,7 +69,8 @@ def _others() -> Iterator[Case]:
             for dtype, count in (("float32", 3), ("int32", 70001), ("uint8", 7 << 20)):
                 case = {"collective": collective, "dtype": dtype, "count": count, "root": 1, "algo": "chain", "proto": proto}
                 yield case | {"repeat": 5, "close": True}
-        for count, more in ((500000, {"graph": 4}), ((13 << 20) + 5, {"proto": "simple", "graph": 3}), (9 << 20, {"proto": "simple", "repeat": 3})):
+        simple = {"proto": "simple"}
+        for count, more in ((500000, {"graph": 4}), ((13 << 20) + 5, simple | {"graph": 3}), (9 << 20, simple | {"repeat": 3})):
             yield {"collective": collective, "dtype": "float32", "count": count, "root": 1, "algo": "chain", "close": True} | more
     yield {"collective": "all_gather", "dtype": "float8_e4m3", "count": 999}
     for collective in ("all_gather", "all_to_all"):
