@@ -44,7 +44,6 @@ def rank_main(options: Any) -> None:
     import torch
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symmetric
-
     from triton_one_shot import one_shot
 
     from miraccl.bootstrap.launch import detect_launch, meet
