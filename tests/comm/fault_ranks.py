@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -116,6 +117,29 @@ def other_settings(field: str) -> Any:
     except MiracclError as error:
         return seen(error)
     return {"type": "none"}
+
+
+# ---- forks
+
+
+def forks() -> tuple[str, float]:
+    """What a forked child, which leaves the ``with`` block by an exception, is told; and a sum of the ranks afterwards."""
+    with miraccl.init(timeout=10) as comm:
+        comm.all_reduce(np.ones(3))
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            with open(writer, "w") as told:
+                try:
+                    comm.all_reduce(np.ones(3))
+                except MiracclError as error:
+                    told.write(f"{type(error).__name__}: {error}")
+            sys.exit(0)
+        os.close(writer)
+        _, status = os.waitpid(pid, 0)
+        assert status == 0
+        with open(reader) as told:
+            return told.read(), float(comm.all_reduce(np.ones(3))[0])
 
 
 # ---- death
@@ -432,6 +456,7 @@ def after_finalize() -> None:
             lambda: comm.broadcast(a),
             lambda: comm.gather(a),
             lambda: comm.empty(3),
+            lambda: comm.memory(),
             lambda: comm.split(0),
             lambda: comm.all_reduce_init(a),
             op,

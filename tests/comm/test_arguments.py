@@ -279,7 +279,15 @@ WRONG: list[tuple[str, Any]] = [
     ("dtype is 'half'", lambda c: c.explain("all_reduce", 4, "half")),
     ("color is 'red'", lambda c: c.split("red")),
     ("key is 'a'", lambda c: c.split(0, "a")),
+    ("all_reduce: async_op has no meaning inside a group", lambda c: grouped(c.all_reduce, LINE, async_op=True)),
+    ("send: async_op has no meaning inside a group", lambda c: grouped(c.send, LINE, 0, async_op=True)),
+    ("sendrecv: async_op has no meaning inside a group", lambda c: grouped(c.sendrecv, LINE[:6], 0, LINE[6:], 0, async_op=True)),
 ]
+
+
+def grouped(call: Any, *args: Any, **options: Any) -> None:
+    with miraccl.group():
+        call(*args, **options)
 
 
 @pytest.mark.parametrize(("why", "call"), WRONG, ids=[f"{i}-{why[:30]}" for i, (why, _) in enumerate(WRONG)])

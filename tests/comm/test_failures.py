@@ -193,5 +193,11 @@ def test_abort(how: str, ranks_per_host: int) -> None:
         assert "of the application" in got[1]["text"]
 
 
+def test_a_forked_child_cannot_speak_for_its_parent() -> None:
+    for rank, (told, total) in enumerate(run_ranks(fault_ranks.forks, 2)):
+        assert told.startswith(f"CommunicatorClosed: rank {rank}, all_reduce: the communicator belongs to the process that made it")
+        assert total == 2.0
+
+
 def test_after_finalize() -> None:
     run_ranks(fault_ranks.after_finalize, 3)

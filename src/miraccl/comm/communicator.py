@@ -232,7 +232,7 @@ class Communicator:
             return gpu.sendrecv(x, dst, out, src, stream=stream)
         self._member.check(0 if async_op else code, "sendrecv")
         pair = [self._checked(x, dst, False, "sendrecv"), self._checked(out, src, True, "sendrecv", "out")]
-        group = groups.current()
+        group = self._open_group("sendrecv", async_op)
         if group is not None:
             for transfer in pair:
                 group.add(self, transfer)
@@ -325,7 +325,7 @@ class Communicator:
 
     def abort(self, reason: str = "abort() was called") -> None:
         """End the communicator now, on all ranks: whoever waits raises ``CommunicatorAborted``. Any thread may call it."""
-        if self._device is not None:
+        if self._device is not None and not self._member.foreign:
             self._device.abort(reason)
         self._member.abort(reason)
 
@@ -334,6 +334,8 @@ class Communicator:
 
         Raises what a kernel on the GPU found after the last call that could tell it (``CollectiveTimeout``, ``CollectiveMismatch``).
         """
+        if self._member.foreign:
+            return
         if self._background is not None:
             self._background.close()
         untold = self._device.close() if self._device is not None else None
@@ -410,14 +412,20 @@ class Communicator:
     def _place(self, name: str) -> Place:
         return Place(self.rank, self.nranks, name)
 
+    @staticmethod
+    def _open_group(name: str, async_op: bool) -> Any:
+        """The group that this call goes into, if one is open."""
+        group = groups.current()
+        if group is not None and async_op:
+            raise InvalidUsage(f"{name}: async_op has no meaning inside a group; the group is one operation")
+        return group
+
     def _long_way(self, make: Callable[[Place], Call], name: str, async_op: bool, code: int = 0) -> Any:
         """``code`` is what the door said, 0 if it was not asked."""
         self._member.check(code, name)
         call = make(self._place(name))
-        group = groups.current()
+        group = self._open_group(name, async_op)
         if group is not None:
-            if async_op:
-                raise InvalidUsage(f"{name}: async_op has no meaning inside a group; the group is one operation")
             group.add(self, (name, call))
             return call.result
         return self._member.submit(call, name) if async_op else self._member.run(call, name)
@@ -440,7 +448,7 @@ class Communicator:
         self._member.check(code, name)
         transfer = self._checked(x, peer, receives, name)
         result = x if receives else None
-        group = groups.current()
+        group = self._open_group(name, async_op)
         if group is not None:
             group.add(self, transfer)
             return result

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -95,6 +97,7 @@ class Member:
         self.session, self.options = session, options
         self.rank, self.nranks = session.rank, session.nranks
         self.closed = False
+        self.foreign = False
         self._life = threading.Lock()
         self._busy_lock = threading.Lock()
         mine = constants or load_constants()
@@ -133,6 +136,7 @@ class Member:
         self._worker = Worker(f"miraccl-work-{session.name}", lambda on: self.look_before_running(REASON_PENDING, on))
         self._runs: dict[Request, Run] = {}
         self._exchange = Exchange(self.rank, self.context.wires, self.context.door("exchange", Collective.SEND_RECV))
+        _members.add(self)
 
     def _single_copy_from(self, asked: str) -> int:
         """From how many bytes on private memory is read by the peer instead of copied twice; -1 where that is not allowed or slower."""
@@ -160,6 +164,12 @@ class Member:
             self._fail(code, name)
         if self.faults.fault is not None and not self.closed:
             raise self.faults.fault
+        self.check_open(name)
+
+    def check_open(self, name: str) -> None:
+        if self.foreign:
+            text = "the communicator belongs to the process that made it, from which this one was forked"
+            raise CommunicatorClosed(text, rank=self.rank, op=name)
         if self.closed:
             raise CommunicatorClosed("the communicator has been finalized", rank=self.rank, op=name)
 
@@ -279,11 +289,11 @@ class Member:
     # ---- memory and plans
 
     def empty(self, shape: Any, dtype: Any) -> Any:
-        if self.closed:
-            raise CommunicatorClosed("the communicator has been finalized", rank=self.rank, op="empty")
+        self.check_open("empty")
         return self.fabric.window.empty(shape, dtype)
 
     def memory(self) -> dict[str, int]:
+        self.check_open("memory")
         parts = self.fabric.memory()
         return {"total": parts["fifo"] + parts["network"] + parts["private"], **parts}
 
@@ -343,6 +353,23 @@ class Member:
             broken = str(self.faults.fault) if self.faults.fault is not None else ""
             self.fabric.close(abort=broken)
             self.session.close(broken or "finalized")
+
+    def forked(self) -> None:
+        """In a forked child: this communicator is the parent's, which alone speaks for the rank. Other threads may have held locks."""
+        self.closed = self.foreign = True
+        self._life, self._busy_lock = threading.Lock(), threading.Lock()
+        self.look_before_running(REASON_CLOSED, True)
+
+
+_members: weakref.WeakSet[Member] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for member in list(_members):
+        member.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class _OpenWork(Work):
