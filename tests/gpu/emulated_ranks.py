@@ -398,6 +398,45 @@ def in_the_order_of_the_machine(topology: str) -> tuple[tuple[int, ...], str]:
         return ring.order, ring.why
 
 
+def explanations() -> None:
+    """What is explained is what runs; the last plan is that of the last operation, wherever its arrays lie."""
+    with rank() as me:
+        comm, pairs = me.comm, [(0, 1), (0, 2), (1, 2)]
+        assert comm.last_plan is None
+        found: Any = comm.explain("reduce", 400_000, device="cuda")
+        assert (found[0].algo, found[0].chosen, found[0].order) == ("chain", True, (0, 1, 2))
+        assert found[0].order_reason == "ranks share a GPU"
+        assert [pair for pair, _, _ in found[0].ways] == pairs
+        assert all(kind and why for _, kind, why in found[0].ways)
+        assert comm.explain("all_gather", 3 << 20, np.int32, device="cuda:0")[0].chosen
+        x, cpu = me.put(np.ones(100_000)), np.ones(100, np.float32)
+        comm.reduce(x)
+        last: Any = comm.last_plan
+        assert (last.algo, last.proto, last.blocks, last.reason) == (found[0].algo, found[0].proto, found[0].blocks, found[0].reason)
+        comm.all_reduce(cpu)
+        on_cpu: Any = comm.last_plan
+        assert on_cpu.algo == comm.explain("all_reduce", 400)[0].algo
+        assert on_cpu.predicted_us > 0
+        prepared, small = comm.broadcast_init(x), me.put(np.ones(4))
+        for call, algo in (
+            (prepared, "chain"),
+            (lambda: comm.all_reduce(small), "one_shot"),
+            (lambda: comm.sendrecv(small, (me.rank + 1) % me.nranks, me.zeros(4), (me.rank - 1) % me.nranks), "p2p"),
+            (lambda: comm.all_reduce(small, async_op=True), "one_shot"),
+        ):
+            comm.all_reduce(cpu)
+            assert comm.last_plan is on_cpu
+            call()
+            last = comm.last_plan
+            assert (last.algo, last.blocks > 0) == (algo, True)
+        for device, words in (("gpu", "explain: device is 'gpu'; allowed are cpu, cuda"), ("cuda:1", "works on GPU 0")):
+            with pytest.raises(InvalidUsage, match=words):
+                comm.explain("reduce", 4, device=device)
+        with pytest.raises(InvalidUsage, match="no collective is called"):
+            comm.explain("all", 4, device="cuda")
+        me.synchronize()
+
+
 def plans(settings: dict[str, str], options: dict[str, Any], count: int = 1000) -> dict[str, str]:
     """How operations run, with these settings and options."""
     import os

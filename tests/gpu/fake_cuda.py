@@ -428,7 +428,7 @@ class FakeLocal:
         self._cpu = Communicator.from_session(session.sub(range(self.nranks), name), Options.create(timeout=options.get("timeout")))
         self._stream = -1
         self.calls: list[Collective] = []
-        self.symmetric = types.SimpleNamespace(nbytes=0, explain=list)
+        self.symmetric, self.ways = types.SimpleNamespace(nbytes=0), list
         self.memory = lambda: {"device": 0, "windows": 0, "pinned": 0}
 
     def _stream_number(self, stream: Any) -> int:

@@ -109,6 +109,11 @@ def _even(w: World, count: int, dtype: DType, root: int, used: dict[str, str], o
             check(x, inputs[w.rank], f"input of {what}")
         if comm.last_plan is not None:
             used[collective.label] = comm.last_plan.algo
+        if count >= n and collective not in (Collective.GATHER, Collective.SCATTER):
+            explained = comm.explain(collective, count * dtype.itemsize, dtype, op)[0]
+            assert comm.last_plan is not None
+            assert (explained.algo, explained.reason) == (comm.last_plan.algo, comm.last_plan.reason), what
+            assert all(w.rank in pair or kind != "staging" for pair, kind, _ in explained.ways)
 
     def reductions(op: RedOp) -> None:
         run(Collective.ALL_REDUCE, 1, op, lambda x, like: comm.all_reduce(x, w.put(like), op))
@@ -134,7 +139,7 @@ def with_kernels(hosts: str) -> None:
         for collective in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
             assert used[collective] == "hierarchical"
         comm, n, r = w.comm, w.nranks, w.rank
-        near = [((a, b), kind) for (a, b), kind, _ in comm.explain() if hosts[a] == hosts[b]]
+        near = [((a, b), kind) for (a, b), kind, _ in comm.ways() if hosts[a] == hosts[b]]
         assert [kind for _, kind in near] == ["vmm"]
         everybody = [
             DeviceTransfer(receives=k, peer=p, memory=w.put(numbers(r, 3000, DType.INT8))) for p in range(n) for k in (False, True)
@@ -315,7 +320,7 @@ def special(hosts: str, apart: bool) -> None:
             except InvalidUsage:
                 continue
             raise AssertionError("not refused")
-        assert all(kind == "staging" for _, kind, _ in comm.explain())
+        assert all(kind == "staging" for _, kind, _ in comm.ways())
         assert comm.memory()["pinned"] > 0
         w.finish()
 

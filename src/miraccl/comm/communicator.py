@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from miraccl.bootstrap import Session, UniqueId
 from miraccl.comm import calls
@@ -28,8 +28,11 @@ from miraccl.types import Collective, DType, RedOp
 
 if TYPE_CHECKING:
     from miraccl.comm.device import DeviceCommunicator
+    from miraccl.comm.device_explain import DeviceCandidate
     from miraccl.comm.device_hosts import HostsCommunicator
+    from miraccl.comm.device_hosts_jobs import HostsPlan
     from miraccl.comm.device_work import Background, DevicePersistent
+    from miraccl.executor.cuda.plan import DevicePlan
 
 SUM = RedOp.SUM
 
@@ -72,6 +75,8 @@ class Communicator:
         self._device: DeviceCommunicator | HostsCommunicator | None = None
         self._background: Background | None = None
         context = member.context
+        word = at.CTX_LAST_PLAN // 8
+        self._cpu_plan: Any = context.words.data[word : word + 1]  # 0: the last operation was on GPU memory
         self._all_reduce = context.door("collective", Collective.ALL_REDUCE)
         self._all_gather = context.door("collective", Collective.ALL_GATHER)
         self._reduce_scatter = context.door("collective", Collective.REDUCE_SCATTER)
@@ -281,31 +286,43 @@ class Communicator:
         ``device`` "cuda" or "cuda:1" gives GPU memory, zeroed; that call is collective, and the memory lives as long as the communicator.
         A dtype of PyTorch's gives a tensor, another one a ``comm.device_windows.DeviceArray``.
         """
-        name = str(device)  # torch.device is written alike
-        if name == "cpu":
+        if str(device) == "cpu":
             return self._member.empty(shape, dtype)
-        kind, _, number = name.partition(":")
-        if kind != "cuda" or (number and not number.isdecimal()):
-            raise InvalidUsage(f"empty: device is {device!r}; allowed are cpu, cuda and cuda:<number>", rank=self.rank)
-        side = self._device_side(int(number) if number else current_ordinal())
-        if number and int(number) != side.gpu.ordinal:
-            text = f"empty: device is {device!r}, but this communicator works on GPU {side.gpu.ordinal}"
-            raise InvalidUsage(text, rank=self.rank, hint="a rank works on one GPU: that of the first array it passed")
-        return side.empty(shape, dtype)
+        return self._on_device(device, "empty").empty(shape, dtype)
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds for the communicator, by purpose; those on a GPU and pinned for it apart, once it is used."""
         gpu = self._device.memory() if self._device is not None else {}
         return self._member.memory() | {f"gpu_{name}": nbytes for name, nbytes in gpu.items()}
 
-    def explain(self, collective: str | Collective, nbytes: int, dtype: Any = DType.FLOAT32, op: RedOp = SUM) -> list[Candidate]:
-        """All ways to run ``collective`` on a buffer of ``nbytes`` (the larger of the whole input and output), the chosen one first."""
-        return self._member.explain(collective, nbytes, dtype, op)
+    @overload
+    def explain(
+        self, collective: str | Collective, nbytes: int, dtype: Any = ..., op: Any = ..., *, device: Literal["cpu"] = ...
+    ) -> list[Candidate]: ...
+
+    @overload
+    def explain(
+        self, collective: str | Collective, nbytes: int, dtype: Any = ..., op: Any = ..., *, device: Any
+    ) -> list[Candidate] | list[DeviceCandidate]: ...
+
+    def explain(
+        self, collective: str | Collective, nbytes: int, dtype: Any = DType.FLOAT32, op: Any = SUM, *, device: Any = "cpu"
+    ) -> list[Candidate] | list[DeviceCandidate]:
+        """All ways to run ``collective`` on a buffer of ``nbytes`` (the larger of the whole input and output), the chosen one first.
+
+        ``device`` "cuda" or "cuda:1" asks about GPU memory (``comm.device_explain.DeviceCandidate``); as the first call that names a GPU
+        it is collective.
+        """
+        kind, block_bytes, element = self._member.question(collective, nbytes, dtype)
+        if str(device) == "cpu":
+            return self._member.planner.candidates(kind, block_bytes, element, op)
+        return self._on_device(device, "explain").explain(kind, block_bytes, element, op)
 
     @property
-    def last_plan(self) -> Candidate | None:
-        """The plan of the last collective operation."""
-        return self._member.planner.choice_of(self._member.context.get(at.CTX_LAST_PLAN))
+    def last_plan(self) -> Candidate | DevicePlan | HostsPlan | None:
+        """The plan of the last operation: of the last collective on CPU memory, or of what was started on GPU memory after it."""
+        on_cpu = self._cpu_plan[0]
+        return self._member.planner.choice_of(on_cpu) if on_cpu or self._device is None else self._device.last_plan
 
     @property
     def local_rank(self) -> int:
@@ -370,15 +387,28 @@ class Communicator:
         for x in arrays:
             if lies_on_gpu(x):
                 if self._device is not None and not async_op and groups.current() is None:
+                    self._cpu_plan[0] = 0
                     return self._device  # the usual case, counted in fractions of a microsecond
                 return self._gpu_calls(async_op, ordinal_of(x))
         if stream is not None:
             raise InvalidUsage("a stream is for operations on GPU memory; these arrays lie in CPU memory", rank=self.rank)
         return None
 
+    def _on_device(self, device: Any, name: str) -> DeviceCommunicator | HostsCommunicator:
+        """The GPU side, for a device in words (torch.device is written alike)."""
+        kind, _, number = str(device).partition(":")
+        if kind != "cuda" or (number and not number.isdecimal()):
+            raise InvalidUsage(f"{name}: device is {device!r}; allowed are cpu, cuda and cuda:<number>", rank=self.rank)
+        side = self._device_side(int(number) if number else current_ordinal())
+        if number and int(number) != side.gpu.ordinal:
+            text = f"{name}: device is {device!r}, but this communicator works on GPU {side.gpu.ordinal}"
+            raise InvalidUsage(text, rank=self.rank, hint="a rank works on one GPU: that of the first array it passed")
+        return side
+
     def _gpu_calls(self, async_op: bool, ordinal: int) -> Any:
         """The GPU side, or what has its methods: to note calls for the end of a group, or to start them in the background."""
         device = self._device_side(ordinal)
+        self._cpu_plan[0] = 0
         group = groups.current()
         if group is None and not async_op:
             return device
@@ -436,7 +466,7 @@ class Communicator:
         if on_gpu is not None:
             from miraccl.comm.device_work import DevicePersistent
 
-            return DevicePersistent(self._device_side(ordinal_of(on_gpu)), name, args)
+            return DevicePersistent(self._device_side(ordinal_of(on_gpu)), name, args, self._cpu_plan)
         return Persistent(self._member, make(self._place(name)), name)
 
     def _checked(self, x: Any, peer: Any, receives: bool, name: str, argument: str = "x") -> Transfer:

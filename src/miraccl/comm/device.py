@@ -21,6 +21,7 @@ from miraccl.bootstrap import Session
 from miraccl.comm import nccl_wishes
 from miraccl.comm.arguments import operator
 from miraccl.comm.device_arguments import DeviceArguments
+from miraccl.comm.device_explain import DeviceCandidate, candidates
 from miraccl.comm.device_faults import DeviceFaults
 from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
 from miraccl.comm.device_messages import MessageCalls, frame_of
@@ -48,7 +49,7 @@ from miraccl.executor.cuda.plan import DevicePlan, Request, check_protocol, choo
 from miraccl.executor.cuda.staged_copies import ALGORITHMS as MOVED_BY_ENGINES
 from miraccl.executor.cuda.staged_copies import Lane, StagedLaunch
 from miraccl.schedule import catalog
-from miraccl.transport.cuda_p2p import SymmetricMemory
+from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
 from miraccl.types import Collective, DType, PreMulSum, RedOp
 
 SUM = RedOp.SUM
@@ -260,6 +261,7 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
     def request(self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0) -> Request:
         """What ``choose`` decides about; ``count`` are the elements of a block."""
         kind, scalar = operator(op, dtype, collective.label)
+        algo, why = self._algorithm(collective)
         return Request(
             collective=collective,
             dtype=dtype,
@@ -268,27 +270,47 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
             count=count,
             nranks=self.nranks,
             root=root,
-            algo=self._algorithm(collective),
+            algo=algo,
+            why=why,
             proto=self.proto or self._wishes.protos.get(collective, ""),
             multiprocessors=self.multiprocessors,
         )
 
-    def _algorithm(self, collective: Collective) -> str:
-        """What was asked for where it has a schedule, or nothing: then ``choose`` does. A wish that rules forbid is none."""
+    def _algorithm(self, collective: Collective) -> tuple[str, str]:
+        """What was asked for where it has a schedule, and why, or nothing: then ``choose`` does. A wish that rules forbid is none."""
         ordered = self.deterministic and collective.reduces
         asked = self.algo or self._wishes.algos.get(collective, "")
         if asked and catalog.get(asked).supports(collective, self.nranks):
             if not ordered or catalog.get(asked).rank_ordered:
-                return asked
+                return asked, "asked for" if self.algo else "asked for (NCCL_ALGO)"
             if self.algo:
                 text = f"{collective.label}: {asked} does not add in the order of the ranks (deterministic)"
                 raise InvalidUsage(text, rank=self.rank)
-        return "one_shot" if ordered and collective is Collective.REDUCE else ""  # all else adds in the order of the ranks
+        if ordered and collective is Collective.REDUCE:
+            return "one_shot", "needed for the order of the ranks (deterministic)"
+        return "", ""  # all else adds in the order of the ranks
 
     def plan(self, request: Request) -> DevicePlan:
         """The plan for a request: one given with ``use_plan``, else what ``choose`` says."""
         given = self._plans.get((request.collective, request.dtype, request.count, request.op))
         return given or choose(request)
+
+    def explain(self, collective: Collective, block_bytes: int, dtype: DType, op: Operator = SUM) -> list[DeviceCandidate]:
+        """All ways to run ``collective`` on blocks of so many bytes, the chosen one first. Nothing is communicated."""
+        request = self.request(collective, dtype, block_bytes // dtype.itemsize, op if collective.reduces else SUM)
+        return candidates(
+            request,
+            order=self.ring.order,
+            order_reason=self.ring.why,
+            ways=self.ways(),
+            given=self._plans.get((collective, dtype, request.count, request.op)),
+            no_multiprocessors=self._no_multiprocessors,
+            all_direct=self.symmetric.all_direct,
+        )
+
+    def ways(self) -> Explanation:
+        """How data go between each two ranks, and why."""
+        return self.symmetric.explain()
 
     def use_plan(self, collective: Collective, dtype: DType, count: int, plan: DevicePlan, op: RedOp = SUM) -> None:
         """Run operations of this kind with ``plan`` from now on; all ranks give the same."""

@@ -18,20 +18,24 @@ from typing import Any
 from miraccl.bootstrap import Session
 from miraccl.comm.arguments import operator, peer_rank
 from miraccl.comm.device import DeviceCommunicator
+from miraccl.comm.device_explain import DeviceCandidate
 from miraccl.comm.device_hosts_faults import HostsFaults
 from miraccl.comm.device_hosts_jobs import HostsJobs, HostsPlan, OpenCpu
 from miraccl.comm.device_hosts_layout import HostsLayout, host_name
 from miraccl.comm.device_hosts_steps import TwoSteps
 from miraccl.comm.device_hosts_uneven import UnevenCollectives
 from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
+from miraccl.comm.device_pieces import Shape
 from miraccl.comm.device_transfers import DeviceTransfer
 from miraccl.comm.nccl_wishes import Wishes
 from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
 from miraccl.transport.cuda_p2p import Explanation
-from miraccl.types import Collective, RedOp
+from miraccl.types import Collective, DType, RedOp
 
 SUM = RedOp.SUM
 CLOSE_WAIT_S = 10.0
+#: what has an algorithm of two steps, inside the hosts and between them (``device_hosts_steps``)
+IN_TWO_STEPS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.BROADCAST, Collective.REDUCE)
 
 
 def make_device_communicator(
@@ -289,10 +293,25 @@ class HostsCommunicator(UnevenCollectives):
 
     # ---- explanation
 
-    def explain(self) -> Explanation:
+    def explain(self, collective: Collective, block_bytes: int, dtype: DType, op: Any = SUM) -> list[DeviceCandidate]:
+        """How ``collective`` runs on blocks of so many bytes, and why. Nothing is communicated."""
+        operator(op, dtype, collective.label)
+        if collective.reduces:
+            two_steps = collective in IN_TWO_STEPS and self.steps.sums(dtype, op)
+        else:
+            two_steps = collective in IN_TWO_STEPS and self.layout.hierarchical
+        count = block_bytes // dtype.itemsize
+        shape = Shape.even(collective, dtype.itemsize, self.rank, self.nranks, 0, count)
+        if collective is Collective.ALL_TO_ALL and self.layout.hierarchical and self.layout.host_major:
+            shape = dataclasses.replace(shape, places=tuple(range(self.nranks)))  # those inside the host are not staged
+        reason = self.jobs.why(two_steps, shape, dtype, op)
+        algo = "hierarchical" if two_steps else "staged"
+        return [DeviceCandidate(algo=algo, proto="staging", chosen=True, reason=reason, ways=tuple(self.ways()))]
+
+    def ways(self) -> Explanation:
         """(pair, way, why) of the pairs of ranks that this rank knows of: those of its host, and its own with other hosts."""
         mine = self.layout.mine
-        near = [((mine[a], mine[b]), kind, why) for (a, b), kind, why in self.local.symmetric.explain()]
+        near = [((mine[a], mine[b]), kind, why) for (a, b), kind, why in self.local.ways()]
         others = [rank for rank in range(self.nranks) if rank not in mine]
         far = [((min(self.rank, p), max(self.rank, p)), "staging", "another host: pinned memory and sockets") for p in others]
         return sorted([*near, *far])

@@ -114,8 +114,7 @@ class HostsJobs:
         job = self._job((shape, dtype, operation, cpus == self.crosses), captured, make, stride=len(cpus))
         if job.number not in self._plans:
             two_steps = cpus == self.crosses and self.layout.width > 1
-            reason = f"{len(self.layout.groups)} hosts of {self.layout.width} ranks" if two_steps else self._why_staged(shape, dtype, op)
-            self._plan(job, "hierarchical" if two_steps else "staged", reason)
+            self._plan(job, "hierarchical" if two_steps else "staged", self.why(two_steps, shape, dtype, op))
         self.last_plan = self._plans[job.number]
         self.staging.enqueue(job, buffers, number, takes_part=takes_part, before=before, after=after)
 
@@ -135,7 +134,10 @@ class HostsJobs:
             job = self._jobs[key, captured] = self.staging.job(pieces, self.staging.slots_for(need), network, captured, stride)
         return job
 
-    def _why_staged(self, shape: Shape, dtype: DType, op: Any) -> str:
+    def why(self, two_steps: bool, shape: Shape, dtype: DType, op: Any) -> str:
+        """Why an operation runs in two steps, or is staged."""
+        if two_steps:
+            return f"{len(self.layout.groups)} hosts of {self.layout.width} ranks"
         if self.layout.width == 1 and self.layout.even:
             return "one rank per host"
         if not self.layout.even:

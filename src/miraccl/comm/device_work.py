@@ -293,12 +293,14 @@ _PLACE_OF_ROOT = {"reduce": 1, "gather": 1, "scatter": 1, "gather_v": 2, "scatte
 class DevicePersistent:
     """A prepared operation on GPU memory: ``op()`` enqueues it in the current stream, ``op(stream=...)`` in another. Buffers are bound."""
 
-    def __init__(self, gpu: Any, name: str, args: Sequence[Any]) -> None:
+    def __init__(self, gpu: Any, name: str, args: Sequence[Any], cpu_plan: Any) -> None:
+        """``cpu_plan`` is the word that names the last plan on CPU memory."""
         self.name, self._gpu = name, gpu
         self.result, bound = result_of(name, args, gpu)
-        self._method, self._args = getattr(gpu, name), bound
+        self._method, self._args, self._cpu_plan = getattr(gpu, name), bound, cpu_plan
 
     def __call__(self, *, stream: Any = None) -> Any:
+        self._cpu_plan[0] = 0
         self._method(*self._args, stream=stream)
         return self.result
 

@@ -27,13 +27,13 @@ from miraccl.comm.exchange import Entry, Exchange, Transfer
 from miraccl.comm.fabric import Beliefs, Fabric
 from miraccl.comm.faults import Faults
 from miraccl.comm.model import Constants, Shape, default_block_bytes
-from miraccl.comm.planner import Candidate, Overrides, Planner, Request
+from miraccl.comm.planner import Overrides, Planner, Request
 from miraccl.comm.tuning import load_constants
 from miraccl.comm.work import Work, Worker
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.lower import Run
-from miraccl.types import Collective, RedOp
+from miraccl.types import Collective, DType
 
 REASON_BROKEN, REASON_GROUP, REASON_PENDING, REASON_CLOSED, REASON_OPEN = 1, 2, 4, 8, 16
 MAX_RUNS = 2048
@@ -297,7 +297,8 @@ class Member:
         parts = self.fabric.memory()
         return {"total": parts["fifo"] + parts["network"] + parts["private"], **parts}
 
-    def explain(self, collective: str | Collective, nbytes: int, dtype: Any, op: RedOp) -> list[Candidate]:
+    def question(self, collective: str | Collective, nbytes: int, dtype: Any) -> tuple[Collective, int, DType]:
+        """What ``explain`` is asked about: (collective, bytes of a block, type)."""
         name = collective.upper() if isinstance(collective, str) else getattr(collective, "name", "")
         if name not in Collective.__members__ or name == "SEND_RECV":
             known = ", ".join(c.label for c in Collective if c is not Collective.SEND_RECV)
@@ -305,7 +306,7 @@ class Member:
         if isinstance(nbytes, bool) or not isinstance(nbytes, int | np.integer) or nbytes < 0:
             raise InvalidUsage(f"explain: nbytes is {nbytes!r}; it is a number of bytes from 0 on")
         kind = Collective[name]
-        return self.planner.candidates(kind, default_block_bytes(kind, int(nbytes), self.nranks), data_type(dtype), op)
+        return kind, default_block_bytes(kind, int(nbytes), self.nranks), data_type(dtype)
 
     # ---- other communicators
 

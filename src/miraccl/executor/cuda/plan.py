@@ -6,7 +6,7 @@ GPUs and NVLink (docs/performance.md says how); an algorithm or protocol that th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
@@ -49,6 +49,7 @@ class Request:
     proto: str = ""
     multiprocessors: int = 128
     scalar: float = 1.0  # of a pre-multiplied sum; this rank's
+    why: str = "asked for"  # there is an ``algo``
 
     @property
     def block_bytes(self) -> int:
@@ -61,6 +62,17 @@ class Request:
 
 _SYMMETRIC = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_ALL)
 _ROOTED = (Collective.BROADCAST, Collective.REDUCE)
+
+
+#: algorithms that have packet kernels
+KERNELS = {
+    Collective.ALL_REDUCE: ("one_shot", "two_shot", "ring"),
+    Collective.REDUCE_SCATTER: ("one_shot",),
+    Collective.ALL_GATHER: ("one_shot",),
+    Collective.ALL_TO_ALL: ("one_shot",),
+    Collective.BROADCAST: ("one_shot", "chain"),
+    Collective.REDUCE: ("one_shot", "chain"),
+}
 
 
 def has_packets(request: Request, algo: str) -> bool:
@@ -86,30 +98,34 @@ def check_protocol(proto: str) -> None:
 
 def choose(request: Request) -> DevicePlan:
     """The plan for a request, or ``InvalidUsage`` where what was asked for does not exist."""
-    algo, proto = request.algo, request.proto
-    check_protocol(proto)
-    if not algo:
-        algo = _algorithm(request)
-    if not proto:
-        proto = _protocol(request, algo)
+    check_protocol(request.proto)
+    algo, why_algo = (request.algo, request.why) if request.algo else _algorithm(request)
+    proto, why_proto = (request.proto, "asked for") if request.proto else _protocol(request, algo)
     if proto != "simple" and not has_packets(request, algo):
-        proto = "simple"
-    return _packet_shape(request, algo, proto) if proto != "simple" else _simple_shape(request, algo)
+        proto, why_proto = "simple", f"packets of {algo} have no kernel, or no room"
+    plan = _packet_shape(request, algo, proto) if proto != "simple" else _simple_shape(request, algo)
+    return replace(plan, reason=f"{why_algo}; {proto}: {why_proto}")
 
 
-def _algorithm(request: Request) -> str:
-    nbytes, nranks = request.block_bytes, request.nranks
+def _algorithm(request: Request) -> tuple[str, str]:
+    """(algorithm, why)."""
     match request.collective:
+        case Collective.ALL_REDUCE if request.nranks == 2:
+            return "one_shot", "two ranks, which one exchange is enough for"
         case Collective.ALL_REDUCE:
-            if nranks == 2:
-                return "one_shot"
-            return "one_shot" if nbytes <= ONE_SHOT_UP_TO.get(nranks, 128 * KIB) else "two_shot"
+            return _by_size(request, "two_shot", ONE_SHOT_UP_TO.get(request.nranks, 128 * KIB))
         case Collective.REDUCE_SCATTER | Collective.ALL_GATHER | Collective.ALL_TO_ALL:
-            return "one_shot"
+            return "one_shot", "blocks of all sizes"
         case Collective.BROADCAST | Collective.REDUCE:
-            return "one_shot" if nbytes <= ROOTED_ONE_SHOT_UP_TO.get(nranks, 64 * KIB) else "chain"
+            return _by_size(request, "chain", ROOTED_ONE_SHOT_UP_TO.get(request.nranks, 64 * KIB))
         case _:
             raise InvalidUsage(f"no algorithm for {request.collective.label} on GPU memory")
+
+
+def _by_size(request: Request, large: str, threshold: int) -> tuple[str, str]:
+    if request.block_bytes <= threshold:
+        return "one_shot", f"blocks of up to {threshold // KIB} KiB on {request.nranks} GPUs"
+    return large, f"blocks of more than {threshold // KIB} KiB on {request.nranks} GPUs"
 
 
 ONE_SHOT_UP_TO = {2: 1 << 62, 3: 256 * KIB, 4: 128 * KIB}
@@ -120,10 +136,15 @@ LL_UP_TO = 4 * KIB
 SIMPLE_CHAIN_FROM = 512 * MIB
 
 
-def _protocol(request: Request, algo: str) -> str:
+def _protocol(request: Request, algo: str) -> tuple[str, str]:
+    """(protocol, why)."""
     if algo == "chain" and request.block_bytes >= SIMPLE_CHAIN_FROM and request.op is not RedOp.AVG:  # steps would divide at every hop
-        return "simple"
-    return "ll" if frame_of(request, "ll128") is Frame.MASK and request.block_bytes <= LL_UP_TO else "ll128"
+        return "simple", f"from {SIMPLE_CHAIN_FROM // MIB} MiB on, chains carry more in large slots than by packets"
+    if frame_of(request, "ll128") is not Frame.MASK:
+        return "ll128", "every word of floats that are added up is its own flag"
+    if request.block_bytes <= LL_UP_TO:
+        return "ll", f"up to {LL_UP_TO // KIB} KiB, flags cost less than masks"
+    return "ll128", f"above {LL_UP_TO // KIB} KiB, masks cost less than flags"
 
 
 #: (packets of a block or chunk up to, blocks at most, threads, unroll, blocks per multiprocessor); measured on H200, docs/performance.md

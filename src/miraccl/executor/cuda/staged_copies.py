@@ -134,15 +134,20 @@ class Lane:
 Lanes = dict[tuple[int, bool], Lane]  # (peer, whether data come from it)
 
 
+def plan_of(request: Request) -> DevicePlan:
+    """How an operation between plain arrays is run by copy engines."""
+    name = ALGORITHMS[request.collective]
+    return DevicePlan(algo=name, proto="copy", blocks=1, threads=32, unroll=1, reason="copy engines through staging memory")
+
+
 class StagedLaunch:
     """One collective of one size; as ``launch.Launch``, it does not wait."""
 
     threads = 1 << 20  # its end clears the banks: ordered among communicators as what fills the GPU
 
     def __init__(self, gpu: Gpu, kernels: Kernels, request: Request, fixed: lower.Fixed, lanes: Lanes) -> None:
-        name = ALGORITHMS[request.collective]
-        self.plan = DevicePlan(algo=name, proto="copy", blocks=1, threads=32, unroll=1, reason="copy engines through staging memory")
-        schedule = catalog.build(name, request.collective, request.nranks, request.root)
+        self.plan = plan_of(request)
+        schedule = catalog.build(self.plan.algo, request.collective, request.nranks, request.root)
         self._gpu, self._fixed, self._rank = gpu, fixed, fixed.rank
         self._stage = Stage.of(schedule, STAGE_BYTES)
         moves = moves_of(schedule, fixed.rank, request.block_bytes)

@@ -1,0 +1,98 @@
+"""What would run on GPU memory, and why: the answer of ``Communicator.explain(..., device="cuda")`` as records with sentences.
+
+A candidate is read off the plan that the calls themselves use (``executor.cuda.plan.choose``), so the answer and what runs cannot differ.
+Windows are memory of a call, which is not known here: what they change is a candidate with its condition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from miraccl.executor.cuda import copies, staged_copies
+from miraccl.executor.cuda.plan import KERNELS, DevicePlan, Request, choose, frame_of
+from miraccl.schedule.catalog import NEIGHBOURLY
+from miraccl.types import Collective
+
+Way = tuple[tuple[int, int], str, str]
+"""(pair of ranks, how data go between them, why)."""
+BY_MESSAGES = (Collective.GATHER, Collective.SCATTER, Collective.BARRIER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceCandidate:
+    """One way to run an operation on GPU memory, and why it was (not) chosen.
+
+    ``blocks`` of ``threads`` threads handle ``unroll`` vectors each at a time; 0 where no kernel of this host does the work alone.
+    ``frame`` is how packets tell that they have come (docs/gpu.md), empty without packets.  ``order`` are the ranks as neighbours where
+    neighbours count, and ``order_reason`` why.  ``ways`` is how data go between each two ranks, the same for all candidates.
+    """
+
+    algo: str
+    proto: str
+    chosen: bool
+    reason: str
+    frame: str = ""
+    blocks: int = 0
+    threads: int = 0
+    unroll: int = 0
+    order: tuple[int, ...] = ()
+    order_reason: str = ""
+    ways: tuple[Way, ...] = ()
+
+
+def candidates(
+    request: Request,
+    *,
+    order: tuple[int, ...],
+    order_reason: str,
+    ways: Sequence[Way],
+    given: DevicePlan | None = None,
+    no_multiprocessors: bool = False,
+    all_direct: bool = True,
+) -> list[DeviceCandidate]:
+    """All ways to run a request on one host, the chosen one first. ``given`` is a plan that the user laid down."""
+    every = tuple(ways)
+    if request.nranks == 1:
+        return [DeviceCandidate(algo="none", proto="", chosen=True, reason="one rank: the result is the input", ways=every)]
+    if request.collective in BY_MESSAGES:
+        reason = "messages between pairs of ranks; how many warps follows from their sizes"
+        return [DeviceCandidate(algo="p2p", proto="", chosen=True, reason=reason, ways=every)]
+
+    def of(plan: DevicePlan, chosen: bool, reason: str) -> DeviceCandidate:
+        neighbours = plan.algo in NEIGHBOURLY
+        return DeviceCandidate(
+            algo=plan.algo,
+            proto=plan.proto,
+            chosen=chosen,
+            reason=reason,
+            frame=frame_of(request, plan.proto).value if plan.packets else "",
+            blocks=plan.blocks,
+            threads=plan.threads,
+            unroll=plan.unroll,
+            order=order if neighbours else (),
+            order_reason=order_reason if neighbours else "",
+            ways=every,
+        )
+
+    kernel = given or choose(request)
+    others = [of(*_other(request, name, kernel)) for name in KERNELS[request.collective] if name != kernel.algo]
+    if request.collective in copies.COLLECTIVES:
+        condition = f"taken into windows (comm.empty), from {copies.FASTER_FROM >> 20} MiB for other ranks on"
+        others.append(of(copies.plan_of(request), False, "taken into windows (MIRACCL_SMS=0)" if no_multiprocessors else condition))
+    if no_multiprocessors and all_direct and request.collective in staged_copies.ALGORITHMS:
+        engines = staged_copies.plan_of(request)
+        unused = of(kernel, False, "kernels are not to be used (MIRACCL_SMS=0)")
+        return [of(engines, True, f"{engines.reason} (MIRACCL_SMS=0)"), unused, *others]
+    return [of(kernel, True, "given with use_plan" if given else kernel.reason), *others]
+
+
+def _other(request: Request, name: str, chosen: DevicePlan) -> tuple[DevicePlan, bool, str]:
+    """The plan with another algorithm, and why it was not chosen."""
+    plan = choose(replace(request, algo=name))
+    if request.algo:
+        return plan, False, f"{request.algo} was {request.why}"
+    if name == "ring":
+        return plan, False, "on request only: sums are rounded at every hop"
+    return plan, False, f"{chosen.algo} is taken for {chosen.reason.partition(';')[0]}"
+
