@@ -169,6 +169,13 @@ def test_a_signal_ends_a_job_that_is_still_starting() -> None:
     assert started == [0, 1, 2, 3]
 
 
+def test_a_setting_that_leaves_no_place_to_meet_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
+    monkeypatch.setenv("MIRACCL_SOCKET_IFNAME", "=nosuch0")
+    done = run("-n", "2", script("pass"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("miraccl: SOCKET_IFNAME='=nosuch0' matches no interface")
+
+
 def test_usage_errors(tmp_path: Path) -> None:
     for command in (["nonexistent.py"], ["no-such-program-anywhere"]):
         done = run("-n", "1", *command)

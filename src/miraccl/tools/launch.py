@@ -46,6 +46,8 @@ def _first_message(hub: Ranks) -> str:
         for _, message in hub.poll(max(0.0, deadline - time.monotonic())):
             return str(message)
     failure = hub.first_failure()
+    if failure and failure.fault == "usage":
+        raise InvalidUsage(failure.summary.partition(": ")[2])
     raise SystemFailure("the ranks of the job have no place to meet", hint=failure.summary if failure else "the hub does not answer")
 
 

@@ -27,7 +27,7 @@ from miraccl.tools.perf import device_check
 from miraccl.tools.perf.device_array import Arena
 from miraccl.tools.perf.device_miraccl import Chosen, DeviceBound, DeviceLibrary
 from miraccl.tools.perf.measure import Options
-from miraccl.tools.perf.spec import Case, Row
+from miraccl.tools.perf.spec import Case, Row, build_row
 
 #: operations in a batch by size (bytes up to, operations)
 _ITERS = ((1 << 16, 200), (1 << 20, 50), (64 << 20, 20), (1 << 62, 5))
@@ -281,24 +281,13 @@ def _host_cost(bench: Bench, trial: _Trial) -> float:
 
 def _row(bench: Bench, cell: Cell, in_place: bool, trials: Sequence[_Trial]) -> Row:
     case, first = cell.case, trials[0]
-    algbw, busbw = case.speeds(first.time_us)
     chosen = first.chosen
-    row = Row(
-        op=case.op,
-        bytes=case.nbytes,
-        count=case.count,
-        dtype=case.dtype,
-        redop=case.redop,
-        root=case.root,
-        ranks=case.nranks,
+    row = build_row(
+        case,
+        first.times,
         in_place=in_place,
-        time_us=first.time_us,
-        time_min_us=min(first.times),
-        algbw=algbw,
-        busbw=busbw,
         wrong=first.wrong if bench.options.check else None,
         iters=first.iters,
-        batches=len(first.times),
         algo=chosen.algo,
         proto=chosen.proto,
         channels=chosen.blocks,

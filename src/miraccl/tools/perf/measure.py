@@ -12,14 +12,13 @@ Needs numpy; processes of a peer load this file by its path.
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from miraccl.tools.perf import data
 from miraccl.tools.perf.engine import Bound, Engine
-from miraccl.tools.perf.spec import REDUCING, Case, Row
+from miraccl.tools.perf.spec import REDUCING, Case, Row, build_row
 
 _BATCH_SECONDS = 0.02
 _MAX_CALLS = 5000
@@ -158,25 +157,13 @@ def _time_fresh(engine: Engine, case: Case, bound: Bound) -> float:
 
 
 def _row(case: Case, in_place: bool, options: Options, times: list[float], iters: int, wrong: int, chosen: tuple[str, str, int]) -> Row:
-    time_us = statistics.median(times) * 1e6
-    algbw, busbw = case.speeds(time_us)
     algo, proto, channels = chosen
-    return Row(
-        op=case.op,
-        bytes=case.nbytes,
-        count=case.count,
-        dtype=case.dtype,
-        redop=case.redop,
-        root=case.root,
-        ranks=case.nranks,
+    return build_row(
+        case,
+        [seconds * 1e6 for seconds in times],
         in_place=in_place,
-        time_us=time_us,
-        time_min_us=min(times) * 1e6,
-        algbw=algbw,
-        busbw=busbw,
         wrong=wrong if options.check and case.nbytes else None,
         iters=iters,
-        batches=len(times),
         algo=algo,
         proto=proto,
         channels=channels,

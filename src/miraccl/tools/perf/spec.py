@@ -10,6 +10,8 @@ Standard library only: the processes of a peer (another Python) load this file b
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -161,6 +163,27 @@ class Row:
         elif self.peer:
             record |= {f"{self.peer}_us": self.peer_time_us, f"{self.peer}_host_us": self.peer_host_us}
         return record
+
+
+def build_row(case: Case, times_us: Sequence[float], **others: Any) -> Row:
+    """The row of ``case`` whose batches took ``times_us`` per operation; ``others`` are the fields that neither tells."""
+    time_us = statistics.median(times_us)
+    algbw, busbw = case.speeds(time_us)
+    return Row(
+        op=case.op,
+        bytes=case.nbytes,
+        count=case.count,
+        dtype=case.dtype,
+        redop=case.redop,
+        root=case.root,
+        ranks=case.nranks,
+        time_us=time_us,
+        time_min_us=min(times_us),
+        batches=len(times_us),
+        algbw=algbw,
+        busbw=busbw,
+        **others,
+    )
 
 
 _PEER_FIELDS = ("peer", "peer_time_us", "ratio", "peer_host_us")
