@@ -1,7 +1,8 @@
 """Functions of ``torch.distributed`` that ask for more than a group written in Python can be, wrapped for miraccl groups.
 
 - ``batch_isend_irecv`` starts a batch as one operation only where ``type(group) is ProcessGroup``, and else one call after the other.  On a
-  GPU that would be one kernel after the other on one stream, where a send waits for a receive that stands behind it.
+  GPU that would be one kernel after the other on one stream, where a send waits for a receive that stands behind it; so it is for NCCL
+  behind a miraccl group, too.
 - ``monitored_barrier`` takes Gloo's groups only.
 - ``_set_pg_timeout`` knows Gloo's and NCCL's backends only, and else warns.
 - ``split_group`` takes groups bound to a GPU only; the others are made as ``new_group`` makes them, by the ranks that are in them.
@@ -44,17 +45,28 @@ def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
         first = p2p_op_list[0] if isinstance(p2p_op_list, list) and p2p_op_list else None
         tensor: Any = getattr(first, "tensor", None)
         group = _group(getattr(first, "group", None))
-        ours = isinstance(group, ProcessGroupMiraccl) and isinstance(tensor, torch.Tensor)
-        if not ours or not tensor.is_cuda or group.elsewhere_for([tensor]) is not None:
+        if not isinstance(group, ProcessGroupMiraccl) or not isinstance(tensor, torch.Tensor):
+            return original(p2p_op_list)
+        elsewhere = group.elsewhere_for([tensor]) is not None
+        together = group._get_backend(tensor.device).supports_coalescing if elsewhere else tensor.is_cuda
+        if not together:
             return original(p2p_op_list)
         distributed_c10d._check_p2p_op_list(p2p_op_list)
+        if elsewhere:
+            with distributed_c10d._coalescing_manager(group, tensor.device, async_ops=True) as manager:
+                _start_all(p2p_op_list)
+            return manager.works
         with group.batch(tensor.device) as works:
-            for item in p2p_op_list:
-                peer = "group_dst" if item.op is distributed_c10d.isend else "group_src"
-                item.op(item.tensor, group=item.group, tag=item.tag, **{peer: item.group_peer})
+            _start_all(p2p_op_list)
         return works
 
     return batch_isend_irecv
+
+
+def _start_all(p2p_op_list: list[Any]) -> None:
+    for item in p2p_op_list:
+        peer = "group_dst" if item.op is distributed_c10d.isend else "group_src"
+        item.op(item.tensor, group=item.group, tag=item.tag, **{peer: item.group_peer})
 
 
 def _monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
