@@ -20,10 +20,12 @@ def short_form(options: type, *names: str, lead: int, tensor_at: int | None = No
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(args) > lead and isinstance(args[lead], options):  # what torch.distributed itself calls
+                return method(self, *args)
             given, rest = args[:lead], args[lead:]
             alone = tensor_at is not None and isinstance(given[tensor_at], torch.Tensor)
-            if not alone and not kwargs and (not rest or isinstance(rest[0], options)):
-                return method(self, *args)
+            if not alone and not kwargs and not rest:
+                return method(self, *given)
             if "opts" in kwargs:
                 return method(self, *given, kwargs["opts"])
             opts, values = options(), dict(zip(names, rest)) | kwargs

@@ -154,12 +154,12 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
 
     def _go(self, name: str, tensors: Sequence[Any], staged: Iterable[Staged], action: Callable[[], Any], opts: Any) -> Work:
         places = list(staged)
-        with as_backend_errors():
-            for tensor in tensors:
-                check_result(tensor, name)
-        self._sequence += 1
-        if any(place.loads for place in places):
+        if any(place.temporary is not None for place in places):
+            with as_backend_errors():
+                for tensor in tensors:
+                    check_result(tensor, name)
             action = _loaded(places, action)
+        self._sequence += 1
         if places and places[0].device.type != "cpu":
             memory = [t for place in places for t in place.memory]
             work: Work = self._streams_of(places[0].device).run(name, tensors, memory, action, asynchronous=opts.asyncOp)

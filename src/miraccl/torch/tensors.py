@@ -8,6 +8,7 @@ Element types that miraccl does not know travel as bytes, which every operation 
 
 from __future__ import annotations
 
+import ctypes
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,27 +18,26 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from miraccl.comm.arguments import Array
 from miraccl.errors import InvalidUsage
 
 DEVICES = ("cpu", "cuda")
-#: Types of torch that NumPy has as well, by the letters of the array interface.
+#: Types of torch that NumPy has as well.
 NATIVE = {
-    torch.int8: "|i1",
-    torch.uint8: "|u1",
-    torch.int32: "<i4",
-    torch.uint32: "<u4",
-    torch.int64: "<i8",
-    torch.uint64: "<u8",
-    torch.float16: "<f2",
-    torch.float32: "<f4",
-    torch.float64: "<f8",
+    torch.int8: np.dtype(np.int8),
+    torch.uint8: np.dtype(np.uint8),
+    torch.int32: np.dtype(np.int32),
+    torch.uint32: np.dtype(np.uint32),
+    torch.int64: np.dtype(np.int64),
+    torch.uint64: np.dtype(np.uint64),
+    torch.float16: np.dtype(np.float16),
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
 }
-#: NumPy knows these by ml_dtypes only, whose letters it does not take.
+#: NumPy knows these by ml_dtypes only.
 SMALL_FLOATS = {
-    torch.bfloat16: ("<i2", np.dtype(ml_dtypes.bfloat16)),
-    torch.float8_e4m3fn: ("|u1", np.dtype(ml_dtypes.float8_e4m3fn)),
-    torch.float8_e5m2: ("|u1", np.dtype(ml_dtypes.float8_e5m2)),
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: np.dtype(ml_dtypes.float8_e4m3fn),
+    torch.float8_e5m2: np.dtype(ml_dtypes.float8_e5m2),
 }
 WIDENED = frozenset((torch.int16, torch.uint16))
 
@@ -118,9 +118,7 @@ def check(tensor: Any, where: str) -> None:
 
 def check_result(tensor: Any, where: str) -> None:
     """Raise ``InvalidUsage`` for a tensor that no result can be written to: an expanded one, whose elements share memory."""
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
-        return
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    if not tensor.is_contiguous() and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         text = f"the result goes to a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}, whose elements share memory"
         raise InvalidUsage(f"{where}: {text}", hint="use clone()")
 
@@ -175,16 +173,7 @@ def _array(flat: Any, form: Form) -> Any:
         flat = torch.view_as_real(flat).view(-1)
     if _on_gpu(flat):
         return flat
-    letters, dtype = SMALL_FLOATS.get(flat.dtype) or (NATIVE[flat.dtype], None)
-    array: Array = np.asarray(_Flat(flat, letters))
-    return array if dtype is None else array.view(dtype)
-
-
-class _Flat:
-    """What NumPy views a flat tensor through, and keeps alive. After ``Tensor.numpy`` nobody could resize the tensor's storage."""
-
-    __slots__ = ("__array_interface__", "_tensor")
-
-    def __init__(self, tensor: Any, letters: str) -> None:
-        self._tensor = tensor
-        self.__array_interface__ = {"data": (tensor.data_ptr(), False), "shape": (tensor.numel(),), "typestr": letters, "version": 3}
+    memory: Any = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())  # after Tensor.numpy nobody could resize the storage
+    memory.owner = flat  # which the array keeps alive
+    dtype: Any = NATIVE.get(flat.dtype) or SMALL_FLOATS[flat.dtype]
+    return np.ndarray(flat.numel(), dtype, memory)
