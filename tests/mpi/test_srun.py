@@ -126,11 +126,10 @@ def _wait_for_nodes(env: dict[str, str], daemons: list[subprocess.Popen[bytes]],
 )
 def test_srun(slurm: dict[str, str], words: list[str], nranks: int, locals_: list[int], tmp_path: Path) -> None:
     if mode := next((word.partition("=")[2] for word in words if "mpi=" in word), ""):
-        known = subprocess.run(
-            ["srun", "--mpi=list"], env={**os.environ, **slurm}, capture_output=True, text=True, timeout=PATIENCE, check=False
-        )
-        if mode not in known.stdout + known.stderr:
-            pytest.skip(f"this Slurm has no --mpi={mode}")
+        alone = ["srun", "-n", "1", f"--mpi={mode}", "true"]
+        tried = subprocess.run(alone, env={**os.environ, **slurm}, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        if tried.returncode:
+            pytest.skip(f"this Slurm starts nothing with --mpi={mode}: {tried.stderr.strip().splitlines()[:1]}")
     results = run_job(["srun", *words], "world", tmp_path, **slurm)
     assert [r["rank"] for r in results] == list(range(nranks))
     for result in results:
