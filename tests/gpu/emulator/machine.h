@@ -156,7 +156,6 @@ inline void store_line(uint4* p, uint4 v) {
   if (flag) store_packet(p, v);
 }
 inline u64 load_word(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
-inline void touch(const void* p) { (void)*(const volatile u8*)p; }
 inline u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void store_release(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline void fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }

@@ -131,8 +131,8 @@ def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, fixed: F
     vector = 16 // itemsize
     senders = senders_of(schedule)
     room = layout.slot_bytes(max(1, *map(len, senders)), lanes * schedule.nchannels) // widest // 16 * vector
-    rounds = -(-part // (lanes * room))  # equal ones: no block works alone at the end
-    piece = -(-part // (lanes * rounds * vector)) * vector
+    line = 8 * vector  # pieces begin on 128 bytes: 1 GiB in pieces that did not went at 358 GB/s instead of 365
+    piece = max(vector, min(room, -(-part // (lanes * line)) * line))
     slot = widest * piece * itemsize
     first, encoded = [0], b""
     for steps in channels:

@@ -18,8 +18,7 @@ __device__ __forceinline__ void wait_ack(const Args& a, Watch& watch, const uint
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
-  Geometry g = geometry();
-  begin(a, g);
+  Geometry g = begin(a);
   Work w = look_at(a, g);
   Watch watch = {0, 0, (u32)g.launch + 1};
   Past past = announce(a, g);

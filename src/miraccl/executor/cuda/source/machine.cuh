@@ -23,8 +23,6 @@ __device__ __forceinline__ void store_line(uint4* p, uint4 v) { __syncwarp(); st
 __device__ __forceinline__ u64 load_word(const u64* p) {
   u64 v; asm volatile("ld.relaxed.sys.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory"); return v;
 }
-// Brings what lies at ``p`` near, without waiting for it: the next load of it finds it in L1 or on its way there.
-__device__ __forceinline__ void touch(const void* p) { u32 x; asm volatile("ld.global.u8 %0,[%1];" : "=r"(x) : "l"(p)); }
 __device__ __forceinline__ u64 load_acquire(const u64* p) {
   u64 v; asm volatile("ld.acquire.sys.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory"); return v;
 }

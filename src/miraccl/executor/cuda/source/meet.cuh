@@ -4,8 +4,7 @@
 // window is used; peers must use the same place of theirs.
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) meet_peers(const __grid_constant__ Args a) {
-  Geometry g = geometry();
-  begin(a, g);
+  Geometry g = begin(a);
   u32 launch = (u32)g.launch + 1, t = threadIdx.x;
   Watch watch = {0, 0, launch};
   fence();  // what copy engines and kernels before this one wrote is there before the entry

@@ -45,8 +45,10 @@ struct Geometry {
 };
 
 // The threads of all blocks share the packets of a piece.
-__device__ __forceinline__ Geometry geometry() {
+__device__ __forceinline__ Geometry begin(const Args& a) {
   Geometry g;
+  g.launch = load_word((u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH);
+  g.bank = PACKETS_OFFSET + (g.launch & 1) * BANK_BYTES;
   g.stride = 32;
   g.warp = (blockIdx.x * THREADS + threadIdx.x) / 32;
   g.warps = gridDim.x * THREADS / 32;
@@ -57,12 +59,8 @@ __device__ __forceinline__ Geometry geometry() {
 #else
   g.room = g.piece;
 #endif
-  return g;
-}
-__device__ __forceinline__ void begin(const Args& a, Geometry& g) {
-  g.launch = load_word((u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH);
-  g.bank = PACKETS_OFFSET + (g.launch & 1) * BANK_BYTES;
   g.key = (u32)g.launch * 0x85ebca6bu + 0x01234567u;
+  return g;
 }
 
 // Block 0 says what it runs and looks at what peers said of the launch before: this one's entries may not have come yet.
@@ -221,7 +219,6 @@ struct Work {
 #else
 #define CHUNKED 0
 #endif
-__device__ __forceinline__ u64 divided(u64 a, u32 b) { return a >> 32 ? a / b : (u32)a / b; }  // 64 bits take several times as long
 __device__ __forceinline__ Work look_at(const Args& a, const Geometry& g) {
   Work w;
   w.in = (const T*)a.in; w.out = (T*)a.out; w.count = a.count;
@@ -232,13 +229,13 @@ __device__ __forceinline__ Work look_at(const Args& a, const Geometry& g) {
   w.aligned = (odd & (VEC_BYTES - 1)) == 0;
   w.limit = vectors_of(a.count * sizeof(T));
 #if CHUNKED
-  w.limit = divided(w.limit + RANKS - 1, RANKS);
+  w.limit = (w.limit + RANKS - 1) / RANKS;
 #if defined(FRAME_MASK)
   w.limit = (w.limit + 31) & ~31ull;
 #endif
   w.shift = w.limit >= SHIFT_FROM ? (w.limit * 5 / (16 * RANKS) + 2648) & ~7ull : 0;
 #endif
-  w.pieces = (u32)divided(w.limit + g.piece - 1, g.piece);
+  w.pieces = (u32)((w.limit + g.piece - 1) / g.piece);
   w.reuse = w.pieces > a.nslots;
   return w;
 }
@@ -251,33 +248,6 @@ __device__ __forceinline__ u64 spot(const Work& w, u32 q, u64 i) {
   return q * w.limit + (i >= w.limit ? i - w.limit : i);
 }
 #endif
-
-// Where what goes to rank ``dst`` in packet i lies in this rank's input.
-__device__ __forceinline__ u64 source_of(const Work& w, u32 dst, u64 i) {
-#if CHUNKED
-  return spot(w, dst, i) * ELEMS;
-#elif defined(MODE_REDUCE_SCATTER) || defined(MODE_ALL_TO_ALL)
-  return dst * w.count + i * ELEMS;
-#else
-  return i * ELEMS;
-#endif
-}
-// The first packets of this thread are on their way from memory while it learns which launch this is.
-__device__ __forceinline__ void touch_first(const Work& w, const Geometry& g) {
-#if CHUNKED || defined(MODE_REDUCE_SCATTER) || defined(MODE_ALL_TO_ALL)
-  u64 total = CHUNKED ? w.count : w.count * RANKS;
-#pragma unroll
-  for (u32 r = 0; r < RANKS; r++)
-#else
-  u64 total = w.count;
-  const u32 r = 0;
-#endif
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++) {
-    u64 i = g.first + u * g.stride, at = source_of(w, r, i);
-    if (i < w.limit && at < total) touch(w.in + at);
-  }
-}
 
 // What goes to rank ``dst`` in packet i.
 __device__ __forceinline__ Vec outgoing(const Args& a, const Work& w, u32 dst, u64 i) {

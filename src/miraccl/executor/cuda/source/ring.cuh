@@ -11,8 +11,7 @@ __device__ __forceinline__ uint4* lane_place(const Args& a, const Geometry& g, c
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
-  Geometry g = geometry();
-  begin(a, g);
+  Geometry g = begin(a);
   Work w = look_at(a, g);
   Watch watch = {0, 0, (u32)g.launch + 1};
   Past past = announce(a, g);

@@ -173,8 +173,7 @@ __device__ __forceinline__ void move(const Args& a, const Move& m) {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) steps(const __grid_constant__ Program p) {
   const Args& a = p.a;
   __shared__ Ends e;
-  Geometry g = geometry();
-  begin(a, g);
+  Geometry g = begin(a);
   Watch watch = {0, 0, (u32)g.launch + 1};
   judge(a, g, announce(a, g));
   u32 ticket = draw_ticket(a, g);
