@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miraccl.errors import InvalidUsage, MissingDependency
-from miraccl.executor.cuda import layout, lower, toolkit
+from miraccl.executor.cuda import driver, layout, lower, toolkit
 from miraccl.executor.cuda.plan import DevicePlan, Request, choose, frame_of, kernel_spec, least_slots, rounds_of, slot_packets
 from miraccl.schedule import catalog
 from miraccl.types import Collective, DType, RedOp
@@ -145,3 +145,15 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingDependency, match=r"miraccl\[cuda\]"):
         toolkit.bindings("driver")
     toolkit.bindings.cache_clear()
+
+
+def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bindings:
+        @staticmethod
+        def cuInit(flags: int) -> None:  # noqa: N802
+            raise RuntimeError('"cuda" can only be found via system search')
+
+    monkeypatch.setattr(driver, "bindings", lambda name: Bindings)
+    assert driver.device_count() == 0
+    with pytest.raises(MissingDependency, match=r"no NVIDIA driver.*miraccl doctor"):
+        driver.Gpu(0)

@@ -36,6 +36,16 @@ def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path
         assert first
 
 
+def test_a_cache_folder_that_cannot_be_written_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MIRACCL_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(cache.log, "handle", caplog.handler.handle)
+    assert cache.folder() == cache.folder()
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [f"MIRACCL_CACHE_DIR={tmp_path}/file cannot be written"]
+
+
 def test_a_broken_cache_is_compiled_anew(tmp_path: Path) -> None:
     """Another process with a cache of its own: compiled, kept, damaged, compiled again."""
     code = (

@@ -217,7 +217,7 @@ def _mark(run: Callable[[Any], Any], wanted: Callable[[], Any], other: Any) -> s
         return ALONE
     try:
         theirs = run(other)
-    except (RuntimeError, ValueError):
+    except (RuntimeError, TypeError, ValueError):  # NCCL's group has a TypeError for types that it lacks
         return ALONE
     return AS_GLOO if equal(got, theirs) else OTHERWISE
 

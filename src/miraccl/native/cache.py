@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from miraccl import params
+from miraccl import params, trace
+
+log = trace.logger("cache")
 
 
 def folder() -> Path:
@@ -27,11 +30,18 @@ def folder() -> Path:
             return path
     except OSError:
         pass
+    if chosen:
+        _tell_unusable(chosen)
     fallback = Path(tempfile.gettempdir()) / f"miraccl-{os.getuid()}"
     fallback.mkdir(mode=0o700, exist_ok=True)
     if fallback.stat().st_uid != os.getuid():  # somebody else's folder under a guessable name: never load code from there
         return Path(tempfile.mkdtemp(prefix="miraccl-"))
     return fallback
+
+
+@functools.cache
+def _tell_unusable(chosen: str) -> None:
+    log.warning("MIRACCL_CACHE_DIR=%s cannot be written; a folder below %s is used", chosen, tempfile.gettempdir())
 
 
 def plan_folder() -> Path:

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from miraccl.errors import SystemFailure
+from miraccl.errors import MissingDependency, SystemFailure
 from miraccl.executor.cuda.toolkit import bindings
 
 MEMHOSTALLOC_PORTABLE_MAPPED = 0x01 | 0x02  # the same bits for cuMemHostRegister
@@ -35,11 +35,21 @@ def check(result: tuple[Any, ...], what: str) -> Any:
     return rest[0] if len(rest) == 1 else tuple(rest)
 
 
+def driver() -> Any:
+    """The driver's functions, initialised; ``MissingDependency`` where there is no driver, or no package for it."""
+    cuda = bindings("driver")
+    try:
+        code = cuda.cuInit(0)
+    except (OSError, RuntimeError) as error:  # cuda.pathfinder: the library is not there
+        raise MissingDependency(f"there is no NVIDIA driver: {error}", hint="miraccl doctor says what is missing") from error
+    check(code, "cuInit")
+    return cuda
+
+
 def device_count() -> int:
     """GPUs that this process sees; 0 where there is no driver."""
     try:
-        cuda = bindings("driver")
-        check(cuda.cuInit(0), "cuInit")
+        cuda = driver()
         return int(check(cuda.cuDeviceGetCount(), "cuDeviceGetCount"))
     except Exception:  # no package, no library, no driver, no device: all the same to who asks
         return 0
@@ -66,9 +76,8 @@ class Gpu:
     """The GPU with number ``ordinal`` in this process, with its primary context retained until ``close``."""
 
     def __init__(self, ordinal: int) -> None:
-        self.cuda = bindings("driver")
+        self.cuda = driver()
         self.ordinal = ordinal
-        check(self.cuda.cuInit(0), "cuInit")
         self._device = check(self.cuda.cuDeviceGet(ordinal), f"cuDeviceGet({ordinal})")
         self._context = check(self.cuda.cuDevicePrimaryCtxRetain(self._device), "cuDevicePrimaryCtxRetain")
         self.make_current()
