@@ -57,12 +57,12 @@ def run(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from miraccl.bootstrap.launch import detect_launch, meet
-    from miraccl.comm import device_staging
     from miraccl.comm.communicator import Communicator
+    from miraccl.comm.device.hosts import staging
 
     if options.lanes:  # before other modules read them
-        device_staging.LANES, device_staging.NSLOTS = options.lanes, 2 * options.lanes
-    from miraccl.comm.device_hosts import make_device_communicator
+        staging.LANES, staging.NSLOTS = options.lanes, 2 * options.lanes
+    from miraccl.comm.device.hosts.communicator import make_device_communicator
     from miraccl.comm.member import Options
 
     torch.cuda.set_device(rank)

@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from miraccl.bootstrap.launch import detect_launch, meet
-    from miraccl.comm.device import DeviceCommunicator
+    from miraccl.comm.device.communicator import DeviceCommunicator
     rank, nranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
     session = meet(detect_launch(os.environ))

@@ -24,10 +24,10 @@ from numba import njit
 
 from miraccl import params
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.device_direct import DirectStreams
-from miraccl.comm.device_network import StagedCollective
-from miraccl.comm.device_pieces import Shape, cut
-from miraccl.comm.device_staging import LANES, Staging
+from miraccl.comm.device.hosts.direct import DirectStreams
+from miraccl.comm.device.hosts.network import StagedCollective
+from miraccl.comm.device.hosts.pieces import Shape, cut
+from miraccl.comm.device.hosts.staging import LANES, Staging
 from miraccl.comm.member import Options
 from miraccl.native.intrinsics import load32, pause, sched_yield
 from miraccl.proxy.kernels.layout import READY_OFFSET, SLOT_STRIDE

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miraccl.comm.device_hosts_layout import group_by_host, host_name
-from miraccl.comm.device_memory import DeviceMemory
-from miraccl.comm.device_pieces import LEAST_PIECE, Copy, Shape, cut
-from miraccl.comm.device_transfers import DeviceTransfer, cut_transfers, message_bytes
+from miraccl.comm.device.hosts.layout import group_by_host, host_name
+from miraccl.comm.device.hosts.pieces import LEAST_PIECE, Copy, Shape, cut
+from miraccl.comm.device.hosts.transfers import DeviceTransfer, cut_transfers, message_bytes
+from miraccl.comm.device.memory import DeviceMemory
 from miraccl.types import Collective, DType
 
 SLOT = 64 << 10

@@ -15,7 +15,7 @@ import pytest
 import miraccl
 from miraccl.comm.arguments import DLTensor
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.device_work import DeviceWork
+from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.member import Options
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, InvalidUsage, MiracclError
 from miraccl.types import RedOp

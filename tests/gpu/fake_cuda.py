@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.comm.device_memory import DeviceMemory
+from miraccl.comm.device.memory import DeviceMemory
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda import driver
 from miraccl.schedule.reduction import NUMPY_DTYPE
@@ -456,7 +456,7 @@ class FakeLocal:
         self._put(Collective.SEND_RECV, stream, run)
 
     def _like(self, out: DeviceMemory, source: DeviceMemory, count: int, where: str) -> DeviceMemory:
-        from miraccl.comm.device import DeviceCommunicator
+        from miraccl.comm.device.communicator import DeviceCommunicator
 
         return DeviceCommunicator._like(self, out, source, count, where)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Ranks of the tests of ``comm.device_hosts`` without GPUs: collectives over hosts that are pretended, on a driver that is pretended."""
+"""Ranks of the tests of ``comm.device.hosts`` without GPUs: collectives over hosts that are pretended, on a driver that is pretended."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 
 from miraccl import PreMulSum
 from miraccl.bootstrap import Session
-from miraccl.comm import device_hosts
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.device import DeviceCommunicator
-from miraccl.comm.device_hosts import HostsCommunicator
-from miraccl.comm.device_memory import DeviceMemory
-from miraccl.comm.device_staging import LANES
-from miraccl.comm.device_transfers import DeviceTransfer
+from miraccl.comm.device.communicator import DeviceCommunicator
+from miraccl.comm.device.hosts import communicator as several
+from miraccl.comm.device.hosts.communicator import HostsCommunicator
+from miraccl.comm.device.hosts.staging import LANES
+from miraccl.comm.device.hosts.transfers import DeviceTransfer
+from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.member import Options
 from miraccl.errors import CollectiveMismatch, CommunicatorAborted, InvalidUsage, MiracclError, PeerDied, SystemFailure
 from miraccl.schedule.interpret import expected
@@ -39,7 +39,7 @@ class World:
         if kernels:
             self.cuda = EmulatedCuda().install()
         else:
-            vars(device_hosts)["DeviceCommunicator"] = FakeLocal
+            vars(several)["DeviceCommunicator"] = FakeLocal
             self.cuda = FakeCuda().install()
         names = [f"host {letter}" for letter in hosts]
         if apart:

@@ -15,7 +15,7 @@ import numpy as np
 import miraccl
 from miraccl.bootstrap.launch import detect_launch, meet
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.device_work import DeviceWork
+from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.member import Options
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from miraccl.comm.device_explain import DeviceCandidate, candidates
+from miraccl.comm.device.explain import DeviceCandidate, candidates
 from miraccl.executor.cuda.plan import KERNELS, Request, choose
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu import emulated_ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from miraccl.comm.device_rings import Ring, find_ring
+from miraccl.comm.device.rings import Ring, find_ring
 from miraccl.native import cache
 from miraccl.topo.load import load_topology
 from miraccl.transport.cuda_pairs import Facts, Paths, read_paths

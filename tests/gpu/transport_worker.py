@@ -19,8 +19,8 @@ from miraccl import PreMulSum
 from miraccl.bootstrap import Session
 from miraccl.bootstrap.launch import detect_launch, meet
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.device import DeviceCommunicator
-from miraccl.comm.device_hosts import HostsCommunicator, make_device_communicator
+from miraccl.comm.device.communicator import DeviceCommunicator
+from miraccl.comm.device.hosts.communicator import HostsCommunicator, make_device_communicator
 from miraccl.comm.member import Options
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
 from miraccl.executor.cuda.driver import Gpu

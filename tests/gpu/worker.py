@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from miraccl.bootstrap.launch import detect_launch, meet
-from miraccl.comm.device import DeviceCommunicator, Operator
+from miraccl.comm.device.communicator import DeviceCommunicator, Operator
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.comm.device_memory import DeviceMemory, device_view
+from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.errors import InvalidUsage
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
@@ -313,7 +313,7 @@ def start(count: int, *words: str) -> None:
 
 def install(count: int) -> None:
     """``count`` GPUs from now on, in this process and what it forks."""
-    import miraccl.comm.device_hosts as device_hosts
+    import miraccl.comm.device.hosts.communicator as device_hosts
     import miraccl.executor.cuda.driver as driver
     from miraccl.executor.cuda import toolkit
     from miraccl.tools import gpu_facts

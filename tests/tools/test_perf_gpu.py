@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from miraccl.comm.device_memory import device_view, lies_on_gpu, ordinal_of
+from miraccl.comm.device.memory import device_view, lies_on_gpu, ordinal_of
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import toolkit
 from miraccl.tools import cli, gpu_facts

@@ -16,7 +16,7 @@ from miraccl.comm import calls
 from miraccl.comm import group as groups
 from miraccl.comm.arguments import peer_rank, view
 from miraccl.comm.calls import Call, Place
-from miraccl.comm.device_memory import current_ordinal, lies_on_gpu, ordinal_of
+from miraccl.comm.device.memory import current_ordinal, lies_on_gpu, ordinal_of
 from miraccl.comm.exchange import Transfer
 from miraccl.comm.meeting import meet_by_id
 from miraccl.comm.member import Member, Options
@@ -27,11 +27,11 @@ from miraccl.executor.cpu.kernels import layout as at
 from miraccl.types import Collective, DType, RedOp
 
 if TYPE_CHECKING:
-    from miraccl.comm.device import DeviceCommunicator
-    from miraccl.comm.device_explain import DeviceCandidate
-    from miraccl.comm.device_hosts import HostsCommunicator
-    from miraccl.comm.device_hosts_jobs import HostsPlan
-    from miraccl.comm.device_work import Background, DevicePersistent
+    from miraccl.comm.device.communicator import DeviceCommunicator
+    from miraccl.comm.device.explain import DeviceCandidate
+    from miraccl.comm.device.hosts.communicator import HostsCommunicator
+    from miraccl.comm.device.hosts.jobs import HostsPlan
+    from miraccl.comm.device.work import Background, DevicePersistent
     from miraccl.executor.cuda.plan import DevicePlan
 
 SUM = RedOp.SUM
@@ -284,7 +284,7 @@ class Communicator:
         """An array in window memory, which all ranks of the host address directly: large operations on it copy nothing in between.
 
         ``device`` "cuda" or "cuda:1" gives GPU memory, zeroed; that call is collective, and the memory lives as long as the communicator.
-        A dtype of PyTorch's gives a tensor, another one a ``comm.device_windows.DeviceArray``.
+        A dtype of PyTorch's gives a tensor, another one a ``comm.device.windows.DeviceArray``.
         """
         if str(device) == "cpu":
             return self._member.empty(shape, dtype)
@@ -310,7 +310,7 @@ class Communicator:
     ) -> list[Candidate] | list[DeviceCandidate]:
         """All ways to run ``collective`` on a buffer of ``nbytes`` (the larger of the whole input and output), the chosen one first.
 
-        ``device`` "cuda" or "cuda:1" asks about GPU memory (``comm.device_explain.DeviceCandidate``); as the first call that names a GPU
+        ``device`` "cuda" or "cuda:1" asks about GPU memory (``comm.device.explain.DeviceCandidate``); as the first call that names a GPU
         it is collective.
         """
         kind, block_bytes, element = self._member.question(collective, nbytes, dtype)
@@ -412,7 +412,7 @@ class Communicator:
         group = groups.current()
         if group is None and not async_op:
             return device
-        from miraccl.comm.device_work import Background, Grouped
+        from miraccl.comm.device.work import Background, Grouped
 
         if group is None:
             if self._background is None:
@@ -425,7 +425,7 @@ class Communicator:
     def _device_side(self, ordinal: int) -> DeviceCommunicator | HostsCommunicator:
         """The GPU side; made with the first call, by all ranks together."""
         if self._device is None:
-            from miraccl.comm.device_hosts import make_device_communicator  # most programs have no GPU and need none of it
+            from miraccl.comm.device.hosts.communicator import make_device_communicator  # most programs have no GPU and need none of it
 
             self._member.check(0, "the first operation on GPU memory")
             options = self._member.options
@@ -464,7 +464,7 @@ class Communicator:
         self._member.check(0, name)
         on_gpu = next((x for x in args if lies_on_gpu(x)), None)
         if on_gpu is not None:
-            from miraccl.comm.device_work import DevicePersistent
+            from miraccl.comm.device.work import DevicePersistent
 
             return DevicePersistent(self._device_side(ordinal_of(on_gpu)), name, args, self._cpu_plan)
         return Persistent(self._member, make(self._place(name)), name)

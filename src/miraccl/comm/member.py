@@ -84,7 +84,7 @@ class Options:
         )
 
     def for_gpus(self) -> dict[str, Any]:
-        """The same for ``comm.device_hosts.make_device_communicator``."""
+        """The same for ``comm.device.hosts.make_device_communicator``."""
         wishes = nccl_wishes.Wishes(algos=dict(self.wishes), protos=dict(self.protocols))
         proto = "" if self.protocols else self.proto
         return {"timeout": self.timeout, "algo": self.algo, "proto": proto, "deterministic": self.deterministic, "wishes": wishes}

@@ -190,7 +190,7 @@ def open_bench(job: DeviceJob, session: Any, ordinal: int) -> Iterator[tuple[Ben
 def _open_miraccl(job: DeviceJob, session: Any, ordinal: int, card: Any, arena: Arena, stack: contextlib.ExitStack) -> MiracclDevice:
     """What a ``Communicator`` opens with the first array on a GPU."""
     from miraccl.comm.communicator import Communicator
-    from miraccl.comm.device_hosts import make_device_communicator
+    from miraccl.comm.device.hosts.communicator import make_device_communicator
     from miraccl.comm.member import Options as Choices
 
     options = Choices.create(**job.init)
@@ -356,7 +356,7 @@ def _join(line: Line, nccl: _NcclGroup) -> Line:
 def _import_what_ranks_need() -> None:
     """So that forked ranks have it already; nothing here touches CUDA."""
     import miraccl.comm.communicator
-    import miraccl.comm.device_hosts
+    import miraccl.comm.device.hosts.communicator
     import miraccl.tools.perf.card  # noqa: F401
     from miraccl.schedule import catalog
 

@@ -1,6 +1,6 @@
 """Operations on GPU memory that are not simply enqueued in the caller's stream: in the background, in groups, prepared.
 
-All of it is written against the methods that ``comm.device.DeviceCommunicator`` and ``comm.device_hosts.HostsCommunicator`` share.
+All of it is written against the methods that ``comm.device.DeviceCommunicator`` and ``comm.device.hosts.HostsCommunicator`` share.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from miraccl.comm.device_memory import device_view, empty_like, lies_on_gpu
+from miraccl.comm.device.memory import device_view, empty_like, lies_on_gpu
 from miraccl.comm.work import Work
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.executor.cuda.driver import Gpu

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from miraccl.comm.device_pieces import Piece
+from miraccl.comm.device.hosts.pieces import Piece
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.proxy import staging
 from miraccl.proxy.kernels import layout as at

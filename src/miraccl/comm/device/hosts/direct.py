@@ -17,7 +17,7 @@ import numpy as np
 
 from miraccl import params
 from miraccl.bootstrap import Session
-from miraccl.comm.device_pieces import Piece, Shape
+from miraccl.comm.device.hosts.pieces import Piece, Shape
 from miraccl.comm.member import Member
 from miraccl.executor.cpu import exchange_layout as ex
 from miraccl.executor.cpu.context import call_kernel, fold_kernel, unlocked_kernel
@@ -107,7 +107,7 @@ class DirectStreams:
 
 
 class DirectOperation:
-    """A collective of even blocks on one slot (``comm.device_staging.Prepared``), on whose memory ``x`` and ``out`` lie in place."""
+    """A collective of even blocks on one slot (``comm.device.hosts.staging.Prepared``), on whose memory ``x`` and ``out`` lie in place."""
 
     def __init__(self, streams: DirectStreams, shape: Shape, dtype: DType, op: Any, x: np.ndarray, out: np.ndarray) -> None:
         self.name = shape.collective.label

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from miraccl.comm.arguments import ALLOWED, DL_TYPES, IMMUTABLE, DLTensor, capsule_of
-from miraccl.comm.device_stream import dlpack_stream
+from miraccl.comm.device.stream import dlpack_stream
 from miraccl.errors import InvalidUsage
 from miraccl.types import DType
 

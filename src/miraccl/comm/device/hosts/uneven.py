@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from miraccl.comm.arguments import counts_of, operator
-from miraccl.comm.device_arguments import DeviceArguments
-from miraccl.comm.device_hosts_jobs import HostsJobs
-from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
-from miraccl.comm.device_pieces import Shape
+from miraccl.comm.device.arguments import DeviceArguments
+from miraccl.comm.device.hosts.jobs import HostsJobs
+from miraccl.comm.device.hosts.pieces import Shape
+from miraccl.comm.device.memory import DeviceMemory, device_view, empty_like
 from miraccl.errors import InvalidUsage
 from miraccl.types import Collective, RedOp
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from miraccl.comm.device import DeviceCommunicator
-from miraccl.comm.device_hosts_jobs import ON_GPU, HostsJobs
-from miraccl.comm.device_memory import DeviceMemory
-from miraccl.comm.device_pieces import Shape, elements_per_piece
+from miraccl.comm.device.communicator import DeviceCommunicator
+from miraccl.comm.device.hosts.jobs import ON_GPU, HostsJobs
+from miraccl.comm.device.hosts.pieces import Shape, elements_per_piece
+from miraccl.comm.device.memory import DeviceMemory
 from miraccl.types import Collective, DType, RedOp
 
 SUM = RedOp.SUM

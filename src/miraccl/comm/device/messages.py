@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from miraccl.comm.arguments import counts_of, peer_rank
-from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
-from miraccl.comm.device_transfers import DeviceTransfer
+from miraccl.comm.device.hosts.transfers import DeviceTransfer
+from miraccl.comm.device.memory import DeviceMemory, device_view, empty_like
 from miraccl.errors import CollectiveMismatch, InvalidUsage, MiracclError
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.messages import MAX_BYTES, Message, describe

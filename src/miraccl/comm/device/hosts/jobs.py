@@ -11,13 +11,13 @@ from typing import Any
 
 from miraccl import params
 from miraccl.bootstrap import Session
-from miraccl.comm.device_direct import DirectStreams
-from miraccl.comm.device_hosts_layout import HostsLayout
-from miraccl.comm.device_memory import DeviceMemory
-from miraccl.comm.device_network import CpuCommunicator, InPython, StagedCollective, agreeing
-from miraccl.comm.device_pieces import Piece, Shape, cut
-from miraccl.comm.device_staging import LANES, Network, StagedJob, Staging
-from miraccl.comm.device_transfers import DeviceTransfer, cut_transfers, transfers_on
+from miraccl.comm.device.hosts.direct import DirectStreams
+from miraccl.comm.device.hosts.layout import HostsLayout
+from miraccl.comm.device.hosts.network import CpuCommunicator, InPython, StagedCollective, agreeing
+from miraccl.comm.device.hosts.pieces import Piece, Shape, cut
+from miraccl.comm.device.hosts.staging import LANES, Network, StagedJob, Staging
+from miraccl.comm.device.hosts.transfers import DeviceTransfer, cut_transfers, transfers_on
+from miraccl.comm.device.memory import DeviceMemory
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.types import Collective, DType, RedOp
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from miraccl.comm.device_memory import DeviceMemory
-from miraccl.comm.device_network import CpuCommunicator, InPython
-from miraccl.comm.device_pieces import ALIGN, Copy, Piece
-from miraccl.comm.device_staging import Slots
+from miraccl.comm.device.hosts.network import CpuCommunicator, InPython
+from miraccl.comm.device.hosts.pieces import ALIGN, Copy, Piece
+from miraccl.comm.device.hosts.staging import Slots
+from miraccl.comm.device.memory import DeviceMemory
 from miraccl.types import DType
 
 MESSAGES_PER_SLOT = 2

@@ -1,7 +1,7 @@
 """Collectives on GPU memory over several hosts: kernels inside a host, pinned memory and the CPU communicator between hosts.
 
 ``make_device_communicator`` gives the communicator of one host (``comm.device``) or ``HostsCommunicator``, with the same methods.  All
-is enqueued in the caller's stream and may be captured in CUDA graphs; lanes of a proxy do the network's part (``comm.device_staging``).
+is enqueued in the caller's stream and may be captured in CUDA graphs; lanes of a proxy do the network's part (``staging``).
 
 Two algorithms.  ``hierarchical`` sums and spreads inside each host on its GPUs and sends every element once per host: it needs hosts of
 equal numbers of ranks.  ``staged`` hands everything to the CPU communicator of all ranks, which has every collective, operator and type.
@@ -17,16 +17,16 @@ from typing import Any
 
 from miraccl.bootstrap import Session
 from miraccl.comm.arguments import operator, peer_rank
-from miraccl.comm.device import DeviceCommunicator
-from miraccl.comm.device_explain import DeviceCandidate
-from miraccl.comm.device_hosts_faults import HostsFaults
-from miraccl.comm.device_hosts_jobs import HostsJobs, HostsPlan, OpenCpu
-from miraccl.comm.device_hosts_layout import HostsLayout, host_name
-from miraccl.comm.device_hosts_steps import TwoSteps
-from miraccl.comm.device_hosts_uneven import UnevenCollectives
-from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
-from miraccl.comm.device_pieces import Shape
-from miraccl.comm.device_transfers import DeviceTransfer
+from miraccl.comm.device.communicator import DeviceCommunicator
+from miraccl.comm.device.explain import DeviceCandidate
+from miraccl.comm.device.hosts.faults import HostsFaults
+from miraccl.comm.device.hosts.jobs import HostsJobs, HostsPlan, OpenCpu
+from miraccl.comm.device.hosts.layout import HostsLayout, host_name
+from miraccl.comm.device.hosts.pieces import Shape
+from miraccl.comm.device.hosts.steps import TwoSteps
+from miraccl.comm.device.hosts.transfers import DeviceTransfer
+from miraccl.comm.device.hosts.uneven import UnevenCollectives
+from miraccl.comm.device.memory import DeviceMemory, device_view, empty_like
 from miraccl.comm.nccl_wishes import Wishes
 from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
 from miraccl.transport.cuda_p2p import Explanation
@@ -34,7 +34,7 @@ from miraccl.types import Collective, DType, RedOp
 
 SUM = RedOp.SUM
 CLOSE_WAIT_S = 10.0
-#: what has an algorithm of two steps, inside the hosts and between them (``device_hosts_steps``)
+#: what has an algorithm of two steps, inside the hosts and between them (``steps``)
 IN_TWO_STEPS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.BROADCAST, Collective.REDUCE)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from miraccl.bootstrap import Event, Notice, PeerLost, Session
-from miraccl.comm.device_messages import mismatch
+from miraccl.comm.device.messages import mismatch
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
 from miraccl.executor.cuda import layout
 

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from miraccl.comm.device_direct import DirectOperation, DirectStreams
-from miraccl.comm.device_pieces import Piece, Shape
-from miraccl.comm.device_staging import Network, Prepared, Slots
+from miraccl.comm.device.hosts.direct import DirectOperation, DirectStreams
+from miraccl.comm.device.hosts.pieces import Piece, Shape
+from miraccl.comm.device.hosts.staging import Network, Prepared, Slots
 from miraccl.types import Collective, DType, RedOp
 
 

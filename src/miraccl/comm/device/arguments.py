@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from miraccl.comm.arguments import peer_rank
-from miraccl.comm.device_memory import DeviceMemory, device_view
+from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.driver import Gpu
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.comm.device_memory import DTYPE_NAMES, DeviceMemory
+from miraccl.comm.device.memory import DTYPE_NAMES, DeviceMemory
 from miraccl.comm.window import dimensions
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.copies import Place

@@ -20,16 +20,16 @@ from miraccl import params
 from miraccl.bootstrap import Session
 from miraccl.comm import nccl_wishes
 from miraccl.comm.arguments import operator
-from miraccl.comm.device_arguments import DeviceArguments
-from miraccl.comm.device_explain import DeviceCandidate, candidates
-from miraccl.comm.device_faults import DeviceFaults
-from miraccl.comm.device_memory import DeviceMemory, device_view, empty_like
-from miraccl.comm.device_messages import MessageCalls, frame_of
-from miraccl.comm.device_order import SMALL_THREADS, order_of
-from miraccl.comm.device_rings import Ring, find_ring
-from miraccl.comm.device_stream import find_current_stream, number_of
-from miraccl.comm.device_windows import Windows
-from miraccl.comm.device_work import Kept
+from miraccl.comm.device.arguments import DeviceArguments
+from miraccl.comm.device.explain import DeviceCandidate, candidates
+from miraccl.comm.device.faults import DeviceFaults
+from miraccl.comm.device.memory import DeviceMemory, device_view, empty_like
+from miraccl.comm.device.messages import MessageCalls, frame_of
+from miraccl.comm.device.order import SMALL_THREADS, order_of
+from miraccl.comm.device.rings import Ring, find_ring
+from miraccl.comm.device.stream import find_current_stream, number_of
+from miraccl.comm.device.windows import Windows
+from miraccl.comm.device.work import Kept
 from miraccl.comm.nccl_wishes import Wishes
 from miraccl.errors import (
     CommunicatorClosed,
@@ -183,7 +183,7 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
         return most if limit < 0 else min(limit, most)
 
     def empty(self, shape: Any, dtype: Any = "float32") -> Any:
-        """Window memory on every rank (``comm.device_windows``); all ranks call alike and in the same order."""
+        """Window memory on every rank (``comm.device.windows``); all ranks call alike and in the same order."""
         self.check("empty")
         self.gpu.make_current()
         if self._windows is None:
@@ -318,7 +318,7 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
         self._launches = {key: value for key, value in self._launches.items() if key[:4] != (collective, dtype, count, op)}
 
     def _stream_number(self, stream: Any) -> int:
-        """A stream as the driver's number; None: the current one (``comm.device_stream``)."""
+        """A stream as the driver's number; None: the current one (``comm.device.stream``)."""
         if stream is None:
             if self._current_stream is None:
                 self._current_stream = find_current_stream()
@@ -334,7 +334,7 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
     def _enter(self, name: str, stream: Any, fills: bool = True) -> int:
         """What every operation begins with: raise what is known to be wrong, and the stream's number, ordered after the one before.
 
-        ``fills``: whether the launch may take the whole GPU (``comm.device_order``).
+        ``fills``: whether the launch may take the whole GPU (``comm.device.order``).
         """
         if self._host[layout.HOST_ABORT] or self.closed:
             self.check(name)
