@@ -6,7 +6,7 @@ PY = "$(VENV)/bin/python"
 RUN = PYTHONPATH=src $(PY)
 TESTS ?= tests
 ENGINES ?= .venv-engines
-ENGINE_TESTS ?= tests/ray tests/mpi tests/launchers tests/interop tests/examples
+ENGINE_TESTS ?= tests/ray tests/mpi tests/launchers tests/interop tests/examples tests/torch/test_backend.py
 
 .PHONY: demo test test-engines lint types docs bench clean help
 
@@ -20,7 +20,7 @@ test: $(VENV)/.ready-test
 test-engines: $(ENGINES)/.ready-engines
 	@here=`cd "$(ENGINES)" && pwd` && PYTHONPATH=src PATH="$$here/bin:$$PATH" \
 		MIRACCL_TEST_MPIRUN="$${MIRACCL_TEST_MPIRUN:-`ls "$$here/bin/mpirun" "$$here/mpich/bin/mpirun" 2>/dev/null | paste -sd: -`}" \
-		"$$here/bin/python" -m pytest -q $(ENGINE_TESTS)
+		TEST_SLOW=1 "$$here/bin/python" -m pytest -q $(ENGINE_TESTS)
 
 lint: $(VENV)/.ready-dev
 	@$(PY) -m ruff check .

@@ -245,7 +245,7 @@ def make_window(pages: int) -> Window:
     return Window(Segment.create("miraccl-test", pages * PAGE))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.one_of(st.integers(0, 5 * PAGE), st.none()), max_size=40), st.randoms(use_true_random=False))
 def test_window_allocation(plan: list[int | None], random: Any) -> None:
     """A number allocates so many bytes, None frees a random array: pieces never overlap, keep their contents and come back whole."""

@@ -175,6 +175,7 @@ class FakeCommunicator:
         algo: str | None = None,
         proto: str | None = None,
         deterministic: bool = False,
+        wishes: Any = None,
     ) -> None:
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         self.gpu = FakeGpu(ordinal)

@@ -5,6 +5,8 @@ Importing torch takes a rank two seconds, so each test here starts a world once 
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +61,12 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
 )
 def test_calls(nranks: int, checks: tuple[Any, ...], tmp_path: Path) -> None:
     run_ranks(in_turn, nranks, str(tmp_path / "meet"), [(check.__module__, check.__name__) for check in checks], timeout=200.0)
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.skipif(not os.environ.get("TEST_SLOW"), reason="slow: make test-engines runs it (TEST_SLOW=1)")
+def test_compiled_by_inductor(tmp_path: Path) -> None:
+    run_ranks(training.compiled_by_inductor, 2, str(tmp_path / "meet"), timeout=200.0)
 
 
 def test_failures_are_told_with_their_reason(tmp_path: Path) -> None:
