@@ -212,6 +212,9 @@ class FakeCommunicator:
     def scatter(self, x: Any, root: int, out: Any, *, stream: int) -> None:
         self._run(Collective.SCATTER, out if x is None else x, out, root=root)
 
+    def barrier(self, *, stream: int) -> None:
+        self.session.barrier("fake barrier")
+
     def check(self) -> None:
         assert not self.aborted
 
