@@ -299,6 +299,14 @@ def test_refusals(comm: Communicator, why: str, call: Any) -> None:
     assert (comm.all_reduce(np.ones(3)) == 1).all()
 
 
+def test_a_stream_is_refused_with_cpu_memory_however_often_it_was_called(comm: Communicator) -> None:
+    x, out = np.ones(4), np.ones(4)
+    for call in (comm.all_reduce, comm.all_gather, comm.reduce_scatter, comm.broadcast, comm.all_to_all):
+        call(*((x, out) if call == comm.all_to_all else (x,)))  # now its plan is known
+        with pytest.raises(InvalidUsage, match="a stream is for operations on GPU memory"):
+            call(*((x, out) if call == comm.all_to_all else (x,)), stream=0)
+
+
 def test_options_are_checked() -> None:
     for options, why in (
         ({"timeout": 0}, "timeout is 0"),

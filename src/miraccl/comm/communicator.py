@@ -93,7 +93,7 @@ class Communicator:
 
     def all_reduce(self, x: Any, out: Any = None, op: Any = SUM, *, async_op: bool = False, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks; every rank gets the result, in ``x`` itself or in ``out`` (same count and dtype)."""
-        if not async_op and not (code := self._all_reduce(x, out, op)):
+        if not async_op and stream is None and not (code := self._all_reduce(x, out, op)):
             return x if out is None else out
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.all_reduce(x, out, op, stream=stream)
@@ -102,7 +102,7 @@ class Communicator:
     def all_gather(self, x: Any, out: Any = None, *, async_op: bool = False, stream: Any = None) -> Any:
         """All ranks' ``x`` (equal counts), one after another along the first axis, on every rank."""
         code = 0
-        if not async_op:
+        if not async_op and stream is None:
             target = calls.new_stacked(x, self.nranks) if out is None else out
             if target is not None and not (code := self._all_gather(x, target, 0)):
                 return target
@@ -113,7 +113,7 @@ class Communicator:
     def reduce_scatter(self, x: Any, out: Any = None, op: Any = SUM, *, async_op: bool = False, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks; rank r gets the r-th of nranks equal shares (cut along the first axis)."""
         code = 0
-        if not async_op:
+        if not async_op and stream is None:
             target = calls.new_share(x, self.nranks) if out is None else out
             if target is not None and not (code := self._reduce_scatter(x, target, op)):
                 return target
@@ -123,7 +123,7 @@ class Communicator:
 
     def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False, stream: Any = None) -> Any:
         """``x`` of rank ``root`` into ``x`` of every rank."""
-        if not async_op and not (code := self._broadcast(x, None, root)):
+        if not async_op and stream is None and not (code := self._broadcast(x, None, root)):
             return x
         if (gpu := self._gpu(async_op, stream, x)) is not None:
             return gpu.broadcast(x, root, stream=stream)
@@ -138,7 +138,7 @@ class Communicator:
     def all_to_all(self, x: Any, out: Any = None, *, async_op: bool = False, stream: Any = None) -> Any:
         """Block j of rank i's ``x`` becomes block i of rank j's result; ``x`` has nranks equal blocks."""
         code = 0
-        if not async_op:
+        if not async_op and stream is None:
             target = calls.new_like(x) if out is None else out
             if target is not None and not (code := self._all_to_all(x, target, 0)):
                 return target
@@ -215,7 +215,7 @@ class Communicator:
 
     def send(self, x: Any, dst: int, *, async_op: bool = False, stream: Any = None) -> Any:
         """Send ``x`` to rank ``dst``; returns when ``x`` may be changed. Matches one ``recv`` of the same count and dtype, in order."""
-        if not async_op and not (code := self._send(x, dst)):
+        if not async_op and stream is None and not (code := self._send(x, dst)):
             return None
         if (gpu := self._gpu(async_op, stream, x)) is not None:
             return gpu.send(x, dst, stream=stream)
@@ -223,7 +223,7 @@ class Communicator:
 
     def recv(self, x: Any, src: int, *, async_op: bool = False, stream: Any = None) -> Any:
         """Receive from rank ``src`` into ``x``."""
-        if not async_op and not (code := self._recv(x, src)):
+        if not async_op and stream is None and not (code := self._recv(x, src)):
             return x
         if (gpu := self._gpu(async_op, stream, x)) is not None:
             return gpu.recv(x, src, stream=stream)
@@ -231,7 +231,7 @@ class Communicator:
 
     def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, async_op: bool = False, stream: Any = None) -> Any:
         """Send ``x`` to ``dst`` and receive ``out`` from ``src`` at the same time."""
-        if not async_op and not (code := self._sendrecv(x, dst, out, src)):
+        if not async_op and stream is None and not (code := self._sendrecv(x, dst, out, src)):
             return out
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.sendrecv(x, dst, out, src, stream=stream)
