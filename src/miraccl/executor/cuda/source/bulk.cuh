@@ -89,7 +89,7 @@ __device__ __forceinline__ void send_bulk(const Exchange& x, const Queue& q, con
       u32 slot = s.slot + (u32)(k % s.slots);
       copy_chunk<false>(c, FIRST_VECTORS * 16 + k * CHUNK_BYTES, slot_at(a.outbox[q.peer], slot));
       __syncthreads();
-      if (threadIdx.x == 0) { fence(); store_credit(arrived_of(a.outbox[q.peer], slot), tag_of(a.rank, number, k)); }
+      if (threadIdx.x == 0) { fence(); store_word(arrived_of(a.outbox[q.peer], slot), tag_of(a.rank, number, k)); }
     }
     __syncthreads();
     if (s.dead) return;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void send_bulk(const Exchange& x, const Queue& q, con
 }
 
 __device__ __forceinline__ void grant(const Args& a, const Queue& q, u64 number) {
-  store_credit(grant_of(a.outbox[q.peer], a.rank), (number + 1) << 32 | (u32)q.slot << 16 | q.slots);
+  store_word(grant_of(a.outbox[q.peer], a.rank), (number + 1) << 32 | (u32)q.slot << 16 | q.slots);
 }
 
 __device__ __forceinline__ void receive_bulk(const Exchange& x, const Queue& q, const Message* list, u32 block) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void receive_bulk(const Exchange& x, const Queue& q, 
       if (s.dead) return;
       copy_chunk<true>(c, FIRST_VECTORS * 16 + k * CHUNK_BYTES, slot_at(a.inbox[q.peer], slot));
       __syncthreads();
-      if (threadIdx.x == 0) store_credit(freed_of(a.outbox[q.peer], a.rank, place), tag_of(q.peer, number, k));
+      if (threadIdx.x == 0) store_word(freed_of(a.outbox[q.peer], a.rank, place), tag_of(q.peer, number, k));
     }
     number++; left--;
     if (threadIdx.x == 0) {  // the block that ends a message last lets the next one begin: all slots are free

@@ -238,8 +238,6 @@ __device__ __noinline__ void report_sizes(u32* host_words, u32 peer, u32 what, u
   host[HOST_ABORT] = 1u;
 }
 
-__device__ __forceinline__ void store_credit(u64* word, u64 credit) { store_packet((uint4*)word, make_uint4((u32)credit, (u32)(credit >> 32), 0, 0)); }
-
 // ---- what a warp does with a queue
 
 __device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, const Message* list, u32 lane, u32 t) {
@@ -286,7 +284,7 @@ __device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, con
 // The receiver has a message of size ``mine``; thread HEADER_THREAD knows the size that came.
 __device__ __noinline__ void refuse(const Exchange& x, const Queue& q, u64 mine, u64 theirs, u32 t) {
   if (t == HEADER_THREAD) report_sizes(x.a.host, q.peer, WHAT_RECV, mine, theirs);
-  for (u32 l = t; l < x.lanes; l += 32) store_credit(lane_word(x.a.outbox[q.peer], LANE_CREDIT_OFFSET, x.a.rank, l), POISON | mine);
+  for (u32 l = t; l < x.lanes; l += 32) store_word(lane_word(x.a.outbox[q.peer], LANE_CREDIT_OFFSET, x.a.rank, l), POISON | mine);
 }
 
 __device__ __forceinline__ void receive_lane(const Exchange& x, const Queue& q, const Message* list, u32 lane, u32 t) {
@@ -324,7 +322,7 @@ __device__ __forceinline__ void receive_lane(const Exchange& x, const Queue& q, 
       unframe(d, v, t);
       if (two) unframe(d + LOADS, v + 4, t);
       u64 next = row + rows;
-      if (t == 0 && next / QUARTER != row / QUARTER) store_credit(credit, next);  // the votes above have waited for all loads
+      if (t == 0 && next / QUARTER != row / QUARTER) store_word(credit, next);  // the votes above have waited for all loads
       row = next;
       store_group(d, c, g, t);
       if (two) store_group(d + LOADS, c, g + c.lanes, t);

@@ -43,7 +43,6 @@ struct Ends {            // shared memory: messages of this launch to and from e
 __device__ __forceinline__ u64* tail_of(const Geometry& g, char* box, u32 peer) { return (u64*)(box + g.bank + BANK_BYTES) - (peer * BLOCKS + blockIdx.x + 1) * 2; }
 __device__ __forceinline__ u64* head_of(const Geometry& g, char* box, u32 peer) { return tail_of(g, box, RANKS + peer); }
 __device__ __forceinline__ u32 count_at(const u64* word) { u64 v = load_acquire(word); return v == NEVER ? 0u : (u32)v; }
-__device__ __forceinline__ void store_count(u64* word, u32 count) { store_packet((uint4*)word, make_uint4(count, 0u, 0u, 0u)); }
 
 __device__ __forceinline__ char* slot_of(const Program& p, const Geometry& g, char* box, u32 fifo, u32 message) {
   return box + g.bank + (((u64)fifo * gridDim.x + blockIdx.x) * p.a.nslots + message % p.a.nslots) * p.slot;
@@ -69,7 +68,7 @@ __device__ __forceinline__ bool wait_taken(const Args& a, const Geometry& g, con
   return true;
 }
 // Thread 0: the slot of the last message is free again, for loads have ended at the barrier before.
-__device__ __forceinline__ void tell_taken(const Args& a, const Geometry& g, Ends& e, u32 peer) { store_count(head_of(g, a.outbox[peer], a.rank), ++e.taken[peer]); }
+__device__ __forceinline__ void tell_taken(const Args& a, const Geometry& g, Ends& e, u32 peer) { store_word(head_of(g, a.outbox[peer], a.rank), ++e.taken[peer]); }
 
 // At the end: this block leaves its part of the bank full of ones.
 __device__ __forceinline__ void clear_fifos(const Program& p, const Geometry& g, const Ends& e, Watch& w) {
@@ -229,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) steps(const __
         if (s.op == RECV_REDUCE_ALL) {
           for (u32 j = 0; j < s.npeers; j++) { u32 peer = (s.peers >> (4 * j)) & 15; if (peer != a.rank) tell_taken(a, g, e, peer); }
         } else if (s.recv_peer >= 0) tell_taken(a, g, e, from);
-        if (sends) { fence(); store_count(tail_of(g, a.outbox[to], a.rank), ++e.sent[to]); }
+        if (sends) { fence(); store_word(tail_of(g, a.outbox[to], a.rank), ++e.sent[to]); }
       }
     }
   }
