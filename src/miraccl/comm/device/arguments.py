@@ -31,5 +31,9 @@ class DeviceArguments:
             raise InvalidUsage(f"{where}: x has {source.count} elements, which {self.nranks} ranks cannot share evenly", rank=self.rank)
         return source.count // self.nranks
 
+    def _apart(self, source: DeviceMemory, target: DeviceMemory, where: str) -> None:
+        if source.nbytes and source.address < target.address + target.nbytes and target.address < source.address + source.nbytes:
+            raise InvalidUsage(f"{where} has no in-place form: x and out must not overlap", rank=self.rank)
+
     def _root(self, root: Any, where: str) -> int:
         return peer_rank(root, "root", self.nranks, where)

@@ -155,8 +155,7 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
         count = self._share(source, "all_to_all")
         out = empty_like(x, source.count, "all_to_all") if out is None else out
         target = self._like(out, source, source.count, "all_to_all")
-        if source.nbytes and source.address < target.address + target.nbytes and target.address < source.address + source.nbytes:
-            raise InvalidUsage("all_to_all has no in-place form: x and out must not overlap", rank=self.rank)
+        self._apart(source, target, "all_to_all")
         self._run(Collective.ALL_TO_ALL, source, target, count, SUM, 0, stream)
         return out
 

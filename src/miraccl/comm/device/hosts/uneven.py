@@ -127,7 +127,3 @@ class UnevenCollectives(DeviceArguments):
     def _expect(self, memory: DeviceMemory, count: int, name: str, where: str) -> None:
         if memory.count != count:
             raise InvalidUsage(f"{where}: {name} has {memory.count} elements, but needs {count}", rank=self.rank)
-
-    def _apart(self, source: DeviceMemory, target: DeviceMemory, where: str) -> None:
-        if source.nbytes and source.address < target.address + target.nbytes and target.address < source.address + source.nbytes:
-            raise InvalidUsage(f"{where} has no in-place form: x and out must not overlap", rank=self.rank)
