@@ -302,6 +302,7 @@ def refusals() -> None:
             (lambda: comm.sendrecv(x, 0, host, 0), "out lies in CPU memory"),
             (lambda: comm.all_reduce(host, stream=0), "a stream is for operations on GPU memory"),
             (lambda: comm.send(x, me.nranks), "dst is"),
+            (lambda: comm.all_reduce(me.zeros(0), None, "sum"), "all_reduce: op is 'sum'"),
             (lambda: comm.broadcast(x, me.nranks), "broadcast: root is"),
             (lambda: comm.gather(x, True), "gather: root is True"),
             (lambda: comm.empty(4, "complex64", device="cuda"), "cannot be communicated"),

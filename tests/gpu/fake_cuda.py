@@ -417,15 +417,14 @@ def seen(memory: DeviceMemory) -> np.ndarray:
 class FakeLocal:
     """``comm.device.DeviceCommunicator`` for ranks of a host without kernels: streams call a CPU communicator."""
 
-    def __init__(self, session: Any, ordinal: int, **options: Any) -> None:
+    def __init__(self, session: Any, ordinal: int, options: Any) -> None:
         from miraccl.comm.communicator import Communicator
-        from miraccl.comm.member import Options
 
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         self.gpu = driver.Gpu(ordinal)
         self.cuda: FakeCuda = self.gpu.cuda
         name = f"{session.name}/fake"
-        self._cpu = Communicator.from_session(session.sub(range(self.nranks), name), Options.create(timeout=options.get("timeout")))
+        self._cpu = Communicator.from_session(session.sub(range(self.nranks), name), options)
         self._stream = -1
         self.calls: list[Collective] = []
         self.symmetric, self.ways = types.SimpleNamespace(nbytes=0), list

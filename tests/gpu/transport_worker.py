@@ -141,7 +141,7 @@ class ManyHosts:
         torch.cuda.set_device(self.ordinal)
         torch.zeros(1, device="cuda")
         self.session = meet(launch)
-        comm = make_device_communicator(self.session, self.ordinal, open_cpu=open_cpu, timeout=TIMEOUT)
+        comm = make_device_communicator(self.session, self.ordinal, Options.create(timeout=TIMEOUT), open_cpu=open_cpu)
         assert isinstance(comm, HostsCommunicator)
         self.comm = comm
 

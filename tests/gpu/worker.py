@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 
 from miraccl.bootstrap.launch import detect_launch, meet
-from miraccl.comm.device.communicator import DeviceCommunicator, Operator
+from miraccl.comm.device.collectives import Operator
+from miraccl.comm.device.communicator import DeviceCommunicator
+from miraccl.comm.member import Options
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
@@ -67,7 +69,7 @@ class Rank:
         torch.cuda.set_device(self.ordinal)
         torch.zeros(1, device="cuda")
         self.session = meet(launch)
-        self.comm = DeviceCommunicator(self.session, self.ordinal, timeout=float(os.environ.get("TEST_TIMEOUT", "60")))
+        self.comm = DeviceCommunicator(self.session, self.ordinal, Options.create(timeout=float(os.environ.get("TEST_TIMEOUT", "60"))))
 
     def run(self, case: dict[str, Any]) -> str:
         comm, torch = self.comm, self.torch
@@ -150,7 +152,6 @@ class Rank:
     def through_communicator(self) -> str:
         """The public way: ``Communicator`` hands tensors to the GPU side, arrays to the CPU side."""
         from miraccl.comm.communicator import Communicator
-        from miraccl.comm.member import Options
 
         torch, session = self.torch, self.session.sub(range(self.session.nranks), "public")
         comm = Communicator.from_session(session, Options.create(timeout=60))
@@ -191,7 +192,7 @@ class Rank:
     def communicators(self) -> str:
         """Two communicators whose kernels each fill the GPU, begun on every GPU in another order if nothing prevents it."""
         torch, first = self.torch, self.comm
-        second = DeviceCommunicator(self.session.sub(range(first.nranks), "second"), self.ordinal, timeout=30)
+        second = DeviceCommunicator(self.session.sub(range(first.nranks), "second"), self.ordinal, Options.create(timeout=30))
         a, b = torch.cuda.Stream(), torch.cuda.Stream()
         x, y = torch.ones(8 << 20, device="cuda"), torch.full((8 << 20,), 2.0, device="cuda")
         torch.cuda.synchronize()

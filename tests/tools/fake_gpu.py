@@ -166,22 +166,12 @@ class FakeGpu:
 class FakeCommunicator:
     """Every operation by what it is defined to give; the bytes go through the session."""
 
-    def __init__(
-        self,
-        session: Any,
-        ordinal: int,
-        *,
-        timeout: float = 60,
-        algo: str | None = None,
-        proto: str | None = None,
-        deterministic: bool = False,
-        wishes: Any = None,
-    ) -> None:
+    def __init__(self, session: Any, ordinal: int, options: Any) -> None:
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         self.gpu = FakeGpu(ordinal)
         if os.environ.get("FAKE_TELLS"):
             print(f"rank {self.rank} on GPU {ordinal}", file=sys.stderr)
-        self.algo, self.proto, self.aborted = algo or "one_shot", proto or "ll128", False
+        self.algo, self.proto, self.aborted = options.algo or "one_shot", options.proto or "ll128", False
         self.last_plan: Any = None
 
     def all_reduce(self, x: Any, out: Any = None, op: Any = RedOp.SUM, *, stream: int) -> None:
@@ -269,9 +259,10 @@ class FakeTorchStream:
 
 
 def fake_nccl(session: Any, place: FakeTorchStream, arena: Any) -> Any:
+    from miraccl.comm.member import Options
     from miraccl.tools.perf.device_miraccl import MiracclDevice
 
-    comm = FakeCommunicator(session, place.ordinal)
+    comm = FakeCommunicator(session, place.ordinal, Options.create())
 
     def capture(run: Callable[[], Any]) -> Callable[[], Any]:
         if "FAKE_SHY" in os.environ:
@@ -330,9 +321,7 @@ def install(count: int) -> None:
         (gpu_facts, "read_facts"): lambda: facts(count),
         (driver, "Gpu"): gpu,
         (toolkit, "compile_cubin"): compile_nothing,
-        (device_hosts, "make_device_communicator"): lambda session, ordinal, *, open_cpu, **init: FakeCommunicator(
-            session, ordinal, **init
-        ),
+        (device_hosts, "make_device_communicator"): lambda *args, open_cpu: FakeCommunicator(*args),
         (device_nccl, "load_torch"): lambda: SimpleNamespace(
             __version__="0", version=SimpleNamespace(cuda="0"), cuda=SimpleNamespace(nccl=SimpleNamespace(version=lambda: (0, 0)))
         ),

@@ -432,8 +432,8 @@ class Communicator:
             self._device = make_device_communicator(
                 self._member.session,
                 ordinal,
+                options,
                 open_cpu=lambda session: Communicator.from_session(session, options, parent=self),
-                **options.for_gpus(),
             )
         return self._device
 

@@ -83,12 +83,6 @@ class Options:
             single_copy=params.SINGLE_COPY.read(),
         )
 
-    def for_gpus(self) -> dict[str, Any]:
-        """The same for ``comm.device.hosts.make_device_communicator``."""
-        wishes = nccl_wishes.Wishes(algos=dict(self.wishes), protos=dict(self.protocols))
-        proto = "" if self.protocols else self.proto
-        return {"timeout": self.timeout, "algo": self.algo, "proto": proto, "deterministic": self.deterministic, "wishes": wishes}
-
 
 class Member:
     """Everything behind a ``Communicator``; made collectively, closed by each rank for itself."""

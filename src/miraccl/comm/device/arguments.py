@@ -8,6 +8,7 @@ from miraccl.comm.arguments import peer_rank
 from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.driver import Gpu
+from miraccl.types import Collective
 
 
 class DeviceArguments:
@@ -34,6 +35,17 @@ class DeviceArguments:
     def _apart(self, source: DeviceMemory, target: DeviceMemory, where: str) -> None:
         if source.nbytes and source.address < target.address + target.nbytes and target.address < source.address + source.nbytes:
             raise InvalidUsage(f"{where} has no in-place form: x and out must not overlap", rank=self.rank)
+
+    def _writes(self, collective: Collective, root: int) -> bool:
+        """Whether this rank's target is written to."""
+        if collective is Collective.BROADCAST:
+            return self.rank != root
+        return collective not in (Collective.REDUCE, Collective.GATHER) or self.rank == root
+
+    def _constant(self, where: str) -> InvalidUsage:
+        """The refusal of an array for the result that never changes."""
+        hint = "give out, an array that can; arrays of JAX never change"
+        return InvalidUsage(f"{where}: the result's array cannot be written", rank=self.rank, hint=hint)
 
     def _root(self, root: Any, where: str) -> int:
         return peer_rank(root, "root", self.nranks, where)

@@ -20,16 +20,17 @@ from miraccl import params
 from miraccl.bootstrap import Session
 from miraccl.comm import nccl_wishes
 from miraccl.comm.arguments import operator
-from miraccl.comm.device.arguments import DeviceArguments
+from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
 from miraccl.comm.device.explain import DeviceCandidate, candidates
 from miraccl.comm.device.faults import DeviceFaults
-from miraccl.comm.device.memory import DeviceMemory, device_view, empty_like
+from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.device.messages import MessageCalls, frame_of
 from miraccl.comm.device.order import SMALL_THREADS, order_of
 from miraccl.comm.device.rings import Ring, find_ring
 from miraccl.comm.device.stream import find_current_stream, number_of
 from miraccl.comm.device.windows import Windows
 from miraccl.comm.device.work import Kept
+from miraccl.comm.member import Options
 from miraccl.comm.nccl_wishes import Wishes
 from miraccl.errors import (
     CommunicatorClosed,
@@ -50,40 +51,28 @@ from miraccl.executor.cuda.staged_copies import ALGORITHMS as MOVED_BY_ENGINES
 from miraccl.executor.cuda.staged_copies import Lane, StagedLaunch
 from miraccl.schedule import catalog
 from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
-from miraccl.types import Collective, DType, PreMulSum, RedOp
+from miraccl.types import Collective, DType, RedOp
 
-SUM = RedOp.SUM
-Operator = RedOp | PreMulSum
 CLOSE_WAIT_S = 10.0
 SPARED_MULTIPROCESSORS = 4
 MAX_LAUNCHES = 4096  # prepared ones that are kept; scalars of pre-multiplied sums may be new in every call
 
 
-class DeviceCommunicator(DeviceArguments, MessageCalls):
+class DeviceCommunicator(DeviceCollectives, MessageCalls):
     """The GPU side of a communicator; made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU."""
 
-    def __init__(
-        self,
-        session: Session,
-        ordinal: int,
-        *,
-        timeout: float | None = None,
-        algo: str | None = None,
-        proto: str | None = None,
-        deterministic: bool = False,
-        wishes: Wishes | None = None,
-    ) -> None:
+    def __init__(self, session: Session, ordinal: int, options: Options | None = None) -> None:
+        """Without ``options`` those of the environment."""
+        options = Options.create() if options is None else options
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         if self.nranks > layout.MAX_RANKS or len(set(session.hosts)) > 1:
             raise InvalidUsage(f"GPU memory is communicated among 1 to {layout.MAX_RANKS} ranks of one host", rank=self.rank)
-        self.algo, algos = nccl_wishes.read_algorithms() if algo is None else (algo, wishes.algos if wishes else {})
-        self.proto, protos = nccl_wishes.read_protocols() if proto is None else (proto, wishes.protos if wishes else {})
+        self.algo, self.proto = options.algo, "" if options.protocols else options.proto  # that is what CPU ranks make of them
         check_protocol(self.proto)
         if self.algo:
             catalog.get(self.algo)  # an unknown name is refused now
-        self._wishes = Wishes(algos=nccl_wishes.on_gpus(algos), protos=protos)
-        self.deterministic = deterministic
-        timeout = params.TIMEOUT.read() if timeout is None else timeout
+        self._wishes = Wishes(algos=nccl_wishes.on_gpus(dict(options.wishes)), protos=dict(options.protocols))
+        self.deterministic = options.deterministic
         self.gpu = Gpu(ordinal)
         self.symmetric = SymmetricMemory(self.gpu, self.rank, self.nranks, layout.TOTAL_BYTES, layout.FILLS, exchange=session.all_gather)
         self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
@@ -101,10 +90,9 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
             inboxes=tuple(self.symmetric.inboxes),
             outboxes=tuple(self.symmetric.outboxes),
             host=host_on_gpu,
-            timeout_ns=int(timeout * 1e9),
+            timeout_ns=int(options.timeout * 1e9),
             order=self.ring.lowered,
         )
-        self._timeout = timeout
         self._kernels = Kernels(self.gpu)
         self._launches: dict[tuple[Any, ...], Launch] = {}
         self._plans: dict[tuple[Any, ...], DevicePlan] = {}
@@ -118,60 +106,10 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
         self._order = order_of(ordinal)
         self._current_stream: Callable[[int], int] | None = None
         self.last_plan: DevicePlan | None = None
-        self.faults = DeviceFaults(session, self._host, timeout)
+        self.faults = DeviceFaults(session, self._host, options.timeout)
         if self._no_multiprocessors and self.nranks > 1:
             self.faults.on_abort(self._release_copies)
         self.closed = False
-
-    # ---- collectives
-
-    def all_reduce(self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
-        """Reduce ``x`` over all ranks into ``out``, or into ``x`` itself."""
-        source = device_view(x, "x", "all_reduce", stream, self.gpu)
-        target = source if out is None else self._like(out, source, source.count, "all_reduce")
-        self._run(Collective.ALL_REDUCE, source, target, source.count, op, 0, stream)
-        return x if out is None else out
-
-    def reduce_scatter(self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
-        """Reduce ``x`` over all ranks; rank r gets the r-th of nranks equal shares in ``out``."""
-        source = device_view(x, "x", "reduce_scatter", stream, self.gpu)
-        count = self._share(source, "reduce_scatter")
-        out = empty_like(x, count, "reduce_scatter") if out is None else out
-        target = self._like(out, source, count, "reduce_scatter")
-        self._run(Collective.REDUCE_SCATTER, source, target, count, op, 0, stream)
-        return out
-
-    def all_gather(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
-        """All ranks' ``x``, one after another, on every rank."""
-        source = device_view(x, "x", "all_gather", stream, self.gpu)
-        out = empty_like(x, source.count * self.nranks, "all_gather") if out is None else out
-        target = self._like(out, source, source.count * self.nranks, "all_gather")
-        self._run(Collective.ALL_GATHER, source, target, source.count, SUM, 0, stream)
-        return out
-
-    def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
-        """Block j of rank i's ``x`` becomes block i of rank j's ``out``."""
-        source = device_view(x, "x", "all_to_all", stream, self.gpu)
-        count = self._share(source, "all_to_all")
-        out = empty_like(x, source.count, "all_to_all") if out is None else out
-        target = self._like(out, source, source.count, "all_to_all")
-        self._apart(source, target, "all_to_all")
-        self._run(Collective.ALL_TO_ALL, source, target, count, SUM, 0, stream)
-        return out
-
-    def broadcast(self, x: Any, root: int = 0, *, stream: Any = None) -> Any:
-        """``x`` of rank ``root`` into ``x`` of every rank."""
-        source = device_view(x, "x", "broadcast", stream, self.gpu)
-        self._run(Collective.BROADCAST, source, source, source.count, SUM, self._root(root, "broadcast"), stream)
-        return x
-
-    def reduce(self, x: Any, root: int = 0, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
-        """Reduce ``x`` over all ranks into ``x`` or ``out`` of rank ``root``; the others' stays as it is."""
-        chief = self._root(root, "reduce")
-        source = device_view(x, "x", "reduce", stream, self.gpu)
-        target = source if out is None or self.rank != chief else self._like(out, source, source.count, "reduce")
-        self._run(Collective.REDUCE, source, target, source.count, op, chief, stream)
-        return x if target is source else out
 
     # ---- running
 
@@ -193,10 +131,9 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
         self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
     ) -> None:
         if target.read_only and self._writes(collective, root):
-            text = f"{collective.label}: the result's array cannot be written"
-            raise InvalidUsage(text, rank=self.rank, hint="give out, an array that can; arrays of JAX never change")
+            raise self._constant(collective.label)
         if self.nranks == 1 or count == 0:
-            self._run_alone(source, target, stream, collective)
+            self._run_alone(collective, source, target, op, stream)
             return
         key: tuple[Any, ...] = (collective, source.dtype, count, op, root)
         launch: Launch | CopyLaunch | StagedLaunch | None = None
@@ -230,19 +167,14 @@ class DeviceCommunicator(DeviceArguments, MessageCalls):
                 )
         return self._copies[number]
 
-    def _writes(self, collective: Collective, root: int) -> bool:
-        """Whether this rank's target is written to."""
-        if collective is Collective.BROADCAST:
-            return self.rank != root
-        return collective is not Collective.REDUCE or self.rank == root
-
     def _start(self, launch: Launch | CopyLaunch | StagedLaunch, source: int, target: int, stream: Any, collective: Collective) -> None:
         number = self._enter(collective.label, stream, launch.threads > SMALL_THREADS)
         launch.run(source, target, number)
         self.last_plan = launch.plan
 
-    def _run_alone(self, source: DeviceMemory, target: DeviceMemory, stream: Any, collective: Collective) -> None:
+    def _run_alone(self, collective: Collective, source: DeviceMemory, target: DeviceMemory, op: Operator, stream: Any) -> None:
         """One rank, or nothing to do: the result is the input."""
+        operator(op, source.dtype, collective.label)
         self.check(collective.label)
         if source.nbytes and source.address != target.address:
             self.gpu.copy(target.address, source.address, source.nbytes, self._stream_number(stream))

@@ -191,8 +191,7 @@ class Grouped:
         return out
 
     def _note(self, x: Any, peer: int, receives: bool, where: str, stream: Any) -> None:
-        make = getattr(self._gpu, "transfer", None) or self._gpu._transfer
-        transfer = make(x, peer, receives, where)
+        transfer = self._gpu.transfer(x, peer, receives, where)
         self._group.add(GroupMember.of(self._gpu), (stream_of(self._gpu, stream), transfer))
 
 

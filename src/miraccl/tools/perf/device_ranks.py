@@ -194,9 +194,7 @@ def _open_miraccl(job: DeviceJob, session: Any, ordinal: int, card: Any, arena: 
     from miraccl.comm.member import Options as Choices
 
     options = Choices.create(**job.init)
-    comm = make_device_communicator(
-        session, ordinal, open_cpu=lambda part: Communicator.from_session(part, options), **options.for_gpus()
-    )
+    comm = make_device_communicator(session, ordinal, options, open_cpu=lambda part: Communicator.from_session(part, options))
 
     def leave(kind: Any, error: Any, trace: Any) -> None:
         if error is None:

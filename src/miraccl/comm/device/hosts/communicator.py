@@ -17,6 +17,7 @@ from typing import Any
 
 from miraccl.bootstrap import Session
 from miraccl.comm.arguments import operator, peer_rank
+from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.explain import DeviceCandidate
 from miraccl.comm.device.hosts.faults import HostsFaults
@@ -27,64 +28,40 @@ from miraccl.comm.device.hosts.steps import TwoSteps
 from miraccl.comm.device.hosts.transfers import DeviceTransfer
 from miraccl.comm.device.hosts.uneven import UnevenCollectives
 from miraccl.comm.device.memory import DeviceMemory, device_view, empty_like
-from miraccl.comm.nccl_wishes import Wishes
+from miraccl.comm.member import Options
 from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
 from miraccl.transport.cuda_p2p import Explanation
-from miraccl.types import Collective, DType, RedOp
+from miraccl.types import Collective, DType
 
-SUM = RedOp.SUM
 CLOSE_WAIT_S = 10.0
-#: what has an algorithm of two steps, inside the hosts and between them (``steps``)
-IN_TWO_STEPS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.BROADCAST, Collective.REDUCE)
 
 
 def make_device_communicator(
-    session: Session,
-    ordinal: int,
-    *,
-    open_cpu: OpenCpu,
-    timeout: float | None = None,
-    algo: str | None = None,
-    proto: str | None = None,
-    deterministic: bool = False,
-    wishes: Wishes | None = None,
+    session: Session, ordinal: int, options: Options | None = None, *, open_cpu: OpenCpu
 ) -> DeviceCommunicator | HostsCommunicator:
     """The GPU side of a communicator, made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU.
 
-    ``open_cpu`` makes a CPU communicator of a session; only several hosts need it.
+    ``options`` are those of the communicator, by default what the environment says.  ``open_cpu`` makes a CPU communicator of a session;
+    only several hosts need it.
     """
     names = [blob.decode() for blob in session.all_gather(host_name(session).encode(), "gpu hosts")]
     if len(set(names)) == 1:
-        return DeviceCommunicator(session, ordinal, timeout=timeout, algo=algo, proto=proto, deterministic=deterministic, wishes=wishes)
-    return HostsCommunicator(
-        session, ordinal, names, open_cpu=open_cpu, timeout=timeout, algo=algo, proto=proto, deterministic=deterministic, wishes=wishes
-    )
+        return DeviceCommunicator(session, ordinal, options)
+    return HostsCommunicator(session, ordinal, names, options, open_cpu=open_cpu)
 
 
-class HostsCommunicator(UnevenCollectives):
+class HostsCommunicator(DeviceCollectives, UnevenCollectives):
     """Ranks of several hosts, each with a GPU. ``hosts[r]`` is the name of rank r's host."""
 
     def __init__(
-        self,
-        session: Session,
-        ordinal: int,
-        hosts: Sequence[str],
-        *,
-        open_cpu: OpenCpu,
-        timeout: float | None = None,
-        algo: str | None = None,
-        proto: str | None = None,
-        deterministic: bool = False,
-        wishes: Wishes | None = None,
+        self, session: Session, ordinal: int, hosts: Sequence[str], options: Options | None = None, *, open_cpu: OpenCpu
     ) -> None:
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         self.layout = HostsLayout.of(session.rank, hosts)
         self.faults = HostsFaults(session, let_go=self._let_go, abort_network=lambda reason: self.jobs.abort(reason))
         self._side: int | None = None
         self._local_session = session.sub(self.layout.mine, f"{session.name}/gpu host {self.layout.host}")
-        self.local = DeviceCommunicator(
-            self._local_session, ordinal, timeout=timeout, algo=algo, proto=proto, deterministic=deterministic, wishes=wishes
-        )
+        self.local = DeviceCommunicator(self._local_session, ordinal, options)
         self.gpu = self.local.gpu
         self.jobs = HostsJobs(session, self.layout, self.gpu, open_cpu, self.faults.fail)
         self.steps = TwoSteps(self.local, self.jobs)
@@ -107,85 +84,22 @@ class HostsCommunicator(UnevenCollectives):
 
     # ---- collectives
 
-    def all_reduce(self, x: Any, out: Any = None, op: Any = SUM, *, stream: Any = None) -> Any:
-        """Reduce ``x`` over all ranks into ``out``, or into ``x`` itself."""
-        source = device_view(x, "x", "all_reduce", stream, self.gpu)
-        target = source if out is None else self._like(out, source, source.count, "all_reduce")
-        operator(op, source.dtype, "all_reduce")
-        if source.count:
-            with self._operation("all_reduce", stream, [source, target], target) as (number, captured):
-                if self.steps.sums(source.dtype, op):
-                    self.steps.all_reduce(source, target, op, number, captured)
-                else:
-                    self.jobs.staged(Collective.ALL_REDUCE, source, target, source.count, op, 0, number, captured)
-        return x if out is None else out
-
-    def reduce_scatter(self, x: Any, out: Any = None, op: Any = SUM, *, stream: Any = None) -> Any:
-        """Reduce ``x`` over all ranks; rank r gets the r-th of nranks equal shares in ``out``."""
-        source = device_view(x, "x", "reduce_scatter", stream, self.gpu)
-        count = self._share(source, "reduce_scatter")
-        out = empty_like(x, count, "reduce_scatter") if out is None else out
-        target = self._like(out, source, count, "reduce_scatter")
-        operator(op, source.dtype, "reduce_scatter")
-        if count:
-            with self._operation("reduce_scatter", stream, [source, target], target) as (number, captured):
-                if self.steps.sums(source.dtype, op):
-                    self.steps.reduce_scatter(source, target, op, number, captured)
-                else:
-                    self.jobs.staged(Collective.REDUCE_SCATTER, source, target, count, op, 0, number, captured)
-        return out
-
-    def all_gather(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
-        """All ranks' ``x``, one after another, on every rank."""
-        source = device_view(x, "x", "all_gather", stream, self.gpu)
-        out = empty_like(x, source.count * self.nranks, "all_gather") if out is None else out
-        target = self._like(out, source, source.count * self.nranks, "all_gather")
-        if source.count:
-            with self._operation("all_gather", stream, [source, target], target) as (number, captured):
-                if self.layout.hierarchical:
-                    self.steps.all_gather(source, target, number, captured)
-                else:
-                    self.jobs.staged(Collective.ALL_GATHER, source, target, source.count, SUM, 0, number, captured)
-        return out
-
-    def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
-        """Block j of rank i's ``x`` becomes block i of rank j's ``out``."""
-        source = device_view(x, "x", "all_to_all", stream, self.gpu)
-        count = self._share(source, "all_to_all")
-        out = empty_like(x, source.count, "all_to_all") if out is None else out
-        target = self._like(out, source, source.count, "all_to_all")
-        self._apart(source, target, "all_to_all")
-        if count:
-            with self._operation("all_to_all", stream, [source, target], target) as (number, captured):
-                if self.layout.hierarchical and self.layout.host_major:
-                    self.steps.all_to_all(source, target, count, number, captured)
-                else:
-                    self.jobs.staged(Collective.ALL_TO_ALL, source, target, count, SUM, 0, number, captured)
-        return out
-
-    def broadcast(self, x: Any, root: int = 0, *, stream: Any = None) -> Any:
-        """``x`` of rank ``root`` into ``x`` of every rank."""
-        chief, source = self._root(root, "broadcast"), device_view(x, "x", "broadcast", stream, self.gpu)
-        if source.count:
-            with self._operation("broadcast", stream, [source], source if self.rank != chief else None) as (number, captured):
-                if self.layout.hierarchical:
-                    self.steps.broadcast(source, chief, number, captured)
-                else:
-                    self.jobs.staged(Collective.BROADCAST, source, source, source.count, SUM, chief, number, captured)
-        return x
-
-    def reduce(self, x: Any, root: int = 0, out: Any = None, op: Any = SUM, *, stream: Any = None) -> Any:
-        """Reduce ``x`` over all ranks into ``x`` or ``out`` of rank ``root``; the others' stays as it is."""
-        chief, source = self._root(root, "reduce"), device_view(x, "x", "reduce", stream, self.gpu)
-        target = source if out is None or self.rank != chief else self._like(out, source, source.count, "reduce")
-        operator(op, source.dtype, "reduce")
-        if source.count:
-            with self._operation("reduce", stream, [source, target], target if self.rank == chief else None) as (number, captured):
-                if self.steps.sums(source.dtype, op):
-                    self.steps.reduce(source, target, op, chief, number, captured)
-                else:
-                    self.jobs.staged(Collective.REDUCE, source, target, source.count, op, chief, number, captured)
-        return x if target is source else out
+    def _run(
+        self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
+    ) -> None:
+        operator(op, source.dtype, collective.label)
+        if target.read_only and self._writes(collective, root):
+            raise self._constant(collective.label)
+        if count == 0:
+            self.check(collective.label)
+            return
+        with self._operation(collective.label, stream, [source, target]) as (number, captured):
+            if self.steps.takes(collective, source.dtype, op):
+                self.steps.run(collective, source, target, op, root, number, captured)
+            elif collective is Collective.ALL_TO_ALL and self.steps.keeps_blocks_inside:
+                self.steps.all_to_all(source, target, count, number, captured)
+            else:
+                self.jobs.staged(collective, source, target, count, op, root, number, captured)
 
     def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
         """All ranks' ``x``, one after another, on rank ``root``; the others get None."""
@@ -195,9 +109,7 @@ class HostsCommunicator(UnevenCollectives):
         elif out is None:
             out = empty_like(x, source.count * self.nranks, "gather")
         target = source if out is None else self._like(out, source, source.count * self.nranks, "gather")
-        if source.count:
-            with self._operation("gather", stream, [source, target], target if self.rank == chief else None) as (number, captured):
-                self.jobs.staged(Collective.GATHER, source, target, source.count, SUM, chief, number, captured)
+        self._run(Collective.GATHER, source, target, source.count, SUM, chief, stream)
         return out
 
     def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
@@ -210,9 +122,7 @@ class HostsCommunicator(UnevenCollectives):
             target = self._like(out, source, count, "scatter")
         else:
             source = target = device_view(out, "out", "scatter", stream, self.gpu)
-        if target.count:
-            with self._operation("scatter", stream, [source, target], target) as (number, captured):
-                self.jobs.staged(Collective.SCATTER, source, target, target.count, SUM, chief, number, captured)
+        self._run(Collective.SCATTER, source, target, target.count, SUM, chief, stream)
         return out
 
     def empty(self, shape: Any, dtype: Any = "float32") -> Any:
@@ -221,7 +131,7 @@ class HostsCommunicator(UnevenCollectives):
 
     def barrier(self, *, stream: Any = None) -> None:
         """What follows in the stream begins when every rank's stream has come here."""
-        with self._operation("barrier", stream, [], None) as (number, captured):
+        with self._operation("barrier", stream, []) as (number, captured):
             self.jobs.barrier(number, captured)
 
     # ---- point to point
@@ -256,7 +166,7 @@ class HostsCommunicator(UnevenCollectives):
         mine = self.layout.mine
         near = [dataclasses.replace(t, peer=mine.index(t.peer)) for t in transfers if t.peer in mine]
         far = [t for t in transfers if t.peer not in mine and t.memory.count]
-        with self._operation(name, stream, [t.memory for t in transfers], None) as (number, captured):
+        with self._operation(name, stream, [t.memory for t in transfers]) as (number, captured):
             if near and far:
                 self.gpu.order_streams(number, self._beside())
                 self.local.exchange(near, stream=self._beside(), name=name)
@@ -276,11 +186,8 @@ class HostsCommunicator(UnevenCollectives):
         return self._side
 
     @contextlib.contextmanager
-    def _operation(self, name: str, stream: Any, views: Sequence[DeviceMemory], writes: DeviceMemory | None) -> Iterator[tuple[int, bool]]:
+    def _operation(self, name: str, stream: Any, views: Sequence[DeviceMemory]) -> Iterator[tuple[int, bool]]:
         """Every call is inside: what it may raise, the stream's number and whether it is captured; keeps what views keep."""
-        if writes is not None and writes.read_only:
-            hint = "give out, an array that can; arrays of JAX never change"
-            raise InvalidUsage(f"{name}: the result's array cannot be written", rank=self.rank, hint=hint)
         self.check(name)
         self.gpu.make_current()
         number = self.local._enter(name, stream)
@@ -296,13 +203,10 @@ class HostsCommunicator(UnevenCollectives):
     def explain(self, collective: Collective, block_bytes: int, dtype: DType, op: Any = SUM) -> list[DeviceCandidate]:
         """How ``collective`` runs on blocks of so many bytes, and why. Nothing is communicated."""
         operator(op, dtype, collective.label)
-        if collective.reduces:
-            two_steps = collective in IN_TWO_STEPS and self.steps.sums(dtype, op)
-        else:
-            two_steps = collective in IN_TWO_STEPS and self.layout.hierarchical
+        two_steps = self.steps.takes(collective, dtype, op)
         count = block_bytes // dtype.itemsize
         shape = Shape.even(collective, dtype.itemsize, self.rank, self.nranks, 0, count)
-        if collective is Collective.ALL_TO_ALL and self.layout.hierarchical and self.layout.host_major:
+        if collective is Collective.ALL_TO_ALL and self.steps.keeps_blocks_inside:
             shape = dataclasses.replace(shape, places=tuple(range(self.nranks)))  # those inside the host are not staged
         reason = self.jobs.why(two_steps, shape, dtype, op)
         algo = "hierarchical" if two_steps else "staged"

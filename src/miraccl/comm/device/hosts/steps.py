@@ -15,6 +15,7 @@ from miraccl.comm.device.memory import DeviceMemory
 from miraccl.types import Collective, DType, RedOp
 
 SUM = RedOp.SUM
+IN_TWO_STEPS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.BROADCAST, Collective.REDUCE)
 
 
 class TwoSteps:
@@ -22,6 +23,33 @@ class TwoSteps:
 
     def __init__(self, local: DeviceCommunicator, jobs: HostsJobs) -> None:
         self.local, self.jobs, self.at = local, jobs, jobs.layout
+
+    def takes(self, collective: Collective, dtype: DType, op: Any) -> bool:
+        """Whether ``run`` can."""
+        if collective not in IN_TWO_STEPS:
+            return False
+        return self.sums(dtype, op) if collective.reduces else self.at.hierarchical
+
+    @property
+    def keeps_blocks_inside(self) -> bool:
+        """Whether ``all_to_all`` can."""
+        return self.at.hierarchical and self.at.host_major
+
+    def run(
+        self, collective: Collective, source: DeviceMemory, target: DeviceMemory, op: Any, root: int, number: int, captured: bool
+    ) -> None:
+        """A collective that ``takes`` says yes to."""
+        match collective:
+            case Collective.ALL_REDUCE:
+                self.all_reduce(source, target, op, number, captured)
+            case Collective.REDUCE_SCATTER:
+                self.reduce_scatter(source, target, op, number, captured)
+            case Collective.ALL_GATHER:
+                self.all_gather(source, target, number, captured)
+            case Collective.BROADCAST:
+                self.broadcast(source, root, number, captured)
+            case Collective.REDUCE:
+                self.reduce(source, target, op, root, number, captured)
 
     def sums(self, dtype: DType, op: Any) -> bool:
         """Whether sums may be made in two steps, on GPUs first."""

@@ -22,9 +22,7 @@ class UnevenCollectives(DeviceArguments):
 
     jobs: HostsJobs
 
-    def _operation(
-        self, name: str, stream: Any, views: Sequence[DeviceMemory], writes: DeviceMemory | None
-    ) -> contextlib.AbstractContextManager[tuple[int, bool]]:
+    def _operation(self, name: str, stream: Any, views: Sequence[DeviceMemory]) -> contextlib.AbstractContextManager[tuple[int, bool]]:
         raise NotImplementedError
 
     def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, *, stream: Any = None) -> Any:
@@ -112,8 +110,9 @@ class UnevenCollectives(DeviceArguments):
             counts=tuple(counts),
             uneven=True,
         )
-        writes = target if target is not source else None
-        with self._operation(f"{collective.label}_v", stream, [source, target], writes) as (number, captured):
+        if target.read_only and target is not source:
+            raise self._constant(f"{collective.label}_v")
+        with self._operation(f"{collective.label}_v", stream, [source, target]) as (number, captured):
             self.jobs.enqueue((self.jobs.world,), shape, source.dtype, op, (source.address, target.address), number, captured)
 
     def _counts(self, counts: Any, where: str) -> tuple[int, ...]:
