@@ -32,8 +32,12 @@ class DeviceArguments:
             raise InvalidUsage(f"{where}: x has {source.count} elements, which {self.nranks} ranks cannot share evenly", rank=self.rank)
         return source.count // self.nranks
 
+    @staticmethod
+    def _overlap(a: DeviceMemory, b: DeviceMemory) -> bool:
+        return bool(a.count and b.count) and a.address < b.address + b.nbytes and b.address < a.address + a.nbytes
+
     def _apart(self, source: DeviceMemory, target: DeviceMemory, where: str) -> None:
-        if source.nbytes and source.address < target.address + target.nbytes and target.address < source.address + source.nbytes:
+        if self._overlap(source, target):
             raise InvalidUsage(f"{where} has no in-place form: x and out must not overlap", rank=self.rank)
 
     def _writes(self, collective: Collective, root: int) -> bool:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from miraccl.comm.arguments import counts_of, peer_rank
+from miraccl.comm.arguments import peer_rank
+from miraccl.comm.device.collectives import SUM, Operator
 from miraccl.comm.device.hosts.transfers import DeviceTransfer
-from miraccl.comm.device.memory import DeviceMemory, device_view, empty_like
+from miraccl.comm.device.memory import DeviceMemory, device_view
+from miraccl.comm.device.uneven import UnevenCollectives
 from miraccl.errors import CollectiveMismatch, InvalidUsage, MiracclError
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.messages import MAX_BYTES, Message, describe
@@ -19,14 +21,12 @@ from miraccl.executor.cuda.source import Frame
 from miraccl.topo.records import PathType
 from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.transport.cuda_pairs import DIRECT
-from miraccl.types import Collective, DType, RedOp
+from miraccl.types import Collective, DType
 
 if TYPE_CHECKING:
-    from miraccl.executor.cuda.driver import Gpu
     from miraccl.executor.cuda.message_launch import MessageLaunches
     from miraccl.executor.cuda.plan import DevicePlan
 
-SUM = RedOp.SUM
 SINCE_ARCH = 90
 SMALL_BYTES, SMALL_COUNT = 128 << 10, 32  # messages of a launch of at most 128 warps
 _ITEMSIZES = tuple(dtype.itemsize for dtype in DType)  # by code: calls are counted in fractions of a microsecond
@@ -61,24 +61,18 @@ def _in_words(size: int) -> str:
     return describe(nbytes, code) if code in DType._value2member_map_ else f"{nbytes} bytes"
 
 
-class MessageCalls:
+class MessageCalls(UnevenCollectives):
     """The part of ``DeviceCommunicator`` that moves messages; it owns ``_messages``, everything else is the communicator's."""
 
-    rank: int
-    nranks: int
-    gpu: Gpu
     last_plan: DevicePlan | None
     _messages: MessageLaunches
 
     if TYPE_CHECKING:
 
         def _enter(self, name: str, stream: Any, fills: bool = True) -> int: ...
-        def _like(self, out: Any, source: DeviceMemory, count: int, where: str) -> DeviceMemory: ...
-        def _share(self, source: DeviceMemory, where: str) -> int: ...
-        def _root(self, root: Any, where: str) -> int: ...
         def _hold(self, views: Sequence[DeviceMemory], number: int) -> None: ...
         def _run(
-            self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Any, root: int, stream: Any
+            self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
         ) -> None: ...
 
     # ---- point to point
@@ -129,120 +123,68 @@ class MessageCalls:
         others = [r for r in range(self.nranks) if r != self.rank]
         self._messages.run([Message(receives, r, 0, 0, int(DType.UINT8)) for r in others for receives in (False, True)], number)
 
-    # ---- even collectives with a root
+    # ---- collectives with a root or with counts
 
-    def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
-        """All ranks' ``x``, one after another, on rank ``root``; the others get None."""
-        source = device_view(x, "x", "gather", stream, self.gpu)
-        return self._gather(x, source, [source.count] * self.nranks, root, out, "gather", stream)
+    def _run_rooted(
+        self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
+    ) -> None:
+        every = [count] * self.nranks if self.rank == root else []
+        sends, receives = ([count], every) if collective is Collective.GATHER else (every, [count])
+        self._run_messages(collective, source, target, sends, receives, root, collective.label, stream)
 
-    def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
-        """Rank r gets the r-th of nranks equal shares of the root's ``x``; the other ranks give ``out``."""
-        if self.rank != self._root(root, "scatter"):
-            target = self._given(out, "scatter", stream)
-            return self._scatter(None, None, [target.count] * self.nranks, root, out, "scatter", stream)
-        source = device_view(x, "x", "scatter", stream, self.gpu)
-        return self._scatter(x, source, [self._share(source, "scatter")] * self.nranks, root, out, "scatter", stream)
+    def _run_uneven(
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        sends: Sequence[int],
+        receives: Sequence[int],
+        counts: Sequence[int],
+        stream: Any,
+        *,
+        op: Operator = SUM,
+        root: int = 0,
+    ) -> None:
+        if collective is Collective.REDUCE_SCATTER:
+            self._reduce_scatter_v(source, target, sends, op, stream)
+        else:
+            self._run_messages(collective, source, target, sends, receives, root, f"{collective.label}_v", stream)
 
-    # ---- uneven collectives: counts in elements, one a rank
-
-    def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, *, stream: Any = None) -> Any:
-        """As ``all_gather``; rank r contributes ``counts[r]`` elements."""
-        name, sizes = "all_gather_v", counts_of(counts, "counts", self.nranks, "all_gather_v")
-        source = self._sized(x, sizes[self.rank], f"counts[{self.rank}]", name, stream)
-        out = empty_like(x, sum(sizes), name) if out is None else out
-        target = self._like(out, source, sum(sizes), name)
-        _no_overlap(target, source, sum(sizes[: self.rank]), name)
-        sends = [source if source.count else None] * self.nranks
-        self._move(sends, _cut(target, sizes), name, stream)
-        return out
-
-    def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None, *, stream: Any = None) -> Any:
-        """As ``all_to_all``; block j of ``x`` has ``send_counts[j]`` elements, block j of the result ``recv_counts[j]``."""
-        name = "all_to_all_v"
-        sends = counts_of(send_counts, "send_counts", self.nranks, name)
-        receives = counts_of(recv_counts, "recv_counts", self.nranks, name)
-        if sends[self.rank] != receives[self.rank]:
-            mine = f"send_counts[{self.rank}] is {sends[self.rank]}, recv_counts[{self.rank}] is {receives[self.rank]}"
-            raise InvalidUsage(f"{name}: a rank sends itself what it receives: {mine}", rank=self.rank)
-        source = self._sized(x, sum(sends), "the sum of send_counts", name, stream)
-        out = empty_like(x, sum(receives), name) if out is None else out
-        target = self._like(out, source, sum(receives), name)
-        _no_overlap(target, source, None, name)
-        self._move(_cut(source, sends), _cut(target, receives), name, stream)
-        return out
-
-    def gather_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
-        """As ``gather``; rank r contributes ``counts[r]`` elements."""
-        sizes = counts_of(counts, "counts", self.nranks, "gather_v")
-        source = self._sized(x, sizes[self.rank], f"counts[{self.rank}]", "gather_v", stream)
-        return self._gather(x, source, sizes, root, out, "gather_v", stream)
-
-    def scatter_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
-        """As ``scatter``; rank r gets ``counts[r]`` elements."""
-        sizes = counts_of(counts, "counts", self.nranks, "scatter_v")
-        if self.rank != self._root(root, "scatter_v"):
-            return self._scatter(None, None, sizes, root, out, "scatter_v", stream)
-        source = self._sized(x, sum(sizes), "the sum of counts", "scatter_v", stream)
-        return self._scatter(x, source, sizes, root, out, "scatter_v", stream)
-
-    def reduce_scatter_v(self, x: Any, counts: Sequence[int], out: Any = None, op: Any = SUM, *, stream: Any = None) -> Any:
-        """As ``reduce_scatter``; rank r gets ``counts[r]`` elements. Equal counts are one kernel, others a ``reduce`` per rank."""
-        name, sizes = "reduce_scatter_v", counts_of(counts, "counts", self.nranks, "reduce_scatter_v")
-        source = self._sized(x, sum(sizes), "the sum of counts", name, stream)
-        out = empty_like(x, sizes[self.rank], name) if out is None else out
-        target = self._like(out, source, sizes[self.rank], name)
-        _no_overlap(source, target, sum(sizes[: self.rank]), name)
+    def _reduce_scatter_v(self, source: DeviceMemory, target: DeviceMemory, sizes: Sequence[int], op: Operator, stream: Any) -> None:
+        """Equal counts are one kernel, others a ``reduce`` per rank."""
         if len(set(sizes)) == 1:
             self._run(Collective.REDUCE_SCATTER, source, target, sizes[0], op, 0, stream)
-            return out
+            return
         for root, part in enumerate(_cut(source, sizes)):
             if part is not None:
                 self._run(Collective.REDUCE, part, target if root == self.rank else part, part.count, op, root, stream)
-        return out
 
-    # ---- parts
+    def _run_messages(
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        sends: Sequence[int],
+        receives: Sequence[int],
+        root: int,
+        name: str,
+        stream: Any,
+    ) -> None:
+        """Blocks of ``source`` and ``target`` are a block for each rank, or one for all or for the root."""
+        going, coming = _cut(source, sends), _cut(target, receives)
+        if collective is Collective.ALL_GATHER:
+            going *= self.nranks
+        elif collective is Collective.GATHER:
+            going = self._only(root, going[0])
+            coming = coming or self._only(root, None)
+        elif collective is Collective.SCATTER:
+            going = going or self._only(root, None)
+            coming = self._only(root, coming[0])
+        self._move(going, coming, name, stream)
 
-    def _gather(self, x: Any, source: DeviceMemory, sizes: list[int], root: int, out: Any, name: str, stream: Any) -> Any:
-        chief, total = self._root(root, name), sum(sizes)
-        sends: list[DeviceMemory | None] = [None] * self.nranks
-        receives: list[DeviceMemory | None] = [None] * self.nranks
-        if source.count:
-            sends[chief] = source
-        if self.rank == chief:
-            out = empty_like(x, total, name) if out is None else out
-            target = self._like(out, source, total, name)
-            _no_overlap(target, source, sum(sizes[:chief]), name)
-            receives = _cut(target, sizes)
-        self._move(sends, receives, name, stream)
-        return out if self.rank == chief else None
-
-    def _scatter(self, x: Any, source: DeviceMemory | None, sizes: list[int], root: int, out: Any, name: str, stream: Any) -> Any:
-        chief, mine = self._root(root, name), sizes[self.rank]
-        sends: list[DeviceMemory | None] = [None] * self.nranks
-        receives: list[DeviceMemory | None] = [None] * self.nranks
-        if source is not None:
-            out = empty_like(x, mine, name) if out is None else out
-            target = self._like(out, source, mine, name)
-            _no_overlap(source, target, sum(sizes[:chief]), name)
-            sends = _cut(source, sizes)
-        else:
-            target = self._given(out, name, stream)
-            _expect(target, mine, "out", f"counts[{self.rank}]" if name == "scatter_v" else "its share", name)
-        if mine:
-            receives[chief] = target
-        self._move(sends, receives, name, stream)
-        return out
-
-    def _given(self, out: Any, name: str, stream: Any) -> DeviceMemory:
-        if out is None:
-            raise InvalidUsage(f"{name}: a rank that is not the root gives out, the array for its share", rank=self.rank)
-        return device_view(out, "out", name, stream, self.gpu)
-
-    def _sized(self, x: Any, count: int, why: str, name: str, stream: Any) -> DeviceMemory:
-        memory = device_view(x, "x", name, stream, self.gpu)
-        _expect(memory, count, "x", why, name)
-        return memory
+    def _only(self, rank: int, memory: DeviceMemory | None) -> list[DeviceMemory | None]:
+        """Nothing for all ranks but ``rank``."""
+        return [memory if r == rank else None for r in range(self.nranks)]
 
     def _move(self, sends: list[DeviceMemory | None], receives: list[DeviceMemory | None], name: str, stream: Any) -> None:
         """``sends[r]`` to rank r and ``receives[r]`` from it, None for nothing; what stays in its place is not copied."""
@@ -251,7 +193,7 @@ class MessageCalls:
             sends[self.rank] = receives[self.rank] = None
         for memory in receives:
             if memory is not None and memory.read_only:
-                raise InvalidUsage(f"{name}: out is an array that cannot be written", rank=self.rank)
+                raise self._constant(name)
         parts = [(m, _message(False, r, m)) for r, m in enumerate(sends) if m is not None]
         parts += [(m, _message(True, r, m)) for r, m in enumerate(receives) if m is not None]
         self._go(parts, name, stream)
@@ -273,17 +215,3 @@ def _cut(memory: DeviceMemory, sizes: Sequence[int]) -> list[DeviceMemory | None
         parts.append(memory.part(first, size) if size else None)
         first += size
     return parts
-
-
-def _expect(memory: DeviceMemory, count: int, name: str, why: str, where: str) -> None:
-    if memory.count != count:
-        raise InvalidUsage(f"{where}: {name} has {memory.count} elements, but needs {count} ({why})")
-
-
-def _no_overlap(whole: DeviceMemory, part: DeviceMemory, allowed: int | None, where: str) -> None:
-    """``part`` may lie ``allowed`` elements into ``whole``, the in-place form; any other overlap is refused."""
-    a, b = whole.address, part.address
-    if not whole.nbytes or not part.nbytes or a >= b + part.nbytes or b >= a + whole.nbytes:
-        return
-    if allowed is None or b - a != allowed * whole.dtype.itemsize:
-        raise InvalidUsage(f"{where}: input and output overlap, but not as this operation's in-place form does")

@@ -26,8 +26,8 @@ from miraccl.comm.device.hosts.layout import HostsLayout, host_name
 from miraccl.comm.device.hosts.pieces import Shape
 from miraccl.comm.device.hosts.steps import TwoSteps
 from miraccl.comm.device.hosts.transfers import DeviceTransfer
-from miraccl.comm.device.hosts.uneven import UnevenCollectives
-from miraccl.comm.device.memory import DeviceMemory, device_view, empty_like
+from miraccl.comm.device.memory import DeviceMemory, device_view
+from miraccl.comm.device.uneven import UnevenCollectives
 from miraccl.comm.member import Options
 from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
 from miraccl.transport.cuda_p2p import Explanation
@@ -101,29 +101,40 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives):
             else:
                 self.jobs.staged(collective, source, target, count, op, root, number, captured)
 
-    def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
-        """All ranks' ``x``, one after another, on rank ``root``; the others get None."""
-        chief, source = self._root(root, "gather"), device_view(x, "x", "gather", stream, self.gpu)
-        if self.rank != chief:
-            out = None
-        elif out is None:
-            out = empty_like(x, source.count * self.nranks, "gather")
-        target = source if out is None else self._like(out, source, source.count * self.nranks, "gather")
-        self._run(Collective.GATHER, source, target, source.count, SUM, chief, stream)
-        return out
+    _run_rooted = _run
 
-    def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
-        """Rank r gets the r-th of nranks equal shares of the root's ``x``; the other ranks give ``out``."""
-        chief = self._root(root, "scatter")
-        if self.rank == chief:
-            source = device_view(x, "x", "scatter", stream, self.gpu)
-            count = self._share(source, "scatter")
-            out = empty_like(x, count, "scatter") if out is None else out
-            target = self._like(out, source, count, "scatter")
-        else:
-            source = target = device_view(out, "out", "scatter", stream, self.gpu)
-        self._run(Collective.SCATTER, source, target, target.count, SUM, chief, stream)
-        return out
+    def _run_uneven(
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        sends: Sequence[int],
+        receives: Sequence[int],
+        counts: Sequence[int],
+        stream: Any,
+        *,
+        op: Operator = SUM,
+        root: int = 0,
+    ) -> None:
+        name = f"{collective.label}_v"
+        if target.read_only and self._writes(collective, root):
+            raise self._constant(name)
+        if counts and not any(counts):
+            self.check(name)
+            return
+        shape = Shape(
+            collective=collective,
+            itemsize=source.dtype.itemsize,
+            rank=self.rank,
+            nranks=self.nranks,
+            root=root,
+            sends=tuple(sends),
+            receives=tuple(receives),
+            counts=tuple(counts),
+            uneven=True,
+        )
+        with self._operation(name, stream, [source, target]) as (number, captured):
+            self.jobs.enqueue((self.jobs.world,), shape, source.dtype, op, (source.address, target.address), number, captured)
 
     def empty(self, shape: Any, dtype: Any = "float32") -> Any:
         """Window memory of this host's ranks: any GPU memory for operations over hosts, addressed by peers in the part inside the host."""

@@ -1,0 +1,158 @@
+"""Collectives on GPU memory with a root or with counts, as users call them: arguments are checked here, ``_run_uneven`` moves the data.
+
+Counts are in elements, one a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from miraccl.comm.arguments import counts_of, operator
+from miraccl.comm.device.arguments import DeviceArguments
+from miraccl.comm.device.collectives import SUM, Operator
+from miraccl.comm.device.memory import DeviceMemory, device_view, empty_like
+from miraccl.errors import InvalidUsage
+from miraccl.types import Collective
+
+
+class UnevenCollectives(DeviceArguments):
+    """The methods of a communicator."""
+
+    def _run_rooted(
+        self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
+    ) -> None:
+        """Run a gather or scatter of equal blocks in ``stream``; a rank that lacks one of the two buffers gives the other for it."""
+        raise NotImplementedError
+
+    def _run_uneven(
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        sends: Sequence[int],
+        receives: Sequence[int],
+        counts: Sequence[int],
+        stream: Any,
+        *,
+        op: Operator = SUM,
+        root: int = 0,
+    ) -> None:
+        """Run it in ``stream``. ``sends`` are the blocks of ``source``, ``receives`` those of ``target``; ``counts`` what all ranks know,
+        nothing for all_to_all."""
+        raise NotImplementedError
+
+    def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
+        """All ranks' ``x``, one after another, on rank ``root``; the others get None."""
+        chief, source = self._root(root, "gather"), device_view(x, "x", "gather", stream, self.gpu)
+        out, target = self._gathered(x, source, [source.count] * self.nranks, chief, out, "gather")
+        self._run_rooted(Collective.GATHER, source, target, source.count, SUM, chief, stream)
+        return out
+
+    def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
+        """Rank r gets the r-th of nranks equal shares of the root's ``x``; the other ranks give ``out``."""
+        chief = self._root(root, "scatter")
+        if self.rank == chief:
+            source = device_view(x, "x", "scatter", stream, self.gpu)
+            sizes = [self._share(source, "scatter")] * self.nranks
+            out, target = self._scattered(x, source, sizes, out, "scatter")
+        else:
+            source = target = self._given(out, "scatter", stream)
+        self._run_rooted(Collective.SCATTER, source, target, target.count, SUM, chief, stream)
+        return out
+
+    def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, *, stream: Any = None) -> Any:
+        """As ``all_gather``; rank r contributes ``counts[r]`` elements."""
+        sizes = counts_of(counts, "counts", self.nranks, "all_gather_v")
+        source = self._sized(x, sizes[self.rank], f"counts[{self.rank}]", "all_gather_v", stream)
+        out = empty_like(x, sum(sizes), "all_gather_v") if out is None else out
+        target = self._like(out, source, sum(sizes), "all_gather_v")
+        self._in_place(target, source, sum(sizes[: self.rank]), "all_gather_v")
+        self._run_uneven(Collective.ALL_GATHER, source, target, (source.count,), sizes, sizes, stream)
+        return out
+
+    def reduce_scatter_v(self, x: Any, counts: Sequence[int], out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
+        """As ``reduce_scatter``; rank r gets ``counts[r]`` elements."""
+        sizes = counts_of(counts, "counts", self.nranks, "reduce_scatter_v")
+        source = self._sized(x, sum(sizes), "the sum of counts", "reduce_scatter_v", stream)
+        operator(op, source.dtype, "reduce_scatter_v")
+        out = empty_like(x, sizes[self.rank], "reduce_scatter_v") if out is None else out
+        target = self._like(out, source, sizes[self.rank], "reduce_scatter_v")
+        self._in_place(source, target, sum(sizes[: self.rank]), "reduce_scatter_v")
+        self._run_uneven(Collective.REDUCE_SCATTER, source, target, sizes, (target.count,), sizes, stream, op=op)
+        return out
+
+    def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None, *, stream: Any = None) -> Any:
+        """As ``all_to_all``; block j of ``x`` has ``send_counts[j]`` elements, block j of the result ``recv_counts[j]``."""
+        sends = counts_of(send_counts, "send_counts", self.nranks, "all_to_all_v")
+        receives = counts_of(recv_counts, "recv_counts", self.nranks, "all_to_all_v")
+        if sends[self.rank] != receives[self.rank]:
+            mine = f"send_counts[{self.rank}] is {sends[self.rank]}, recv_counts[{self.rank}] is {receives[self.rank]}"
+            raise InvalidUsage(f"all_to_all_v: a rank sends itself what it receives: {mine}", rank=self.rank)
+        source = self._sized(x, sum(sends), "the sum of send_counts", "all_to_all_v", stream)
+        out = empty_like(x, sum(receives), "all_to_all_v") if out is None else out
+        target = self._like(out, source, sum(receives), "all_to_all_v")
+        self._apart(source, target, "all_to_all_v")
+        self._run_uneven(Collective.ALL_TO_ALL, source, target, sends, receives, (), stream)
+        return out
+
+    def gather_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
+        """As ``gather``; rank r contributes ``counts[r]`` elements."""
+        chief, sizes = self._root(root, "gather_v"), counts_of(counts, "counts", self.nranks, "gather_v")
+        source = self._sized(x, sizes[self.rank], f"counts[{self.rank}]", "gather_v", stream)
+        out, target = self._gathered(x, source, sizes, chief, out, "gather_v")
+        receives = sizes if self.rank == chief else ()
+        self._run_uneven(Collective.GATHER, source, target, (source.count,), receives, sizes, stream, root=chief)
+        return out
+
+    def scatter_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
+        """As ``scatter``; rank r gets ``counts[r]`` elements."""
+        chief, sizes = self._root(root, "scatter_v"), counts_of(counts, "counts", self.nranks, "scatter_v")
+        if self.rank == chief:
+            source = self._sized(x, sum(sizes), "the sum of counts", "scatter_v", stream)
+            out, target = self._scattered(x, source, sizes, out, "scatter_v")
+        else:
+            source = target = self._given(out, "scatter_v", stream)
+            self._expect(target, sizes[self.rank], "out", f"counts[{self.rank}]", "scatter_v")
+        sends = sizes if self.rank == chief else ()
+        self._run_uneven(Collective.SCATTER, source, target, sends, (target.count,), sizes, stream, root=chief)
+        return out
+
+    # ---- parts
+
+    def _gathered(
+        self, x: Any, source: DeviceMemory, sizes: Sequence[int], chief: int, out: Any, where: str
+    ) -> tuple[Any, DeviceMemory]:
+        """The result of a gather and its memory; of a rank that is not the root None, and ``source``."""
+        if self.rank != chief:
+            return None, source
+        out = empty_like(x, sum(sizes), where) if out is None else out
+        target = self._like(out, source, sum(sizes), where)
+        self._in_place(target, source, sum(sizes[:chief]), where)
+        return out, target
+
+    def _scattered(self, x: Any, source: DeviceMemory, sizes: Sequence[int], out: Any, where: str) -> tuple[Any, DeviceMemory]:
+        """The root's share of a scatter and its memory."""
+        out = empty_like(x, sizes[self.rank], where) if out is None else out
+        target = self._like(out, source, sizes[self.rank], where)
+        self._in_place(source, target, sum(sizes[: self.rank]), where)
+        return out, target
+
+    def _given(self, out: Any, where: str, stream: Any) -> DeviceMemory:
+        if out is None:
+            raise InvalidUsage(f"{where}: a rank that is not the root gives out, the array for its share", rank=self.rank)
+        return device_view(out, "out", where, stream, self.gpu)
+
+    def _sized(self, x: Any, count: int, why: str, where: str, stream: Any) -> DeviceMemory:
+        memory = device_view(x, "x", where, stream, self.gpu)
+        self._expect(memory, count, "x", why, where)
+        return memory
+
+    def _expect(self, memory: DeviceMemory, count: int, name: str, why: str, where: str) -> None:
+        if memory.count != count:
+            raise InvalidUsage(f"{where}: {name} has {memory.count} elements, but needs {count} ({why})", rank=self.rank)
+
+    def _in_place(self, whole: DeviceMemory, part: DeviceMemory, first: int, where: str) -> None:
+        """``part`` may lie ``first`` elements into ``whole``, the in-place form; any other overlap is refused."""
+        if self._overlap(whole, part) and part.address - whole.address != first * whole.dtype.itemsize:
+            raise InvalidUsage(f"{where}: input and output overlap, but not as this operation's in-place form does", rank=self.rank)
