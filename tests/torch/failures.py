@@ -46,6 +46,19 @@ def refusals(path: str) -> None:
         for message in (group.send, group.recv):
             with refused("tag is -1", "0 and more"):
                 message([torch.ones(1)], 0, -1)
+        two = [torch.ones(1), torch.ones(1)]  # Gloo adds these up as well, NCCL refuses them
+        for several in (group.allreduce, group.broadcast, lambda xs: group.allgather([[x] * nranks for x in xs], xs)):
+            with refused("one tensor", "got 2"):
+                several(two)
+        with refused("one tensor", "got 2"):
+            group.reduce_scatter(two, [two * nranks] * 2)
+        with refused("1 outputs and 2 inputs"):
+            group.allgather_into_tensor_coalesced([torch.ones(nranks)], two)
+        with refused("1 outputs and 2 inputs"):
+            dist.all_gather_coalesced([[torch.ones(1)] for _ in range(nranks)], two)
+        for rooted in (group.broadcast, group.reduce):  # at the call: these do not wait
+            with refused(f"root is {nranks}", f"0 to {nranks - 1}"):
+                rooted(torch.ones(1), root=nranks)
         dist.all_reduce(x := torch.ones(2))
         assert x.tolist() == [nranks] * 2
 

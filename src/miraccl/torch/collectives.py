@@ -11,6 +11,7 @@ from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
+from miraccl.comm.arguments import peer_rank
 from miraccl.comm.communicator import Communicator
 from miraccl.errors import InvalidUsage
 from miraccl.torch import operators, sparse
@@ -44,6 +45,7 @@ class Collectives:
     @by_device("allreduce")
     @short_form(c10d.AllreduceOptions, "op", "timeout", lead=1, tensor_at=0)
     def allreduce(self, tensors: Sequence[Any], opts: Any = _ALL_REDUCE) -> Work:
+        only(tensors, "all_reduce")
         return self._all_reduce("all_reduce", tensors, opts)
 
     @by_device("allreduce_coalesced")
@@ -73,20 +75,19 @@ class Collectives:
     @short_form(c10d.BroadcastOptions, "root", "timeout", lead=1, tensor_at=0)
     def broadcast(self, tensors: Sequence[Any], opts: Any = _BROADCAST) -> Work:
         with as_backend_errors():
-            jobs = [stage(t, "broadcast") for t in tensors]
+            staged, root = stage(only(tensors, "broadcast"), "broadcast"), self._root(opts, "broadcast")
 
         def action() -> None:
-            for staged in jobs:
-                self.communicator.broadcast(staged.array, opts.rootRank)
-                staged.store()
+            self.communicator.broadcast(staged.array, root)
+            staged.store()
 
-        return self._go("broadcast", tensors, jobs, action, opts)
+        return self._go("broadcast", tensors, [staged], action, opts)
 
     @by_device("reduce")
     @short_form(c10d.ReduceOptions, "root", "op", "timeout", lead=1, tensor_at=0)
     def reduce(self, tensors: Sequence[Any], opts: Any = _REDUCE) -> Work:
-        tensor, root = only(tensors, "reduce"), opts.rootRank
         with as_backend_errors():
+            tensor, root = only(tensors, "reduce"), self._root(opts, "reduce")
             how = recipe(opts.reduceOp, tensor.dtype, "reduce")
             staged = stage(tensor, "reduce", how.form)
 
@@ -100,18 +101,21 @@ class Collectives:
     @by_device("allgather")
     @short_form(c10d.AllgatherOptions, "timeout", lead=2, tensor_at=1)
     def allgather(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _ALL_GATHER) -> Work:
+        only(inputs, "all_gather")
         return self._all_gather_lists("all_gather", output_lists, inputs, opts)
 
     @by_device("allgather_coalesced")
     def allgather_coalesced(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _ALL_GATHER) -> Work:
         """``output_lists[r][i]`` becomes rank r's ``inputs[i]``."""
-        by_input = [[of_rank[i] for of_rank in output_lists] for i in range(len(inputs))]
+        with as_backend_errors():
+            by_rank = [_paired(of_rank, inputs, "all_gather_coalesced") for of_rank in output_lists]
+        by_input = [[pairs[i][0] for pairs in by_rank] for i in range(len(inputs))]
         return self._all_gather_lists("all_gather_coalesced", by_input, inputs, opts)
 
     def _all_gather_lists(self, name: str, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Work:
         with as_backend_errors():
             jobs = []
-            for outputs, tensor in zip(output_lists, inputs, strict=True):
+            for outputs, tensor in _paired(output_lists, inputs, name):
                 jobs.append((stage(tensor, name), stage_list(outputs, name, load=False, nranks=self.communicator.nranks)))
 
         def action() -> None:
@@ -135,7 +139,7 @@ class Collectives:
     def _all_gather_singles(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> Work:
         name = "all_gather_into_tensor"
         with as_backend_errors():
-            jobs = [(stage(x, name), stage(out, name)) for out, x in zip(outputs, inputs, strict=True)]
+            jobs = [(stage(x, name), stage(out, name)) for out, x in _paired(outputs, inputs, name)]
 
         def action() -> None:
             for source, target in jobs:
@@ -149,8 +153,9 @@ class Collectives:
     def reduce_scatter(self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], opts: Any = _REDUCE_SCATTER) -> Work:
         name = "reduce_scatter"
         with as_backend_errors():
+            only(outputs, name)
             jobs = []
-            for output, inputs in zip(outputs, input_lists, strict=True):
+            for output, inputs in _paired(outputs, input_lists, name):
                 how = recipe(opts.reduceOp, output.dtype, name)
                 source = stage_list(inputs, name, how.form, nranks=self.communicator.nranks)
                 jobs.append((source, stage(output, name, how.form), how))
@@ -177,7 +182,7 @@ class Collectives:
         name = "reduce_scatter_tensor"
         with as_backend_errors():
             jobs = []
-            for output, tensor in zip(outputs, inputs, strict=True):
+            for output, tensor in _paired(outputs, inputs, name):
                 how = recipe(opts.reduceOp, output.dtype, name)
                 jobs.append((stage(tensor, name, how.form), stage(output, name, how.form), how))
 
@@ -239,9 +244,10 @@ class Collectives:
     @by_device("gather")
     @short_form(c10d.GatherOptions, "root", "timeout", lead=2, tensor_at=1)
     def gather(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _GATHER) -> Work:
-        name, root = "gather", opts.rootRank
-        outputs = only(output_lists, name) if self.communicator.rank == root else []
+        name = "gather"
         with as_backend_errors():
+            root = self._root(opts, name)
+            outputs = only(output_lists, name) if self.communicator.rank == root else []
             source = stage(only(inputs, name), name)
             target = stage_list(outputs, name, load=False, nranks=self.communicator.nranks) if outputs else None
             _check_equal_parts(target, source, name)
@@ -256,8 +262,9 @@ class Collectives:
     @by_device("scatter")
     @short_form(c10d.ScatterOptions, "root", "timeout", lead=2, tensor_at=0)
     def scatter(self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], opts: Any = _SCATTER) -> Work:
-        name, root = "scatter", opts.rootRank
+        name = "scatter"
         with as_backend_errors():
+            root = self._root(opts, name)
             target = stage(only(outputs, name), name)
             inputs = only(input_lists, name) if self.communicator.rank == root else []
             source = stage_list(inputs, name, nranks=self.communicator.nranks) if inputs else None
@@ -268,6 +275,9 @@ class Collectives:
             target.store()
 
         return self._go(name, outputs, [target] if source is None else [source, target], action, opts)
+
+    def _root(self, opts: Any, name: str) -> int:
+        return peer_rank(opts.rootRank, "root", self.communicator.nranks, name)
 
     # ---- names that older and newer callers use
 
@@ -284,6 +294,13 @@ def _check_equal_parts(whole: Staged | None, part: Staged, name: str) -> None:
         sizes = [tensor.numel() for tensor in whole.tensors]
         text = f"{name}: the tensors of the list have {sizes} elements; each needs {part.tensors[0].numel()}, as every rank's tensor"
         raise InvalidUsage(text, hint="all_to_all takes other sizes")
+
+
+def _paired(outputs: Sequence[Any], inputs: Sequence[Any], name: str) -> list[tuple[Any, Any]]:
+    """Each output beside its input."""
+    if len(outputs) != len(inputs):
+        raise InvalidUsage(f"{name}: an output for each input; got {len(outputs)} outputs and {len(inputs)} inputs")
+    return list(zip(outputs, inputs, strict=True))
 
 
 def only(items: Sequence[Any], name: str) -> Any:
