@@ -165,6 +165,9 @@ def by_hand(path: str) -> None:
         dist.barrier(device_ids=[0])
         assert group._get_sequence_number_for_group() == before + 2
         assert [device.type for device in group._device_types] == ["cpu", "cuda"]
+        assert group.options._timeout == LIMIT
+        group.set_timeout(2 * LIMIT)
+        assert group._get_backend(torch.device("cpu")).options._timeout == 2 * LIMIT
         assert group._get_backend(torch.device("cpu")).name() == dist.get_backend() == "miraccl"
         outs = [[torch.zeros(2)] for _ in range(nranks)]
         both(lambda g: _gathered(outs, rank, g), other)
@@ -208,6 +211,8 @@ def monitored(path: str) -> None:
             everybody = "rank 1" if nranks == 2 else f"ranks {', '.join(str(r) for r in range(1, nranks))}"
             with refused(f"{everybody} did not come"):
                 dist.monitored_barrier(timeout=SHORT, wait_all_ranks=True)
+            with refused("rank 1 did not come within 0 s"):  # and not within the group's own timeout, which 0 means elsewhere
+                dist.monitored_barrier(timeout=datetime.timedelta(0))
         else:
             dist.barrier(async_op=True)
         if not rank:

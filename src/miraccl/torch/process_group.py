@@ -23,7 +23,7 @@ from torch._C import _distributed_c10d as c10d
 from miraccl.comm.communicator import Communicator
 from miraccl.errors import InvalidUsage
 from miraccl.torch import monitored
-from miraccl.torch.channel import deadline, set_timeout
+from miraccl.torch.channel import deadline, set_timeout, timeout_of
 from miraccl.torch.collectives import Collectives, only
 from miraccl.torch.elsewhere import Elsewhere
 from miraccl.torch.failures import as_backend_errors
@@ -49,7 +49,6 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
     supports_coalescing = True
     supports_shrinking = False
     supports_time_estimate = False
-    options = types.SimpleNamespace()  # what callers copy and hand to split_group
 
     def __init__(self, store: Any, communicator: Communicator, mail: Communicator, elsewhere: Elsewhere | None = None) -> None:
         dist.ProcessGroup.__init__(self, communicator.rank, communicator.nranks)  # the one with a store makes no object to override
@@ -96,6 +95,11 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
 
     def get_group_store(self) -> Any:
         return self._store
+
+    @property
+    def options(self) -> Any:
+        """What callers copy and hand to ``split_group``, and read the timeout from."""
+        return types.SimpleNamespace(_timeout=datetime.timedelta(seconds=timeout_of(self.communicator)))
 
     # ---- devices
 
@@ -198,11 +202,14 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
         return self._on_lane("barrier", [], action, seconds(opts.timeout), opts.asyncOp)
 
     def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names the ranks that do not come, and where they are. Rank 0 finds out and tells the others."""
-        limit = seconds(timeout)
+        """A barrier that names the ranks that do not come, and where they are. Rank 0 finds out and tells the others.
+
+        A timeout of 0 waits for nobody, as on Gloo.
+        """
+        limit = self._post.timeout if timeout is None else timeout.total_seconds()
         self._barriers += 1
         with as_backend_errors():
-            monitored.barrier(self._post, self._barriers, self._post.timeout if limit is None else limit, wait_all_ranks)
+            monitored.barrier(self._post, self._barriers, limit, wait_all_ranks)
 
     # ---- point to point
 
