@@ -55,7 +55,18 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
                 ordered.deterministic,
             ),
         ),
-        (2, (training.losses, training.sparse, training.dtensor, training.pipelines, training.checkpoint, training.compiled)),
+        (
+            2,
+            (
+                training.losses,
+                training.joined,
+                training.sparse,
+                training.dtensor,
+                training.pipelines,
+                training.checkpoint,
+                training.compiled,
+            ),
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else " ".join(check.__name__ for check in value),
 )

@@ -35,6 +35,25 @@ def losses(path: str) -> None:
             assert ours[-1] < ours[0], name
 
 
+def joined(path: str) -> None:
+    """Ranks with batches of their own number under ``join``, with gradients divided by the ranks that still have some."""
+    with world(path) as (rank, _):
+        other = gloo()
+
+        def gradients(group: Group) -> list[Any]:
+            torch.manual_seed(1)
+            model = _ddp(torch.nn.Linear(3, 2), group)
+            seen = []
+            with model.join(divide_by_initial_world_size=False):
+                for step in range(2 + 2 * rank):
+                    model.zero_grad()
+                    model(torch.full((1, 3), 1.0 + step + rank)).sum().backward()
+                    seen += [p.grad.clone() for p in model.parameters()]
+            return seen
+
+        both(gradients, other)
+
+
 def _ddp(layers: Any, group: Group) -> Any:
     return DistributedDataParallel(layers, process_group=group, bucket_cap_mb=0.001)
 

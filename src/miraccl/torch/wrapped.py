@@ -7,6 +7,7 @@
 - ``_set_pg_timeout`` knows Gloo's and NCCL's backends only, and else warns.
 - ``split_group`` takes groups bound to a GPU only; the others are made as ``new_group`` makes them, by the ranks that are in them.
 - DDP's built-in FP16 hook reads the C++ type of a future's value, which one made in Python does not have: the same hook in Python does not.
+- ``Join.notify_join_context`` gives its work to DDP's reducer, which keeps its C++ half alone; the module keeps the other one.
 
 For all other groups they are PyTorch's own.
 """
@@ -21,10 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.algorithms import Join
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from miraccl.torch.process_group import ProcessGroupMiraccl
+from miraccl.torch.work import Work
 
 
 def install() -> None:
@@ -38,6 +41,8 @@ def install() -> None:
                 setattr(dist, name, wrapped)
     builtin = DistributedDataParallel._register_builtin_comm_hook
     DistributedDataParallel._register_builtin_comm_hook = functools.wraps(builtin)(_builtin_comm_hook(builtin))
+    notify = Join.notify_join_context
+    Join.notify_join_context = staticmethod(functools.wraps(notify)(_notify_join_context(notify)))
 
 
 def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,6 +123,16 @@ def _builtin_comm_hook(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, comm_hook_type)
 
     return register
+
+
+def _notify_join_context(original: Callable[..., Any]) -> Callable[..., Any]:
+    def notify_join_context(joinable: Any) -> Any:
+        work = original(joinable)
+        if isinstance(work, Work):
+            joinable._miraccl_join_work = work
+        return work
+
+    return notify_join_context
 
 
 def _group(given: Any) -> Any:
