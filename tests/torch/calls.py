@@ -152,6 +152,29 @@ def handles(path: str) -> None:
         both(lambda g: functional.all_to_all_single(torch.arange(1.0 * nranks) + rank, None, None, g or group) + 0, other)
 
 
+def profiled(path: str) -> None:
+    """torch.profiler shows the operations, by the names that it has for those of other backends."""
+    with world(path) as (rank, nranks):
+        x, right, left = torch.ones(40000), (rank + 1) % nranks, (rank - 1) % nranks
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            dist.all_reduce(x)
+            for work in [dist.all_reduce(x, async_op=True), dist.broadcast(x, 0, async_op=True)]:
+                work.wait()
+            received = dist.irecv(y := torch.zeros(40000), left)
+            dist.send(torch.full((40000,), float(rank)), right)
+            assert received is not None
+            received.wait()
+            dist.barrier()
+        assert (x[0].item(), y[0].item()) == (nranks**2, left)
+        shown = {event.key: event.count for event in profile.key_averages() if event.key.startswith("miraccl:")}
+        wanted = {"all_reduce": 2, "broadcast": 1, "send": 1, "recv": 1, "barrier": 1}
+        assert shown == {f"miraccl:{name}": count for name, count in wanted.items()}
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            chained = dist.all_reduce(x, async_op=True).get_future().then(lambda f: f.value()[0] * 2)
+            assert chained.wait()[0].item() == 2 * nranks**3
+        assert [event.count for event in profile.key_averages() if event.key == "miraccl:all_reduce"] == [1]
+
+
 # ---- the methods of a group
 
 

@@ -29,6 +29,7 @@ from miraccl.torch.elsewhere import Elsewhere
 from miraccl.torch.failures import as_backend_errors
 from miraccl.torch.forms import short_form
 from miraccl.torch.post import Post
+from miraccl.torch.profiled import profiled, profiling, shown_as
 from miraccl.torch.routing import by_device, first_tensor
 from miraccl.torch.streams import Streams, as_one_batch
 from miraccl.torch.tensors import DEVICES, Staged, check_result, stage
@@ -164,11 +165,15 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
                     check_result(tensor, name)
             action = _loaded(places, action)
         self._sequence += 1
-        if places and places[0].device.type != "cpu":
-            memory = [t for place in places for t in place.memory]
-            work: Work = self._streams_of(places[0].device).run(name, tensors, memory, action, asynchronous=opts.asyncOp)
-        else:
-            work = self._on_lane(name, tensors, action, seconds(opts.timeout), opts.asyncOp or self._batch is not None)
+        on_gpu = bool(places) and places[0].device.type != "cpu"
+
+        def start() -> Work:
+            if on_gpu:
+                memory = [t for place in places for t in place.memory]
+                return self._streams_of(places[0].device).run(name, tensors, memory, action, asynchronous=opts.asyncOp)
+            return self._on_lane(name, tensors, action, seconds(opts.timeout), opts.asyncOp or self._batch is not None)
+
+        work = profiled(f"{NAME}:{name}", start, on_gpu) if profiling() else start()
         if self._batch is not None:
             self._batch.append(work)
         return work
@@ -185,6 +190,7 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
         return Work.finished(name, tensors)
 
     @short_form(c10d.BarrierOptions, "timeout", lead=0)
+    @shown_as(f"{NAME}:barrier")
     def barrier(self, opts: Any = _BARRIER) -> Work:
         device = opts.device
         if self._elsewhere is not None and device is not None and device.type in self._elsewhere.devices:
@@ -214,6 +220,7 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
     # ---- point to point
 
     @by_device("send")
+    @shown_as(f"{NAME}:send")
     def send(self, tensors: Sequence[Any], dst: int, tag: int = 0) -> Work:
         """Tags are for CPU memory; messages between GPUs are matched by their order, as on NCCL."""
         with as_backend_errors():
@@ -226,6 +233,7 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
         return self._transfer(TransferWork("send", tensors, self._post, message, self._mail_lane, _nothing))
 
     @by_device("recv")
+    @shown_as(f"{NAME}:recv")
     def recv(self, tensors: Sequence[Any], src: int, tag: int = 0) -> Work:
         with as_backend_errors():
             staged = stage(only(tensors, "recv"), "recv")
@@ -236,6 +244,7 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
             return self._receive(tensors, staged, src, tag)
 
     @by_device("recv_anysource")
+    @shown_as(f"{NAME}:recv")
     def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> Work:
         """From whoever sends first; ``source_rank`` of the work says who it was."""
         with as_backend_errors():
