@@ -7,7 +7,7 @@ import pytest
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda import toolkit
 from miraccl.executor.cuda.messages import Reach
-from miraccl.executor.cuda.source import PACKET_MODES, Frame, KernelSpec, write_source
+from miraccl.executor.cuda.source import PACKET_MODES, SHOTS, Frame, KernelSpec, write_source
 from miraccl.types import DType, RedOp
 
 try:
@@ -24,8 +24,9 @@ FLOATS = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64, DType.FLO
 FRAMES = (*((dtype, Frame.WORD) for dtype in FLOATS), (DType.INT8, Frame.PAIR), (DType.INT64, Frame.MASK))
 
 
-def packets(mode: str, dtype: DType, frame: Frame, nranks: int = 4, op: RedOp = RedOp.SUM) -> KernelSpec:
-    return KernelSpec(family="packets", mode=mode, nranks=nranks, dtype=dtype, op=op, frame=frame, reduces=mode not in MOVES)
+def packets(mode: str, dtype: DType, frame: Frame, nranks: int = 4, op: RedOp = RedOp.SUM, single: bool = False) -> KernelSpec:
+    reduces = mode not in MOVES
+    return KernelSpec(family="packets", mode=mode, nranks=nranks, dtype=dtype, op=op, frame=frame, reduces=reduces, single=single)
 
 
 def messages(nranks: int) -> list[KernelSpec]:
@@ -36,6 +37,7 @@ def messages(nranks: int) -> list[KernelSpec]:
 def few() -> list[KernelSpec]:
     """Every file, frame and type once."""
     found = [packets("two_shot", dtype, frame) for dtype, frame in FRAMES]
+    found += [packets("all_reduce", DType.BFLOAT16, Frame.WORD, single=True), packets("all_to_all", DType.UINT8, Frame.PAIR, single=True)]
     found += [packets("broadcast_chain", DType.UINT8, Frame.MASK), packets("ring", DType.BFLOAT16, Frame.WORD)]
     found.append(KernelSpec(family="steps", nranks=2, dtype=DType.BFLOAT16, op=RedOp.AVG))
     found.append(KernelSpec(family="meet", nranks=4, dtype=DType.UINT8, reduces=False, threads=32))
@@ -45,9 +47,10 @@ def few() -> list[KernelSpec]:
 def many() -> list[KernelSpec]:
     """Every mode, too, and the largest number of ranks."""
     found = []
-    for mode in PACKET_MODES:
+    for mode, files in PACKET_MODES.items():
         frames = ((DType.UINT8, Frame.PAIR), (DType.UINT8, Frame.MASK)) if mode in MOVES else FRAMES[-3:]
         found += [packets(mode, dtype, frame) for dtype, frame in frames]
+        found += [packets(mode, *frames[0], single=True)] if files is SHOTS else []
     found += [packets("two_shot", DType.BFLOAT16, Frame.WORD, 3, RedOp.PREMUL_SUM), packets("two_shot", DType.BFLOAT16, Frame.WORD, 8)]
     found += [KernelSpec(family="steps", nranks=2, dtype=DType.INT64, op=op) for op in (RedOp.SUM, RedOp.PREMUL_SUM)]
     found.append(KernelSpec(family="steps", nranks=8, dtype=DType.UINT8, reduces=False))
@@ -61,6 +64,11 @@ def test_kernels_compile(arch: int) -> None:
     for spec in many() if arch == 90 else few():
         cubin = toolkit.compile_cubin(write_source(spec, arch), arch, spec.name)
         assert cubin[:4] == b"\x7fELF", spec.name
+
+
+def test_only_shots_have_a_kernel_of_one_piece() -> None:
+    with pytest.raises(ValueError, match="no kernel of one piece for mode 'ring'"):
+        packets("ring", DType.BFLOAT16, Frame.WORD, single=True)
 
 
 def test_an_error_shows_the_compilers_words() -> None:

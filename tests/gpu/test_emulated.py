@@ -61,6 +61,29 @@ def test_all_reduce(algo: str, proto: str, dtype: DType, nranks: int) -> None:
         assert run(machine(nranks), request, small(request), repeat=2, close=algo == "ring") == [""] * nranks
 
 
+ONE_PIECE = [
+    (Collective.ALL_REDUCE, "one_shot"),
+    (Collective.ALL_REDUCE, "two_shot"),
+    (Collective.ALL_GATHER, "one_shot"),
+    (Collective.REDUCE_SCATTER, "one_shot"),
+    (Collective.ALL_TO_ALL, "one_shot"),
+    (Collective.BROADCAST, "one_shot"),
+    (Collective.REDUCE, "one_shot"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "proto"), [(DType.BFLOAT16, "ll128"), (DType.INT32, "ll"), (DType.INT32, "ll128")])
+@pytest.mark.parametrize(("collective", "algo"), ONE_PIECE)
+def test_one_piece(collective: Collective, algo: str, dtype: DType, proto: str) -> None:
+    """The kernel of one piece, in turns with that of many, which uses the same memory."""
+    for count, offset, single in ((203, 0, True), (203, 1, True), (6001, 0, False), (96, 0, True)):
+        request = asked(collective, dtype, count, 3, algo, proto, root=1)
+        plan = small(request)
+        assert kernel_spec(plan, request).single is single
+        assert run(machine(3), request, plan, offset=offset, close=True) == [""] * 3
+    assert machine(3).packets_are_cleared()
+
+
 OTHERS = [
     (Collective.ALL_GATHER, "one_shot"),
     (Collective.REDUCE_SCATTER, "one_shot"),
@@ -120,9 +143,7 @@ IN_ORDER = [
 
 @pytest.mark.parametrize(("collective", "algo", "proto"), IN_ORDER)
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT32])
-def test_neighbours_in_another_order(
-    monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, proto: str, dtype: DType
-) -> None:
+def test_neighbours_in_another_order(monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, proto: str, dtype: DType) -> None:
     """Rings and chains that are not in the order of the ranks, from every root, with slots that are used again."""
     monkeypatch.setattr(layout, "BANK_BYTES", 64 << 10)
     four = Machine(4)

@@ -1,4 +1,4 @@
-"""Kernel source: cuLaunchKernel as a fast builtin. Through cuda.bindings a launch costs about a microsecond and a half more.
+"""Kernel source: cuLaunchKernelEx as a fast builtin. Through cuda.bindings a launch costs about a microsecond and a half more.
 
 ``launch(block, source, target, stream)``: ``block`` is the address of ``BLOCK_WORDS`` words; the result is CUDA's code.  Python's lock is
 let go, since a launch waits where the queue of the GPU is full.
@@ -13,34 +13,33 @@ from numba.extending import intrinsic
 
 from miraccl.native.intrinsics import I64, PyEval_RestoreThread, PyEval_SaveThread, PyLong_AsLong, PyLong_FromLong, load, store
 
-#: words: address of cuLaunchKernel, address of the kernel's argument, then what cuLaunchKernel takes: function, grid x y z, block x y z,
-#: shared memory, stream, parameters, extra
-BLOCK_WORDS = 13
-FUNCTION, ARGUMENT, FIRST, STREAM = 0, 1, 2, 10
+#: words: address of cuLaunchKernelEx, address of the kernel's argument, then what cuLaunchKernelEx takes: configuration (CUlaunchConfig),
+#: function, parameters, extra
+BLOCK_WORDS = 6
+FUNCTION, ARGUMENT, CONFIG, KERNEL, PARAMETERS, EXTRA = range(BLOCK_WORDS)
+CONFIG_STREAM = 32  # bytes from the beginning of the configuration to the stream
 
 
 @intrinsic
-def call11(typingctx: Any, function: Any, block: Any) -> Any:
-    """Call the C function at an address with the eleven words at ``block``."""
+def call4(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Call the C function at an address with four words; it returns an int."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         word = ir.IntType(64)
-        words = builder.inttoptr(args[1], word.as_pointer())
-        values = [builder.load(builder.gep(words, [ir.Constant(word, i)])) for i in range(11)]
-        kind = ir.FunctionType(ir.IntType(32), [word] * 11)
-        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), values), word)
+        kind = ir.FunctionType(ir.IntType(32), [word] * 4)
+        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:]), word)
 
-    return I64(I64, I64), emit
+    return I64(I64, I64, I64, I64, I64), emit
 
 
 def launch(self: int, args: int, nargs: int) -> int:
     block = PyLong_AsLong(load(args))
-    argument = load(block + 8 * ARGUMENT)
+    argument, config = load(block + 8 * ARGUMENT), load(block + 8 * CONFIG)
     store(argument, PyLong_AsLong(load(args + 8)))
     store(argument + 8, PyLong_AsLong(load(args + 16)))
-    store(block + 8 * STREAM, PyLong_AsLong(load(args + 24)))
+    store(config + CONFIG_STREAM, PyLong_AsLong(load(args + 24)))
     state = PyEval_SaveThread()
-    code = call11(load(block + 8 * FUNCTION), block + 8 * FIRST)
+    code = call4(load(block + 8 * FUNCTION), config, load(block + 8 * KERNEL), load(block + 8 * PARAMETERS), load(block + 8 * EXTRA))
     PyEval_RestoreThread(state)
     return PyLong_FromLong(code)
 

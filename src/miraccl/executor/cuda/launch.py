@@ -16,12 +16,37 @@ from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
 from miraccl.executor.cuda.source import KernelSpec, write_source
 
 _pointers = struct.Struct("<QQ")
+OVERLAP_FROM = 90  # sm_90 has programmatic dependent launch
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h, whose value has 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_uint32 * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("nattributes", ctypes.c_uint32),
+    )
 
 
 class Launch:
-    """One collective of one size. ``run`` enqueues it; it neither waits nor allocates."""
+    """One collective of one size. ``run`` enqueues it; it neither waits nor allocates.
 
-    def __init__(self, gpu: Gpu, function: Any, plan: DevicePlan, blocks: int, args: bytearray) -> None:
+    ``overlaps``: the kernel waits for the one before it in the stream by itself (``after_grid_before`` of source/machine.cuh), so it is set
+    up while that one runs.
+    """
+
+    def __init__(self, gpu: Gpu, function: Any, plan: DevicePlan, blocks: int, args: bytearray, overlaps: bool = False) -> None:
         self.plan, self.blocks, self.threads = plan, blocks, blocks * plan.threads
         self._args = (ctypes.c_char * len(args)).from_buffer(args)
         self._params = (ctypes.c_void_p * 1)(ctypes.addressof(self._args))
@@ -34,7 +59,9 @@ class Launch:
         self._results = gpu.cuda.CUresult
         if (direct := fast_launch(gpu)) is not None:
             address, self._fast = direct
-            words = (address, ctypes.addressof(self._args), int(function), blocks, 1, 1, plan.threads, 1, 1, 0, 0, self._address, 0)
+            attribute = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,)))
+            self._config = _Config((blocks, 1, 1), (plan.threads, 1, 1), 0, None, attribute, int(overlaps))
+            words = (address, ctypes.addressof(self._args), ctypes.addressof(self._config), int(function), self._address, 0)
             self._block = (ctypes.c_uint64 * len(words))(*words)
             self._block_address = ctypes.addressof(self._block)
             self.run = self._run_fast  # type: ignore[method-assign]
@@ -52,14 +79,14 @@ class Launch:
         """As ``run``, without the conversions of cuda.bindings (``executor.cuda.call``)."""
         code = self._fast(self._block_address, source, target, stream)
         if code:
-            check((self._results(code),), "cuLaunchKernel")
+            check((self._results(code),), "cuLaunchKernelEx")
 
 
 @functools.cache
 def _cuda_launch() -> tuple[int, Callable[[int, int, int, int], int]] | None:
-    """(address of cuLaunchKernel, builtin that calls it); None where there is no library of the driver."""
+    """(address of cuLaunchKernelEx, builtin that calls it); None where there is no library of the driver."""
     try:
-        address = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p).value
+        address = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p).value
     except (OSError, AttributeError):
         return None
     entry = native.library("miraccl.executor.cuda.call").address(native.PREFIX + "launch")
@@ -91,4 +118,4 @@ class Kernels:
         schedule = lower.schedule_of(plan, request, fixed.order)
         args = lower.lower_steps(schedule, plan, request, fixed) if schedule else lower.lower_packets(plan, request, fixed)
         function = self.function(spec)
-        return Launch(self.gpu, function, plan, lower.grid_of(plan, schedule), args)
+        return Launch(self.gpu, function, plan, lower.grid_of(plan, schedule), args, overlaps=spec.single and self.gpu.arch >= OVERLAP_FROM)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.source import Frame, KernelSpec, can_spare_a_nan
+from miraccl.executor.cuda.source import PACKET_MODES, SHOTS, Frame, KernelSpec, can_spare_a_nan
 from miraccl.types import Collective, DType, RedOp
 
 KIB, MIB = layout.KIB, layout.MIB
@@ -240,6 +240,8 @@ def kernel_spec(plan: DevicePlan, request: Request) -> KernelSpec:
     if plan.packets:
         mode = plan.algo if rounds_of(plan.algo, request) == 2 else request.collective.label
         mode += "_chain" if plan.algo == "chain" else ""
+    frame = frame_of(request, plan.proto) if plan.packets else Frame.WORD
+    piece = plan.blocks * plan.threads * plan.unroll
     return KernelSpec(
         family="packets" if plan.packets else "steps",
         mode=mode,
@@ -247,7 +249,8 @@ def kernel_spec(plan: DevicePlan, request: Request) -> KernelSpec:
         dtype=request.dtype if request.reduces else DType.UINT8,
         op=request.op if request.reduces else RedOp.SUM,
         reduces=request.reduces,
-        frame=frame_of(request, plan.proto) if plan.packets else Frame.WORD,
+        frame=frame,
+        single=PACKET_MODES.get(mode) is SHOTS and vectors_of(request, plan.algo, frame) <= piece,
         threads=plan.threads,
         unroll=plan.unroll,
         min_blocks=plan.min_blocks,

@@ -23,19 +23,22 @@ FAMILIES = {
     "bulk": ("p2p", ("p2p.cuh", "bulk.cuh")),
     "meet": ("meet_peers", ("packets.cuh", "meet.cuh")),
 }
-#: mode of a packet kernel -> the file that its loop is in
+#: mode of a packet kernel -> the files that its loop is in
+SHOTS = ("shots.cuh", "pieces.cuh")
 PACKET_MODES = {
-    "all_reduce": "shots.cuh",
-    "two_shot": "shots.cuh",
-    "reduce_scatter": "shots.cuh",
-    "all_gather": "shots.cuh",
-    "all_to_all": "shots.cuh",
-    "broadcast": "shots.cuh",
-    "reduce": "shots.cuh",
-    "ring": "ring.cuh",
-    "broadcast_chain": "chain.cuh",
-    "reduce_chain": "chain.cuh",
+    "all_reduce": SHOTS,
+    "two_shot": SHOTS,
+    "reduce_scatter": SHOTS,
+    "all_gather": SHOTS,
+    "all_to_all": SHOTS,
+    "broadcast": SHOTS,
+    "reduce": SHOTS,
+    "ring": ("ring.cuh",),
+    "broadcast_chain": ("chain.cuh",),
+    "reduce_chain": ("chain.cuh",),
 }
+#: instead of SHOTS, where a launch has no more packets than one piece
+ONCE = ("shots.cuh", "once.cuh")
 
 
 class Frame(enum.Enum):
@@ -64,7 +67,7 @@ class KernelSpec:
     ``family`` is ``packets`` (``mode`` one of ``PACKET_MODES``, packets framed as ``frame`` says), ``steps`` (protocol Simple, any
     schedule), ``p2p`` (messages, framed as lines or pairs), ``bulk`` (the same, with large ones among them) or
     ``meet`` (before and after the work of copy engines).  ``threads`` of a block, ``unroll`` vectors of a thread at a time, ``min_blocks``
-    per multiprocessor (limits registers).
+    per multiprocessor (limits registers); ``single``: shots of one piece.
     """
 
     family: str
@@ -77,10 +80,13 @@ class KernelSpec:
     threads: int = 512
     unroll: int = 1
     min_blocks: int = 1
+    single: bool = False
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES or (self.family == "packets") != (self.mode in PACKET_MODES):
             raise ValueError(f"no kernel of family {self.family!r} and mode {self.mode!r}")
+        if self.single and PACKET_MODES.get(self.mode) is not SHOTS:
+            raise ValueError(f"no kernel of one piece for mode {self.mode!r}")
         if not 2 <= self.nranks <= layout.MAX_RANKS:
             raise InvalidUsage(f"kernels are for 2 to {layout.MAX_RANKS} GPUs, not {self.nranks}")
         if self.threads % 32:
@@ -95,12 +101,13 @@ class KernelSpec:
     def name(self) -> str:
         parts = [self.family, self.mode, self.dtype.label if self.reduces else "bytes", self.op.name.lower() if self.reduces else ""]
         parts += [self.frame.value if self.family != "steps" else "", f"n{self.nranks}", f"t{self.threads}u{self.unroll}b{self.min_blocks}"]
+        parts += ["once" if self.single else ""]
         return "-".join(part for part in parts if part)
 
     @property
     def files(self) -> tuple[str, ...]:
         """The files of its text."""
-        loop = (PACKET_MODES[self.mode],) if self.mode else ()
+        loop = ONCE if self.single else PACKET_MODES.get(self.mode, ())
         return (MACHINE, "common.cuh", *FAMILIES[self.family][1], *loop)
 
 
@@ -124,6 +131,7 @@ def write_source(spec: KernelSpec, arch: int, machine: str | None = None) -> str
         "MIN_BLOCKS": spec.min_blocks,
         f"FRAME_{spec.frame.name}": 1,
         "REDUCES": int(spec.reduces),
+        "SINGLE": int(spec.single),
         f"TYPE_{dtype.name}": 1,
         f"OP_{spec.op.name}": 1,
     }

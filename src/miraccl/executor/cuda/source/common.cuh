@@ -152,8 +152,18 @@ union Vec {
   T e[ELEMS];
 };
 
+// Of elements, vectors and bytes. What one launch handles in one piece is short, and 32 bits are less work; what is out of the way of
+// nearly all vectors of it is out of the way of its text, too.
+#if SINGLE
+typedef u32 Index;
+#define RARELY __noinline__
+#else
+typedef u64 Index;
+#define RARELY __forceinline__
+#endif
+
 // Vectors of ``bytes``. FRAME_MASK packets are handled by whole warps, so that a warp is in a loop as a whole.
-__device__ __forceinline__ u64 vectors_of(u64 bytes) {
+__device__ __forceinline__ Index vectors_of(Index bytes) {
 #if defined(FRAME_MASK)
   return (bytes + 511) / 512 * 32;
 #else
@@ -161,37 +171,42 @@ __device__ __forceinline__ u64 vectors_of(u64 bytes) {
 #endif
 }
 
-// Vector ``i`` of an array of ``count`` elements; what lies beyond its end is zero.
-__device__ __forceinline__ Vec load_vec(const T* p, u64 i, u64 count, bool aligned) {
+// The elements from ``first`` on, where they are not a whole vector in one place; what lies beyond the end is zero.
+__device__ RARELY Vec load_elements(const T* p, Index first, Index count) {
   Vec v;
-  u64 first = i * ELEMS;
-  if (aligned && first + ELEMS <= count) {
-#if defined(FRAME_PAIR)
-    uint2 q = *(const uint2*)(p + first); v.w[0] = q.x; v.w[1] = q.y;
-#else
-    uint4 q = *(const uint4*)(p + first); v.w[0] = q.x; v.w[1] = q.y; v.w[2] = q.z; v.w[3] = q.w;
-#endif
-  } else {
 #pragma unroll
-    for (int j = 0; j < VEC_WORDS; j++) v.w[j] = 0;
+  for (int j = 0; j < VEC_WORDS; j++) v.w[j] = 0;
 #pragma unroll
-    for (int j = 0; j < ELEMS; j++) if (first + j < count) v.e[j] = p[first + j];
-  }
+  for (int j = 0; j < ELEMS; j++) if (first + j < count) v.e[j] = p[first + j];
   return v;
 }
 
-__device__ __forceinline__ void store_vec(T* p, u64 i, u64 count, bool aligned, const Vec& v) {
-  u64 first = i * ELEMS;
-  if (aligned && first + ELEMS <= count) {
-#if defined(FRAME_PAIR)
-    *(uint2*)(p + first) = make_uint2(v.w[0], v.w[1]);
-#else
-    *(uint4*)(p + first) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]);
-#endif
-  } else {
+__device__ RARELY void store_elements(T* p, Index first, Index count, Vec v) {
 #pragma unroll
-    for (int j = 0; j < ELEMS; j++) if (first + j < count) p[first + j] = v.e[j];
-  }
+  for (int j = 0; j < ELEMS; j++) if (first + j < count) p[first + j] = v.e[j];
+}
+
+// Vector ``i`` of an array of ``count`` elements.
+__device__ __forceinline__ Vec load_vec(const T* p, Index i, Index count, bool aligned) {
+  Index first = i * ELEMS;
+  if (!aligned || first + ELEMS > count) return load_elements(p, first, count);
+  Vec v;
+#if defined(FRAME_PAIR)
+  uint2 q = *(const uint2*)(p + first); v.w[0] = q.x; v.w[1] = q.y;
+#else
+  uint4 q = *(const uint4*)(p + first); v.w[0] = q.x; v.w[1] = q.y; v.w[2] = q.z; v.w[3] = q.w;
+#endif
+  return v;
+}
+
+__device__ __forceinline__ void store_vec(T* p, Index i, Index count, bool aligned, const Vec& v) {
+  Index first = i * ELEMS;
+  if (!aligned || first + ELEMS > count) { store_elements(p, first, count, v); return; }
+#if defined(FRAME_PAIR)
+  *(uint2*)(p + first) = make_uint2(v.w[0], v.w[1]);
+#else
+  *(uint4*)(p + first) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]);
+#endif
 }
 
 __device__ __forceinline__ Vec own_vec(const Args& a, Vec v) {

@@ -39,6 +39,15 @@ __device__ __forceinline__ void count_up(u64* p) { asm volatile("red.relaxed.gpu
 
 __device__ __forceinline__ void between_polls() {}
 
+// Where the launch says so (executor/cuda/launch.py), a grid is set up while the one before it in the stream runs; here it waits for that one's end and
+// memory, and lets the next be set up (programmatic dependent launch).
+__device__ __forceinline__ void after_grid_before() {
+#if ARCH >= 90
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // ---- conversions
 
 __device__ __forceinline__ float half_value(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }

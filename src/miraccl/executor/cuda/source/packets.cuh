@@ -44,11 +44,17 @@ struct Geometry {
   u32 warp, warps; // this warp's number among those of the launch
 };
 
+__device__ __forceinline__ u64 number_of_launch(const Args& a) { return load_word((u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH); }
+
+__device__ __forceinline__ void use_number(Geometry& g, u64 number) {
+  g.launch = number;
+  g.bank = PACKETS_OFFSET + (number & 1) * BANK_BYTES;
+  g.key = (u32)number * 0x85ebca6bu + 0x01234567u;
+}
+
 // The threads of all blocks share the packets of a piece.
-__device__ __forceinline__ Geometry begin(const Args& a) {
+__device__ __forceinline__ Geometry spread() {
   Geometry g;
-  g.launch = load_word((u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH);
-  g.bank = PACKETS_OFFSET + (g.launch & 1) * BANK_BYTES;
   g.stride = 32;
   g.warp = (blockIdx.x * THREADS + threadIdx.x) / 32;
   g.warps = gridDim.x * THREADS / 32;
@@ -59,7 +65,12 @@ __device__ __forceinline__ Geometry begin(const Args& a) {
 #else
   g.room = g.piece;
 #endif
-  g.key = (u32)g.launch * 0x85ebca6bu + 0x01234567u;
+  return g;
+}
+
+__device__ __forceinline__ Geometry begin(const Args& a) {
+  Geometry g = spread();
+  use_number(g, number_of_launch(a));
   return g;
 }
 
@@ -205,8 +216,8 @@ __device__ __forceinline__ Vec take(const Args& a, const Geometry& g, Watch& wat
 struct Work {
   const T* in;
   T* out;
-  u64 count, limit;    // elements of a block; packets of a chunk (two_shot, ring) or block
-  u64 shift;           // packets by which the order within a chunk is turned from one chunk to the next
+  Index count, limit;  // elements of a block; packets of a chunk (two_shot, ring) or block
+  Index shift;                   // packets by which the order within a chunk is turned from one chunk to the next
   u32 pieces;
   bool aligned, reuse;
 };
@@ -221,36 +232,41 @@ struct Work {
 #endif
 __device__ __forceinline__ Work look_at(const Args& a, const Geometry& g) {
   Work w;
-  w.in = (const T*)a.in; w.out = (T*)a.out; w.count = a.count;
+  w.in = (const T*)a.in; w.out = (T*)a.out; w.count = (Index)a.count;
   u64 odd = (u64)a.in | (u64)a.out;
 #if defined(MODE_REDUCE_SCATTER) || defined(MODE_ALL_GATHER) || defined(MODE_ALL_TO_ALL)
   odd |= a.count * sizeof(T);
 #endif
   w.aligned = (odd & (VEC_BYTES - 1)) == 0;
-  w.limit = vectors_of(a.count * sizeof(T));
+  w.limit = vectors_of(w.count * (Index)sizeof(T));
 #if CHUNKED
   w.limit = (w.limit + RANKS - 1) / RANKS;
 #if defined(FRAME_MASK)
-  w.limit = (w.limit + 31) & ~31ull;
+  w.limit = (w.limit + 31) & ~(Index)31;
 #endif
-  w.shift = w.limit >= SHIFT_FROM ? (w.limit * 5 / (16 * RANKS) + 2648) & ~7ull : 0;
+  w.shift = w.limit >= SHIFT_FROM ? (w.limit * 5 / (16 * RANKS) + 2648) & ~(Index)7 : 0;
 #endif
+#if SINGLE
+  w.pieces = 1;
+  w.reuse = false;
+#else
   w.pieces = (u32)((w.limit + g.piece - 1) / g.piece);
   w.reuse = w.pieces > a.nslots;
+#endif
   return w;
 }
 
 #if CHUNKED
 // The vector of the whole that packet i of chunk q is. Chunks of large operations are walked through from different places: addresses of
 // all chunks that differ by a power of two alone are slow.
-__device__ __forceinline__ u64 spot(const Work& w, u32 q, u64 i) {
+__device__ __forceinline__ Index spot(const Work& w, u32 q, Index i) {
   i += q * w.shift;
   return q * w.limit + (i >= w.limit ? i - w.limit : i);
 }
 #endif
 
 // What goes to rank ``dst`` in packet i.
-__device__ __forceinline__ Vec outgoing(const Args& a, const Work& w, u32 dst, u64 i) {
+__device__ __forceinline__ Vec outgoing(const Args& a, const Work& w, u32 dst, Index i) {
 #if CHUNKED
   return own_vec(a, load_vec(w.in, spot(w, dst, i), w.count, w.aligned));
 #elif defined(MODE_REDUCE_SCATTER) || defined(MODE_ALL_TO_ALL)

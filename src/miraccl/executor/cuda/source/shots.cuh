@@ -9,8 +9,7 @@
 //   two_shot  all_reduce      chunk p of in -> p, which adds up in the order of the ranks and sends the sum to all
 //                             (schedule.algos.two_shot; chunks are whole packets)
 //
-// Slots are used again in operations of more pieces than slots: a thread pushes at most ``ahead`` pieces ahead of the one it read, cleared and saw
-// cleared (``settle``), and nslots >= 2 * ahead + 2 >= 4 gives the argument of packets.cuh thread by thread.
+// Here is what a thread does with its packets of a piece; once.cuh is the kernel of one piece, pieces.cuh that of many.
 
 #if defined(MODE_TWO_SHOT)
 #define SHOTS 2
@@ -46,56 +45,38 @@ __device__ __forceinline__ bool moves(const Args& a, u32 src, u32 dst, u64 i) {
 #endif
 }
 
-// First shot: to every peer what it needs, the next rank first.
-__device__ __forceinline__ void push_piece(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot) {
-  u64 at = (u64)k * g.piece + g.first;
+// What goes out in the first shot: the same to all, or to every rank its own.
 #if defined(MODE_ALL_REDUCE) || defined(MODE_ALL_GATHER) || ROOTED
-  uint4 same[UNROLL];
+#define SAME 1
+#else
+#define SAME 0
+#endif
+
+// This thread's vectors of piece ``k`` for rank ``dst``.
+__device__ __forceinline__ void load_piece(const Args& a, const Geometry& g, const Work& w, u32 k, u32 dst, Vec* v) {
+  Index at = (Index)k * g.piece + g.first;
 #pragma unroll
   for (int u = 0; u < UNROLL; u++)
-    if (at + u * g.stride < w.limit) same[u] = to_packet(g, at + u * g.stride, outgoing(a, w, 0, at + u * g.stride));
-#endif
+    if (at + u * g.stride < w.limit) v[u] = outgoing(a, w, dst, at + u * g.stride);
+}
+
+__device__ __forceinline__ void push_piece(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, u32 dst, const Vec* v) {
+  Index at = (Index)k * g.piece + g.first;
 #pragma unroll
-  for (int d = 1; d < RANKS; d++) {
-    u32 dst = a.rank + d; if (dst >= RANKS) dst -= RANKS;
-#if defined(MODE_ALL_REDUCE) || defined(MODE_ALL_GATHER) || ROOTED
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++)
-      if (at + u * g.stride < w.limit && moves(a, a.rank, dst, at + u * g.stride)) push(g, place(a, g, dst, a.rank, slot, 0, g.first + u * g.stride), g.first + u * g.stride, same[u]);
-#else
-    uint4 p[UNROLL];
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++)
-      if (at + u * g.stride < w.limit) p[u] = to_packet(g, at + u * g.stride, outgoing(a, w, dst, at + u * g.stride));
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++)
-      if (at + u * g.stride < w.limit) push(g, place(a, g, dst, a.rank, slot, 0, g.first + u * g.stride), g.first + u * g.stride, p[u]);
-#endif
+  for (int u = 0; u < UNROLL; u++) {
+    u32 here = g.first + u * g.stride;
+    if (at + u * g.stride < w.limit && moves(a, a.rank, dst, at + u * g.stride))
+      push(g, place(a, g, dst, a.rank, slot, 0, here), here, to_packet(g, at + u * g.stride, v[u]));
   }
 }
 
-// Returns when what this thread cleared of a piece lies cleared in L2 (``wait_empty``).
-__device__ __forceinline__ void settle(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, u32 shot, Watch& watch) {
-  u64 at = (u64)k * g.piece + g.first;
-  uint4 p[RANKS][UNROLL];
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-    for (int r = 0; r < RANKS; r++)
-      if (r != a.rank && at + u * g.stride < w.limit) p[r][u] = load_packet(place(a, g, a.rank, r, slot, shot, g.first + u * g.stride));
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-    for (int r = 0; r < RANKS; r++)
-      if (r != a.rank && at + u * g.stride < w.limit)
-        wait_empty(a, watch, place(a, g, a.rank, r, slot, shot, g.first + u * g.stride), p[r][u]);
-}
+// The rank ``d`` places after this one.
+__device__ __forceinline__ u32 rank_after(const Args& a, u32 d) { return a.rank + d < RANKS ? a.rank + d : a.rank + d - RANKS; }
 
-// What came in the first shot: added up in the order of the ranks, or put in its place.
-__device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, Watch& watch) {
-  u64 at = (u64)k * g.piece + g.first;
+// What came in the first shot: added up in the order of the ranks, or put in its place. ``own`` are this rank's vectors for itself.
+__device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, const Vec* own, Watch& watch) {
+  Index at = (Index)k * g.piece + g.first;
   uint4 p[RANKS][UNROLL];  // all loads are under way before the first is looked at
-  Vec own[UNROLL];
 #pragma unroll
   for (int u = 0; u < UNROLL; u++) {
     if (at + u * g.stride >= w.limit) continue;
@@ -103,11 +84,10 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
     for (int r = 0; r < RANKS; r++)
       if (r != a.rank && moves(a, r, a.rank, at + u * g.stride))
         p[r][u] = load_packet(place(a, g, a.rank, r, slot, 0, g.first + u * g.stride));
-    own[u] = outgoing(a, w, a.rank, at + u * g.stride);
   }
 #pragma unroll
   for (int u = 0; u < UNROLL; u++) {
-    u64 i = at + u * g.stride;
+    Index i = at + u * g.stride;
     if (i >= w.limit) continue;
 #if ROOTED
     Sum sum;
@@ -154,7 +134,7 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
     uint4 packet = to_packet(g, i, total);
 #pragma unroll
     for (int d = 1; d < RANKS; d++) {
-      u32 dst = a.rank + d; if (dst >= RANKS) dst -= RANKS;
+      u32 dst = rank_after(a, d);
       push(g, place(a, g, dst, a.rank, slot, 1, g.first + u * g.stride), g.first + u * g.stride, packet);
     }
     store_vec(w.out, spot(w, a.rank, i), w.count, w.aligned, total);
@@ -168,7 +148,7 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
 #if defined(MODE_TWO_SHOT)
 // Second shot: the sums of the others.
 __device__ __forceinline__ void collect_piece(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, Watch& watch) {
-  u64 at = (u64)k * g.piece + g.first;
+  Index at = (Index)k * g.piece + g.first;
   uint4 p[RANKS][UNROLL];
 #pragma unroll
   for (int u = 0; u < UNROLL; u++)
@@ -179,7 +159,7 @@ __device__ __forceinline__ void collect_piece(const Args& a, const Geometry& g, 
   for (int u = 0; u < UNROLL; u++)
 #pragma unroll
     for (int r = 0; r < RANKS; r++) {
-      u64 i = at + u * g.stride;
+      Index i = at + u * g.stride;
       if (r == a.rank || i >= w.limit) continue;
       uint4* q = place(a, g, a.rank, r, slot, 1, g.first + u * g.stride);
       Vec v = take(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, 1);
@@ -188,33 +168,3 @@ __device__ __forceinline__ void collect_piece(const Args& a, const Geometry& g, 
 }
 #endif
 
-__device__ __forceinline__ u32 after(const Args& a, u32 slot) { return slot + 1 == a.nslots ? 0 : slot + 1; }
-
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
-  Geometry g = begin(a);
-  Work w = look_at(a, g);
-  Watch watch = {0, 0, (u32)g.launch + 1};
-  Past past = announce(a, g);
-  u32 pushed = 0, push_slot = 0, slot = 0, ahead = a.ahead < w.pieces ? a.ahead : w.pieces - 1;
-  for (; pushed <= ahead; pushed++, push_slot = after(a, push_slot)) push_piece(a, g, w, pushed, push_slot);
-  judge(a, g, past);
-  u32 ticket = draw_ticket(a, g);
-#if defined(MODE_TWO_SHOT)
-  u32 last = 0;
-#endif
-  for (u32 k = 0; k < w.pieces; k++) {
-    take_piece(a, g, w, k, slot, watch);
-#if defined(MODE_TWO_SHOT)
-    if (k > 0) collect_piece(a, g, w, k - 1, last, watch);
-    if (w.reuse && k > 0) settle(a, g, w, k - 1, last, 1, watch);
-    last = slot;
-#endif
-    if (w.reuse) settle(a, g, w, k, slot, 0, watch);
-    slot = after(a, slot);
-    if (pushed < w.pieces) { push_piece(a, g, w, pushed++, push_slot); push_slot = after(a, push_slot); }
-  }
-#if defined(MODE_TWO_SHOT)
-  collect_piece(a, g, w, w.pieces - 1, last, watch);
-#endif
-  count_launch(a, ticket);
-}
