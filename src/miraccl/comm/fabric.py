@@ -31,7 +31,6 @@ NET_SLOT, NET_BUDGET = 1 << 20, 16 << 20
 ALONE = WaitPolicy(spin=1000, yields=5)
 CROWDED = WaitPolicy(spin=30, yields=60, membarrier=False)
 
-SEQUENCE_BITS = 0xFFFF  # of a signature
 DEATH_NOTICE_S = 1.0  # in which the control plane tells of a death that a system call has shown already
 
 
@@ -239,7 +238,7 @@ class Fabric:
         """(signature, count) of the last operations by the low bits of their sequence number, as this rank ran them."""
         words = words_at(self.shm.control + at.CTRL_HISTORY, 2 * at.HISTORY)
         entries = [(int(words[2 * i]), int(words[2 * i + 1])) for i in range(at.HISTORY)]
-        return {sig & SEQUENCE_BITS: (sig, count) for sig, count in entries if sig}
+        return {sig & at.SEQ_MASK: (sig, count) for sig, count in entries if sig}
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds for the communicator: shared FIFOs as touched, window memory in use, private memory."""

@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from miraccl.bootstrap import Event, Notice, PeerLeft, PeerLost, Session
-from miraccl.comm.fabric import SEQUENCE_BITS, Fabric
+from miraccl.comm.fabric import Fabric
 from miraccl.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -171,11 +171,11 @@ class Faults:
 
     def _compared(self, sig: int, statuses: dict[int, dict[str, Any]]) -> str:
         """How the ranks' operations with the sequence number of ``sig`` differ; empty if they do not, as far as is known."""
-        found = {self.rank: self.fabric.history().get(sig & SEQUENCE_BITS, (0, 0))}
+        found = {self.rank: self.fabric.history().get(sig & at.SEQ_MASK, (0, 0))}
         for rank, answer in statuses.items():
             status = answer.get("status")
             for entry in status.get("history", ()) if isinstance(status, dict) else ():
-                if isinstance(entry, list) and len(entry) == 3 and entry[0] == sig & SEQUENCE_BITS:
+                if isinstance(entry, list) and len(entry) == 3 and entry[0] == sig & at.SEQ_MASK:
                     found[rank] = (int(entry[1]), int(entry[2]))
         return _differences({rank: _fields(s, count) for rank, (s, count) in sorted(found.items()) if s})
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from miraccl.executor.cpu import exchange_layout as ex
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.board import begin_operation, show_waiting
 from miraccl.executor.cpu.kernels.waiting import expired, fail, now_ns
 from miraccl.native.intrinsics import call4, inline, load, load_acquire, memcpy, pause, sched_yield, store, store_release, syscall
 
 NOT_BEGUN = -1
 NOT_FROM_PYTHON = -1  # of CTX_TSTATE: there is no lock to let go of, and signals are not this thread's
-SEQ_MASK = 0xFFFF  # of a signature
 # arch/*/entry/syscalls; include/linux/socket.h; include/uapi/asm-generic/poll.h
 SYS_SENDMSG, SYS_RECVMSG, SYS_PPOLL = (211, 212, 73) if platform.machine() == "aarch64" else (46, 47, 271)
 MSG_DONTWAIT, MSG_NOSIGNAL = 0x40, 0x4000
@@ -55,20 +55,10 @@ def run_unlocked(ctx: int, run: int, unused: int, unused2: int) -> int:
 
 @inline
 def begin(ctx: int, exchange: int) -> int:
-    """Number and sign the operation as ``kernels.engine.operate`` does; its signature."""
-    ctrl = load(ctx + at.CTX_CTRL)
-    seq = load(ctx + at.CTX_SEQ) + 1
-    store(ctx + at.CTX_SEQ, seq)
+    """Number and sign the operation, and write the headers; its signature."""
     store(ctx + at.CTX_STEP, 0)
     store(ctx + at.CTX_DEADLINE, 0)
-    sig = load(exchange + ex.TEMPLATE) | (seq & SEQ_MASK)
-    store(ctrl + at.BOARD_SIG, sig)
-    store(ctrl + at.BOARD_COUNT, load(exchange + ex.COUNT))
-    entry = ctrl + at.CTRL_HISTORY + (seq & (at.HISTORY - 1)) * 16
-    store(entry, sig)
-    store(entry + 8, load(exchange + ex.COUNT))
-    store_release(ctrl + at.BOARD_SEQ, seq)
-    store_release(ctrl + at.BOARD_STATE, at.STATE_RUNNING)
+    sig = begin_operation(ctx, load(exchange + ex.TEMPLATE), load(exchange + ex.COUNT))
     for i in range(load(exchange + ex.NPEERS)):
         row = load(exchange + ex.ROWS) + i * ex.ROW_BYTES
         store(row + ex.SENT, 0)
@@ -203,9 +193,7 @@ def first_missing(exchange: int) -> int:
 def look_around(ctx: int, exchange: int, now: int) -> int:
     """What may end a wait: an abort, the deadline, a peer that has left."""
     ctrl, peer = load(ctx + at.CTX_CTRL), first_missing(exchange)
-    store(ctrl + at.BOARD_PEER, peer)
-    store(ctrl + at.BOARD_STEP, 0)
-    store_release(ctrl + at.BOARD_STATE, at.STATE_WAITING)
+    show_waiting(ctx, peer)
     if load_acquire(ctrl + at.CTRL_ABORT) != 0:
         return fail(ctx, at.ERR_ABORTED, peer, 0, load(ctrl + at.CTRL_ABORT))
     if expired(ctx, now):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.board import begin_operation
 from miraccl.executor.cpu.kernels.messages import connection, drain
 from miraccl.executor.cpu.kernels.p2p import exchange_all, item_size, one_message, piece_bytes, signature
 from miraccl.executor.cpu.kernels.steps import all_in_windows, do_step
@@ -29,7 +30,6 @@ from miraccl.native.intrinsics import (
 from miraccl.types import Collective
 
 DOOR_CTX, DOOR_COLL, DOOR_ARG, DOOR_RUN = 0, 8, 16, 24
-SEQ_MASK = 0xFFFF
 LONG_BYTES = 1 << 18  # an operation on more bytes lets other Python threads run from its start
 ALL_GATHER, REDUCE_SCATTER = int(Collective.ALL_GATHER), int(Collective.REDUCE_SCATTER)
 ALL_REDUCE, BROADCAST, REDUCE = int(Collective.ALL_REDUCE), int(Collective.BROADCAST), int(Collective.REDUCE)
@@ -79,18 +79,8 @@ def operate(ctx: int, run: int, template: int, unused: int) -> int:
 
     The one copy of the executor: doors call it through the context, which keeps compilation to a few seconds.
     """
+    store(run + at.RUN_SIG, begin_operation(ctx, template, load(run + at.RUN_COUNT)))
     ctrl = load(ctx + at.CTX_CTRL)
-    seq = load(ctx + at.CTX_SEQ) + 1
-    store(ctx + at.CTX_SEQ, seq)
-    sig = template | (seq & SEQ_MASK)
-    store(run + at.RUN_SIG, sig)
-    store(ctrl + at.BOARD_SIG, sig)
-    store(ctrl + at.BOARD_COUNT, load(run + at.RUN_COUNT))
-    entry = ctrl + at.CTRL_HISTORY + (seq & (at.HISTORY - 1)) * 16
-    store(entry, sig)
-    store(entry + 8, load(run + at.RUN_COUNT))
-    store_release(ctrl + at.BOARD_SEQ, seq)
-    store_release(ctrl + at.BOARD_STATE, at.STATE_RUNNING)
     if load_acquire(ctrl + at.CTRL_ABORT) != 0:
         return fail(ctx, at.ERR_ABORTED, -1, 0, load(ctrl + at.CTRL_ABORT))
     code = run_program(ctx, run)

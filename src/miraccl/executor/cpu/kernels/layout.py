@@ -28,6 +28,7 @@ BOARD_P2P_SIG, BOARD_P2P_COUNT, BOARD_CPU = 176, 184, 192  # CPU: 1 + where the 
 STATE_IDLE, STATE_RUNNING, STATE_WAITING = 0, 1, 2
 CTRL_HISTORY = 1024  # (signature, count) of the last HISTORY operations, by sequence number: late ranks are compared with what was
 HISTORY = 32
+SEQ_MASK = 0xFFFF  # the bits of a signature that hold the sequence number
 
 # ---- context, one a communicator and rank, private
 CTX_RANK, CTX_NRANKS, CTX_SEQ, CTX_CTRL, CTX_CTRLS = 0, 8, 16, 24, 32  # CTRLS: table of peers' control pages (0: not mapped here)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from numba import types
 
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.board import show_waiting
 from miraccl.native.intrinsics import (
     FUTEX_WAIT,
     FUTEX_WAKE,
@@ -45,7 +46,6 @@ from miraccl.native.intrinsics import (
 )
 
 SPIN_BETWEEN_YIELDS = 16
-SEQ_MASK = 0xFFFF  # of a signature
 
 
 @inline
@@ -141,7 +141,7 @@ def differs(ctx: int, peer: int) -> int:
     if load_acquire(theirs + at.BOARD_SEQ) < seq:
         return 0
     sig = load_acquire(theirs + at.CTRL_HISTORY + (seq & (at.HISTORY - 1)) * 16)
-    if sig & SEQ_MASK != seq & SEQ_MASK or sig == load(mine + at.BOARD_SIG):  # of another number: overwritten by a later one
+    if sig & at.SEQ_MASK != seq & at.SEQ_MASK or sig == load(mine + at.BOARD_SIG):  # of another number: overwritten by a later one
         return 0
     return sig
 
@@ -214,9 +214,7 @@ def step_aside(ctx: int) -> None:
 
 def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
     ctrl = load(ctx + at.CTX_CTRL)
-    store(ctrl + at.BOARD_PEER, peer)
-    store(ctrl + at.BOARD_STEP, load(ctx + at.CTX_STEP))
-    store_release(ctrl + at.BOARD_STATE, at.STATE_WAITING)
+    show_waiting(ctx, peer)
     nap = 1000000
     result = at.OK
     while True:

@@ -1,0 +1,32 @@
+"""What a rank shows those who wait for it: which operation it is at, the last ones, and whom it waits for itself."""
+
+from __future__ import annotations
+
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.native.intrinsics import inline, load, store, store_release
+
+
+@inline
+def begin_operation(ctx: int, template: int, count: int) -> int:
+    """Number the communicator's next operation and put it on the board; its signature, which is ``template`` with the number."""
+    ctrl = load(ctx + at.CTX_CTRL)
+    seq = load(ctx + at.CTX_SEQ) + 1
+    store(ctx + at.CTX_SEQ, seq)
+    sig = template | (seq & at.SEQ_MASK)
+    store(ctrl + at.BOARD_SIG, sig)
+    store(ctrl + at.BOARD_COUNT, count)
+    entry = ctrl + at.CTRL_HISTORY + (seq & (at.HISTORY - 1)) * 16
+    store(entry, sig)
+    store(entry + 8, count)
+    store_release(ctrl + at.BOARD_SEQ, seq)
+    store_release(ctrl + at.BOARD_STATE, at.STATE_RUNNING)
+    return sig
+
+
+@inline
+def show_waiting(ctx: int, peer: int) -> None:
+    """That this rank waits for ``peer``, in the step that it is at."""
+    ctrl = load(ctx + at.CTX_CTRL)
+    store(ctrl + at.BOARD_PEER, peer)
+    store(ctrl + at.BOARD_STEP, load(ctx + at.CTX_STEP))
+    store_release(ctrl + at.BOARD_STATE, at.STATE_WAITING)
