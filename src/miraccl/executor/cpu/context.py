@@ -266,4 +266,5 @@ def _plan_key(coll: int, count: int, out_count: int, dtype: int, arg: int, in_pl
 
 def words_at(address: int, count: int) -> Words:
     """A view of words of this process."""
-    return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
+    words: Any = (ctypes.c_int64 * count).from_address(address)
+    return np.frombuffer(words, np.int64)
