@@ -36,6 +36,9 @@ def ring(comm: Communicator, count: int) -> None:
     out = np.zeros(count, np.float32)
     assert comm.sendrecv(data(comm.rank, count), to, out, frm) is out
     expect(out, frm)
+    if count > 1:
+        with pytest.raises(InvalidUsage, match="overlap"):
+            comm.sendrecv(out[1:], to, out[:-1], frm)
     out[:] = 0
     with miraccl.group():
         comm.send(data(comm.rank, count, 1), to)

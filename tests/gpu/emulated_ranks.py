@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -296,10 +296,22 @@ def refusals() -> None:
     with rank() as me:
         comm, x, host = me.comm, me.put(np.ones(4)), np.ones(4, np.float32)
         comm.barrier(stream=0)
+
+        def part(first: int) -> Part:
+            return Part(place_of(x).part(first, 2), x.array.dtype)
+
+        def grouped(call: Callable[[], Any]) -> None:
+            with miraccl.group():
+                call()
+
         for call, words in (
             (lambda: comm.all_reduce(x, host), "out lies in CPU memory"),
             (lambda: comm.all_reduce(host, x), "x lies in CPU memory"),
             (lambda: comm.sendrecv(x, 0, host, 0), "out lies in CPU memory"),
+            (lambda: comm.sendrecv(x, 0, x, 0), "x and out must not overlap"),
+            (lambda: comm.sendrecv(part(0), 0, part(1), 0), "x and out must not overlap"),
+            (lambda: comm.sendrecv(part(1), 0, part(0), 0), "x and out must not overlap"),
+            (lambda: grouped(lambda: comm.sendrecv(part(1), 0, part(0), 0)), "x and out must not overlap"),
             (lambda: comm.all_reduce(host, stream=0), "a stream is for operations on GPU memory"),
             (lambda: comm.send(x, me.nranks), "dst is"),
             (lambda: comm.all_reduce(me.zeros(0), None, "sum"), "all_reduce: op is 'sum'"),

@@ -317,6 +317,7 @@ def special(hosts: str, apart: bool) -> None:
             lambda: comm.reduce_scatter(w.zeros(n + 1, DType.FLOAT32)),
             lambda: comm.all_gather_v(x, [1] * n, w.zeros(n, DType.INT32)),
             lambda: comm.all_to_all(x, x),
+            lambda: comm.sendrecv(x.part(0, 2), (r + 1) % n, x.part(1, 2), (r - 1) % n),
             lambda: comm.gather(x.part(1, 2), r, x.part(0, 2 * n)),  # an overlap that is not "in place"
             lambda: comm.scatter(None, (r + 1) % n),
             lambda: comm.scatter_v(None, [0] * n, (r + 1) % n, constant),

@@ -44,7 +44,7 @@ class Place:
         return peer_rank(value, "root", self.nranks, self.where)
 
 
-def _no_overlap(a: Memory, b: Memory, allowed: int | None, place: Place) -> bool:
+def refuse_overlap(a: Memory, b: Memory, allowed: int | None, place: Place) -> bool:
     """Whether the two are "in place" (``b`` starts ``allowed`` bytes into ``a``); other overlaps are refused."""
     first, second = a.address, b.address
     if a.nbytes == 0 or b.nbytes == 0 or first >= second + b.nbytes or second >= first + a.nbytes:
@@ -108,7 +108,7 @@ def all_reduce(place: Place, x: Any, out: Any, op: Any) -> Call:
     kind, scalar = operator(op, source.dtype, place.where)
     target = source if out is None else _result(out, source, source.array.shape, place)
     expect_count(target, source.count, "out", "as many as x", place.where)
-    in_place = out is None or _no_overlap(source, target, 0, place)
+    in_place = out is None or refuse_overlap(source, target, 0, place)
     call = _call(Collective.ALL_REDUCE, source, target, [source.count], [source.count], kind, in_place=in_place)
     return _premultiply(call, source, kind, scalar, in_place)
 
@@ -119,7 +119,7 @@ def reduce(place: Place, x: Any, root: Any, out: Any, op: Any) -> Call:
     kind, scalar = operator(op, source.dtype, place.where)
     target = source if out is None or place.rank != chief else _result(out, source, source.array.shape, place)
     expect_count(target, source.count, "out", "as many as x", place.where)
-    in_place = target is source or _no_overlap(source, target, 0, place)
+    in_place = target is source or refuse_overlap(source, target, 0, place)
     call = _call(Collective.REDUCE, source, target, [source.count], [source.count], kind, chief, in_place=in_place)
     if place.rank != chief:
         call.result = x
@@ -141,7 +141,7 @@ def all_gather(place: Place, x: Any, out: Any) -> Call:
     source = view(x, "x", writes=False, where=place.where)
     target = _result(out, source, _stacked(source.array, place.nranks), place)
     expect_count(target, source.count * place.nranks, "out", f"{place.nranks} times x", place.where)
-    in_place = _no_overlap(target, source, place.rank * source.nbytes, place)
+    in_place = refuse_overlap(target, source, place.rank * source.nbytes, place)
     return _call(Collective.ALL_GATHER, source, target, [source.count], [source.count] * place.nranks, in_place=in_place)
 
 
@@ -151,7 +151,7 @@ def all_gather_v(place: Place, x: Any, counts: Any, out: Any) -> Call:
     expect_count(source, sizes[place.rank], "x", f"counts[{place.rank}]", place.where)
     target = _result(out, source, (sum(sizes),), place)
     expect_count(target, sum(sizes), "out", "the sum of counts", place.where)
-    _no_overlap(target, source, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
+    refuse_overlap(target, source, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
     return _call(Collective.ALL_GATHER, source, target, [source.count], sizes, agreed=sizes, uneven=True)
 
 
@@ -163,7 +163,7 @@ def reduce_scatter(place: Place, x: Any, out: Any, op: Any) -> Call:
     count = source.count // place.nranks
     target = _result(out, source, _share(source.array, place.nranks), place)
     expect_count(target, count, "out", f"x shared by {place.nranks} ranks", place.where)
-    in_place = _no_overlap(source, target, place.rank * target.nbytes, place)
+    in_place = refuse_overlap(source, target, place.rank * target.nbytes, place)
     call = _call(Collective.REDUCE_SCATTER, source, target, [count] * place.nranks, [count], kind, in_place=in_place)
     return _premultiply(call, source, kind, scalar, False)
 
@@ -175,7 +175,7 @@ def reduce_scatter_v(place: Place, x: Any, counts: Any, out: Any, op: Any) -> Ca
     expect_count(source, sum(sizes), "x", "the sum of counts", place.where)
     target = _result(out, source, (sizes[place.rank],), place)
     expect_count(target, sizes[place.rank], "out", f"counts[{place.rank}]", place.where)
-    in_place = _no_overlap(source, target, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
+    in_place = refuse_overlap(source, target, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
     call = _call(Collective.REDUCE_SCATTER, source, target, sizes, [target.count], kind, agreed=sizes, uneven=True, in_place=in_place)
     return _premultiply(call, source, kind, scalar, False)
 
@@ -186,7 +186,7 @@ def all_to_all(place: Place, x: Any, out: Any) -> Call:
         raise _uneven_share(source, place, "all_to_all_v")
     target = _result(out, source, source.array.shape, place)
     expect_count(target, source.count, "out", "as many as x", place.where)
-    _no_overlap(source, target, None, place)
+    refuse_overlap(source, target, None, place)
     count = source.count // place.nranks
     return _call(Collective.ALL_TO_ALL, source, target, [count] * place.nranks, [count] * place.nranks)
 
@@ -201,7 +201,7 @@ def all_to_all_v(place: Place, x: Any, send_counts: Any, recv_counts: Any, out: 
     expect_count(source, sum(sends), "x", "the sum of send_counts", place.where)
     target = _result(out, source, (sum(receives),), place)
     expect_count(target, sum(receives), "out", "the sum of recv_counts", place.where)
-    _no_overlap(source, target, None, place)
+    refuse_overlap(source, target, None, place)
     return _call(Collective.ALL_TO_ALL, source, target, sends, receives, agreed=[], uneven=True)
 
 
@@ -214,7 +214,7 @@ def gather(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Cal
     if place.rank == chief:
         target = _result(out, source, shape, place)
         expect_count(target, sum(sizes), "out", "all ranks' elements", place.where)
-        _no_overlap(target, source, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
+        refuse_overlap(target, source, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
     else:
         target = source
     mine = sizes if place.rank == chief else [0] * place.nranks
@@ -236,7 +236,7 @@ def scatter(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Ca
         shape = _share(source.array, place.nranks) if counts is None else (sizes[place.rank],)
         target = _result(out, source, shape, place)
         expect_count(target, sizes[place.rank], "out", "the rank's share of x", place.where)
-        _no_overlap(source, target, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
+        refuse_overlap(source, target, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
     else:
         if out is None:
             raise InvalidUsage(f"{place.where}: a rank that is not the root gives out, the array for its share")

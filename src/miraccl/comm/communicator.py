@@ -237,6 +237,7 @@ class Communicator:
             return gpu.sendrecv(x, dst, out, src, stream=stream)
         self._member.check(0 if async_op else code, "sendrecv")
         pair = [self._checked(x, dst, False, "sendrecv"), self._checked(out, src, True, "sendrecv", "out")]
+        calls.refuse_overlap(pair[0].memory, pair[1].memory, None, self._place("sendrecv"))
         group = self._open_group("sendrecv", async_op)
         if group is not None:
             for transfer in pair:

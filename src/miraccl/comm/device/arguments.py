@@ -34,9 +34,12 @@ class DeviceArguments:
 
     @staticmethod
     def _overlap(a: DeviceMemory, b: DeviceMemory) -> bool:
-        return bool(a.count and b.count) and a.address < b.address + b.nbytes and b.address < a.address + a.nbytes
+        if a.address > b.address:
+            a, b = b, a
+        return b.count != 0 and a.address + a.nbytes > b.address
 
     def _apart(self, source: DeviceMemory, target: DeviceMemory, where: str) -> None:
+        """For operations without a form in place."""
         if self._overlap(source, target):
             raise InvalidUsage(f"{where} has no in-place form: x and out must not overlap", rank=self.rank)
 

@@ -89,6 +89,9 @@ class MessageCalls(UnevenCollectives):
     def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, stream: Any = None) -> Any:
         """Send ``x`` to ``dst`` and receive ``out`` from ``src`` at the same time."""
         pair = [self._message(x, dst, False, "x", "sendrecv", stream), self._message(out, src, True, "out", "sendrecv", stream)]
+        (_, sent), (_, got) = pair
+        if -got.nbytes < got.address - sent.address < sent.nbytes:  # what the check asks, without a call
+            self._apart(pair[0][0], pair[1][0], "sendrecv")
         self._go(pair, "sendrecv", stream)
         return out
 

@@ -179,19 +179,20 @@ class Grouped:
         return note
 
     def _send(self, x: Any, dst: int, *, stream: Any = None) -> None:
-        self._note(x, dst, False, "send", stream)
+        self._note(self._gpu.transfer(x, dst, False, "send"), stream)
 
     def _recv(self, x: Any, src: int, *, stream: Any = None) -> Any:
-        self._note(x, src, True, "recv", stream)
+        self._note(self._gpu.transfer(x, src, True, "recv"), stream)
         return x
 
     def _sendrecv(self, x: Any, dst: int, out: Any, src: int, *, stream: Any = None) -> Any:
-        self._note(x, dst, False, "sendrecv", stream)
-        self._note(out, src, True, "sendrecv", stream)
+        sent, got = self._gpu.transfer(x, dst, False, "sendrecv"), self._gpu.transfer(out, src, True, "sendrecv")
+        self._gpu._apart(sent.memory, got.memory, "sendrecv")
+        self._note(sent, stream)
+        self._note(got, stream)
         return out
 
-    def _note(self, x: Any, peer: int, receives: bool, where: str, stream: Any) -> None:
-        transfer = self._gpu.transfer(x, peer, receives, where)
+    def _note(self, transfer: Any, stream: Any) -> None:
         self._group.add(GroupMember.of(self._gpu), (stream_of(self._gpu, stream), transfer))
 
 

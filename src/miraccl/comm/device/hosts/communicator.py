@@ -159,6 +159,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives):
     def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, stream: Any = None) -> Any:
         """Send ``x`` to ``dst`` and receive ``out`` from ``src`` at the same time."""
         pair = [self.transfer(x, dst, False, "sendrecv", stream), self.transfer(out, src, True, "sendrecv", stream)]
+        self._apart(pair[0].memory, pair[1].memory, "sendrecv")
         self.exchange(pair, stream=stream, name="sendrecv")
         return out
 
