@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,44 @@ def unlike_messages_of_groups(what: str) -> Any:
     except MiracclError as error:
         return seen(error)
     return {"type": "none"}
+
+
+def split_against(what: str, first: str) -> Any:
+    """Rank 1 calls split, the others ``what``; ``first`` is who passes its deadline, long before the other would."""
+    comm = miraccl.init(timeout=1.0 if first == "others" else 600)
+    together(comm)
+    comm.all_reduce(np.ones(3))
+    session = comm._member.session
+    session.timeout = 600 if first == "others" else 0.5
+    try:
+        if comm.rank == 1:
+            if first == "split":
+                until(lambda told: told[0]["state"] == told[2]["state"] == at.STATE_WAITING, session)
+            comm.split(0)
+        else:
+            if first == "others":
+                until(lambda told: bool(told[1]["meeting"]), session)
+            if what == "all_reduce":
+                comm.all_reduce(np.ones(3))
+            elif what == "recv":
+                comm.recv(np.ones(3), 1)
+            elif comm.rank == 0:
+                comm.abort("for a test")
+            comm.barrier()
+    except MiracclError as error:
+        return seen(error)
+    finally:
+        comm.finalize()
+    return {"type": "none"}
+
+
+def until(right: Callable[[dict[int, dict[str, Any]]], bool], session: Any) -> None:
+    """Ask what all ranks are doing until ``right`` says yes."""
+    while True:
+        answers = session.request_status(10.0)
+        told = {rank: answer["status"] for rank, answer in answers.items() if "seq" in answer.get("status", {})}
+        if len(told) == len(answers) and right(told):
+            return
 
 
 def other_settings(field: str) -> Any:

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from miraccl.comm.faults import _parted
+from miraccl.executor.cpu.kernels import layout as at
 from miraccl.tools.spawn import Outcome
+from miraccl.types import Collective
 from tests.comm import fault_ranks
 from tests.support.ranks import rank_outcomes, run_ranks
 
@@ -85,6 +88,49 @@ def test_a_mismatch_of_messages_in_groups(field: str) -> None:
         assert "rank 0" in got["text"]
         assert "rank 1" in got["text"]
         assert got["op"].startswith(("send/recv", "barrier")), got  # ranks 0 and 2 have gone on
+
+
+@pytest.mark.parametrize("first", ["others", "split"])
+@pytest.mark.parametrize(("what", "name"), [("all_reduce", "all_reduce"), ("recv", "send_recv")])
+def test_split_against_another_operation(what: str, name: str, first: str) -> None:
+    """Every rank is told the same, and the one in split at once, whatever its own deadline is."""
+    for got in values(rank_outcomes(fault_ranks.split_against, 3, what, first, timeout=60)):
+        assert got["type"] == "CollectiveMismatch", got
+        assert "split on rank 1" in got["text"]
+        assert f"{name} on rank" in got["text"]
+
+
+def test_an_abort_ends_split() -> None:
+    for got in values(rank_outcomes(fault_ranks.split_against, 3, "abort", "others", timeout=60)):
+        assert got["type"] == "CommunicatorAborted", got
+        assert "for a test" in got["text"]
+
+
+def board(seq: int, sig: Collective = Collective.ALL_REDUCE, **more: Any) -> dict[str, Any]:
+    words = {"seq": seq, "sig": int(sig) << 16 | seq, "peer": -1, "state": at.STATE_WAITING, "p2p_sig": 0}
+    return {"answered": True, "status": {**words, "meeting": {}, **more}}
+
+
+IN_SPLIT: dict[str, Any] = {"meeting": {"op": "split", "tag": "split 1", "alone": True}}
+MESSAGE = int(Collective.SEND_RECV) << 16
+
+
+@pytest.mark.parametrize(
+    ("statuses", "text"),
+    [
+        ([board(4), board(3, **IN_SPLIT), board(4)], "all_reduce on ranks 0, 2, split on rank 1"),
+        ([board(4, p2p_sig=MESSAGE, peer=1), board(4, **IN_SPLIT)], "send_recv on rank 0, split on rank 1"),
+        ([board(4, p2p_sig=MESSAGE, peer=2), board(4, **IN_SPLIT), board(4)], ""),  # waits for somebody else
+        ([board(4), board(4, **IN_SPLIT), board(3)], ""),  # rank 2 is missing in operation 4, which rank 1 has behind it
+        ([board(4), board(3, meeting={"op": "split", "alone": False})], ""),  # operation 4 of rank 1 may be under way beside it
+        ([board(4, **IN_SPLIT), board(3, **IN_SPLIT), board(3)], ""),  # both are in it
+        ([board(4), {"answered": False, "reason": "died"}], ""),
+    ],
+)
+def test_who_has_called_something_else(statuses: list[dict[str, Any]], text: str) -> None:
+    found = _parted(dict(enumerate(statuses)))
+    assert found.endswith(text)
+    assert bool(found) == bool(text)
 
 
 @pytest.mark.parametrize("field", ["algo", "deterministic", "buffsize"])

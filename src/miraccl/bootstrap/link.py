@@ -59,7 +59,7 @@ class View(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Why a wait ended without a result. ``kind``: lost, left, hub, late, silent (no word from the hub) or closed."""
+    """Why a wait ended without a result. ``kind``: lost, left, hub, late, silent (no word from the hub), ended (by this rank) or closed."""
 
     kind: str
     ranks: tuple[int, ...] = ()
@@ -112,6 +112,7 @@ class Link:
         self._hub_lost: HubLost | None = None
         self._rounds: dict[tuple[int, str], int] = {}
         self._waiters: dict[tuple[int, str, int], _Waiter] = {}
+        self._ended: dict[tuple[int, str], Problem] = {}
         self._status: dict[int, dict[int, bytes]] = {}
         self._status_ident = 0
         self._deliveries: deque[Callable[[], None]] = deque()
@@ -171,6 +172,7 @@ class Link:
             for waiter in self._waiters.values():
                 if waiter.group == group and not waiter.done:
                     waiter.problem = Problem(kind="closed", reason="the session was closed by another thread")
+            self._ended = {key: problem for key, problem in self._ended.items() if key[0] != group}
             self._cond.notify_all()
             if self._views and self._machine.state is MemberState.UP:
                 self._command(LeaveGroup(group=group, rank=self.rank, reason=reason))
@@ -215,7 +217,7 @@ class Link:
                 raise InvalidUsage(
                     f"all_gather moves at most {framing.MAX_FRAME_BYTES} bytes in all over the control plane", rank=self.rank
                 )
-            problem = self._group_problem(group)
+            problem = self._ended.get((group, tag)) or self._group_problem(group)
             if problem is not None:
                 return problem
             number = self._rounds.get((group, tag), 0)
@@ -231,6 +233,15 @@ class Link:
             if waiter.parts is not None:
                 return waiter.parts
             return waiter.problem or Problem(kind="silent", reason="the hub does not answer")
+
+    def end_gather(self, group: int, tag: str, reason: str) -> None:
+        """End this rank's calls of ``gather`` with this tag, now and later. Any thread may call it."""
+        with self._cond:
+            problem = self._ended[group, tag] = Problem(kind="ended", reason=reason)
+            for (waiting, name, _), waiter in self._waiters.items():
+                if (waiting, name) == (group, tag) and not waiter.done:
+                    waiter.problem = problem
+            self._cond.notify_all()
 
     def notify(self, group: int, payload: bytes) -> Problem | None:
         with self._cond:

@@ -22,6 +22,7 @@ from miraccl.bootstrap.stacks import locate
 from miraccl.errors import (
     BootstrapError,
     CollectiveTimeout,
+    CommunicatorAborted,
     CommunicatorClosed,
     InvalidUsage,
     MiracclError,
@@ -112,6 +113,11 @@ class Session:
         if isinstance(result, Problem):
             raise self._error(result, op, timeout)
         return list(result)
+
+    def end_gather(self, tag: str, reason: str) -> None:
+        """End this rank's ``all_gather`` with this tag, which raises ``CommunicatorAborted``. Any thread may call it."""
+        if self._link is not None:
+            self._link.end_gather(self._group, tag, reason)
 
     def barrier(self, tag: str, timeout: float | None = None) -> None:
         """Returns when all ranks have called it."""
@@ -269,6 +275,8 @@ class Session:
             return CollectiveTimeout(f"{who} did not come within {timeout:.3g} s", rank=self.rank, peer=peer, op=op)
         if problem.kind == "closed":
             return CommunicatorClosed(problem.reason, rank=self.rank, op=op)
+        if problem.kind == "ended":
+            return CommunicatorAborted(problem.reason, rank=self.rank, op=op)
         if problem.kind == "silent":
             return CollectiveTimeout(f"no answer within {timeout:.3g} s: {problem.reason}", rank=self.rank, peer=0, op=op)
         text = f"{who} {_verb(problem)}: {problem.reason}"

@@ -13,6 +13,7 @@ from typing import Any
 from miraccl.bootstrap import Event, Notice, PeerLeft, PeerLost, Session
 from miraccl.comm.fabric import Fabric
 from miraccl.errors import (
+    BootstrapError,
     CollectiveMismatch,
     CollectiveTimeout,
     CommunicatorAborted,
@@ -49,6 +50,7 @@ class Faults:
         self.closing = False
         self._told = threading.Event()
         self._lock = threading.Lock()
+        self._meeting: dict[str, Any] = {}
         session.status_provider = self.status
         session.on_event(self._on_event)
         for event in list(fabric.early):
@@ -58,7 +60,34 @@ class Faults:
 
     def status(self) -> dict[str, Any]:
         history = [[number, sig, count] for number, (sig, count) in self.fabric.history().items()]
-        return {**self.fabric.board(), "history": history}
+        return {**self.fabric.board(), "history": history, "meeting": self._meeting}
+
+    # ---- operations on the control plane
+
+    def meet(self, name: str, tag: str, data: bytes, alone: bool) -> list[bytes]:
+        """``session.all_gather`` as an operation ``name`` of the communicator, which its fault ends; ``alone``: nothing else of this rank
+        is under way.
+
+        Other ranks are told of it: who waits meanwhile for this rank in another operation is not late, but has called something else.
+        """
+        self._meeting = {"op": name, "tag": tag, "alone": alone}
+        try:
+            if self.fault is not None:
+                raise self.fault
+            return self.session.all_gather(data, tag)
+        except MiracclError as error:
+            raise self._explain_meeting(error, name) from None
+        finally:
+            self._meeting = {}
+
+    def _explain_meeting(self, error: MiracclError, name: str) -> MiracclError:
+        if isinstance(error, BootstrapError | PeerDied):  # a rank is gone, perhaps with a fault of which the notice is under way
+            self._told.wait(NOTICE_FIRST_S)
+        if self.fault is not None:
+            return self.fault
+        if isinstance(error, CollectiveTimeout) and (differing := _parted(self._statuses())):
+            return self.spread(CollectiveMismatch(differing, rank=self.rank, op=name, hint=HINT), "mismatch")
+        return error
 
     # ---- from the watcher's thread
 
@@ -110,6 +139,8 @@ class Faults:
                 self.fault = error
         self._told.set()
         self.fabric.set_abort(at.ERR_ABORTED)
+        if tag := self._meeting.get("tag"):
+            self.session.end_gather(tag, "the communicator is broken")
         return self.fault
 
     def spread(self, error: MiracclError, kind: str) -> MiracclError:
@@ -141,7 +172,8 @@ class Faults:
             return self.fault
         if code == at.ERR_TIMEOUT:
             statuses = self._statuses()
-            if not board["p2p_sig"] and (differing := self._compared(board["sig"], statuses)):
+            differing = "" if board["p2p_sig"] else self._compared(board["sig"], statuses)
+            if differing := differing or _parted(statuses):
                 return self.spread(CollectiveMismatch(differing, rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
             graph = self.wait_for_graph(statuses)
             text = f"rank {self.rank} passed the deadline of {self.fabric.timeout:g} s while waiting for rank {peer} in step {step}"
@@ -234,6 +266,24 @@ def _differences(fields_of: dict[int, dict[str, str]]) -> str:
     return "ranks called different operations: " + "; ".join(parts) if parts else ""
 
 
+def _parted(statuses: dict[int, dict[str, Any]]) -> str:
+    """Which ranks are in an operation on the control plane while others wait for them in another one; empty if none are."""
+    boards = {r: s["status"] for r, s in statuses.items() if isinstance(s.get("status"), dict) and "seq" in s["status"]}
+    at_meeting = {r: board["meeting"] for r, board in boards.items() if isinstance(board.get("meeting"), dict) and board["meeting"]}
+    names: dict[int, dict[str, str]] = {}
+    for met, meeting in at_meeting.items():
+        for rank, board in boards.items():
+            if rank in at_meeting or not meeting.get("alone"):
+                continue
+            if board["p2p_sig"]:
+                sig = board["p2p_sig"] if board["state"] == at.STATE_WAITING and board["peer"] == met else 0
+            else:
+                sig = board["sig"] if board["seq"] > boards[met]["seq"] else 0
+            if sig:
+                names[rank], names[met] = {"collective": describe_signature(sig)["collective"]}, {"collective": str(meeting.get("op"))}
+    return _differences(dict(sorted(names.items())))
+
+
 def describe_operation(board: dict[str, int]) -> str:
     """``all_reduce #17 (1024 x float32, sum)`` for what is on a board."""
     if board.get("p2p_sig"):
@@ -252,8 +302,10 @@ def describe_operation(board: dict[str, int]) -> str:
     return f"{fields['collective']} #{board['seq']} ({detail})"
 
 
-def _activity(board: dict[str, int], newest: int) -> str:
+def _activity(board: dict[str, Any], newest: int) -> str:
     what = describe_operation(board)
+    if board.get("meeting"):
+        return f"waits in {board['meeting'].get('op')}; its last operation was {what}"
     if board["state"] == at.STATE_WAITING:
         return f"waits for rank {board['peer']} in {what}, step {board['step']}"
     if board["state"] == at.STATE_RUNNING:

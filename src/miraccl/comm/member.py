@@ -312,7 +312,8 @@ class Member:
         if isinstance(key, bool) or not isinstance(key, int | np.integer):
             raise InvalidUsage(f"split: key is {key!r}; it is a whole number")
         mine = f"{'' if color is None else int(color)},{int(key)}".encode()
-        everyone = [tuple(blob.decode().split(",")) for blob in self.session.all_gather(mine, f"split {number}")]
+        alone = not self._worker.pending and not self._exchange.open
+        everyone = [tuple(blob.decode().split(",")) for blob in self.faults.meet("split", f"split {number}", mine, alone)]
         if color is None:
             return None, self.options
         chosen = sorted((int(k), r) for r, (c, k) in enumerate(everyone) if c == str(int(color)))
