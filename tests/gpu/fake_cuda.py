@@ -106,9 +106,6 @@ class FakeCuda:
         CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT=16,
         CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED=103,
     )
-    CUpointer_attribute = types.SimpleNamespace(
-        CU_POINTER_ATTRIBUTE_MEMORY_TYPE=2, CU_POINTER_ATTRIBUTE_IS_MANAGED=8, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9
-    )
     CUdevice_P2PAttribute = types.SimpleNamespace(CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED=3)
     CUmemAllocationHandleType = types.SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1)
     CUmemAllocationType = types.SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
@@ -138,7 +135,7 @@ class FakeCuda:
 
     def install(self) -> FakeCuda:
         """Let ``Gpu`` of this process use this driver."""
-        vars(driver)["bindings"] = lambda name: self
+        vars(driver).update(bindings=lambda name: self, pointer_attribute=self.pointer_attribute)
         return self
 
     # devices and contexts
@@ -199,10 +196,10 @@ class FakeCuda:
         os.close(fd)
         return (Result.CUDA_SUCCESS,)
 
-    def cuPointerGetAttribute(self, kind: int, address: int) -> tuple[Any, ...]:
+    def pointer_attribute(self, kind: int, address: int) -> int | None:
         if address not in self.placed:
-            return Result.CUDA_ERROR_INVALID_VALUE, None
-        return Result.CUDA_SUCCESS, {2: 2, 8: 0, 9: self.placed[address]}[kind]
+            return None
+        return {2: 2, 8: 0, 9: self.placed[address]}[kind]
 
     def cuIpcGetMemHandle(self, address: int) -> tuple[Any, ...]:
         record: Any = _Record()

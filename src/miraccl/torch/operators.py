@@ -59,7 +59,7 @@ def recipe(op: Any, dtype: Any, where: str) -> Recipe:
         raise _refused(kind, dtype, where)
     form = Form.WIDE if dtype in WIDENED else Form.VALUES
     if kind == _Kind.PREMUL_SUM:
-        return Recipe(form=form, op=PreMulSum(float(op.factor)))
+        return Recipe(form=form, op=PreMulSum(float(op.__getstate__()[1])))  # op.factor is not in PyTorch 2.11
     if kind not in _VALUES:
         raise _refused(kind, dtype, where)
     return Recipe(form=form, op=_VALUES[kind])

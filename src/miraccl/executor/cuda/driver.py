@@ -18,6 +18,7 @@ from miraccl.executor.cuda.toolkit import bindings
 
 MEMHOSTALLOC_PORTABLE_MAPPED = 0x01 | 0x02  # the same bits for cuMemHostRegister
 MEMORYTYPE_DEVICE = 2  # cuda.h CU_MEMORYTYPE_DEVICE
+POINTER_MEMORY_TYPE, POINTER_IS_MANAGED, POINTER_DEVICE_ORDINAL = 2, 8, 9  # cuda.h CU_POINTER_ATTRIBUTE_*
 PEER_ACCESS_ALREADY_ENABLED = 704  # cuda.h CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 WAIT_VALUE_EQ = 0x01  # cuda.h CU_STREAM_WAIT_VALUE_EQ
 IPC_LAZY_ENABLE_PEER_ACCESS = 0x01
@@ -57,19 +58,27 @@ def device_count() -> int:
 
 def ordinal_at(address: int) -> int | None:
     """The number of the GPU whose memory lies at ``address``; None for other memory, and where the driver does not say."""
+    if pointer_attribute(POINTER_MEMORY_TYPE, address) != MEMORYTYPE_DEVICE or pointer_attribute(POINTER_IS_MANAGED, address):
+        return None
+    return pointer_attribute(POINTER_DEVICE_ORDINAL, address)
+
+
+def pointer_attribute(kind: int, address: int) -> int | None:
+    """An attribute of a pointer that is a number; None where the driver has none. Not through cuda.bindings: 13.3.1 says that all memory
+    is GPU 0's."""
+    ask = _pointer_function()
+    value = ctypes.c_uint64(0)  # attributes have up to 8 bytes
+    if ask is None or ask(ctypes.byref(value), kind, ctypes.c_uint64(address)) != 0:
+        return None
+    return value.value
+
+
+@functools.cache
+def _pointer_function() -> Any:
     try:
-        cuda = bindings("driver")
-    except Exception:  # no package: whoever made the array does without
+        return ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+    except (OSError, AttributeError):  # no driver: whoever made the array does without
         return None
-    kinds = cuda.CUpointer_attribute
-
-    def ask(kind: Any) -> int | None:
-        code, value = cuda.cuPointerGetAttribute(kind, address)
-        return int(value) if int(code) == 0 else None
-
-    if ask(kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE) != MEMORYTYPE_DEVICE or ask(kinds.CU_POINTER_ATTRIBUTE_IS_MANAGED):
-        return None
-    return ask(kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
 
 
 class Gpu:
