@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.gpu import fake_hosts
+from tests.gpu.emulator import folder
 from tests.support.ranks import rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -31,12 +32,12 @@ def test_collectives_over_tcp(hosts: str, sizes: list[int], staging: str) -> Non
 
 
 def test_with_emulated_kernels() -> None:
-    run_ranks(fake_hosts.with_kernels, 4, "AABB", env=SMALL, timeout=180.0)
+    run_ranks(fake_hosts.with_kernels, 4, "AABB", env=SMALL | {"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=180.0)
 
 
 @pytest.mark.parametrize(("kind", "env"), [("host", {"NCCL_P2P_DISABLE": "1"}), ("ipc", {"MIRACCL_CUMEM": "0"})])
 def test_one_host_with_emulated_kernels(kind: str, env: dict[str, str]) -> None:
-    run_ranks(fake_hosts.one_host, 2, kind, env=env, timeout=180.0)
+    run_ranks(fake_hosts.one_host, 2, kind, env=env | {"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=180.0)
 
 
 @pytest.mark.parametrize("hosts", ["AB", "AABB", "ABBA"])

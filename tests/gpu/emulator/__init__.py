@@ -1,13 +1,15 @@
 """Runs the CUDA kernels of ``executor.cuda`` on the CPU, all ranks in one process: their logic is tested without a GPU.
 
 ``Machine`` owns the symmetric memory of all ranks; ``Machine.launch`` compiles the text of a kernel with the C++ compiler of the machine
-(``machine.h`` stands for ``machine.cuh``) and runs one launch on every rank.  Compiled kernels are kept in a folder of the test session.
+(``machine.h`` and ``machine.cpp`` stand for ``machine.cuh``) and runs one launch on every rank.  Compiled kernels are kept in a folder of
+the test session.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -41,41 +43,42 @@ def folder() -> Path:
     return _folder
 
 
-# the text keeps to CUDA's habits: pragmas of its own, unused functions
-OPTIONS = ("-std=c++17", "-O1", "-w", "-fPIC", "-pthread")
+# the text keeps to CUDA's habits: pragmas of its own, unused functions; the fibers of machine.cpp jump in ways that fortified C forbids
+OPTIONS = ("-std=c++17", "-O1", "-w", "-fPIC", "-pthread", "-shared", "-U_FORTIFY_SOURCE", f"-I{HERE}")
+QUICK = ("-fno-exceptions", "-fno-asynchronous-unwind-tables")  # a quarter less to compile
+
+
+def compiled(name: str, text: str, *more: str) -> Path:
+    """The library of a C++ text; what several ranks want at once is compiled by one of them."""
+    library = folder() / f"{name}.so"
+    if not library.exists():
+        with (folder() / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                source, own = library.with_suffix(".cpp"), library.with_suffix(".new")
+                source.write_text(text)
+                command = [str(COMPILER), *OPTIONS, *QUICK, "-o", str(own), str(source), *more]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+                if done.returncode:
+                    raise AssertionError(f"{name}: {done.stderr[:4000]}")
+                own.rename(library)
+    return library
 
 
 @functools.cache
-def header() -> Path:
-    """The folder of machine.h, compiled once where the compiler can: most of the time goes to the C++ library's headers."""
-    text = (HERE / "machine.h").read_text()
-    place = folder() / f"header-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    if not (place / "machine.h.gch").exists():
-        place.mkdir(exist_ok=True)
-        own = place / f"machine-{os.getpid()}"
-        own.write_text(text)
-        os.replace(own, place / "machine.h")
-        command = [str(COMPILER), *OPTIONS, "-x", "c++-header", "-o", str(own), str(place / "machine.h")]
-        if subprocess.run(command, capture_output=True, timeout=120).returncode == 0 and "clang" not in str(COMPILER):
-            os.replace(own, place / "machine.h.gch")
-    return place
+def _texts() -> dict[str, str]:
+    return {name: (HERE / name).read_text() for name in ("machine.h", "machine.cpp", "launch.h")}
 
 
 def compile_kernel(spec: KernelSpec) -> Any:
     """The function ``emulate`` of a kernel."""
     text = write_source(spec, 90, machine='#include "machine.h"\n')
-    key = hashlib.sha256((text + (HERE / "machine.h").read_text() + (HERE / "launch.h").read_text()).encode()).hexdigest()[:16]
+    key = hashlib.sha256("".join((text, *_texts().values())).encode()).hexdigest()[:16]
     if key not in _loaded:
-        library = folder() / f"{key}.so"
-        if not library.exists():
-            source = folder() / f"{key}-{os.getpid()}.cpp"
-            source.write_text(f'{text}\n#define ENTRY {spec.entry}\n#include "launch.h"\n')
-            command = [str(COMPILER), *OPTIONS, "-shared", f"-I{header()}", f"-I{HERE}", "-o", f"{library}.{os.getpid()}", str(source)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-            if done.returncode:
-                raise AssertionError(f"{spec.name}: {done.stderr[:4000]}")
-            os.replace(f"{library}.{os.getpid()}", library)
-        loaded = ctypes.CDLL(str(library))
+        shared = hashlib.sha256("".join(_texts().values()).encode()).hexdigest()[:16]
+        machine = compiled(f"machine-{shared}", _texts()["machine.cpp"])
+        whole = f'{text}\n#define ENTRY {spec.entry}\n#include "launch.h"\n'
+        loaded = ctypes.CDLL(str(compiled(f"{spec.name}-{key}", whole, str(machine))))
         _loaded[key] = loaded.emulate
         _loaded[key].argument_bytes = loaded.argument_bytes()
     return _loaded[key]

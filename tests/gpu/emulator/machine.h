@@ -4,18 +4,9 @@
 // a barrier, so any number of blocks and ranks wait for one another as on GPUs. Memory is the processor's: coherent and, on x86, with stores in order.
 // What this finds: wrong indices, slots used too early, deadlocks, sums in the wrong order. What it cannot find: missing fences.
 
-#include <atomic>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <ctime>
-#include <functional>
-#include <memory>
-#include <sched.h>
-#include <thread>
-#include <ucontext.h>
-#include <vector>
 
 #define __device__
 #define __global__
@@ -37,57 +28,17 @@ struct alignas(16) uint4 { u32 x, y, z, w; };
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 struct Dim { u32 x; };
-static thread_local Dim threadIdx, blockIdx, gridDim, blockDim;
 
-// ---- fibers of a block
+// ---- the block of this thread: machine.cpp, compiled once for all kernels
 
-struct Meeting { u32 came = 0, round = 0; bool any = false, result = false; };
+#define OF_THREAD extern __thread __attribute__((tls_model("initial-exec")))
+struct Meeting { u32 came, round; bool any, result; };
 struct Warp { Meeting meeting; u64 lane[32][2]; };
-struct Fiber { ucontext_t context; std::unique_ptr<char[]> stack; bool ended = false; };
-struct Block {
-  ucontext_t home;
-  std::vector<Fiber> fibers;
-  std::vector<Warp> warps;
-  Meeting meeting;
-  u32 current = 0;
-  std::function<void()> kernel;
-};
-static thread_local Block* block;
-#define STACK (96 << 10)
-
-inline void yield() {
-  Block* b = block;
-  u32 me = threadIdx.x;
-  swapcontext(&b->fibers[me].context, &b->home);
-  threadIdx.x = me;
-}
-static void fiber_main() {
-  block->kernel();
-  block->fibers[threadIdx.x].ended = true;
-  swapcontext(&block->fibers[threadIdx.x].context, &block->home);
-}
-static void run_block(u32 number, u32 blocks, u32 threads, std::function<void()> kernel) {
-  Block b;
-  block = &b;
-  blockIdx.x = number; gridDim.x = blocks; blockDim.x = threads;
-  b.kernel = std::move(kernel);
-  b.fibers.resize(threads); b.warps.resize((threads + 31) / 32);
-  for (Fiber& f : b.fibers) {
-    f.stack.reset(new char[STACK]);
-    getcontext(&f.context);
-    f.context.uc_stack.ss_sp = f.stack.get(); f.context.uc_stack.ss_size = STACK; f.context.uc_link = nullptr;
-    makecontext(&f.context, fiber_main, 0);
-  }
-  for (u32 left = threads; left > 0;) {
-    for (u32 t = 0; t < threads; t++) {
-      if (b.fibers[t].ended) continue;
-      threadIdx.x = t;
-      swapcontext(&b.home, &b.fibers[t].context);
-      if (b.fibers[t].ended) left--;
-    }
-    sched_yield();
-  }
-}
+OF_THREAD Dim threadIdx, blockIdx, gridDim, blockDim;
+OF_THREAD Meeting* meeting;
+OF_THREAD Warp* warps;
+void yield();
+extern "C" void launch(void (*kernel)(const void*), const void* const* args, const u32* blocks, u32 nranks, u32 threads);
 
 // All of ``expected`` fibers come here before any goes on; gives whether any of them said so.
 inline bool meet(Meeting& m, u32 expected, bool mine) {
@@ -98,9 +49,9 @@ inline bool meet(Meeting& m, u32 expected, bool mine) {
   return m.result;
 }
 inline u32 lanes_of_warp() { u32 left = blockDim.x - (threadIdx.x & ~31u); return left < 32 ? left : 32; }
-inline Warp& warp() { return block->warps[threadIdx.x / 32]; }
-inline void __syncthreads() { meet(block->meeting, blockDim.x, false); }
-inline int __syncthreads_or(int x) { return meet(block->meeting, blockDim.x, x != 0); }
+inline Warp& warp() { return warps[threadIdx.x / 32]; }
+inline void __syncthreads() { meet(*meeting, blockDim.x, false); }
+inline int __syncthreads_or(int x) { return meet(*meeting, blockDim.x, x != 0); }
 inline void __syncwarp(u32 = ~0u) { meet(warp().meeting, lanes_of_warp(), false); }
 inline int __any_sync(u32, int x) { return meet(warp().meeting, lanes_of_warp(), x != 0); }
 inline int __all_sync(u32, int x) { return !meet(warp().meeting, lanes_of_warp(), x == 0); }
