@@ -20,13 +20,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.warm_python import TORCH, warm_python
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-COMMANDS = {
-    "python": [sys.executable],
-    "miraccl": [sys.executable, "-m", "miraccl"],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-}
+COMMANDS = {"python": [], "miraccl": ["-m", "miraccl"], "torchrun": ["-m", "torch.distributed.run"]}
 LAUNCHERS = ("mpirun", "mpiexec", "srun")
 #: Open MPI otherwise refuses to run as root, and more ranks than cores.
 OPEN_MPI = {
@@ -81,6 +79,13 @@ def find_launcher(name: str) -> str:
     return found if done.returncode == 0 else ""
 
 
+def interpreter(words: list[str]) -> str:
+    """A warm one for launchers and what they start: alone every example is run by a fresh one, in this test or the other."""
+    if words[0] == "torchrun":
+        return warm_python(*TORCH)
+    return warm_python() if words[:2] == ["miraccl", "run"] else sys.executable
+
+
 def run(command: list[str], path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **OPEN_MPI}
     done = subprocess.run(
@@ -104,7 +109,8 @@ def test_example(path: Path) -> None:
     if words[0] in LAUNCHERS:
         run([find_launcher(words[0]), *(sys.executable if word == "python" else word for word in words[1:])], path)
     else:
-        run([*COMMANDS[words[0]], *words[1:]], path)
+        python = interpreter(words)
+        run([python, *COMMANDS[words[0]], *words[1:]], path)
 
 
 def test_examples_are_numbered_one_by_one() -> None:
@@ -121,5 +127,5 @@ def test_examples_run_on_other_numbers_of_ranks(nranks: int) -> None:
     for path in EXAMPLES:
         words = command_of(path)
         if words[:3] == ["miraccl", "run", "-n"] and words[3] != str(nranks) and packages_of(path) <= everywhere:
-            launcher = [sys.executable, "-m", "miraccl", "run", "-n", str(nranks)] if nranks > 1 else [sys.executable]
+            launcher = [warm_python(), "-m", "miraccl", "run", "-n", str(nranks)] if nranks > 1 else [sys.executable]
             run([*launcher, str(path)], path)

@@ -88,6 +88,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def torchrun(arguments: Sequence[str], program: str, *words: str) -> list[str]:
-    """The command line of ``torchrun`` under this Python, for one of the rank programs of this folder."""
-    return [sys.executable, "-m", "torch.distributed.run", *arguments, str(RANK_PROGRAMS / program), *words]
+def torchrun(arguments: Sequence[str], program: str, *words: str, python: str = sys.executable) -> list[str]:
+    """The command line of ``torchrun`` for one of the rank programs of this folder, which run under the same Python as it does."""
+    return [python, "-m", "torch.distributed.run", *arguments, str(RANK_PROGRAMS / program), *words]

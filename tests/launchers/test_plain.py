@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launchers.jobs import RANK_PROGRAMS, free_port, run_together
+from tests.support.warm_python import TORCH, warm_python
 
 pytestmark = pytest.mark.multiprocess
 needs_torch = pytest.mark.skipif(
@@ -25,7 +26,8 @@ def test_ranks_started_by_hand(kind: str, address: str, tmp_path: Path) -> None:
     environments = [
         {"MASTER_ADDR": address, "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(nranks)} for rank in range(nranks)
     ]
-    command = [sys.executable, str(RANK_PROGRAMS / "add_up.py"), kind, str(tmp_path)]
+    python = warm_python(*TORCH) if kind == "torch" else sys.executable
+    command = [python, str(RANK_PROGRAMS / "add_up.py"), kind, str(tmp_path)]
     for ended in run_together([command] * nranks, environments):
         assert ended.status == 0, ended.stderr
     for rank in range(nranks):

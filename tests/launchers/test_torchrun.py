@@ -1,9 +1,11 @@
-"""Ranks that ``torchrun`` starts: one agent, two agents, and again after one was killed."""
+"""Ranks that ``torchrun`` starts: one agent, two agents, and again after one was killed.
+
+Those of one agent are started as users start them; the others by a warm Python, for importing torch is what they would do otherwise.
+"""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')")
 
 from tests.launchers.jobs import RANK_PROGRAMS, Ended, free_port, run_together, torchrun
+from tests.support.warm_python import TORCH, warm_python
 
 pytestmark = pytest.mark.multiprocess
 KINDS = ["init", "torch"]  # in the same ranks, one after the other, where nobody is killed
@@ -44,7 +47,7 @@ def test_two_agents(tmp_path: Path) -> None:
     """As on two hosts: ranks of both agents meet at the first one's address."""
     port = free_port()
     agents = [static(port, "--nnodes", "2", "--node-rank", str(i), local_ranks=2) for i in range(2)]
-    run(*(torchrun(agent, "add_up.py", ",".join(KINDS), str(tmp_path)) for agent in agents))
+    run(*(torchrun(agent, "add_up.py", ",".join(KINDS), str(tmp_path), python=warm_python(*TORCH)) for agent in agents))
     for rank in range(4):
         assert said(tmp_path, rank) == [{"kind": kind, "rank": rank, "nranks": 4, "total": 1111} for kind in KINDS]
 
@@ -52,7 +55,7 @@ def test_two_agents(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "victim", "way"), [("init", 0, "elastic"), ("init", 2, "static"), ("torch", 1, "elastic")])
 def test_a_killed_rank_is_started_again(kind: str, victim: int, way: str, tmp_path: Path) -> None:
     how = ["--standalone", "--nproc-per-node", str(NRANKS)] if way == "elastic" else static(free_port())
-    run(torchrun([*how, "--max-restarts", "1"], "resume.py", kind, str(tmp_path), str(victim)))
+    run(torchrun([*how, "--max-restarts", "1"], "resume.py", kind, str(tmp_path), str(victim), python=warm_python(*TORCH)))
     total = sum(step + rank for step in range(STEPS) for rank in range(NRANKS))
     for rank in range(NRANKS):
         *before, last = said(tmp_path, rank)
@@ -71,8 +74,8 @@ def test_a_second_agent_joins_a_running_job(tmp_path: Path) -> None:
     """Ranks of the first generation are ended by torchrun; the next one has others and a new meeting point."""
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-conf", "last_call_timeout=1"]
     how = ["--nnodes", "1:2", "--nproc-per-node", "2", "--rdzv-id", "grow", "--local-addr", "127.0.0.1", "--max-restarts", "1", *meeting]
-    agent = torchrun(how, "grow.py", "init", str(tmp_path))
-    later = [sys.executable, str(RANK_PROGRAMS / "when.py"), str(tmp_path / "running"), *agent]
+    agent = torchrun(how, "grow.py", "init", str(tmp_path), python=warm_python(*TORCH))
+    later = [warm_python(*TORCH), str(RANK_PROGRAMS / "when.py"), str(tmp_path / "running"), *agent]
     # PyTorch 2.13's own agents wait for each other in vain after a second one has joined, if they share a store as they do by default.
     for ended in run_together([agent, later], [{"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}] * 2):
         assert ended.status == 0, ended.stderr
@@ -81,7 +84,7 @@ def test_a_second_agent_joins_a_running_job(tmp_path: Path) -> None:
 
 
 def test_perf() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", *static(free_port(), local_ranks=2)]
+    command = [warm_python(*TORCH), "-m", "torch.distributed.run", *static(free_port(), local_ranks=2)]
     (ended,) = run([*command, "-m", "miraccl", "perf", "all_reduce", "--sizes", "8,64K", "--iters", "2", "--batches", "1", "--json", "-"])
     rows = json.loads(ended.stdout)
     assert {row["bytes"] for row in rows} == {8, 65536}

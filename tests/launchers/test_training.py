@@ -7,13 +7,14 @@ import importlib
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')")
+
+from tests.support.warm_python import TORCH, warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.multiprocess
@@ -26,7 +27,7 @@ ARMS = {2: "gloo,miraccl,miraccl:one_shot,none", 4: "gloo,miraccl,miraccl:two_sh
 def record(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the benchmark found on 2, and on 4 ranks."""
     path = tmp_path_factory.mktemp("training") / "record.json"
-    command = [sys.executable, str(ROOT / "bench" / "training.py"), "--ranks", str(request.param), "--backend", ARMS[request.param]]
+    command = [warm_python(*TORCH), str(ROOT / "bench" / "training.py"), "--ranks", str(request.param), "--backend", ARMS[request.param]]
     command += ["--size", "small", "--steps", "2", "--rounds", "1", "--json", str(path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

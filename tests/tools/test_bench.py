@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.multiprocess
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.multiprocess
     ],
 )
 def test_a_benchmark_writes_its_results(script: str, args: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "bench" / script), *args, "--out", str(tmp_path / "result")]
+    command = [warm_python(), str(ROOT / "bench" / script), *args, "--out", str(tmp_path / "result")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "result.json").read_text())["machine"]["cores"] >= 1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from miraccl.tools import env
+from tests.support.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,7 +19,7 @@ def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     program = tmp_path / "readme.py"
     program.write_text(block)
-    command = [sys.executable, "-m", "miraccl", "run", "-n", "2", str(program)]
+    command = [warm_python(), "-m", "miraccl", "run", "-n", "2", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
     assert "Candidate" in done.stdout

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from miraccl.tools.perf.devices import Devices, DevicesType, describe, resolve
 from miraccl.tools.perf.engine import place_buffers
 from miraccl.tools.perf.spec import ITEMSIZES, build_case
 from miraccl.types import DType
+from tests.support.warm_python import warm_python
 from tests.tools import fake_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def perf(gpus: int, *args: str, env: dict[str, str] | None = None) -> subprocess
 
 def start(gpus: int, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
-    command = [sys.executable, "-m", "tests.tools.fake_gpu", str(gpus), *words]
+    command = [warm_python(), "-m", "tests.tools.fake_gpu", str(gpus), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=environ, cwd=ROOT)
 
 
@@ -292,7 +292,7 @@ def test_ranks_of_torchrun_take_the_gpu_of_their_local_rank() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "of-a-gpu-test"}
-    command = [sys.executable, "-m", "tests.tools.fake_gpu", "4", "perf", "all_reduce", "--devices", "cuda:3,1", "--sizes", "8", *QUICK]
+    command = [warm_python(), "-m", "tests.tools.fake_gpu", "4", "perf", "all_reduce", "--devices", "cuda:3,1", "--sizes", "8", *QUICK]
     ranks = [
         subprocess.Popen(
             command,

@@ -21,6 +21,7 @@ from miraccl.tools.perf.engine_miraccl import MiracclEngine
 from miraccl.tools.perf.measure import Options, measure
 from miraccl.tools.perf.spec import OPERATIONS, ROOTED, Case, build_case
 from tests.support.ranks import run_ranks
+from tests.support.warm_python import warm_python
 
 pytestmark = pytest.mark.multiprocess
 
@@ -29,7 +30,7 @@ _ONE_FORM = {"broadcast": [True], "all_to_all": [False], "sendrecv": [False], "b
 
 
 def perf(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "miraccl", "perf", *args]
+    command = [warm_python(), "-m", "miraccl", "perf", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env={**os.environ, **(env or {})})
 
 
@@ -167,7 +168,7 @@ def test_ranks_of_torchrun() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "of-a-test"}
-    command = [sys.executable, "-m", "miraccl", "perf", "all_reduce", "--sizes", "8", "--json", "-", *_QUICK]
+    command = [warm_python(), "-m", "miraccl", "perf", "all_reduce", "--sizes", "8", "--json", "-", *_QUICK]
     ranks = [
         subprocess.Popen(
             command,

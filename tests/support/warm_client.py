@@ -1,0 +1,51 @@
+"""What runs under the name of Python in ``warm_python.py``: has a warm process run the program, passes signals on, ends as it ends.
+
+Command lines of other kinds than ``[-u] SCRIPT`` and ``[-u] -m MODULE`` go to Python itself.  Imports little, for this is a process of
+its own for every program.
+"""
+
+import os
+import signal
+import socket
+import sys
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main() -> None:
+    python, executable, path, *words = sys.argv[1:]
+    given, options = list(words), set()
+    while words and words[0] in ("-u", "-m"):
+        options.add(words.pop(0))
+        if "-m" in options:
+            break
+    if not words or words[0].startswith("-"):
+        os.execv(python, [python, *given])
+    import json
+
+    request = {
+        "environ": dict(os.environ),
+        "cwd": os.getcwd(),
+        "executable": executable,
+        "unbuffered": "-u" in options or bool(os.environ.get("PYTHONUNBUFFERED")),
+        "module": "-m" in options,
+        "name": words[0],
+        "words": words[1:],
+    }
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+        server.connect(path)
+        socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+        pid = int(server.recv(64))
+        for number in _PASSED_ON:
+            signal.signal(number, lambda number, _: os.kill(pid, number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+        status = int(server.recv(64))
+    if status < 0:
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+main()
