@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,9 +27,9 @@ def comm() -> Iterator[Communicator]:
         yield made
 
 
-def entered(comm: Communicator, array: np.ndarray) -> int:
+def entered(comm: Communicator, array: Any) -> int:
     """What the door of all_reduce says to an array."""
-    return comm._all_reduce(array, None, RedOp.SUM)
+    return comm._all_reduce(array, None, RedOp.SUM, False, None)
 
 
 @settings(max_examples=60, deadline=None)
@@ -146,6 +147,8 @@ def test_arrays_that_a_door_must_refuse(comm: Communicator) -> None:
     frozen.setflags(write=False)
     odd = np.zeros(64 * 4 + 1, np.uint8)[1:].view(np.float32)
     for bad in (good[::2], frozen, odd, good.astype(">f4"), good.reshape(8, 8).T, good.astype(np.complex64), list(good), None, 5, "x"):
-        assert comm._all_reduce(bad, None, RedOp.SUM) == at.NEED_PLAN
-    assert comm._all_reduce(good[:32], good[1:33], RedOp.SUM) == at.NEED_PLAN  # an overlap that is not "in place"
+        assert entered(comm, bad) == at.NEED_PLAN
+    assert comm._all_reduce(good[:32], good[1:33], RedOp.SUM, False, None) == at.NEED_PLAN  # an overlap that is not "in place"
+    for options in ((True, None), (False, 0), (0, None), (None, None)):  # a stream, work in the background, or what only Python can tell
+        assert comm._all_reduce(good, None, RedOp.SUM, *options) == at.NEED_PLAN
     assert entered(comm, good) == at.OK

@@ -165,6 +165,7 @@ class Context:
             # A door that cannot read headers must never match a type: no object has address 1.
             (at.CTX_ARRAY_TYPE, id(np.ndarray) if arrays.headers_are_readable() else 1),
             (at.CTX_NONE, id(None)),
+            (at.CTX_FALSE, id(False)),
             (at.CTX_INT_TYPE, id(int)),
             (at.CTX_REDOP_TYPE, id(RedOp)),
             (at.CTX_WINDOW, window[0]),

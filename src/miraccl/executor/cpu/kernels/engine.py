@@ -225,10 +225,18 @@ def start(ctx: int, run: int) -> int:
     return call4(load(ctx + at.CTX_OPERATE), ctx, run, load(run + at.RUN_TEMPLATE), 0)
 
 
+@inline
+def asks_more(ctx: int, options: int) -> bool:
+    """Whether the last arguments, ``async_op`` and ``stream``, are something else than False and None: then Python looks."""
+    return load(options) != load(ctx + at.CTX_FALSE) or load(options + 8) != load(ctx + at.CTX_NONE)
+
+
 def collective(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(x, out, op_or_root)``."""
+    """Builtin ``door(x, out, op_or_root, async_op, stream)``."""
     door = PyLong_AsLong(self)
     ctx = load(door + DOOR_CTX)
+    if asks_more(ctx, args + 24):
+        return PyLong_FromLong(at.NEED_PLAN)
     if not enter(ctx):
         return PyLong_FromLong(at.BUSY)
     return leave(ctx, parse_and_run(door, ctx, args))
@@ -278,9 +286,11 @@ def point_to_point(door: int, ctx: int, args: int) -> int:
 
 
 def send_recv(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(array, peer)``."""
+    """Builtin ``door(array, peer, async_op, stream)``."""
     door = PyLong_AsLong(self)
     ctx = load(door + DOOR_CTX)
+    if asks_more(ctx, args + 16):
+        return PyLong_FromLong(at.NEED_PLAN)
     if not enter(ctx):
         return PyLong_FromLong(at.BUSY)
     return leave(ctx, point_to_point(door, ctx, args))
@@ -330,8 +340,10 @@ def send_and_receive(ctx: int, args: int) -> int:
 
 
 def sendrecv(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(x, dst, out, src)``."""
+    """Builtin ``door(x, dst, out, src, async_op, stream)``."""
     ctx = load(PyLong_AsLong(self) + DOOR_CTX)
+    if asks_more(ctx, args + 32):
+        return PyLong_FromLong(at.NEED_PLAN)
     if not enter(ctx):
         return PyLong_FromLong(at.BUSY)
     return leave(ctx, send_and_receive(ctx, args))
