@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pickle
@@ -35,6 +36,9 @@ def main() -> None:
     stdin, stdout = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing else may write to the pipe of answers
     launch.warm_up()
+    for wanted in sys.argv[1:]:
+        importlib.import_module(wanted)
+    gc.freeze()
     while header := stdin.read(_LENGTH.size):
         request = pickle.loads(stdin.read(_LENGTH.unpack(header)[0]))
         body = pickle.dumps(_serve(request))

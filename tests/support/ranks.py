@@ -15,7 +15,7 @@ environment from which ``miraccl.init()`` makes a communicator, and returns what
 
 ``rank_outcomes`` is the same for ranks that are expected to fail.  Every run has a hard deadline, after which its ranks are
 killed by pid and their output is shown.  The ranks are forked from one server process that has imported numpy and miraccl
-(``rank_server.py``), started at the first use and ended with the test session.
+(``rank_server.py``), and torch for the targets below ``tests.torch``, started at the first use and ended with the test session.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from miraccl.tools.spawn import Outcome
+from tests.support.warm_python import TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
 _LENGTH = struct.Struct("<Q")
@@ -42,9 +43,9 @@ _SPARE = 15.0  # seconds beyond the deadline of a run in which the server itself
 class _Server:
     """The process that forks ranks; answers one request at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.rank_server"],
+            [sys.executable, "-m", "tests.support.rank_server", *modules],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -91,15 +92,14 @@ class _Server:
                 pipe.close()
 
 
-_server: _Server | None = None
+_servers: dict[tuple[str, ...], _Server] = {}
 
 
-def _the_server() -> _Server:
-    global _server
-    if _server is None or not _server.alive:
-        _server = _Server()
-        atexit.register(_server.close)
-    return _server
+def _server(modules: tuple[str, ...]) -> _Server:
+    if modules not in _servers or not _servers[modules].alive:
+        _servers[modules] = _Server(modules)
+        atexit.register(_servers[modules].close)
+    return _servers[modules]
 
 
 def rank_outcomes(
@@ -121,7 +121,7 @@ def rank_outcomes(
         "timeout": timeout,
         "env": dict(env or {}),
     }
-    return _the_server().run(request)
+    return _server(TORCH if target.__module__.startswith("tests.torch.") else ()).run(request)
 
 
 def run_ranks(target: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None) -> list[Any]:
