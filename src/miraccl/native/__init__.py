@@ -8,6 +8,7 @@ lists as ``SOURCES``, the versions of Numba, llvmlite and Python, and the proces
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -38,7 +39,7 @@ def library(module: str, only: tuple[str, ...] | None = None) -> CodeLibrary:
 
 def _load(module: str, only: tuple[str, ...] | None) -> CodeLibrary:
     label = module.rsplit(".", 1)[-1] + ("-" + "-".join(only) if only else "")
-    name = f"{label}-{_key(module)}.o"
+    name = f"{label}-{_known_key(module)}.o"
     objects = _unpack(cache.read(name) or b"")
     if objects is None:
         with cache.lock(label):
@@ -93,6 +94,9 @@ def _key(module: str) -> str:
     for source in (*_files_of("miraccl.native"), *_files_of(package), *(path for name in more for path in _files_of(name))):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:20]
+
+
+_known_key = functools.cache(_key)  # reading the sources and the versions again takes longer than loading a kernel
 
 
 def _files_of(name: str) -> list[Path]:

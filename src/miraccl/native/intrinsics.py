@@ -21,8 +21,8 @@ _B = ir.IntType(8)
 
 
 def inline(function: Any) -> Any:
-    """A helper that LLVM may inline: no exceptions, no reference counts, numpy's division."""
-    return njit(error_model="numpy", nogil=True, no_cfunc_wrapper=True, fastmath=False)(function)
+    """A helper that LLVM may inline: no exceptions, no reference counts, numpy's division. Python cannot call it."""
+    return njit(error_model="numpy", nogil=True, no_cfunc_wrapper=True, no_cpython_wrapper=True, fastmath=False)(function)
 
 
 def _pointer(builder: Any, address: Any, kind: Any) -> Any:
