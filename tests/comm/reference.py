@@ -68,8 +68,8 @@ def reduce_arrays(arrays: Sequence[Array], op: RedOp | PreMulSum, scalars: Seque
         if op is RedOp.AVG:
             n = len(arrays)
             if wide.kind in "iu":
-                exact = [abs(int(v)) // n * (-1 if int(v) < 0 else 1) for v in total.reshape(-1)]
-                total = np.array(exact, wide).reshape(total.shape)
+                share, rest = np.divmod(total, wide.type(n))  # rounded down, and up again where that was away from zero
+                total = share + ((total < 0) & (rest != 0)).astype(wide)
             else:
                 total = total / wide.type(n)
         return total.astype(dtype)
