@@ -59,6 +59,21 @@ _ITEMSIZE = {
     DType.FLOAT8_E4M3: 1,
     DType.FLOAT8_E5M2: 1,
 }
+#: code and bits of a DLDataType (dlpack.h) -> the element type
+DL_TYPES = {
+    (0, 8): DType.INT8,
+    (0, 32): DType.INT32,
+    (0, 64): DType.INT64,
+    (1, 8): DType.UINT8,
+    (1, 32): DType.UINT32,
+    (1, 64): DType.UINT64,
+    (2, 16): DType.FLOAT16,
+    (2, 32): DType.FLOAT32,
+    (2, 64): DType.FLOAT64,
+    (4, 16): DType.BFLOAT16,
+    (10, 8): DType.FLOAT8_E4M3,
+    (12, 8): DType.FLOAT8_E5M2,
+}
 
 
 class RedOp(enum.IntEnum):

@@ -51,6 +51,7 @@ def collectives(dtype: str) -> dict[str, list[float]]:
                 other = jax.device_put(x, jax.devices("gpu")[(ordinal + 1) % n])
                 with pytest.raises(miraccl.InvalidUsage, match=f"x lies on GPU {(ordinal + 1) % n}"):
                     comm.all_reduce(other, out=out)
+                torch.cuda.set_device(ordinal)  # JAX left the other one as the thread's
             back = {name: jax.dlpack.from_dlpack(result) for name, result in results.items()}
             assert all(array.unsafe_buffer_pointer() == results[name].data_ptr() for name, array in back.items())
             return {name: np.asarray(array * 2).astype(np.float64).tolist() for name, array in back.items()}

@@ -17,7 +17,7 @@ import numpy as np
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.arrays import dtype_of
 from miraccl.schedule.reduction import NUMPY_DTYPE
-from miraccl.types import DType, PreMulSum, RedOp
+from miraccl.types import DL_TYPES, DType, PreMulSum, RedOp
 
 Array = np.ndarray
 
@@ -107,20 +107,6 @@ _DL_READ_ONLY = 1  # bit of DLManagedTensorVersioned.flags
 _DL_FLAGS_AT, _DL_TENSOR_AT = 24, 32  # offsets in DLManagedTensorVersioned: version, context, deleter, flags, tensor
 #: Libraries whose arrays never change, and whose DLPack tensors do not say so.
 IMMUTABLE = ("jax", "jaxlib")
-DL_TYPES = {
-    (0, 8): DType.INT8,
-    (0, 32): DType.INT32,
-    (0, 64): DType.INT64,
-    (1, 8): DType.UINT8,
-    (1, 32): DType.UINT32,
-    (1, 64): DType.UINT64,
-    (2, 16): DType.FLOAT16,
-    (2, 32): DType.FLOAT32,
-    (2, 64): DType.FLOAT64,
-    (4, 16): DType.BFLOAT16,
-    (10, 8): DType.FLOAT8_E4M3,
-    (12, 8): DType.FLOAT8_E5M2,
-}
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype = ctypes.c_void_p
 _pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from miraccl.comm.device.arguments import DeviceArguments
@@ -12,8 +13,17 @@ SUM = RedOp.SUM
 Operator = RedOp | PreMulSum
 
 
+def _no_door(x: Any, out: Any, op: Any) -> int:
+    return 1
+
+
 class DeviceCollectives(DeviceArguments):
-    """The methods of a communicator."""
+    """The methods of a communicator. Where there is a door (``executor.cuda.doors``), a call that it takes is done."""
+
+    _all_reduce: Callable[[Any, Any, Any], int] = staticmethod(_no_door)
+    _all_gather: Callable[[Any, Any, Any], int] = staticmethod(_no_door)
+    _reduce_scatter: Callable[[Any, Any, Any], int] = staticmethod(_no_door)
+    _all_to_all: Callable[[Any, Any, Any], int] = staticmethod(_no_door)
 
     def _run(
         self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
@@ -23,6 +33,8 @@ class DeviceCollectives(DeviceArguments):
 
     def all_reduce(self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``out``, or into ``x`` itself."""
+        if stream is None and not self._all_reduce(x, out, op):
+            return x if out is None else out
         source = device_view(x, "x", "all_reduce", stream, self.gpu)
         target = source if out is None else self._like(out, source, source.count, "all_reduce")
         self._run(Collective.ALL_REDUCE, source, target, source.count, op, 0, stream)
@@ -30,6 +42,8 @@ class DeviceCollectives(DeviceArguments):
 
     def reduce_scatter(self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks; rank r gets the r-th of nranks equal shares in ``out``."""
+        if stream is None and out is not None and not self._reduce_scatter(x, out, op):
+            return out
         source = device_view(x, "x", "reduce_scatter", stream, self.gpu)
         count = self._share(source, "reduce_scatter")
         out = empty_like(x, count, "reduce_scatter") if out is None else out
@@ -39,6 +53,8 @@ class DeviceCollectives(DeviceArguments):
 
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
         """All ranks' ``x``, one after another, on every rank."""
+        if stream is None and out is not None and not self._all_gather(x, out, None):
+            return out
         source = device_view(x, "x", "all_gather", stream, self.gpu)
         out = empty_like(x, source.count * self.nranks, "all_gather") if out is None else out
         target = self._like(out, source, source.count * self.nranks, "all_gather")
@@ -47,6 +63,8 @@ class DeviceCollectives(DeviceArguments):
 
     def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
         """Block j of rank i's ``x`` becomes block i of rank j's ``out``."""
+        if stream is None and out is not None and not self._all_to_all(x, out, None):
+            return out
         source = device_view(x, "x", "all_to_all", stream, self.gpu)
         count = self._share(source, "all_to_all")
         out = empty_like(x, source.count, "all_to_all") if out is None else out

@@ -12,6 +12,7 @@ While kernels wait they look at an abort word and at the operation's deadline; `
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,6 +42,7 @@ from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.copies import COLLECTIVES as COPIED
 from miraccl.executor.cuda.copies import FASTER_FROM as COPIES_FROM
 from miraccl.executor.cuda.copies import CopyLaunch
+from miraccl.executor.cuda.doors.table import Doors
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.launch import Kernels, Launch
 from miraccl.executor.cuda.lower import Fixed
@@ -102,10 +104,15 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         reach = Reach(nranks=self.nranks, multiprocessors=self.multiprocessors, frame=frame_of(self.symmetric))
         self._messages = MessageLaunches(self.gpu, self._kernels, self._fixed, reach)
         self._kept = Kept(self.gpu)
-        self._stream = -1
         self._order = order_of(ordinal)
+        abort = ctypes.addressof(self._host) + 4 * layout.HOST_ABORT
+        self._doors = Doors(self.nranks, ordinal, abort=abort, order=self._order.address, own=id(self))
+        self._all_reduce = self._doors.door(Collective.ALL_REDUCE)
+        self._all_gather = self._doors.door(Collective.ALL_GATHER)
+        self._reduce_scatter = self._doors.door(Collective.REDUCE_SCATTER)
+        self._all_to_all = self._doors.door(Collective.ALL_TO_ALL)
         self._current_stream: Callable[[int], int] | None = None
-        self.last_plan: DevicePlan | None = None
+        self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
         self.faults = DeviceFaults(session, self._host, options.timeout)
         if self._no_multiprocessors and self.nranks > 1:
             self.faults.on_abort(self._release_copies)
@@ -125,6 +132,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self.gpu.make_current()
         if self._windows is None:
             self._windows = Windows(self.symmetric)
+            self._forget()  # operations into windows may take another way
         return self._windows.empty(shape, dtype, self.session.all_gather)
 
     def _run(
@@ -143,7 +151,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             launch = self._launches.get(key) or self._prepare(key)
         self._start(launch, source.address, target.address, stream, collective)
         if source.keep is not None or target.keep is not None:
-            self._hold([source, target], self._stream)
+            self._hold([source, target], self._doors.stream)
 
     def _engines(self, key: tuple[Any, ...], target: DeviceMemory) -> CopyLaunch | StagedLaunch | None:
         """Copy engines, where they are faster than kernels or multiprocessors are not to be used; None where kernels do it."""
@@ -172,6 +180,17 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         launch.run(source, target, number)
         self.last_plan = launch.plan
 
+    @property
+    def last_plan(self) -> DevicePlan | None:
+        """What the last operation ran with."""
+        launch = self._doors.last
+        return self._plan if launch is None else launch.plan
+
+    @last_plan.setter
+    def last_plan(self, plan: DevicePlan | None) -> None:
+        self._plan = plan
+        self._doors.went_another_way()
+
     def _run_alone(self, collective: Collective, source: DeviceMemory, target: DeviceMemory, op: Operator, stream: Any) -> None:
         """One rank, or nothing to do: the result is the input."""
         operator(op, source.dtype, collective.label)
@@ -185,9 +204,16 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self.gpu.make_current()
         launch = self._kernels.prepare(self.plan(request), request, self._fixed)
         if len(self._launches) >= MAX_LAUNCHES:
-            self._launches.clear()
+            self._forget()
         self._launches[key] = launch
+        if not ((self._windows is not None or self._no_multiprocessors) and collective in MOVED_BY_ENGINES):
+            self._doors.remember(collective, dtype, count, op, launch, fills=launch.threads > SMALL_THREADS)
         return launch
+
+    def _forget(self) -> None:
+        """Prepare everything anew."""
+        self._launches.clear()
+        self._doors.forget()
 
     def request(self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0) -> Request:
         """What ``choose`` decides about; ``count`` are the elements of a block."""
@@ -246,7 +272,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
     def use_plan(self, collective: Collective, dtype: DType, count: int, plan: DevicePlan, op: RedOp = SUM) -> None:
         """Run operations of this kind with ``plan`` from now on; all ranks give the same."""
         self._plans[collective, dtype, count, op] = plan
-        self._launches = {key: value for key, value in self._launches.items() if key[:4] != (collective, dtype, count, op)}
+        self._forget()
 
     def _stream_number(self, stream: Any) -> int:
         """A stream as the driver's number; None: the current one (``comm.device.stream``)."""
@@ -258,7 +284,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
 
     def _change_stream(self, number: int) -> None:
         """The first call in another stream waits for what this communicator did in the last one, inside a capture for what was captured."""
-        before, self._stream = self._stream, number
+        before, self._doors.stream = self._doors.stream, number
         if before != -1 and self.gpu.capture_id(number) == self.gpu.capture_id(before):
             self.gpu.order_streams(before, number)
 
@@ -270,7 +296,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         if self._host[layout.HOST_ABORT] or self.closed:
             self.check(name)
         number = self._stream_number(stream)
-        if number != self._stream:
+        if number != self._doors.stream:
             self._change_stream(number)
         if fills and self._order.last is not self:
             self._order.take(self.gpu, self, number)
@@ -279,7 +305,11 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
     @property
     def stream(self) -> int:
         """The stream of the last operation, as the driver's number; -1 before the first."""
-        return self._stream
+        return self._doors.stream
+
+    @stream.setter
+    def stream(self, number: int) -> None:
+        self._doors.stream = number
 
     def _hold(self, views: Sequence[DeviceMemory], number: int) -> None:
         """Keep what these views keep until the GPU has done with them."""
@@ -326,6 +356,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         if self.closed:
             return None
         self.closed = True
+        self._forget()
         self._order.leave(self)
         with contextlib.suppress(MiracclError):
             self.gpu.make_current()

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from miraccl.comm.arguments import ALLOWED, DL_TYPES, IMMUTABLE, DLTensor, capsule_of
+from miraccl.comm.arguments import ALLOWED, IMMUTABLE, DLTensor, capsule_of
 from miraccl.comm.device.stream import dlpack_stream
 from miraccl.errors import InvalidUsage
-from miraccl.types import DType
+from miraccl.types import DL_TYPES, DType
 
 if TYPE_CHECKING:
     from miraccl.executor.cuda.driver import Gpu

@@ -57,13 +57,14 @@ class Launch:
         self._stream, self._stream_object = -1, None
         self._keep = args
         self._results = gpu.cuda.CUresult
+        self.block = 0  # address of the words that compiled code launches by (doors.layout), 0 where the driver is not the real one
         if (direct := fast_launch(gpu)) is not None:
             address, self._fast = direct
             attribute = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,)))
             self._config = _Config((blocks, 1, 1), (plan.threads, 1, 1), 0, None, attribute, int(overlaps))
-            words = (address, ctypes.addressof(self._args), ctypes.addressof(self._config), int(function), self._address, 0)
+            words = (address, ctypes.addressof(self._args), ctypes.addressof(self._config), int(function), self._address)
             self._block = (ctypes.c_uint64 * len(words))(*words)
-            self._block_address = ctypes.addressof(self._block)
+            self.block = ctypes.addressof(self._block)
             self.run = self._run_fast  # type: ignore[method-assign]
 
     def run(self, source: int, target: int, stream: int) -> None:
@@ -76,8 +77,8 @@ class Launch:
             check(code, "cuLaunchKernel")
 
     def _run_fast(self, source: int, target: int, stream: int) -> None:
-        """As ``run``, without the conversions of cuda.bindings (``executor.cuda.call``)."""
-        code = self._fast(self._block_address, source, target, stream)
+        """As ``run``, without the conversions of cuda.bindings (``executor.cuda.doors.call``)."""
+        code = self._fast(self.block, source, target, stream)
         if code:
             check((self._results(code),), "cuLaunchKernelEx")
 
@@ -89,7 +90,7 @@ def _cuda_launch() -> tuple[int, Callable[[int, int, int, int], int]] | None:
         address = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p).value
     except (OSError, AttributeError):
         return None
-    entry = native.library("miraccl.executor.cuda.call").address(native.PREFIX + "launch")
+    entry = native.library("miraccl.executor.cuda.doors.call").address(native.PREFIX + "launch")
     return (address, native.builtin("launch", entry)) if address else None
 
 

@@ -184,7 +184,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives):
                 self.local.exchange(near, stream=self._beside(), name=name)
                 self.jobs.exchange(far, number, captured)
                 self.gpu.order_streams(self._beside(), number)
-                self.local._stream = number
+                self.local.stream = number
             elif near:
                 self.local.exchange(near, stream=number, name=name)
             elif far:

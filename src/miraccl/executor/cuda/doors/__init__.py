@@ -1,0 +1,1 @@
+"""Calls on GPU memory without the interpreter: ``call`` is compiled, ``table`` is what Python keeps for it, ``layout`` what both know."""
