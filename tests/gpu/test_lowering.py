@@ -157,3 +157,17 @@ def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver.device_count() == 0
     with pytest.raises(MissingDependency, match=r"no NVIDIA driver.*miraccl doctor"):
         driver.Gpu(0)
+
+
+@pytest.mark.parametrize("part", [1, 7, 8, 100, 4096, 1 << 20, (1 << 28) + 24, 1 << 30])
+@pytest.mark.parametrize("lanes", [1, 32, 128])
+@pytest.mark.parametrize("room", [4, 60, 1024, 24320])
+def test_pieces_go_in_equal_rounds(part: int, lanes: int, room: int) -> None:
+    piece = lower.piece_elements(part, lanes, room, 4)
+    assert 0 < piece <= room
+    assert piece % 4 == 0
+    rounds = -(-part // (lanes * piece))
+    if room >= 32 and room % 32 == 0:
+        assert piece % 32 == 0
+        assert rounds == -(-part // (lanes * room)), "more rounds than are needed"
+        assert rounds * lanes * (piece - 32) < part, "the last round is shorter than it needs to be"

@@ -131,8 +131,7 @@ def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, fixed: F
     vector = 16 // itemsize
     senders = senders_of(schedule)
     room = layout.slot_bytes(max(1, *map(len, senders)), lanes * schedule.nchannels) // widest // 16 * vector
-    line = 8 * vector  # pieces begin on 128 bytes: 1 GiB in pieces that did not went at 358 GB/s instead of 365
-    piece = max(vector, min(room, -(-part // (lanes * line)) * line))
+    piece = piece_elements(part, lanes, room, vector)
     slot = widest * piece * itemsize
     first, encoded = [0], b""
     for steps in channels:
@@ -146,6 +145,16 @@ def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, fixed: F
     signature = signature_of(plan, request)
     args = pack_args(fixed, count=count, root=request.root, nslots=layout.FIFO_SLOTS, scalar=scalar_bits(request), signature=signature)
     return args + bytearray(head + table)
+
+
+def piece_elements(part: int, lanes: int, room: int, vector: int) -> int:
+    """Elements of a piece of a part that ``lanes`` blocks share: as many as have room, but in equal rounds, so that no block works alone
+    at the end, and beginning on 128 bytes (1 GiB in pieces that did not went at 358 GB/s instead of 365)."""
+    line = 8 * vector
+    if room < line:
+        return max(vector, room)
+    rounds = -(-part // (lanes * room))
+    return min(room, -(-part // (lanes * rounds * line)) * line)
 
 
 def senders_of(schedule: Schedule) -> list[list[int]]:
