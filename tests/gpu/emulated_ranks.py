@@ -18,7 +18,7 @@ from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.member import Options
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, InvalidUsage, MiracclError
-from miraccl.types import RedOp
+from miraccl.types import PreMulSum, RedOp
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import FakeArray, place, seen
 from tests.gpu.fake_ranks import session
@@ -330,6 +330,21 @@ def refusals() -> None:
         me.synchronize()
         same(x, np.full(4, me.nranks))
         assert comm.empty(4, bool, device="cuda").dtype is miraccl.DType.UINT8
+
+
+def one_rank() -> None:
+    """What one rank computes by itself."""
+    with rank() as me:
+        for dtype, factor in (("float32", 2.5), ("float16", 0.5), ("int32", 3)):
+            x, out = me.put(me.data(1, 1001), dtype), me.zeros(1001, dtype)
+            me.comm.all_reduce(x, out, op=PreMulSum(factor))
+            me.synchronize()
+            same(out, me.data(1, 1001).astype(dtype) * np.asarray(factor, dtype), dtype)
+            me.comm.reduce_scatter(x, out, op=RedOp.AVG)
+            me.comm.reduce(x, op=PreMulSum(factor))
+            me.synchronize()
+            same(out, me.data(1, 1001, dtype))
+            same(x, me.data(1, 1001).astype(dtype) * np.asarray(factor, dtype), dtype)
 
 
 def on_another_gpu() -> None:

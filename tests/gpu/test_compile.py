@@ -40,6 +40,7 @@ def few() -> list[KernelSpec]:
     found += [packets("all_reduce", DType.BFLOAT16, Frame.WORD, single=True), packets("all_to_all", DType.UINT8, Frame.PAIR, single=True)]
     found += [packets("broadcast_chain", DType.UINT8, Frame.MASK), packets("ring", DType.BFLOAT16, Frame.WORD)]
     found.append(KernelSpec(family="steps", nranks=2, dtype=DType.BFLOAT16, op=RedOp.AVG))
+    found.append(KernelSpec(family="scale", nranks=2, dtype=DType.BFLOAT16, op=RedOp.PREMUL_SUM))
     found.append(KernelSpec(family="meet", nranks=4, dtype=DType.UINT8, reduces=False, threads=32))
     return [*found, *messages(2)]
 

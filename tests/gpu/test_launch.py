@@ -83,8 +83,8 @@ class Side:
         self.doors.remember(collective, dtype, count, op, made, fills)
         return made
 
-    def all_reduce(self, x: Any, out: Any = None, op: Any = RedOp.SUM) -> int:
-        return self.door[Collective.ALL_REDUCE](x, out, op)
+    def all_reduce(self, x: Any, out: Any = None, op: Any = RedOp.SUM, stream: Any = None) -> int:
+        return self.door[Collective.ALL_REDUCE](x, out, op, stream)
 
 
 @pytest.fixture
@@ -109,11 +109,11 @@ def test_doors_find_the_launch(side: Side) -> None:
     assert side.all_reduce(x[1:], out[3:]) == 1  # 9 elements
     assert side.all_reduce(x, out) == 0
     assert side.driver.seen[-1][-2:] == (x.data_ptr(), out.data_ptr())
-    assert side.door[Collective.ALL_GATHER](x, both, None) == 0
-    assert side.door[Collective.REDUCE_SCATTER](both, x, RedOp.MAX) == 0
+    assert side.door[Collective.ALL_GATHER](x, both, None, None) == 0
+    assert side.door[Collective.REDUCE_SCATTER](both, x, RedOp.MAX, None) == 0
     assert side.driver.seen[-1][-2:] == (both.data_ptr(), x.data_ptr())
-    assert side.door[Collective.REDUCE_SCATTER](both, x, RedOp.MIN) == 1
-    assert side.door[Collective.ALL_GATHER](x, out, None) == 1
+    assert side.door[Collective.REDUCE_SCATTER](both, x, RedOp.MIN, None) == 1
+    assert side.door[Collective.ALL_GATHER](x, out, None, None) == 1
     side.doors.went_another_way()
     assert side.doors.last is None
     assert len(side.driver.seen) == 4
@@ -146,23 +146,30 @@ def test_what_goes_the_long_way(side: Side) -> None:
     assert side.all_reduce(x, op=PreMulSum(2.0)) == 1
     assert side.all_reduce(torch.zeros(7), op=PreMulSum(2.0)) == 1
     assert side.all_reduce(x, op=0) == 1  # the number of the operator
-    assert side.door[Collective.ALL_GATHER](x, None, None) == 1
-    assert side.door[Collective.ALL_GATHER](whole[12:24], whole[12:], None) == 1
-    assert side.door[Collective.ALL_GATHER](whole[11:23], whole[12:], None) == 1
-    assert side.door[Collective.ALL_GATHER](whole[:12], whole[12:], None) == 0
+    assert side.door[Collective.ALL_GATHER](x, None, None, None) == 1
+    assert side.door[Collective.ALL_GATHER](whole[12:24], whole[12:], None, None) == 1
+    assert side.door[Collective.ALL_GATHER](whole[11:23], whole[12:], None, None) == 1
+    assert side.door[Collective.ALL_GATHER](whole[:12], whole[12:], None, None) == 0
     assert side.all_reduce(torch.zeros(8)) == 0
     side.order.value = 8  # another communicator has filled the GPU since
     assert side.all_reduce(torch.zeros(8)) == 1
     assert side.all_reduce(x) == 0
+    for stream in (1, -1, 1 << 70, 0.0, torch.Stream(device="cpu")):
+        assert side.all_reduce(x, stream=stream) == 1
     side.doors.stream = 5
     assert side.all_reduce(x) == 1
+    assert side.all_reduce(x, stream=5) == 0
+    assert side.driver.seen[-1][-3] == 5
+    side.doors.stream = -1  # before the first operation
+    assert side.all_reduce(x, stream=-1) == 1
     side.doors.stream = 0
+    assert side.all_reduce(x, stream=0) == 0
     side.abort.value = 1
     assert side.all_reduce(x) == 1
     side.abort.value = 0
     side.doors.forget()
     assert side.all_reduce(x) == 1
-    assert len(side.driver.seen) == 3
+    assert len(side.driver.seen) == 5
 
 
 def test_more_launches_than_the_table_holds(side: Side) -> None:

@@ -52,6 +52,10 @@ def test_arrays_on_another_gpu() -> None:
     run(emulated_ranks.on_another_gpu, 2)
 
 
+def test_one_rank() -> None:
+    run(emulated_ranks.one_rank, 1)
+
+
 def test_the_gpu_of_the_first_array_is_taken() -> None:
     assert run(emulated_ranks.begins_on_the_second_gpu, 2) == [1, 1]
 

@@ -13,17 +13,17 @@ SUM = RedOp.SUM
 Operator = RedOp | PreMulSum
 
 
-def _no_door(x: Any, out: Any, op: Any) -> int:
+def _no_door(x: Any, out: Any, op: Any, stream: Any) -> int:
     return 1
 
 
 class DeviceCollectives(DeviceArguments):
     """The methods of a communicator. Where there is a door (``executor.cuda.doors``), a call that it takes is done."""
 
-    _all_reduce: Callable[[Any, Any, Any], int] = staticmethod(_no_door)
-    _all_gather: Callable[[Any, Any, Any], int] = staticmethod(_no_door)
-    _reduce_scatter: Callable[[Any, Any, Any], int] = staticmethod(_no_door)
-    _all_to_all: Callable[[Any, Any, Any], int] = staticmethod(_no_door)
+    _all_reduce: Callable[[Any, Any, Any, Any], int] = staticmethod(_no_door)
+    _all_gather: Callable[[Any, Any, Any, Any], int] = staticmethod(_no_door)
+    _reduce_scatter: Callable[[Any, Any, Any, Any], int] = staticmethod(_no_door)
+    _all_to_all: Callable[[Any, Any, Any, Any], int] = staticmethod(_no_door)
 
     def _run(
         self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
@@ -33,7 +33,7 @@ class DeviceCollectives(DeviceArguments):
 
     def all_reduce(self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``out``, or into ``x`` itself."""
-        if stream is None and not self._all_reduce(x, out, op):
+        if not self._all_reduce(x, out, op, stream):
             return x if out is None else out
         source = device_view(x, "x", "all_reduce", stream, self.gpu)
         target = source if out is None else self._like(out, source, source.count, "all_reduce")
@@ -42,7 +42,7 @@ class DeviceCollectives(DeviceArguments):
 
     def reduce_scatter(self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks; rank r gets the r-th of nranks equal shares in ``out``."""
-        if stream is None and out is not None and not self._reduce_scatter(x, out, op):
+        if out is not None and not self._reduce_scatter(x, out, op, stream):
             return out
         source = device_view(x, "x", "reduce_scatter", stream, self.gpu)
         count = self._share(source, "reduce_scatter")
@@ -53,7 +53,7 @@ class DeviceCollectives(DeviceArguments):
 
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
         """All ranks' ``x``, one after another, on every rank."""
-        if stream is None and out is not None and not self._all_gather(x, out, None):
+        if out is not None and not self._all_gather(x, out, None, stream):
             return out
         source = device_view(x, "x", "all_gather", stream, self.gpu)
         out = empty_like(x, source.count * self.nranks, "all_gather") if out is None else out
@@ -63,7 +63,7 @@ class DeviceCollectives(DeviceArguments):
 
     def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
         """Block j of rank i's ``x`` becomes block i of rank j's ``out``."""
-        if stream is None and out is not None and not self._all_to_all(x, out, None):
+        if out is not None and not self._all_to_all(x, out, None, stream):
             return out
         source = device_view(x, "x", "all_to_all", stream, self.gpu)
         count = self._share(source, "all_to_all")

@@ -192,17 +192,23 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self._doors.went_another_way()
 
     def _run_alone(self, collective: Collective, source: DeviceMemory, target: DeviceMemory, op: Operator, stream: Any) -> None:
-        """One rank, or nothing to do: the result is the input."""
-        operator(op, source.dtype, collective.label)
+        """One rank, or nothing to do: the result is the input, or its product with the operator's scalar."""
+        kind, _ = operator(op, source.dtype, collective.label)
         self.check(collective.label)
-        if source.nbytes and source.address != target.address:
+        if kind is RedOp.PREMUL_SUM and source.count:
+            key = (collective, source.dtype, source.count, op, 0)
+            self._start(self._launches.get(key) or self._prepare(key), source.address, target.address, stream, collective)
+        elif source.nbytes and source.address != target.address:
             self.gpu.copy(target.address, source.address, source.nbytes, self._stream_number(stream))
 
     def _prepare(self, key: tuple[Any, ...]) -> Launch:
         collective, dtype, count, op, root = key
         request = self.request(collective, dtype, count, op, root)
         self.gpu.make_current()
-        launch = self._kernels.prepare(self.plan(request), request, self._fixed)
+        if self.nranks == 1:
+            launch = self._kernels.prepare_scale(request, self._fixed)
+        else:
+            launch = self._kernels.prepare(self.plan(request), request, self._fixed)
         if len(self._launches) >= MAX_LAUNCHES:
             self._forget()
         self._launches[key] = launch

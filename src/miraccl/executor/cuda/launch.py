@@ -113,6 +113,14 @@ class Kernels:
             self._functions[spec] = self.gpu.load(cubin, spec.entry)
         return self._functions[spec]
 
+    def prepare_scale(self, request: Request, fixed: lower.Fixed) -> Launch:
+        """A pre-multiplied sum of one rank."""
+        threads = 512
+        blocks = max(1, min(request.multiprocessors, -(-request.count // threads)))
+        plan = DevicePlan(algo="alone", proto="", blocks=blocks, threads=threads, unroll=1, reason="one rank: the input times its scalar")
+        spec = KernelSpec(family="scale", nranks=lower.SCALE_RANKS, dtype=request.dtype, op=request.op, threads=threads)
+        return Launch(self.gpu, self.function(spec), plan, blocks, lower.lower_scale(request, fixed))
+
     def prepare(self, plan: DevicePlan, request: Request, fixed: lower.Fixed) -> Launch:
         """Compile, load and lower. May be called while a stream is captured."""
         spec = kernel_spec(plan, request)

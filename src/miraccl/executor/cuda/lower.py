@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, RedOp
 
 PUSH_AHEAD = 2  # pieces, where a bank has room for all: more only delays the first read
+SCALE_RANKS = 2  # for which the kernel ``scale`` is compiled: kernels are for two ranks at least
 _FIFO_OPS = tuple(op for op in Op if op <= Op.RECV_REDUCE_ALL)
 
 
@@ -106,6 +107,12 @@ def lower_packets(plan: DevicePlan, request: Request, fixed: Fixed) -> bytearray
         ahead = min(plan.ahead, pieces - 1 if pieces <= nslots else nslots // 2 - 1)
     signature = signature_of(plan, request)
     return pack_args(fixed, count=count, root=request.root, nslots=nslots, ahead=ahead, scalar=scalar_bits(request), signature=signature)
+
+
+def lower_scale(request: Request, fixed: Fixed) -> bytearray:
+    """Arguments of the kernel ``scale``, which has no peers: one rank's pre-multiplied sum."""
+    nobody = (0,) * SCALE_RANKS
+    return pack_args(replace(fixed, inboxes=nobody, outboxes=nobody, order=()), count=request.count, scalar=scalar_bits(request))
 
 
 def part_elements(count: int, parts: int, itemsize: int) -> int:

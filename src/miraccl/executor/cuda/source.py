@@ -22,6 +22,7 @@ FAMILIES = {
     "p2p": ("p2p", ("p2p.cuh",)),
     "bulk": ("p2p", ("p2p.cuh", "bulk.cuh")),
     "meet": ("meet_peers", ("packets.cuh", "meet.cuh")),
+    "scale": ("scale", ("scale.cuh",)),
 }
 #: mode of a packet kernel -> the files that its loop is in
 SHOTS = ("shots.cuh", "pieces.cuh")
@@ -65,9 +66,9 @@ class KernelSpec:
     """What a kernel is compiled for.
 
     ``family`` is ``packets`` (``mode`` one of ``PACKET_MODES``, packets framed as ``frame`` says), ``steps`` (protocol Simple, any
-    schedule), ``p2p`` (messages, framed as lines or pairs), ``bulk`` (the same, with large ones among them) or
-    ``meet`` (before and after the work of copy engines).  ``threads`` of a block, ``unroll`` vectors of a thread at a time, ``min_blocks``
-    per multiprocessor (limits registers); ``single``: shots of one piece.
+    schedule), ``p2p`` (messages, framed as lines or pairs), ``bulk`` (the same, with large ones among them), ``meet`` (before and after
+    the work of copy engines) or ``scale`` (one rank's pre-multiplied sum, as if there were two ranks).  ``threads`` of a block, ``unroll``
+    vectors of a thread at a time, ``min_blocks`` per multiprocessor (limits registers); ``single``: shots of one piece.
     """
 
     family: str

@@ -4,9 +4,9 @@
 cuda.bindings a launch costs about a microsecond and a half more.  Python's lock is let go, since a launch waits where the queue of the GPU
 is full.
 
-``collective(x, out, op)`` is a whole call, from PyTorch's tensors to the launch, where everything is as it was the last time; it looks
-at tensors through the functions that their type offers to compiled code (DLPack 1.3, "C Exchange API").  The result is 0, or not 0 where
-Python is to do it: nothing has happened then.  ``doors.table`` keeps what it looks into, ``doors.layout`` says where.
+``collective(x, out, op, stream)`` is a whole call, from PyTorch's tensors to the launch, where everything is as it was the last time.  It
+looks at tensors through the functions that their type offers to compiled code (DLPack 1.3, "C Exchange API").  The result is 0, or not 0
+where Python is to do it: nothing has happened then.  ``doors.table`` keeps what it looks into, ``doors.layout`` says where.
 """
 
 from __future__ import annotations
@@ -115,11 +115,28 @@ slot_of = inline(at.slot_of)
 
 
 @inline
+def stream_of(state: int, given: int) -> int:
+    """The stream of a call as a number: an int of the caller's, the current one for None; -1 for anything else."""
+    if load(given + at.OB_TYPE) == load(state + at.STATE_INT_TYPE):
+        number = PyLong_AsLong(given)
+        if number == -1:
+            PyErr_Clear()
+        return number
+    if given != load(state + at.STATE_NONE):
+        return -1
+    place = state + at.STATE_VIEWS + 2 * at.DL_BYTES
+    if ask_stream(load(state + at.STATE_CURRENT), load(state + at.STATE_DEVICE), place) != 0:
+        PyErr_Clear()
+        return -1
+    return load(place)
+
+
+@inline
 def find(door: int, args: int) -> int:
     """The row of the launch for these arguments, with addresses and stream in its block; 0 where Python is to do it."""
     state = load(door + at.DOOR_STATE)
     x, out, third = load(args), load(args + 8), load(args + 16)
-    if load32(load(state + at.STATE_ABORT)) != 0:
+    if load32(load(state + at.STATE_ABORT)) != 0 or load(state + at.STATE_STREAM) == -1:
         return 0
     view, other = state + at.STATE_VIEWS, state + at.STATE_VIEWS + at.DL_BYTES
     count = elements(state, x, view)
@@ -146,11 +163,7 @@ def find(door: int, args: int) -> int:
             op += 1
         if op == at.NOPS:
             return 0
-    stream = state + at.STATE_VIEWS + 2 * at.DL_BYTES
-    if ask_stream(load(state + at.STATE_CURRENT), load(state + at.STATE_DEVICE), stream) != 0:
-        PyErr_Clear()
-        return 0
-    if load(stream) != load(state + at.STATE_STREAM):
+    if stream_of(state, load(args + 24)) != load(state + at.STATE_STREAM):
         return 0
     key = key_of(load(door + at.DOOR_COLLECTIVE), op, dtype)
     for probe in range(at.PROBES):
@@ -161,7 +174,7 @@ def find(door: int, args: int) -> int:
             block = load(row + at.ROW_BLOCK)
             store(load(block + 8 * at.ARGUMENT), source)
             store(load(block + 8 * at.ARGUMENT) + 8, target)
-            store(load(block + 8 * at.CONFIG) + at.CONFIG_STREAM, load(stream))
+            store(load(block + 8 * at.CONFIG) + at.CONFIG_STREAM, load(state + at.STATE_STREAM))
             return row
     return 0
 

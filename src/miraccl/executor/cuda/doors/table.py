@@ -19,7 +19,7 @@ from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.launch import Launch
 from miraccl.types import DL_TYPES, Collective, DType, RedOp
 
-Door = Callable[[Any, Any, Any], int]
+Door = Callable[[Any, Any, Any, Any], int]
 #: collective -> whether ``x`` has a block per rank, whether ``out`` has, whether the result lies in ``x`` without ``out``
 SHAPES = {
     Collective.ALL_REDUCE: (False, False, True),
@@ -47,6 +47,7 @@ class Doors:
         self._put(at.STATE_ORDER, order)
         self._put(at.STATE_SELF, own)
         self._put(at.STATE_NONE, id(None))
+        self._put(at.STATE_INT_TYPE, id(int))
         self.stream = -1
         for number, op in enumerate(_OPERATORS):
             self._put(at.STATE_OPS + 8 * number, id(op))
@@ -64,7 +65,7 @@ class Doors:
         self._put(at.STATE_STREAM, number)
 
     def door(self, collective: Collective) -> Door:
-        """The builtin ``door(x, out, op)`` of a collective: 0, or not 0 where Python is to do it."""
+        """The builtin ``door(x, out, op, stream)`` of a collective: 0, or not 0 where Python is to do it."""
         many_in, many_out, in_place = SHAPES[collective]
         blocks = (self._nranks if many_in else 1, self._nranks if many_out else 1)
         record = np.array([self._state.ctypes.data, int(collective), *blocks, collective.reduces, in_place], np.int64)
