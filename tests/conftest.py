@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
 
 _OURS = ("MIRACCL_", "NCCL_", "OMPI_", "PMI_", "SLURM_")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def pytest_collection_finish() -> None:
+    """The collector need not go through torch, Numba and all tests again, each time that a test makes many objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

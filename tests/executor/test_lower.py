@@ -95,7 +95,8 @@ def test_programs_say_what_schedules_say(algo: str, collective: Collective) -> N
 
 def test_a_slot_too_small_for_a_step_is_refused() -> None:
     with pytest.raises(InvalidUsage, match="too many for slots"):
-        make("bruck", Collective.ALL_TO_ALL, 400, 0, 1000, slot_bytes=8192)
+        make("bruck", Collective.ALL_TO_ALL, 66, 0, 1000, slot_bytes=2048)  # 33 chunks in a message
+    make("bruck", Collective.ALL_TO_ALL, 64, 0, 1000, slot_bytes=2048)
 
 
 def test_scratch_has_room_for_all_chunks() -> None:
