@@ -13,7 +13,7 @@ import pytest
 from miraccl import native
 from miraccl.executor.cuda import launch
 from miraccl.executor.cuda.doors import layout as at
-from miraccl.executor.cuda.doors.table import Doors
+from miraccl.executor.cuda.doors.table import SHAPES, Doors
 from miraccl.types import Collective, DType, PreMulSum, RedOp
 
 DL_CPU = 1
@@ -72,15 +72,12 @@ class Side:
         self.doors._put(at.STATE_DEVICE, DL_CPU)
         self.doors.stream = 0
         self.driver = Driver()
-        self.door = {
-            collective: self.doors.door(collective)
-            for collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-        }
+        self.door = {collective: self.doors.door(collective) for collective in SHAPES}
 
-    def remember(self, collective: Collective, dtype: DType, count: int, op: Any = RedOp.SUM, fills: bool = False) -> Any:
+    def remember(self, collective: Collective, dtype: DType, count: int, op: Any = RedOp.SUM, root: int = 0, fills: bool = False) -> Any:
         """A launch whose function is its number."""
         made: Any = types.SimpleNamespace(block=self.driver.block(count))
-        self.doors.remember(collective, dtype, count, op, made, fills)
+        self.doors.remember(collective, dtype, count, op, root, made, fills)
         return made
 
     def all_reduce(self, x: Any, out: Any = None, op: Any = RedOp.SUM, stream: Any = None) -> int:
@@ -116,7 +113,11 @@ def test_doors_find_the_launch(side: Side) -> None:
     assert side.door[Collective.ALL_GATHER](x, out, None, None) == 1
     side.doors.went_another_way()
     assert side.doors.last is None
-    assert len(side.driver.seen) == 4
+    side.remember(Collective.BROADCAST, DType.FLOAT32, 12, root=1)
+    assert side.door[Collective.BROADCAST](x, None, 1, None) == 0
+    for root in (0, 2, -1, 1 << 70, True, 1.0, None):
+        assert side.door[Collective.BROADCAST](x, None, root, None) == 1
+    assert len(side.driver.seen) == 5
 
 
 def test_what_goes_the_long_way(side: Side) -> None:
@@ -175,10 +176,22 @@ def test_what_goes_the_long_way(side: Side) -> None:
 def test_more_launches_than_the_table_holds(side: Side) -> None:
     import torch
 
-    for count in range(1, 4 * at.TABLE_SLOTS):
+    x, counts = torch.zeros(2 * at.TABLE_SLOTS), range(1, 2 * at.TABLE_SLOTS)
+    for count in counts:
         side.remember(Collective.ALL_REDUCE, DType.FLOAT32, count)
-        assert side.all_reduce(torch.zeros(count)) == 0
+        assert side.all_reduce(x[:count]) == 0
         assert side.driver.seen[-1][0] == count
     assert len(side.doors._launches) <= at.TABLE_SLOTS
-    found = [count for count in range(1, 4 * at.TABLE_SLOTS) if side.all_reduce(torch.zeros(count)) == 0]
+    found = [count for count in counts if side.all_reduce(x[:count]) == 0]
     assert [row[0] for row in side.driver.seen[-len(found) :]] == found
+
+
+def test_powers_of_two_find_places_of_their_own(side: Side) -> None:
+    """What a program uses: sizes that differ by factors of two, of several collectives, types and operators."""
+    kinds = [(collective, op) for collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER) for op in (RedOp.SUM, RedOp.MAX)]
+    dtypes = (DType.FLOAT32, DType.BFLOAT16, DType.INT64)
+    for collective, op in kinds:
+        for dtype in dtypes:
+            for bits in range(30):
+                side.remember(collective, dtype, 1 << bits, op)
+    assert len(side.doors._launches) == len(kinds) * len(dtypes) * 30

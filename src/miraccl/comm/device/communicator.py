@@ -111,6 +111,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self._all_gather = self._doors.door(Collective.ALL_GATHER)
         self._reduce_scatter = self._doors.door(Collective.REDUCE_SCATTER)
         self._all_to_all = self._doors.door(Collective.ALL_TO_ALL)
+        self._broadcast = self._doors.door(Collective.BROADCAST)
         self._current_stream: Callable[[int], int] | None = None
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
         self.faults = DeviceFaults(session, self._host, options.timeout)
@@ -213,7 +214,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             self._forget()
         self._launches[key] = launch
         if not ((self._windows is not None or self._no_multiprocessors) and collective in MOVED_BY_ENGINES):
-            self._doors.remember(collective, dtype, count, op, launch, fills=launch.threads > SMALL_THREADS)
+            self._doors.remember(collective, dtype, count, op, root, launch, fills=launch.threads > SMALL_THREADS)
         return launch
 
     def _forget(self) -> None:

@@ -4,8 +4,8 @@
 cuda.bindings a launch costs about a microsecond and a half more.  Python's lock is let go, since a launch waits where the queue of the GPU
 is full.
 
-``collective(x, out, op, stream)`` is a whole call, from PyTorch's tensors to the launch, where everything is as it was the last time.  It
-looks at tensors through the functions that their type offers to compiled code (DLPack 1.3, "C Exchange API").  The result is 0, or not 0
+``collective(x, out, op or root, stream)`` is a whole call, from PyTorch's tensors to the launch, where everything is as it was the last
+time.  It looks at tensors through the functions that their type offers to compiled code (DLPack 1.3, "C Exchange API").  The result is 0, or not 0
 where Python is to do it: nothing has happened then.  ``doors.table`` keeps what it looks into, ``doors.layout`` says where.
 """
 
@@ -115,15 +115,34 @@ slot_of = inline(at.slot_of)
 
 
 @inline
+def number_of(state: int, given: int) -> int:
+    """An int that is not negative, -1 for anything else."""
+    if load(given + at.OB_TYPE) != load(state + at.STATE_INT_TYPE):
+        return -1
+    number = PyLong_AsLong(given)
+    if number == -1:
+        PyErr_Clear()
+    return number if number >= 0 else -1
+
+
+@inline
+def third_of(state: int, kind: int, given: int) -> int:
+    """The number of an operator, or a root; -1 for anything else."""
+    if kind == at.THIRD_ROOT:
+        return number_of(state, given)
+    if kind == at.THIRD_NOTHING:
+        return 0
+    for op in range(at.NOPS):
+        if load(state + at.STATE_OPS + 8 * op) == given:
+            return op
+    return -1
+
+
+@inline
 def stream_of(state: int, given: int) -> int:
     """The stream of a call as a number: an int of the caller's, the current one for None; -1 for anything else."""
-    if load(given + at.OB_TYPE) == load(state + at.STATE_INT_TYPE):
-        number = PyLong_AsLong(given)
-        if number == -1:
-            PyErr_Clear()
-        return number
     if given != load(state + at.STATE_NONE):
-        return -1
+        return number_of(state, given)
     place = state + at.STATE_VIEWS + 2 * at.DL_BYTES
     if ask_stream(load(state + at.STATE_CURRENT), load(state + at.STATE_DEVICE), place) != 0:
         PyErr_Clear()
@@ -157,15 +176,12 @@ def find(door: int, args: int) -> int:
             return 0  # in place in one way or another
     elif load(door + at.DOOR_IN_PLACE) == 0:
         return 0
-    op = 0
-    if load(door + at.DOOR_REDUCES) != 0:
-        while op < at.NOPS and load(state + at.STATE_OPS + 8 * op) != third:
-            op += 1
-        if op == at.NOPS:
-            return 0
+    number = third_of(state, load(door + at.DOOR_THIRD), third)
+    if number < 0:
+        return 0
     if stream_of(state, load(args + 24)) != load(state + at.STATE_STREAM):
         return 0
-    key = key_of(load(door + at.DOOR_COLLECTIVE), op, dtype)
+    key = key_of(load(door + at.DOOR_COLLECTIVE), number, dtype)
     for probe in range(at.PROBES):
         row = state + at.STATE_TABLE + slot_of(key, count, probe) * at.ROW_BYTES
         if load(row + at.ROW_KEY) == key and load(row + at.ROW_COUNT) == count:

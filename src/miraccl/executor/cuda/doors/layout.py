@@ -9,7 +9,8 @@ FUNCTION, ARGUMENT, CONFIG, KERNEL, PARAMETERS = range(BLOCK_WORDS)
 CONFIG_STREAM = 32  # from the beginning of the configuration to the stream
 
 # a door: one collective of a communicator. Blocks are those that ``x`` and ``out`` have; without ``out`` some work in place.
-DOOR_STATE, DOOR_COLLECTIVE, DOOR_IN_BLOCKS, DOOR_OUT_BLOCKS, DOOR_REDUCES, DOOR_IN_PLACE = 0, 8, 16, 24, 32, 40
+DOOR_STATE, DOOR_COLLECTIVE, DOOR_IN_BLOCKS, DOOR_OUT_BLOCKS, DOOR_THIRD, DOOR_IN_PLACE = 0, 8, 16, 24, 32, 40
+THIRD_NOTHING, THIRD_OPERATOR, THIRD_ROOT = 0, 1, 2  # what the third argument is
 
 # the state of a communicator
 STATE_ABORT = 0  # address of a 32-bit word that is not 0 when something is wrong
@@ -29,8 +30,8 @@ STATE_TABLE = 256
 # a row of the table of launches
 ROW_KEY, ROW_COUNT, ROW_BLOCK, ROW_FILLS = 0, 8, 16, 24
 ROW_BYTES = 32
-TABLE_SLOTS = 64  # a power of two
-PROBES = 4  # rows in which a launch may stand
+TABLE_SLOTS = 1024  # a power of two
+PROBES = 8  # rows in which a launch may stand
 STATE_BYTES = STATE_TABLE + TABLE_SLOTS * ROW_BYTES
 
 # struct DLTensor of dlpack.h, DLPack 1.3; DLDevice is type and number, 32 bits each
@@ -43,11 +44,11 @@ DL_MAJOR = 1
 OB_TYPE = 8  # PyObject.ob_type
 
 
-def key_of(collective: int, op: int, dtype: int) -> int:
-    """``dtype`` is a DLDataType: code, bits << 8, lanes << 16."""
-    return collective << 40 | op << 32 | dtype
+def key_of(collective: int, third: int, dtype: int) -> int:
+    """``third`` is the operator's number, or the root; ``dtype`` a DLDataType: code, bits << 8, lanes << 16."""
+    return collective << 40 | third << 32 | dtype
 
 
 def slot_of(key: int, count: int, probe: int) -> int:
     """The number of a row in which a launch may stand."""
-    return (key * 0x9E37 + count * 0x85EB + probe) & (TABLE_SLOTS - 1)
+    return (((key * 0x9E3779B1 + count) * 0x85EBCA6B >> 32) + probe) & (TABLE_SLOTS - 1)

@@ -26,6 +26,7 @@ SHAPES = {
     Collective.ALL_GATHER: (False, True, False),
     Collective.REDUCE_SCATTER: (True, False, False),
     Collective.ALL_TO_ALL: (True, True, False),
+    Collective.BROADCAST: (False, False, True),
 }
 _OPERATORS = tuple(RedOp(number) for number in range(at.NOPS))
 _DL_DTYPES = {dtype: code | bits << 8 | 1 << 16 for (code, bits), dtype in DL_TYPES.items()}
@@ -65,24 +66,25 @@ class Doors:
         self._put(at.STATE_STREAM, number)
 
     def door(self, collective: Collective) -> Door:
-        """The builtin ``door(x, out, op, stream)`` of a collective: 0, or not 0 where Python is to do it."""
+        """The builtin ``door(x, out, op or root, stream)`` of a collective: 0, or not 0 where Python is to do it."""
         many_in, many_out, in_place = SHAPES[collective]
         blocks = (self._nranks if many_in else 1, self._nranks if many_out else 1)
-        record = np.array([self._state.ctypes.data, int(collective), *blocks, collective.reduces, in_place], np.int64)
+        third = at.THIRD_OPERATOR if collective.reduces else at.THIRD_ROOT if collective.rooted else at.THIRD_NOTHING
+        record = np.array([self._state.ctypes.data, int(collective), *blocks, third, in_place], np.int64)
         self._records.append(record)
         entry = native.library("miraccl.executor.cuda.doors.call").address(native.PREFIX + "collective")
         return native.builtin(collective.label, entry, int(record.ctypes.data))
 
     # ---- the table
 
-    def remember(self, collective: Collective, dtype: DType, count: int, op: Any, launch: Launch, fills: bool) -> None:
+    def remember(self, collective: Collective, dtype: DType, count: int, op: Any, root: int, launch: Launch, fills: bool) -> None:
         """Enter a launch for blocks of ``count`` elements; an older entry in its places is replaced."""
         block = launch.block
         if collective not in SHAPES or not block or dtype not in _DL_DTYPES or not self._knows_tensors():
             return
         if collective.reduces and not isinstance(op, RedOp):  # with a scalar of its own
             return
-        key = at.key_of(int(collective), int(op) if collective.reduces else 0, _DL_DTYPES[dtype])
+        key = at.key_of(int(collective), int(op) if collective.reduces else root, _DL_DTYPES[dtype])
         places = [at.STATE_TABLE + at.slot_of(key, count, probe) * at.ROW_BYTES for probe in range(at.PROBES)]
         free = [place for place in places if not self._state[(place + at.ROW_BLOCK) // 8]]
         row = free[0] if free else places[0]
