@@ -95,6 +95,28 @@ OTHERS = [
 ]
 
 
+EIGHT = [
+    (Collective.ALL_REDUCE, DType.BFLOAT16, "one_shot", "ll128"),
+    (Collective.ALL_REDUCE, DType.BFLOAT16, "two_shot", "ll128"),
+    (Collective.ALL_REDUCE, DType.INT32, "two_shot", "ll"),
+    (Collective.ALL_GATHER, DType.FLOAT32, "one_shot", "ll128"),
+    (Collective.REDUCE_SCATTER, DType.FLOAT32, "one_shot", "ll128"),
+    (Collective.ALL_TO_ALL, DType.FLOAT32, "one_shot", "ll"),
+    (Collective.BROADCAST, DType.FLOAT32, "chain", "ll128"),
+    (Collective.REDUCE, DType.FLOAT32, "one_shot", "ll128"),
+    (Collective.ALL_REDUCE, DType.FLOAT32, "double_binary_tree", "simple"),
+]
+
+
+@pytest.mark.parametrize(("collective", "dtype", "algo", "proto"), EIGHT)
+def test_eight_ranks(collective: Collective, dtype: DType, algo: str, proto: str) -> None:
+    """As many as there are, in one piece and in several."""
+    for count in (8, 203, 4001):
+        request = asked(collective, dtype, count, 8, algo, proto, root=5)
+        assert run(machine(8), request, small(request), repeat=2, close=True) == [""] * 8
+    assert machine(8).packets_are_cleared()
+
+
 @pytest.mark.parametrize(("collective", "algo"), OTHERS)
 @pytest.mark.parametrize("proto", ["ll", "ll128", "simple"])
 def test_others(collective: Collective, algo: str, proto: str) -> None:

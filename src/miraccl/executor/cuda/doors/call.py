@@ -5,8 +5,8 @@ cuda.bindings a launch costs about a microsecond and a half more.  Python's lock
 is full.
 
 ``collective(x, out, op or root, stream)`` is a whole call, from PyTorch's tensors to the launch, where everything is as it was the last
-time.  It looks at tensors through the functions that their type offers to compiled code (DLPack 1.3, "C Exchange API").  The result is 0, or not 0
-where Python is to do it: nothing has happened then.  ``doors.table`` keeps what it looks into, ``doors.layout`` says where.
+time.  It looks at tensors through the functions that their type offers to compiled code (DLPack 1.3, "C Exchange API").  The result is 0,
+or not 0 where Python is to do it: nothing has happened then.  ``doors.table`` keeps what it looks into, ``doors.layout`` says where.
 """
 
 from __future__ import annotations
