@@ -38,6 +38,11 @@ class DeviceArguments:
             a, b = b, a
         return b.count != 0 and a.address + a.nbytes > b.address
 
+    def _in_place(self, whole: DeviceMemory, part: DeviceMemory, first: int, where: str) -> None:
+        """``part`` may lie ``first`` elements into ``whole``, the in-place form; any other overlap is refused."""
+        if self._overlap(whole, part) and part.address - whole.address != first * whole.dtype.itemsize:
+            raise InvalidUsage(f"{where}: input and output overlap, but not as this operation's in-place form does", rank=self.rank)
+
     def _apart(self, source: DeviceMemory, target: DeviceMemory, where: str) -> None:
         """For operations without a form in place."""
         if self._overlap(source, target):

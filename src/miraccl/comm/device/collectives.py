@@ -38,6 +38,7 @@ class DeviceCollectives(DeviceArguments):
             return x if out is None else out
         source = device_view(x, "x", "all_reduce", stream, self.gpu)
         target = source if out is None else self._like(out, source, source.count, "all_reduce")
+        self._in_place(source, target, 0, "all_reduce")
         self._run(Collective.ALL_REDUCE, source, target, source.count, op, 0, stream)
         return x if out is None else out
 
@@ -49,6 +50,7 @@ class DeviceCollectives(DeviceArguments):
         count = self._share(source, "reduce_scatter")
         out = empty_like(x, count, "reduce_scatter") if out is None else out
         target = self._like(out, source, count, "reduce_scatter")
+        self._in_place(source, target, self.rank * count, "reduce_scatter")
         self._run(Collective.REDUCE_SCATTER, source, target, count, op, 0, stream)
         return out
 
@@ -59,6 +61,7 @@ class DeviceCollectives(DeviceArguments):
         source = device_view(x, "x", "all_gather", stream, self.gpu)
         out = empty_like(x, source.count * self.nranks, "all_gather") if out is None else out
         target = self._like(out, source, source.count * self.nranks, "all_gather")
+        self._in_place(target, source, self.rank * source.count, "all_gather")
         self._run(Collective.ALL_GATHER, source, target, source.count, SUM, 0, stream)
         return out
 
@@ -88,5 +91,6 @@ class DeviceCollectives(DeviceArguments):
         chief = self._root(root, "reduce")
         source = device_view(x, "x", "reduce", stream, self.gpu)
         target = source if out is None or self.rank != chief else self._like(out, source, source.count, "reduce")
+        self._in_place(source, target, 0, "reduce")
         self._run(Collective.REDUCE, source, target, source.count, op, chief, stream)
         return x if target is source else out

@@ -151,8 +151,3 @@ class UnevenCollectives(DeviceArguments):
     def _expect(self, memory: DeviceMemory, count: int, name: str, why: str, where: str) -> None:
         if memory.count != count:
             raise InvalidUsage(f"{where}: {name} has {memory.count} elements, but needs {count} ({why})", rank=self.rank)
-
-    def _in_place(self, whole: DeviceMemory, part: DeviceMemory, first: int, where: str) -> None:
-        """``part`` may lie ``first`` elements into ``whole``, the in-place form; any other overlap is refused."""
-        if self._overlap(whole, part) and part.address - whole.address != first * whole.dtype.itemsize:
-            raise InvalidUsage(f"{where}: input and output overlap, but not as this operation's in-place form does", rank=self.rank)
