@@ -1,10 +1,11 @@
 # Each target does its own set-up in .venv, once. Needs Python 3.11 or newer and make; works in any folder, also one with spaces.
-# PYTHON=... chooses the interpreter, VENV=... another place for the environment, TORCH=no leaves PyTorch and its tests out.
+# PYTHON=... chooses the interpreter, VENV=... another place for the environment, TORCH=no leaves PyTorch and its tests out, TESTS=... are
+# the tests to run, instead of all.
 
 VENV ?= .venv
 PY = "$(VENV)/bin/python"
 RUN = PYTHONPATH=src $(PY)
-TESTS ?= tests
+TESTS ?=
 ENGINES ?= .venv-engines
 ENGINE_TESTS ?= tests/ray tests/mpi tests/launchers tests/interop tests/examples tests/torch/test_backend.py
 
@@ -14,7 +15,7 @@ demo: $(VENV)/.ready
 	@$(RUN) -m miraccl perf all_reduce --ranks 4 --sizes 256K,4M,16M
 
 test: $(VENV)/.ready-test
-	@$(RUN) -m pytest -q $(TESTS)
+	@PYTHONPATH=src sh .ci/test $(PY) $(TESTS)
 
 # In an environment of its own, so that `make test` needs no engine. Which mpirun is run: docs/mpi.md.
 test-engines: $(ENGINES)/.ready-engines
