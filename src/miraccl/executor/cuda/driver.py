@@ -102,6 +102,11 @@ class Gpu:
     def _attribute(self, kind: Any) -> int:
         return int(check(self.cuda.cuDeviceGetAttribute(kind, self._device), "cuDeviceGetAttribute"))
 
+    @functools.cached_property
+    def driver_version(self) -> int:
+        """The CUDA version of the driver: 12030 is 12.3."""
+        return int(check(self.cuda.cuDriverGetVersion(), "cuDriverGetVersion"))
+
     def make_current(self) -> None:
         """Make the context current in the calling thread."""
         check(self.cuda.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")

@@ -16,7 +16,8 @@ from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
 from miraccl.executor.cuda.source import KernelSpec, write_source
 
 _pointers = struct.Struct("<QQ")
-OVERLAP_FROM = 90  # sm_90 has programmatic dependent launch
+OVERLAP_FROM = 90  # sm_90 has programmatic dependent launch,
+OVERLAP_DRIVER = 12030  # and the driver of CUDA 12.3 captures it
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -61,6 +62,7 @@ class Launch:
         if (direct := fast_launch(gpu)) is not None:
             address, self._fast = direct
             attribute = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,)))
+            overlaps = overlaps and gpu.driver_version >= OVERLAP_DRIVER
             self._config = _Config((blocks, 1, 1), (plan.threads, 1, 1), 0, None, attribute, int(overlaps))
             words = (address, ctypes.addressof(self._args), ctypes.addressof(self._config), int(function), self._address)
             self._block = (ctypes.c_uint64 * len(words))(*words)
