@@ -9,10 +9,11 @@ import pytest
 from miraccl.executor.cuda.driver import device_count
 
 GPUS = device_count()
+NEEDS_GPU = pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU, no driver, or cuda-bindings is not installed")
 #: for tests whose ranks are processes of ``tests.gpu.ranks``
 ON_GPUS = [
     pytest.mark.gpu,
     pytest.mark.multiprocess,
-    pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU, no driver, or cuda-bindings is not installed"),
+    NEEDS_GPU,
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the ranks of these tests make their tensors with PyTorch"),
 ]

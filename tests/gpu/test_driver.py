@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from miraccl.executor.cuda.driver import Gpu, device_count, ordinal_at
-
-GPUS = device_count()
+from miraccl.executor.cuda.driver import Gpu, ordinal_at
+from tests.gpu.gpus import GPUS, NEEDS_GPU
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU, no driver, or cuda-bindings is not installed")
+@NEEDS_GPU
 def test_the_gpu_of_an_address() -> None:
     for ordinal in range(GPUS):
         gpu = Gpu(ordinal)

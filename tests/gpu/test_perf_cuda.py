@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from miraccl.executor.cuda.driver import device_count
+from tests.gpu.gpus import GPUS, NEEDS_GPU
 
 ROOT = Path(__file__).resolve().parents[2]
-GPUS = device_count()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.multiprocess,
-    pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU, no driver, or cuda-bindings is not installed"),
+    NEEDS_GPU,
 ]
 WHERE = ("--devices", "cuda:0,1") if GPUS > 1 else ("--devices", "cuda:0", "--ranks", "2")
 QUICK = ("--batches", "2", "--timeout", "200")

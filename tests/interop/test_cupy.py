@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.executor.cuda.driver import device_count
+from tests.gpu.gpus import NEEDS_GPU
 from tests.support.ranks import run_ranks
 
-GPUS = device_count()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.multiprocess,
-    pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU, no driver, or cuda-bindings is not installed"),
+    NEEDS_GPU,
     pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="cupy is not installed"),
 ]
 

@@ -9,16 +9,15 @@ import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
 
-from miraccl.executor.cuda.driver import device_count
+from tests.gpu.gpus import GPUS, NEEDS_GPU
 from tests.support.ranks import ROOT, run_ranks
 from tests.torch import cuda, matrix
 from tests.torch.worlds import in_turn
 
-GPUS = device_count()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.multiprocess,
-    pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU, no driver, or cuda-bindings is not installed"),
+    NEEDS_GPU,
 ]
 TABLE = ("<!-- table for GPU memory -->\n", "\n<!-- end of table -->")
 TIMEOUT_S = 300.0

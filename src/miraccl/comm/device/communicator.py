@@ -146,13 +146,16 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             return
         key: tuple[Any, ...] = (collective, source.dtype, count, op, root)
         launch: Launch | CopyLaunch | StagedLaunch | None = None
-        if (self._windows is not None or self._no_multiprocessors) and collective in MOVED_BY_ENGINES:
+        if self._asks_engines(collective):
             launch = self._engines(key, target)
         if launch is None:
             launch = self._launches.get(key) or self._prepare(key)
         self._start(launch, source.address, target.address, stream, collective)
         if source.keep is not None or target.keep is not None:
             self._hold([source, target], self._doors.stream)
+
+    def _asks_engines(self, collective: Collective) -> bool:
+        return (self._windows is not None or self._no_multiprocessors) and collective in MOVED_BY_ENGINES
 
     def _engines(self, key: tuple[Any, ...], target: DeviceMemory) -> CopyLaunch | StagedLaunch | None:
         """Copy engines, where they are faster than kernels or multiprocessors are not to be used; None where kernels do it."""
@@ -213,7 +216,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         if len(self._launches) >= MAX_LAUNCHES:
             self._forget()
         self._launches[key] = launch
-        if not ((self._windows is not None or self._no_multiprocessors) and collective in MOVED_BY_ENGINES):
+        if not self._asks_engines(collective):  # whose answer depends on the target
             self._doors.remember(collective, dtype, count, op, root, launch, fills=launch.threads > SMALL_THREADS)
         return launch
 

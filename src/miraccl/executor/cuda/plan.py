@@ -196,7 +196,7 @@ def rounds_of(algo: str, request: Request) -> int:
 
 
 def least_slots(algo: str, nranks: int) -> int:
-    """Slots below which pieces cannot follow one another (source/shots.cuh, ring.cuh and chain.cuh say why)."""
+    """Slots below which pieces cannot follow one another (source/pieces.cuh, ring.cuh and chain.cuh say why)."""
     return nranks + 2 if algo == "ring" else 4
 
 

@@ -31,16 +31,23 @@ from miraccl.native.intrinsics import (
 )
 
 
+def _emit_call(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+    """The C function at the first address, which takes the words that follow and returns an int."""
+    word = ir.IntType(64)
+    kind = ir.FunctionType(ir.IntType(32), [word] * (len(args) - 1))
+    return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:]), word)
+
+
 @intrinsic
 def call4(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """Call the C function at an address with four words; it returns an int."""
+    return I64(I64, I64, I64, I64, I64), _emit_call
 
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        kind = ir.FunctionType(ir.IntType(32), [word] * 4)
-        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:]), word)
 
-    return I64(I64, I64, I64, I64, I64), emit
+@intrinsic
+def call2(typingctx: Any, function: Any, a: Any, b: Any) -> Any:
+    """The same with two words."""
+    return I64(I64, I64, I64), _emit_call
 
 
 @inline
@@ -64,18 +71,6 @@ def launch(self: int, args: int, nargs: int) -> int:
 
 
 # ---- doors
-
-
-@intrinsic
-def call2(typingctx: Any, function: Any, a: Any, b: Any) -> Any:
-    """Call ``int f(void *, void *)``."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        kind = ir.FunctionType(ir.IntType(32), [word] * 2)
-        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:]), word)
-
-    return I64(I64, I64, I64), emit
 
 
 @intrinsic
