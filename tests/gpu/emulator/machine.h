@@ -2,10 +2,12 @@
 //
 // A block is a thread of the operating system, a CUDA thread in it a fiber. A fiber runs until it polls (`yield` in the loops that wait) or meets
 // a barrier, so any number of blocks and ranks wait for one another as on GPUs. Memory is the processor's: coherent and, on x86, with stores in order.
-// What this finds: wrong indices, slots used too early, deadlocks, sums in the wrong order. What it cannot find: missing fences.
+// What this finds: wrong indices, slots used too early, deadlocks, sums in the wrong order, reliance on 16 bytes arriving at once. What it cannot
+// find: missing fences.
 
 #include <cstdint>
 #include <cstring>
+#include <sched.h>
 #include <ctime>
 
 #define __device__
@@ -81,9 +83,13 @@ inline uint4 load_packet(const uint4* p) {
   u.q[0] = __atomic_load_n((const u64*)p, __ATOMIC_ACQUIRE); u.q[1] = __atomic_load_n((const u64*)p + 1, __ATOMIC_ACQUIRE);
   return u.v;
 }
+// The halves of a packet may arrive at different times; now and then others run in between.
 inline void store_packet(uint4* p, uint4 v) {
+  static thread_local u32 stores;
   union { uint4 v; u64 q[2]; } u = {v};
-  __atomic_store_n((u64*)p, u.q[0], __ATOMIC_RELEASE); __atomic_store_n((u64*)p + 1, u.q[1], __ATOMIC_RELEASE);
+  __atomic_store_n((u64*)p, u.q[0], __ATOMIC_RELEASE);
+  if (++stores % 3 == 0) sched_yield();
+  __atomic_store_n((u64*)p + 1, u.q[1], __ATOMIC_RELEASE);
 }
 // Of a line the last lane is read first and written last, of this lane the half with the flag.
 inline uint4 load_flagged(const uint4* p) {
@@ -108,7 +114,7 @@ inline void store_line(uint4* p, uint4 v) {
 }
 inline u64 load_word(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-inline void store_release(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void store_word(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline void fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline u64 now_ns() { timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return u64(t.tv_sec) * 1000000000ull + t.tv_nsec; }
 inline u32 draw(u32* p, u32 last) {

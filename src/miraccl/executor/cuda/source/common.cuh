@@ -241,9 +241,6 @@ struct Sum {
   }
 };
 
-// A word in the memory of a peer that polls it; words have 16 bytes of their own.
-__device__ __forceinline__ void store_word(u64* p, u64 v) { store_packet((uint4*)p, make_uint4((u32)v, (u32)(v >> 32), 0u, 0u)); }
-
 // ---- the board: what peers say they run. Ranks that call different operations are told, instead of waiting for ever or adding up wrong data.
 
 // The entry of rank ``src`` for launch number ``launch`` (from 1): the number, the signature, two words for the kernel's own use.

@@ -26,8 +26,9 @@ __device__ __forceinline__ u64 load_word(const u64* p) {
 __device__ __forceinline__ u64 load_acquire(const u64* p) {
   u64 v; asm volatile("ld.acquire.sys.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory"); return v;
 }
-__device__ __forceinline__ void store_release(u64* p, u64 v) {
-  asm volatile("st.release.sys.global.u64 [%0],%1;" :: "l"(p), "l"(v) : "memory");
+// A word that a peer polls: nothing beside it is written, for who has seen the word may already clear or reuse what lies there.
+__device__ __forceinline__ void store_word(u64* p, u64 v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0],%1;" :: "l"(p), "l"(v) : "memory");
 }
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 __device__ __forceinline__ u64 now_ns() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }

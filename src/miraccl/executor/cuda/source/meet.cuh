@@ -1,7 +1,7 @@
 // All ranks meet on their streams: what was enqueued before on any rank is done when a rank's stream goes on. One block of one warp.
 //
 // Copy engines write to peers' memory between two such meetings. The two words that an entry of the board has to spare say where this rank's
-// window is used; peers must use the same place of theirs.
+// window is used; peers must use the same place of theirs. The halves of an entry may arrive one after the other, so each bears the number.
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) meet_peers(const __grid_constant__ Args a) {
   Geometry g = begin(a);
@@ -10,14 +10,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) meet_peers(con
   fence();  // what copy engines and kernels before this one wrote is there before the entry
   if (t == a.rank) ((u64*)(a.own + STATE_OFFSET))[STATE_SIGNATURES + launch % BOARD_ENTRIES] = a.signature;
   if (t < RANKS && t != a.rank) {
-    store_packet(board(a.outbox[t], a.rank, launch), make_uint4(launch, (u32)a.signature, (u32)a.count, (u32)(a.count >> 32)));
+    u32 mine = launch << 17 | 1u << 16, low = (u32)a.count, high = mine | (u32)(a.count >> 32);  // places have less than 48 bits; never zero
+    store_packet(board(a.outbox[t], a.rank, launch), make_uint4(launch, (u32)a.signature, low, high));
     const uint4* entry = board(a.inbox[t], t, launch);
     uint4 said = load_packet(entry);
-    while (said.x != launch) {
+    while (said.x != launch || said.w >> 16 != mine >> 16) {
       if (give_up(a, watch, t, WHAT_MEETING)) break;
       said = load_packet(entry);
     }
-    bool same = said.y == (u32)a.signature && said.z == (u32)a.count && said.w == (u32)(a.count >> 32);
+    bool same = said.y == (u32)a.signature && said.z == low && said.w == high;
     if (said.x == launch && !same) report(a.host, ERROR_MISMATCH, t, launch);
   }
   fence();
