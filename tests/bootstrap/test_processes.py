@@ -133,6 +133,27 @@ def test_the_death_of_the_hub_is_the_loss_of_rank_0(spawn):
     session.close()
 
 
+def test_a_hub_that_ends_with_the_last_word_has_told_everybody(spawn):
+    """As a rank that calls ``os._exit`` at the end of a collective start: the others have their result, too."""
+    nranks, secret = 8, b"s" * 32
+
+    def gathers_and_ends(rank: int, unique_id: UniqueId) -> Callable[[Connection], None]:
+        def main(pipe: Connection) -> None:
+            root = create_root(hosts=["127.0.0.1"], port=unique_id.addresses[0][1], secret=secret) if rank == 0 else None
+            parts = connect(unique_id, rank, nranks, PATIENCE).all_gather(bytes([rank]), "last", PATIENCE)
+            if root is None:
+                pipe.send(b"".join(parts))
+            os._exit(0)
+
+        return main
+
+    for _ in range(10):
+        unique_id = UniqueId(addresses=(("127.0.0.1", free_port()),), secret=secret)
+        children = [spawn(gathers_and_ends(rank, unique_id)) for rank in range(nranks)]
+        for child in children[1:]:
+            assert child.recv() == bytes(range(nranks))
+
+
 def test_the_death_of_the_hub_in_the_meeting(spawn):
     port, secret = free_port(), b"s" * 32
     unique_id = UniqueId(addresses=(("127.0.0.1", port),), secret=secret)

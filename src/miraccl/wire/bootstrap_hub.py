@@ -4,11 +4,13 @@ Owns: the ranks that are here, the groups, the gathers under way (who has not pr
 Rules:
 - Nothing a stranger sends reaches a rank.
 - A rank that breaks the protocol is dropped and counts as lost; the hub itself never fails because of input.
+- What several ranks are told goes last to those of the hub's own process, with which the hub may end.
 - Per connection the order of messages is the order of events: a rank sees the result of a gather before the loss that came later.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -299,14 +301,14 @@ class HubMachine:
             peer.state = advance(PEER_TRANSITIONS, peer.state, "complete")
             members.append(encode(peer.join))
         body = encode(Welcome(hub_token=self._token, members=tuple(members)))
-        for peer in self._ranks.values():
+        for peer in self._listeners(self._ranks):
             self._send_body(peer, body)
 
     def _fail(self, failure: Refused, now: float) -> None:
         """The meeting cannot come about: tell all who are here now, and who comes later until the last deadline."""
         self.state = advance(MEETING_TRANSITIONS, self.state, "fail")
         self._failure = failure
-        for peer in list(self._ranks.values()):
+        for peer in self._listeners(self._ranks):
             self._linger_until = max(self._linger_until, peer.deadline, now)
             self._refuse(peer, failure, now)
 
@@ -412,7 +414,7 @@ class HubMachine:
         self._gone[peer.rank] = gone
         self._forget(peer)
         body = encode(gone)
-        for other in list(self._ranks.values()):
+        for other in self._listeners(self._ranks):
             self._send_body(other, body)
         for number in [number for number, group in self._groups.items() if peer.rank in group.ranks]:
             self._break_rounds(number)
@@ -451,7 +453,7 @@ class HubMachine:
             return
         if self.state is MeetingState.GATHERING and self._ranks:
             self._fail(Refused(code=Refusal.CLOSED, text=f"the hub closed while the ranks were meeting: {reason}", ranks=()), now)
-        for peer in list(self._ranks.values()):
+        for peer in self._listeners(self._ranks):
             self._send(peer, HubClosing(reason=reason))
         self._finish()
 
@@ -491,7 +493,11 @@ class HubMachine:
         self._broadcast_body(group, encode(message), without=without)
 
     def _broadcast_body(self, group: _Group, body: bytes, *, without: int = -1) -> None:
-        for rank in group.ranks:
-            peer = self._ranks.get(rank)
-            if peer is not None and rank != without and rank not in group.left:
+        for peer in self._listeners(group.ranks):
+            if peer.rank != without and peer.rank not in group.left:
                 self._send_body(peer, body)
+
+    def _listeners(self, ranks: Iterable[int]) -> list[_Peer]:
+        """Those of the ranks that are here, last those of the hub's own process: it may end as soon as they have heard."""
+        here = [self._ranks[rank] for rank in ranks if rank in self._ranks]
+        return sorted(here, key=lambda peer: peer.join is not None and peer.join.token == self._token)
