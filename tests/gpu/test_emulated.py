@@ -14,6 +14,7 @@ import pytest
 from miraccl.executor.cuda import layout, lower
 from miraccl.executor.cuda.plan import DevicePlan, Request, choose, frame_of, kernel_spec, vectors_of
 from miraccl.executor.cuda.source import KernelSpec
+from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.emulator import COMPILER, Machine
 from tests.gpu.emulator.collective import run
@@ -241,6 +242,18 @@ def test_words_that_the_mask_makes_ones(monkeypatch: pytest.MonkeyPatch, collect
 def test_premultiplied_sum(algo: str, proto: str, dtype: DType) -> None:
     request = replace(asked(Collective.ALL_REDUCE, dtype, 2001, 3, algo, proto), op=RedOp.PREMUL_SUM)
     assert run(machine(3), request, small(request), scalars=[2.0, -1.5 if dtype.is_float else 5, 0.5], close=algo == "ring") == [""] * 3
+
+
+AVERAGED = [("ring", Collective.ALL_REDUCE), ("double_binary_tree", Collective.ALL_REDUCE), ("chain", Collective.REDUCE)]
+
+
+@pytest.mark.parametrize(("algo", "collective"), AVERAGED)
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT32])
+def test_an_average_divides_once(algo: str, collective: Collective, dtype: DType) -> None:
+    """Partial sums pass through other ranks; whole numbers, so that dividing at every hop, or never, is seen."""
+    request = replace(asked(collective, dtype, 3001, 4, algo, "simple", root=2), op=RedOp.AVG)
+    inputs = [(1000 * np.arange(3001) + 8 * rank).astype(NUMPY_DTYPE[dtype]) for rank in range(4)]
+    assert run(machine(4), request, small(request), inputs=inputs) == [""] * 4
 
 
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:

@@ -46,8 +46,10 @@ def test_sentences() -> None:
     assert small[0].reason.startswith("blocks of up to 128 KiB on 4 GPUs; ll128: every word")
     assert [(c.algo, c.reason) for c in large[1:]] == [
         ("one_shot", "two_shot is taken for blocks of more than 128 KiB on 4 GPUs"),
-        ("ring", "on request only: sums are rounded at every hop"),
+        ("ring", "from 128 MiB on: sums are rounded at every hop"),
     ]
+    floats8 = explained(Collective.ALL_REDUCE, 1 << 20, dtype=DType.FLOAT8_E5M2)
+    assert floats8[2].reason == "on request only: sums are rounded at every hop"
     assert (large[0].frame, large[2].order, large[2].order_reason) == ("word", (3, 2, 1, 0), "a ring")
     assert (large[0].order, large[0].order_reason) == ((), "")
     moved = explained(Collective.ALL_GATHER, 100)

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.executor.cuda import driver, layout, lower, toolkit
-from miraccl.executor.cuda.plan import DevicePlan, Request, choose, frame_of, kernel_spec, least_slots, rounds_of, slot_packets
+from miraccl.executor.cuda.plan import (
+    RING_FROM,
+    DevicePlan,
+    Request,
+    choose,
+    frame_of,
+    kernel_spec,
+    least_slots,
+    rounds_of,
+    slot_packets,
+)
 from miraccl.schedule import catalog
 from miraccl.types import Collective, DType, RedOp
 
@@ -58,7 +68,7 @@ def test_every_size_has_a_plan_that_fits() -> None:
 @given(count=st.integers(1, 1 << 32), nranks=st.sampled_from([2, 3, 4, 8]), algo=st.sampled_from(["one_shot", "two_shot", "ring"]))
 @settings(max_examples=200, deadline=None)
 def test_slots_are_used_again_only_where_it_is_safe(count: int, nranks: int, algo: str) -> None:
-    asked = request(count=count, nranks=nranks, algo=algo)
+    asked = request(count=count, nranks=nranks, algo=algo, proto="ll128")
     plan = choose(asked)
     block = lower.lower_packets(plan, asked, fixed(nranks))
     vectors = -(-count * 2 // 16)
@@ -105,11 +115,25 @@ def test_steps_are_written_as_the_kernel_reads_them(nranks: int) -> None:
         assert (here, there) == (bytes(layout.MAX_RANKS),) * 2  # each rank has one that sends to it
         at += struct.calcsize(layout.PROGRAM_HEAD)
         for step in steps:
-            op, _, _, _, frm, to, chunks, src, dst, _ = struct.unpack_from(layout.STEP, block, at)
-            assert (op, chunks) == (step.op, step.chunks)
+            op, _, _, _, frm, to, chunks, whole, src, dst, _ = struct.unpack_from(layout.STEP, block, at)
+            assert (op, chunks, whole) == (step.op, step.chunks, False)  # nothing to divide
             assert (frm, to) == (-1 if step.recv_peer is None else step.recv_peer, -1 if step.send_peer is None else step.send_peer)
             assert (src, dst) == (step.src.index if step.src else 0, step.dst.index if step.dst else 0)
             at += struct.calcsize(layout.STEP)
+
+
+def test_large_sums_take_the_ring_where_they_may() -> None:
+    large = RING_FROM // 2
+    assert choose(request(count=large, nranks=4)).algo == "ring"
+    assert choose(request(count=large, nranks=2)).algo == "one_shot"
+    others = (
+        request(count=large - 1, nranks=4),
+        request(count=large, nranks=4, ordered=True),
+        request(count=large, nranks=4, proto="ll128"),
+        request(count=2 * large, nranks=4, dtype=DType.FLOAT8_E4M3),  # rounded at every hop, these would not be worth much
+    )
+    assert {choose(other).algo for other in others} == {"two_shot"}
+    assert choose(request(Collective.REDUCE, count=large, nranks=4, ordered=True)).algo == "one_shot"
 
 
 def test_arguments_stay_below_the_limit_of_a_launch() -> None:
@@ -121,9 +145,6 @@ def test_what_cannot_run_is_refused() -> None:
     asked = request(dtype=DType.FLOAT32, nranks=4, algo="two_shot_put", proto="simple")
     with pytest.raises(InvalidUsage, match="registered"):
         lower.lower_steps(catalog.build("two_shot_put", Collective.ALL_REDUCE, 4), choose(asked), asked, fixed(4))
-    average = Request(collective=Collective.ALL_REDUCE, dtype=DType.INT32, op=RedOp.AVG, count=100, nranks=4, algo="ring", proto="simple")
-    with pytest.raises(InvalidUsage, match="every hop"):
-        lower.lower_steps(catalog.build("ring", Collective.ALL_REDUCE, 4), choose(average), average, fixed(4))
 
 
 def test_bad_requests_are_refused() -> None:

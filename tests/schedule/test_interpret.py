@@ -10,7 +10,7 @@ import pytest
 
 from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.schedule import catalog
-from miraccl.schedule.interpret import expected, interpret, run
+from miraccl.schedule.interpret import completing_steps, expected, interpret, run
 from miraccl.schedule.ir import Schedule
 from miraccl.schedule.layout import rank_cells
 from miraccl.schedule.reduction import NUMPY_DTYPE, divide_towards_zero, dtype_of, fold, reference
@@ -209,3 +209,21 @@ def test_the_definition_of_collectives():
     assert as_lists(expected(C.SCATTER, [None, b], root=1)) == [[30], [40]]
     assert expected(C.BARRIER, [None, None]) == [None, None]
     assert as_lists(expected(C.ALL_TO_ALL, [a, b], counts=[[2, 0], [1, 1]])) == [[1, 2, 30], [40]]
+
+
+@pytest.mark.parametrize(
+    ("name", "collective", "primitives"),
+    [
+        ("ring", C.ALL_REDUCE, {"RECV_REDUCE_COPY_SEND"}),
+        ("two_shot", C.ALL_REDUCE, {"RECV_REDUCE_ALL"}),
+        ("chain", C.REDUCE, {"RECV_REDUCE_COPY"}),
+        ("ring", C.ALL_GATHER, set()),
+    ],
+)
+def test_where_sums_are_whole(name, collective, primitives):
+    schedule = catalog.build(name, collective, 4)
+    whole = completing_steps(schedule)
+    steps = [(rank, schedule.channels[channel][rank][position]) for channel, rank, position in whole]
+    assert {step.op.name for _, step in steps} == primitives
+    if collective is C.ALL_REDUCE:  # on every rank
+        assert {rank for rank, _ in steps} == {0, 1, 2, 3}

@@ -221,6 +221,35 @@ def run(
     ]
 
 
+def completing_steps(schedule: Schedule) -> frozenset[tuple[int, int, int]]:
+    """(channel, rank, position) of the steps whose sums hold every rank's contribution: where an average divides."""
+    folded: list[int] = []
+
+    def count(operands: list[Value]) -> int:
+        folded.append(sum(operands))
+        return folded[-1]
+
+    cells = [rank_cells(schedule, rank, False) for rank in range(schedule.nranks)]
+    memory: list[list[Value]] = [[UNDEFINED] * row.cells for row in cells]
+    for row, cell in zip(memory, cells, strict=True):
+        base = cell.bases[Buffer.INPUT]
+        row[base : base + cell.sizes[Buffer.INPUT]] = [1] * cell.sizes[Buffer.INPUT]
+    state = _State(schedule, memory, cells, count, None, False)
+    turns = [(channel, rank) for channel in range(schedule.nchannels) for rank in range(schedule.nranks)]
+    whole, going = set(), True
+    while going:
+        going = False
+        for channel, rank in turns:
+            folded.clear()
+            if state.turn(channel, rank):
+                going = True
+                if folded and min(folded) == schedule.nranks:
+                    whole.add((channel, rank, state.position[channel][rank] - 1))
+    if problem := state.unfinished():
+        raise ScheduleError(f"{schedule.name}: {problem}")
+    return frozenset(whole)
+
+
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     """Elements and how many ranks' contributions they hold."""

@@ -239,6 +239,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             root=root,
             algo=algo,
             why=why,
+            ordered=self.deterministic,
             proto=self.proto or self._wishes.protos.get(collective, ""),
             multiprocessors=self.multiprocessors,
         )
@@ -253,9 +254,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             if self.algo:
                 text = f"{collective.label}: {asked} does not add in the order of the ranks (deterministic)"
                 raise InvalidUsage(text, rank=self.rank)
-        if ordered and collective is Collective.REDUCE:
-            return "one_shot", "needed for the order of the ranks (deterministic)"
-        return "", ""  # all else adds in the order of the ranks
+        return "", ""
 
     def plan(self, request: Request) -> DevicePlan:
         """The plan for a request: one given with ``use_plan``, else what ``choose`` says."""

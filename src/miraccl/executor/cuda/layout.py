@@ -127,8 +127,8 @@ def args_bytes(nranks: int) -> int:
     return ARGS["own"].offset + 8 + 16 * nranks
 
 
-#: struct Step of source/steps.cuh: op, src_buf, dst_buf, npeers, recv_peer, send_peer, chunks, -, src, dst, -, peers
-STEP = "<BBBBbbBxHHxxxxQ"
+#: struct Step of source/steps.cuh: op, src_buf, dst_buf, npeers, recv_peer, send_peer, chunks, whole, src, dst, -, peers
+STEP = "<BBBBbbB?HHxxxxQ"
 #: what follows Args in struct Program: scratch, part, piece, parts, channels, first[MAX_CHANNELS + 1], slot, from, to; then the steps
 PROGRAM_HEAD = f"<QQQII{MAX_CHANNELS + 1}II{MAX_RANKS}s{MAX_RANKS}s"
 

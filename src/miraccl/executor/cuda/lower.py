@@ -18,6 +18,7 @@ from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.plan import DevicePlan, Request, frame_of, least_slots, slot_packets, vectors_of
 from miraccl.schedule import catalog
+from miraccl.schedule.interpret import completing_steps
 from miraccl.schedule.ir import Buffer, Op, Schedule, Step
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, RedOp
@@ -140,9 +141,10 @@ def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, fixed: F
     room = layout.slot_bytes(max(1, *map(len, senders)), lanes * schedule.nchannels) // widest // 16 * vector
     piece = piece_elements(part, lanes, room, vector)
     slot = widest * piece * itemsize
+    whole = completing_steps(schedule) if request.op is RedOp.AVG else frozenset()
     first, encoded = [0], b""
-    for steps in channels:
-        encoded += b"".join(_encode(step) for step in steps)
+    for number, steps in enumerate(channels):
+        encoded += b"".join(_encode(step, (number, fixed.rank, place) in whole) for place, step in enumerate(steps))
         first.append(first[-1] + len(steps))
     first += [first[-1]] * (layout.MAX_CHANNELS + 1 - len(first))
     here = [senders[fixed.rank].index(peer) if peer in senders[fixed.rank] else 0 for peer in range(request.nranks)]
@@ -178,8 +180,6 @@ def grid_of(plan: DevicePlan, schedule: Schedule | None) -> int:
 
 
 def _check(schedule: Schedule, channels: Sequence[Sequence[Step]], request: Request, rank: int) -> None:
-    if request.op is RedOp.AVG and schedule.collective.reduces and not catalog.get(schedule.name).rank_ordered:
-        raise InvalidUsage(f"an average with {schedule.name!r} in protocol simple would divide at every hop; use one_shot or two_shot")
     bystander = schedule.collective is Collective.REDUCE and rank != schedule.root
     if bystander and any(step.dst and step.dst.buffer is Buffer.OUTPUT for steps in channels for step in steps):
         raise InvalidUsage(f"schedule {schedule.name!r} writes to the output of ranks that have none on a GPU")
@@ -193,7 +193,7 @@ def _check(schedule: Schedule, channels: Sequence[Sequence[Step]], request: Requ
                 raise InvalidUsage(f"schedule {schedule.name!r} needs scratch memory, which GPU ranks do not have yet")
 
 
-def _encode(step: Step) -> bytes:
+def _encode(step: Step, whole: bool) -> bytes:
     order = sum(peer << (4 * place) for place, peer in enumerate(step.peers))
     return struct.pack(
         layout.STEP,
@@ -204,6 +204,7 @@ def _encode(step: Step) -> bytes:
         -1 if step.recv_peer is None else step.recv_peer,
         -1 if step.send_peer is None else step.send_peer,
         step.chunks,
+        whole,
         step.src.index if step.src else 0,
         step.dst.index if step.dst else 0,
         order,

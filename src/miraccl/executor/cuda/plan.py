@@ -50,6 +50,7 @@ class Request:
     multiprocessors: int = 128
     scalar: float = 1.0  # of a pre-multiplied sum; this rank's
     why: str = "asked for"  # there is an ``algo``
+    ordered: bool = False  # sums are to be taken in the order of the ranks
 
     @property
     def block_bytes(self) -> int:
@@ -112,14 +113,23 @@ def _algorithm(request: Request) -> tuple[str, str]:
     match request.collective:
         case Collective.ALL_REDUCE if request.nranks == 2:
             return "one_shot", "two ranks, which one exchange is enough for"
+        case Collective.ALL_REDUCE if request.block_bytes >= RING_FROM and may_round_at_hops(request):
+            return "ring", f"blocks from {RING_FROM // MIB} MiB on: links carry more between neighbours than between all pairs"
         case Collective.ALL_REDUCE:
             return _by_size(request, "two_shot", ONE_SHOT_UP_TO.get(request.nranks, 128 * KIB))
         case Collective.REDUCE_SCATTER | Collective.ALL_GATHER | Collective.ALL_TO_ALL:
             return "one_shot", "blocks of all sizes"
+        case Collective.REDUCE if request.ordered:
+            return "one_shot", "needed for the order of the ranks (deterministic)"
         case Collective.BROADCAST | Collective.REDUCE:
             return _by_size(request, "chain", ROOTED_ONE_SHOT_UP_TO.get(request.nranks, 64 * KIB))
         case _:
             raise InvalidUsage(f"no algorithm for {request.collective.label} on GPU memory")
+
+
+def may_round_at_hops(request: Request) -> bool:
+    """Whether a sum may go around a ring that nobody asked for: it is rounded to the data type at every hop, as with NCCL."""
+    return not request.ordered and request.dtype.itemsize > 1 and request.proto in ("", "simple")
 
 
 def _by_size(request: Request, large: str, threshold: int) -> tuple[str, str]:
@@ -132,14 +142,16 @@ ONE_SHOT_UP_TO = {2: 1 << 62, 3: 256 * KIB, 4: 128 * KIB}
 ROOTED_ONE_SHOT_UP_TO = {2: MIB, 3: 64 * KIB, 4: 64 * KIB}
 #: bytes of a block that is not a sum of floats: pairs spare the work of masking, beyond they cost more than it
 LL_UP_TO = 4 * KIB
-#: bytes of a block from which a chain carries more in large slots than by packets
-SIMPLE_CHAIN_FROM = 512 * MIB
+#: bytes of a block from which large slots carry more than packets
+SIMPLE_FROM = {"chain": 512 * MIB, "ring": 32 * MIB}
+#: bytes of a block from which the ring wins on 3 or more GPUs; on 4, 64 MiB take as long by two shots, which round once
+RING_FROM = 128 * MIB
 
 
 def _protocol(request: Request, algo: str) -> tuple[str, str]:
     """(protocol, why)."""
-    if algo == "chain" and request.block_bytes >= SIMPLE_CHAIN_FROM and request.op is not RedOp.AVG:  # steps would divide at every hop
-        return "simple", f"from {SIMPLE_CHAIN_FROM // MIB} MiB on, chains carry more in large slots than by packets"
+    if request.block_bytes >= SIMPLE_FROM.get(algo, 1 << 62):
+        return "simple", f"from {SIMPLE_FROM[algo] // MIB} MiB on, a {algo} carries more in large slots than by packets"
     if frame_of(request, "ll128") is not Frame.MASK:
         return "ll128", "every word of floats that are added up is its own flag"
     if request.block_bytes <= LL_UP_TO:

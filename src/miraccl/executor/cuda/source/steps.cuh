@@ -13,7 +13,7 @@
 struct Step {            // layout.STEP
   u8 op, src_buf, dst_buf, npeers;
   signed char recv_peer, send_peer;
-  u8 chunks, unused;
+  u8 chunks, whole;      // whole: the sum is everybody's
   u16 src, dst;
   u32 unused2;
   u64 peers;             // four bits each, in the order of the additions
@@ -101,6 +101,7 @@ __device__ __forceinline__ void hear_peers(const Args& a, Watch& w) {
 // Elements [0, n) of up to RANKS sources are added up (one source: copied bit by bit) into one or two places.
 struct Move {
   const T* src[RANKS];
+  bool whole;            // with these, the sum is everybody's
   int nsrc, own;         // own: which source is this rank's input, to be multiplied where the operator says so; -1: none
   T* dst;
   T* far;
@@ -136,7 +137,7 @@ template <int U> __device__ __forceinline__ void move_vectors(const Args& a, con
       for (int u = 0; u < U; u++) sum[u].add(v[u]);
     }
 #pragma unroll
-    for (int u = 0; u < U; u++) v[u] = sum[u].end();
+    for (int u = 0; u < U; u++) v[u] = m.whole ? sum[u].end() : sum[u].partial();
   }
 #endif
   if (m.far) {
@@ -161,7 +162,7 @@ __device__ __forceinline__ void move(const Args& a, const Move& m) {
     if (m.nsrc > 1) {
       A sum = widen(x);
       for (int s = 1; s < m.nsrc; s++) sum = combine(sum, widen(m.own == s ? own_element(a, m.src[s][j]) : m.src[s][j]));
-      x = narrow(finish(sum));
+      x = narrow(m.whole ? finish(sum) : sum);
     }
 #endif
     if (m.far) m.far[j] = x;
@@ -203,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) steps(const __
         if (end > begin + p.piece) end = begin + p.piece;
         if (begin >= end) continue;
         Move m;
-        m.n = end - begin; m.nsrc = 0; m.own = -1; m.dst = nullptr; m.far = nullptr;
+        m.n = end - begin; m.whole = s.whole; m.nsrc = 0; m.own = -1; m.dst = nullptr; m.far = nullptr;
         T* base[3] = {(T*)a.in, (T*)a.out, (T*)p.scratch};
         T* near_src = base[s.src_buf] + (u64)(src / p.parts) * a.count + begin;
         T* near_dst = base[s.dst_buf] + (u64)(dst / p.parts) * a.count + (u64)(dst % p.parts) * p.part + at;
