@@ -19,6 +19,7 @@ def test_collectives(hosts: str) -> None:
     for used in run_ranks(fake_hosts.even_collectives, len(hosts), hosts, SIZES if hosts != "AAB" else [9], env=SMALL):
         assert set(used) >= TWO_STEPS | {"gather", "scatter", "all_to_all"}
         assert used["gather"] == "staged"
+        assert used["all_to_all"] == ("hierarchical" if hosts == "AABB" else "staged")
 
 
 @pytest.mark.parametrize(

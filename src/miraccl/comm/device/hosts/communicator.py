@@ -96,8 +96,6 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives):
         with self._operation(collective.label, stream, [source, target]) as (number, captured):
             if self.steps.takes(collective, source.dtype, op):
                 self.steps.run(collective, source, target, op, root, number, captured)
-            elif collective is Collective.ALL_TO_ALL and self.steps.keeps_blocks_inside:
-                self.steps.all_to_all(source, target, count, number, captured)
             else:
                 self.jobs.staged(collective, source, target, count, op, root, number, captured)
 
@@ -218,8 +216,6 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives):
         two_steps = self.steps.takes(collective, dtype, op)
         count = block_bytes // dtype.itemsize
         shape = Shape.even(collective, dtype.itemsize, self.rank, self.nranks, 0, count)
-        if collective is Collective.ALL_TO_ALL and self.steps.keeps_blocks_inside:
-            shape = dataclasses.replace(shape, places=tuple(range(self.nranks)))  # those inside the host are not staged
         reason = self.jobs.why(two_steps, shape, dtype, op)
         algo = "hierarchical" if two_steps else "staged"
         return [DeviceCandidate(algo=algo, proto="staging", chosen=True, reason=reason, ways=tuple(self.ways()))]

@@ -140,7 +140,7 @@ class DirectOperation:
         _fill(self._words, (ex.NPEERS, len(rows)), (ex.ROWS, self._rows.ctypes.data), (ex.POLLS, self._polls.ctypes.data))
         if folds:
             self._fold([sources[rank] for rank in sorted(sources)], own, block, fold_kernel(dtype, op))
-        if shape.collective is Collective.ALL_TO_ALL:
+        if shape.collective is Collective.ALL_TO_ALL and not shape.own_stays:
             place = shape.rank * block
             _fill(self._words, (ex.COPY_FROM, source + place), (ex.COPY_TO, target + place), (ex.COPY_BYTES, block))
 

@@ -101,7 +101,7 @@ class HostsJobs:
         after: Callable[[int, int], None] | None = None,
     ) -> None:
         """Enqueue a collective of ``cpus``, one a lane; with ``before`` a kernel writes the slots, and nothing is copied down."""
-        unknown = shape.uneven and shape.collective is Collective.ALL_TO_ALL and not shape.places
+        unknown = shape.uneven and shape.collective is Collective.ALL_TO_ALL
 
         def make() -> tuple[tuple[Piece, ...], Network]:
             pieces = cut(shape, self.slot_bytes)
@@ -146,7 +146,7 @@ class HostsJobs:
             return f"{dtype.label} is not added up on GPUs"
         if shape.collective.reduces and not isinstance(op, RedOp):
             return f"{type(op).__name__} is for the CPU"
-        return "blocks for other hosts" if shape.places else "no algorithm of two steps"
+        return "no algorithm of two steps"
 
     def _plan(self, job: StagedJob, algo: str, reason: str) -> None:
         self._plans[job.number] = HostsPlan(algo=algo, reason=reason, pieces=job.npieces, piece_bytes=job.piece_bytes)

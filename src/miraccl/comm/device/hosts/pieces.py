@@ -44,9 +44,9 @@ class Piece:
 class Shape:
     """An operation as far as it decides about pieces. ``sends[j]`` and ``receives[j]`` are the elements of block j of this rank's input and
     output, ``rank`` the caller's number among ``nranks``.  ``counts`` are those of an uneven collective, as all ranks know them; ``uneven``
-    collectives run as such in every piece, also where its blocks are equal.  ``source_places`` and ``places`` are the elements of input and
-    output where their blocks begin; empty is one after another. ``overlaps``: smaller pieces, which are copied while others are sent,
-    cost nothing else."""
+    collectives run as such in every piece, also where its blocks are equal.  ``places`` are the elements of the output where its blocks
+    begin; empty is one after another.  ``own_stays``: the block of an all_to_all that this rank has for itself is not copied.
+    ``overlaps``: smaller pieces, which are copied while others are sent, cost nothing else."""
 
     collective: Collective
     itemsize: int
@@ -57,8 +57,8 @@ class Shape:
     receives: tuple[int, ...]
     counts: tuple[int, ...] = ()
     uneven: bool = False
-    source_places: tuple[int, ...] = ()
     places: tuple[int, ...] = ()
+    own_stays: bool = False
     overlaps: bool = True
 
     @classmethod
@@ -118,12 +118,12 @@ def _piece(shape: Shape, most: int, number: int) -> Piece:
         source = sum(receives[:rank]) * size
     elif collective in (Collective.REDUCE_SCATTER, Collective.SCATTER) and len(sends) > 1:
         target = sum(sends[:rank]) * size
-    chief = rank == shape.root
+    chief, kept = rank == shape.root, rank if shape.own_stays else -1
     gives = chief or collective not in (Collective.BROADCAST, Collective.SCATTER)
     gets = (chief or collective not in (Collective.REDUCE, Collective.GATHER)) and not (chief and collective is Collective.BROADCAST)
     return Piece(
-        down=_copies(0, shape.source_places or _one_after_another(shape.sends), sends, begin, source, size) if gives else (),
-        up=_copies(1, shape.places or _one_after_another(shape.receives), receives, begin, target, size) if gets else (),
+        down=_copies(0, _one_after_another(shape.sends), sends, begin, source, size, kept) if gives else (),
+        up=_copies(1, shape.places or _one_after_another(shape.receives), receives, begin, target, size, kept) if gets else (),
         source=source,
         source_counts=sends,
         target=target,
@@ -136,11 +136,11 @@ def _one_after_another(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(counts, initial=0))[:-1]
 
 
-def _copies(buffer: int, places: Sequence[int], part: Sequence[int], begin: int, host: int, size: int) -> tuple[Copy, ...]:
-    """Neighbours in both places are one copy."""
+def _copies(buffer: int, places: Sequence[int], part: Sequence[int], begin: int, host: int, size: int, kept: int) -> tuple[Copy, ...]:
+    """Neighbours in both places are one copy. Block ``kept`` is none."""
     copies: list[Copy] = []
-    for place, count in zip(places, part, strict=True):
-        if count:
+    for block, (place, count) in enumerate(zip(places, part, strict=True)):
+        if count and block != kept:
             at, nbytes = (place + begin) * size, count * size
             last = copies[-1] if copies else None
             if last is not None and last.device + last.nbytes == at and last.host + last.nbytes == host:

@@ -15,7 +15,14 @@ from miraccl.comm.device.memory import DeviceMemory
 from miraccl.types import Collective, DType, RedOp
 
 SUM = RedOp.SUM
-IN_TWO_STEPS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.BROADCAST, Collective.REDUCE)
+IN_TWO_STEPS = (
+    Collective.ALL_REDUCE,
+    Collective.REDUCE_SCATTER,
+    Collective.ALL_GATHER,
+    Collective.ALL_TO_ALL,
+    Collective.BROADCAST,
+    Collective.REDUCE,
+)
 
 
 class TwoSteps:
@@ -26,14 +33,9 @@ class TwoSteps:
 
     def takes(self, collective: Collective, dtype: DType, op: Any) -> bool:
         """Whether ``run`` can."""
-        if collective not in IN_TWO_STEPS:
+        if collective not in IN_TWO_STEPS or (collective is Collective.ALL_TO_ALL and not self.at.host_major):
             return False
         return self.sums(dtype, op) if collective.reduces else self.at.hierarchical
-
-    @property
-    def keeps_blocks_inside(self) -> bool:
-        """Whether ``all_to_all`` can."""
-        return self.at.hierarchical and self.at.host_major
 
     def run(
         self, collective: Collective, source: DeviceMemory, target: DeviceMemory, op: Any, root: int, number: int, captured: bool
@@ -46,6 +48,8 @@ class TwoSteps:
                 self.reduce_scatter(source, target, op, number, captured)
             case Collective.ALL_GATHER:
                 self.all_gather(source, target, number, captured)
+            case Collective.ALL_TO_ALL:
+                self.all_to_all(source, target, number, captured)
             case Collective.BROADCAST:
                 self.broadcast(source, root, number, captured)
             case Collective.REDUCE:
@@ -134,15 +138,15 @@ class TwoSteps:
         to = (0, target.address)
         self._between(shape, source.dtype, op, to, number, captured, takes_part=index == self.at.index, before=before)
 
-    def all_to_all(self, source: DeviceMemory, target: DeviceMemory, count: int, number: int, captured: bool) -> None:
-        """Blocks inside the host on GPUs, those for other hosts through the CPU communicator of all ranks."""
-        begin, near = self.at.host * self.at.width, self.at.width
-        self.local.all_to_all(source.part(begin * count, near * count), target.part(begin * count, near * count), stream=number)
-        counts = tuple(0 if begin <= rank < begin + near else count for rank in range(self.at.nranks))
-        even = Shape.even(Collective.ALL_TO_ALL, source.dtype.itemsize, self.at.rank, self.at.nranks, 0, count)
-        places = tuple(rank * count for rank in range(self.at.nranks))
-        shape = dataclasses.replace(even, sends=counts, receives=counts, uneven=True, source_places=places, places=places)
-        self.jobs.enqueue((self.jobs.world,), shape, source.dtype, SUM, (source.address, target.address), number, captured)
+    def all_to_all(self, source: DeviceMemory, target: DeviceMemory, number: int, captured: bool) -> None:
+        """all_to_all in the host of the blocks for each host, so that a rank has what its own host sends to all ranks of its index; then
+        all_to_all between hosts, in place, of what is for others."""
+        hosts = len(self.at.groups)
+        block = source.count // hosts
+        for host in range(hosts):
+            self.local.all_to_all(source.part(host * block, block), target.part(host * block, block), stream=number)
+        shape = dataclasses.replace(self._cross_shape(Collective.ALL_TO_ALL, source, block), own_stays=True)
+        self._between(shape, source.dtype, SUM, (target.address, target.address), number, captured)
 
     def _between(self, shape: Shape, *args: Any, **hooks: Any) -> None:
         self.jobs.enqueue(self.jobs.crosses, shape, *args, **hooks)
