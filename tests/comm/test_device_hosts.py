@@ -56,6 +56,11 @@ def test_sends_and_receives(hosts: str) -> None:
     run_ranks(fake_hosts.sends_and_receives, len(hosts), hosts, env=SMALL)
 
 
+@pytest.mark.parametrize(("hosts", "kernels"), [("AB", False), ("AABB", True), ("ABC", False)])
+def test_operations_that_come_again(hosts: str, kernels: bool) -> None:
+    run_ranks(fake_hosts.again, len(hosts), hosts, kernels, env=SMALL | {"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=180.0)
+
+
 @pytest.mark.parametrize(("hosts", "apart"), [("AB", False), ("AABB", False), ("AABB", True)])
 def test_graphs(hosts: str, apart: bool) -> None:
     run_ranks(fake_hosts.graphs, len(hosts), hosts, apart, env=SMALL)

@@ -372,6 +372,26 @@ class FakeCuda:
 
     # graphs
 
+    def cuStreamBeginCapture(self, stream: int, mode: int) -> tuple[Any, ...]:
+        self.begin_capture(stream)
+        return (Result.CUDA_SUCCESS,)
+
+    def cuStreamEndCapture(self, stream: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, self.end_capture(stream)
+
+    def cuGraphInstantiate(self, graph: Any, flags: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, graph
+
+    def cuGraphLaunch(self, graph: Any, stream: int) -> tuple[Any, ...]:
+        self.streams[stream].replay(graph)
+        return (Result.CUDA_SUCCESS,)
+
+    def cuGraphDestroy(self, graph: Any) -> tuple[Any, ...]:
+        return (Result.CUDA_SUCCESS,)
+
+    def cuGraphExecDestroy(self, graph: Any) -> tuple[Any, ...]:
+        return (Result.CUDA_SUCCESS,)
+
     def begin_capture(self, stream: int) -> None:
         self.streams[stream].graph = []
 

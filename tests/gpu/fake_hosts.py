@@ -14,6 +14,7 @@ from miraccl.bootstrap import Session
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.hosts import communicator as several
+from miraccl.comm.device.hosts import replays
 from miraccl.comm.device.hosts.communicator import HostsCommunicator
 from miraccl.comm.device.hosts.staging import LANES
 from miraccl.comm.device.hosts.transfers import DeviceTransfer
@@ -285,6 +286,53 @@ def graphs(hosts: str, apart: bool) -> None:
         seen(x)[:] = 0.0
         for _ in range(3):
             w.cuda.streams[stream].replay(graph)
+        comm.synchronize()
+        w.finish()
+
+
+def again(hosts: str, kernels: bool) -> None:
+    """Small operations with the same arrays, which come again as graphs, in two streams, between others that do not."""
+    with session() as world:
+        w = World(world, hosts, kernels=kernels, apart=not kernels)
+        comm, n, r = w.comm, w.nranks, w.rank
+        vars(replays)["MOST"] = 7  # so that some are forgotten and come again
+        launched: list[int] = []
+        launch = w.cuda.cuGraphLaunch
+
+        def counted(graph: object, stream: int) -> tuple[object, ...]:
+            launched.append(stream)
+            return launch(graph, stream)
+
+        vars(w.cuda)["cuGraphLaunch"] = counted
+        streams = [0, w.cuda.cuStreamCreate(0)[1]]
+        ones, many = w.zeros(60, DType.FLOAT32), w.zeros(60 * n, DType.FLOAT32)
+        every, part = w.zeros(60 * n, DType.FLOAT32), w.zeros(60, DType.FLOAT32)
+        before = w.zeros(60 * n, DType.FLOAT32)
+        total = sum(range(n))
+        rounds = 6
+        for round in range(rounds):
+            stream = streams[round // 2 % 2]
+            seen(ones)[:], seen(many)[:] = r + round, r
+            comm.all_gather(ones, every, stream=stream)
+            comm.reduce_scatter(many, part, stream=stream)
+            comm.all_to_all(many, many_out := w.zeros(60 * n, DType.FLOAT32), stream=stream)  # another place each time
+            comm.all_reduce(ones, stream=stream)
+            comm.broadcast(ones, n - 1, stream=stream)
+            around = [comm.transfer(mine, (r + d) % n, d < 0, "group") for d, mine in ((1, many), (-1, before))]
+            comm.exchange(around, stream=stream)
+            comm.synchronize()
+            check(before, np.full(60 * n, (r - 1) % n), f"round {round}, around")
+            check(every, np.repeat(np.arange(n) + round, 60), f"round {round}, gathered")
+            check(part, np.full(60, total), f"round {round}, scattered")
+            check(many_out, np.repeat(np.arange(n), 60), f"round {round}, exchanged")
+            check(ones, np.full(60, total + n * round), f"round {round}, summed up")
+            assert comm.last_plan is not None
+        assert len(launched) == 5 * (rounds - 1), "from the second time on, but for what is at another place each time"
+        assert set(launched) == set(streams)
+        with_others = [w.zeros(8, DType.FLOAT32) for _ in range(8)]
+        for _ in range(3):
+            for x in with_others:
+                comm.all_reduce(x)
         comm.synchronize()
         w.finish()
 

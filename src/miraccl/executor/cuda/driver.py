@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from miraccl.errors import MissingDependency, SystemFailure
@@ -361,6 +361,30 @@ class Gpu:
         if not int(check(result, "cuStreamIsCapturing")):
             return 0
         return int(check(self.cuda.cuStreamGetCaptureInfo(stream), "cuStreamGetCaptureInfo")[1])
+
+    def capture(self, stream: int, enqueue: Callable[[int], None]) -> Any:
+        """A graph, ready to be launched, of what ``enqueue(stream)`` enqueues. What other threads do meanwhile is not part of it."""
+        cuda = self.cuda
+        check(cuda.cuStreamBeginCapture(stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED), "cuStreamBeginCapture")
+        try:
+            enqueue(stream)
+        except BaseException:
+            _, graph = cuda.cuStreamEndCapture(stream)
+            if graph:
+                cuda.cuGraphDestroy(graph)
+            raise
+        graph = check(cuda.cuStreamEndCapture(stream), "cuStreamEndCapture")
+        try:
+            return check(cuda.cuGraphInstantiate(graph, 0), "cuGraphInstantiate")
+        finally:
+            cuda.cuGraphDestroy(graph)
+
+    def launch_graph(self, graph: Any, stream: int) -> None:
+        check(self.cuda.cuGraphLaunch(graph, stream), "cuGraphLaunch")
+
+    def destroy_graph(self, graph: Any) -> None:
+        """It ends first, where it is under way."""
+        self.cuda.cuGraphExecDestroy(graph)
 
     def synchronize(self) -> None:
         check(self.cuda.cuCtxSynchronize(), "cuCtxSynchronize")

@@ -24,6 +24,7 @@ from miraccl.comm.device.hosts.faults import HostsFaults
 from miraccl.comm.device.hosts.jobs import HostsJobs, HostsPlan, OpenCpu
 from miraccl.comm.device.hosts.layout import HostsLayout, host_name
 from miraccl.comm.device.hosts.pieces import Shape
+from miraccl.comm.device.hosts.replays import Replays
 from miraccl.comm.device.hosts.steps import TwoSteps
 from miraccl.comm.device.hosts.transfers import DeviceTransfer
 from miraccl.comm.device.memory import DeviceMemory, device_view
@@ -65,6 +66,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives):
         self.gpu = self.local.gpu
         self.jobs = HostsJobs(session, self.layout, self.gpu, open_cpu, self.faults.fail)
         self.steps = TwoSteps(self.local, self.jobs)
+        self.replays = Replays(self.gpu, self.jobs)
         session.barrier("gpu staging ready")
         session.on_event(self.faults.heard)
 
@@ -93,11 +95,17 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives):
         if count == 0:
             self.check(collective.label)
             return
-        with self._operation(collective.label, stream, [source, target]) as (number, captured):
+
+        def enqueue(number: int, captured: bool) -> None:
             if self.steps.takes(collective, source.dtype, op):
                 self.steps.run(collective, source, target, op, root, number, captured)
             else:
                 self.jobs.staged(collective, source, target, count, op, root, number, captured)
+
+        with self._operation(collective.label, stream, [source, target]) as (number, captured):
+            key = (collective, source.address, target.address, count, source.dtype, op, root)
+            if self.replays.run(key, max(source.nbytes, target.nbytes), number, captured, enqueue):
+                self.local.stream = number
 
     _run_rooted = _run
 
@@ -176,7 +184,8 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives):
         mine = self.layout.mine
         near = [dataclasses.replace(t, peer=mine.index(t.peer)) for t in transfers if t.peer in mine]
         far = [t for t in transfers if t.peer not in mine and t.memory.count]
-        with self._operation(name, stream, [t.memory for t in transfers]) as (number, captured):
+
+        def enqueue(number: int, captured: bool) -> None:
             if near and far:
                 self.gpu.order_streams(number, self._beside())
                 self.local.exchange(near, stream=self._beside(), name=name)
@@ -187,6 +196,11 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives):
                 self.local.exchange(near, stream=number, name=name)
             elif far:
                 self.jobs.exchange(far, number, captured)
+
+        with self._operation(name, stream, [t.memory for t in transfers]) as (number, captured):
+            key = tuple((t.receives, t.peer, t.memory.address, t.memory.count, t.memory.dtype) for t in transfers)
+            if self.replays.run(key, sum(t.memory.nbytes for t in transfers), number, captured, enqueue):
+                self.local.stream = number
 
     def _beside(self) -> int:
         """A stream of our own."""
@@ -268,6 +282,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives):
         self.faults.closed = True
         with contextlib.suppress(MiracclError):
             self.jobs.staging.close()
+            self.replays.close()
             if self._side is not None:
                 self.gpu.destroy_stream(self._side)
         untold = self.local.close()

@@ -7,9 +7,10 @@ between.  The calling thread never waits, and nothing is allocated once a slot i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -109,6 +110,7 @@ class Staging:
         self._larger: list[Slots] = []
         self._words, flags, self._flags_on_gpu = gpu.host_words(FLAG_BYTES)
         self._flags = flags
+        self._recorded: list[StagedJob] | None = None
         self.proxies = [staging.StagingProxy(flags, NSLOTS, on_fault=on_fault, lane=lane, lanes=LANES) for lane in range(LANES)]
         for lane, proxy in enumerate(self.proxies):
             proxy.start(f"{name}-{lane}")
@@ -148,9 +150,7 @@ class Staging:
         a piece before it goes down and after it has come up.  Who does not take part only calls these, in the order of those that do."""
         ahead = NSLOTS * job.stride // LANES - 1
         if takes_part and not job.captured:
-            for proxy in self.proxies:
-                if proxy.takes_part(job):
-                    proxy.announce()
+            self.announce(job) if self._recorded is None else self._recorded.append(job)
         for number in range(job.npieces + ahead):
             if number < job.npieces:
                 if before is not None:
@@ -162,6 +162,22 @@ class Staging:
                     self._bring_up(job, number - ahead, buffers, stream)
                 if after is not None:
                     after(number - ahead, slot_of(number - ahead, job.stride))
+
+    def announce(self, job: StagedJob) -> None:
+        """Its pieces come to the lanes soon."""
+        for proxy in self.proxies:
+            if proxy.takes_part(job):
+                proxy.announce()
+
+    @contextlib.contextmanager
+    def unannounced(self) -> Iterator[list[StagedJob]]:
+        """What is enqueued within is announced by the caller, each time that it comes."""
+        jobs: list[StagedJob] = []
+        self._recorded = jobs
+        try:
+            yield jobs
+        finally:
+            self._recorded = None
 
     def _send_down(self, job: StagedJob, number: int, buffers: Sequence[int], stream: int) -> None:
         gpu, slot = self.gpu, slot_of(number, job.stride)
