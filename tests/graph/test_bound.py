@@ -1,24 +1,18 @@
-"""The bandwidth bound: against all cuts of small graphs, and on machines whose bound is known."""
+"""The bandwidth bound: against all cuts of small graphs, against schedules that reach it, and on machines whose bound is known."""
 
 from __future__ import annotations
 
 from fractions import Fraction
-from itertools import combinations
+from itertools import combinations, pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from miraccl.errors import InvalidUsage, TopologyError
-from miraccl.graph.bound import (
-    FlowNetwork,
-    MaxFlow,
-    all_reduce_ceiling,
-    bandwidth_bound,
-    bound_of_network,
-    least_connection,
-    narrowest_cut,
-)
+from miraccl.graph.bound import bandwidth_bound, bound_of_network, collecting_limit, least_connection, narrowest_cut
+from miraccl.graph.flow_network import FlowNetwork, flow_network
+from miraccl.graph.max_flow import MaxFlow
 from miraccl.topo.jsonform import system_from_json
 from miraccl.topo.records import GpuNode, Link, LinkType, NetNode, NodeType, System, TopoNode
 from tests.topo.golden import DATA, golden_cases
@@ -92,6 +86,111 @@ def test_the_ceiling_of_all_reduce_is_above_what_can_be_reached(graph: FlowNetwo
     assert min(bound.all_gather, bound.reduce_scatter) <= bound.all_reduce <= max(bound.all_gather, bound.reduce_scatter)
 
 
+def unbalanced() -> FlowNetwork:
+    """Relays 3 and 5 can receive more than they can send: they would have to add."""
+    whole = {(0, 2): 2, (0, 3): 1, (0, 5): 2, (1, 0): 4, (1, 5): 1, (2, 3): 1, (3, 4): 1, (4, 1): 1, (5, 2): 2}
+    return network(3, 3, {(2, 1): Fraction(7, 2), **{pair: Fraction(capacity) for pair, capacity in whole.items()}})
+
+
+def test_what_relays_would_have_to_add_is_not_promised() -> None:
+    """25/2 GB/s can enter the ranks, and a reduce-scatter enters 6 times per GB/s of a rank, so the cut (9/4) is out of reach."""
+    bound = bound_of_network(unbalanced())
+    assert (bound.widening, bound.narrowing) == ((), ("3", "5"))
+    assert bound.all_gather_reached
+    assert not bound.reduce_scatter_reached
+    assert not bound.all_reduce_reached
+    assert bound.reduce_scatter_cut.rate == Fraction(9, 4)
+    assert bound.reduce_scatter == 2 * Fraction(25, 2) / 6
+    assert bound.all_gather == 2 * 2
+    assert bound.all_reduce == Fraction(200, 49)
+    assert bound.all_reduce_ceiling == Fraction(25, 6)
+    told = bound.sentences()
+    assert told[1] == "no reduce-scatter without reducing switches can pass 4.16667 GB/s"
+    assert told[3:] == ["the bound on reduce-scatter may be out of reach: what can be sent is less than what can be received at 3, 5"]
+
+
+def test_the_ceiling_of_that_network_is_reached() -> None:
+    """Trees towards a rank (first half of each row) and out of it again; the paths are between ranks, what is between is relays."""
+    trees: list[tuple[Fraction, int, list[str]]] = [
+        (Fraction(3, 8), 0, ["10", "21", "21", "02"]),
+        (Fraction(1), 0, ["10", "2341", "21", "052"]),
+        (Fraction(3, 4), 1, ["02", "21", "10", "02"]),
+        (Fraction(1, 8), 1, ["02", "21", "10", "052"]),
+        (Fraction(7, 8), 2, ["052", "10", "10", "21"]),
+    ]
+    graph = unbalanced()
+    load = {(start, end): Fraction(0) for start, end, _ in graph.edges}
+    for rate, root, paths in trees:
+        ends = [(int(path[0]), int(path[-1])) for path in paths]
+        assert in_tree(root, ends[:2])
+        assert in_tree(root, [(end, start) for start, end in ends[2:]])
+        for path in paths:
+            assert all(int(relay) >= 3 for relay in path[1:-1])
+            for a, b in pairwise(path):
+                load[int(a), int(b)] += rate
+    assert all(load[start, end] <= capacity for start, end, capacity in graph.edges)
+    bus = Fraction(2 * 2, 3)
+    assert sum(rate for rate, _, _ in trees) * bus == bound_of_network(graph).all_reduce_ceiling
+
+
+def in_tree(root: int, links: list[tuple[int, int]]) -> bool:
+    """Whether these links lead each of 3 ranks to ``root``, every other rank sending once."""
+    parent = dict(links)
+    others = {0, 1, 2} - {root}
+    return set(parent) == others and all(root in (parent[rank], parent.get(parent[rank])) for rank in others)
+
+
+@st.composite
+def networks_of_forwarders(draw: st.DrawFn) -> FlowNetwork:
+    """No relay can send more than it can receive."""
+    ranks, relays = draw(st.integers(2, 4)), draw(st.integers(1, 2))
+    size = ranks + relays
+    edges = {(a, b): Fraction(draw(st.integers(0, 6))) for a in range(size) for b in range(size) if a != b and draw(st.booleans())}
+    for relay in range(ranks, size):
+        lack = -network(ranks, relays, edges).surplus[relay]
+        feeder = draw(st.integers(0, ranks - 1))
+        edges[feeder, relay] = edges.get((feeder, relay), Fraction(0)) + max(lack, Fraction(0))
+    return network(ranks, relays, edges)
+
+
+def without_relays(graph: FlowNetwork, rate: Fraction) -> FlowNetwork:
+    """Split the links of all relays off: a link into one and a link out of it become a link past it, as far as each set of ranks can
+    still send ``rate`` per rank. Trees over links between ranks fill their narrowest cut (Edmonds), so ``rate`` is reached if it is left.
+    """
+    capacity = {(start, end): bw for start, end, bw in graph.edges}
+    ranks = set(graph.ranks)
+    sets = [frozenset(s) for k in range(1, len(graph.names)) for s in combinations(range(len(graph.names)), k)]
+    spare = {s: -rate * len(s & ranks) for s in sets if s & ranks and not s >= ranks}
+    for s in spare:
+        spare[s] += sum((bw for (a, b), bw in capacity.items() if a in s and b not in s), Fraction(0))
+    for relay in graph.relays:
+        others = [vertex for vertex in range(len(graph.names)) if vertex != relay]
+        for end, start in product(others, others):
+            narrowed = [s for s in spare if ((start in s) == (end in s)) and ((start in s) != (relay in s))]
+            into, out = capacity.get((start, relay), Fraction(0)), capacity.get((relay, end), Fraction(0))
+            amount = min(into, out, *(spare[s] for s in narrowed))
+            for s in narrowed:
+                spare[s] -= amount
+            capacity[start, relay], capacity[relay, end] = into - amount, out - amount
+            if start != end:
+                capacity[start, end] = capacity.get((start, end), Fraction(0)) + amount
+        assert not any(bw for (start, _), bw in capacity.items() if start == relay)
+    return network(len(ranks), 0, {pair: bw for pair, bw in capacity.items() if ranks >= set(pair)})
+
+
+@settings(deadline=None, max_examples=100)
+@given(networks_of_forwarders())
+def test_bounds_are_reached_where_relays_only_forward(graph: FlowNetwork) -> None:
+    assume(narrowest_cut(graph).rate and narrowest_cut(graph.reversed()).rate)
+    bound = bound_of_network(graph)
+    assert bound.all_gather_reached
+    assert narrowest_cut(without_relays(graph, bound.all_gather_cut.rate)).rate == bound.all_gather_cut.rate
+    turned = bound_of_network(graph.reversed())
+    assert turned.reduce_scatter_reached
+    assert turned.reduce_scatter == bound.all_gather  # how often data enters ranks is no further limit
+    assert turned.all_gather_reached == bound.reduce_scatter_reached
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_rings_and_stars_reach_their_link(ranks: int) -> None:
     ring = {(a, (a + 1) % ranks): Fraction(7) for a in range(ranks)}
@@ -114,26 +213,29 @@ def test_one_slow_rank_limits_an_all_gather_but_less_an_all_reduce() -> None:
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 def test_copies_of_a_node_are_taken_as_alike(nodes: int) -> None:
     """The short cut through symmetry gives what the whole graph gives."""
-    from miraccl.graph.bound import flow_network
-
     system = small_system()
     graph = flow_network(system, nodes, network=True)
     whole = FlowNetwork(names=graph.names, ranks=graph.ranks, edges=graph.edges, groups=(graph.ranks,))
     assert narrowest_cut(graph).rate == narrowest_cut(whole).rate
     assert least_connection(graph) == least_connection(whole)
-    assert all_reduce_ceiling(graph) <= all_reduce_ceiling(whole)  # knows of the nodes as groups besides
+    assert collecting_limit(graph) <= collecting_limit(whole)  # knows of the nodes as groups besides
 
 
-def small_system() -> System:
-    """Two GPUs with 40 GB/s between them, 12 to a CPU; two nets of 10 and 5 GB/s that share one port."""
+def small_system(*, nvlink: float = 40.0, second: float = 12.0, up: float = 24.0) -> System:
+    """Two GPUs with 40 GB/s between them, 12 to a CPU (the second one may have less); two nets of 10 and 5 GB/s that share one port.
+
+    ``up``: GB/s from the CPU to the NIC; back it is 24.
+    """
 
     def link(kind: LinkType, bw: float, target: int) -> Link:
         return Link(type=kind, bw=bw, target=target)
 
-    up = (link(LinkType.PCI, 12.0, 2),)
-    gpus = tuple(GpuNode(id=g, dev=g, rank=g, sm=80, links=(link(LinkType.NVL, 40.0, 1 - g), *up)) for g in range(2))
-    down = (*(link(LinkType.PCI, 12.0, g) for g in range(2)), link(LinkType.PCI, 24.0, 3))
-    cpu = TopoNode(type=NodeType.CPU, id=0, links=down)
+    pci = (12.0, second)
+    gpus = []
+    for g, bw in enumerate(pci):
+        gpus.append(GpuNode(id=g, dev=g, rank=g, sm=80, links=(link(LinkType.NVL, nvlink, 1 - g), link(LinkType.PCI, bw, 2))))
+    down = (link(LinkType.PCI, bw, g) for g, bw in enumerate(pci))
+    cpu = TopoNode(type=NodeType.CPU, id=0, links=(*down, link(LinkType.PCI, up, 3)))
     nic = TopoNode(type=NodeType.NIC, id=9, links=(link(LinkType.PCI, 24.0, 2), link(LinkType.NET, 10.0, 4), link(LinkType.NET, 5.0, 5)))
     nets = tuple(NetNode(id=n, dev=n, asic=1, port=1, bw=bw, links=(link(LinkType.NET, bw, 3),)) for n, bw in enumerate((10.0, 5.0)))
     return System(nodes=(*gpus, cpu, nic, *nets))
@@ -151,6 +253,29 @@ def test_a_node_alone_leaves_the_network_out_unless_asked() -> None:
     assert bandwidth_bound(small_system(), network=True).all_gather == 52
 
 
+@pytest.mark.parametrize(("nvlink", "second"), [(40, 12), (0, 12), (0, 1)])
+def test_the_bound_of_some_nodes_or_more_bounds_more(nvlink: float, second: float) -> None:
+    """Also where the link of a slow GPU limits an all-reduce: the result crosses it once, and bus bandwidth is 2 (n - 1) / n times that."""
+    system = small_system(nvlink=nvlink, second=second)
+    some = bound_of_network(flow_network(system, 2, network=True), or_more=True)
+    for nodes in (3, 4, 7):
+        more = bandwidth_bound(system, nodes)
+        assert more.all_gather <= some.all_gather
+        assert more.reduce_scatter <= some.reduce_scatter
+        assert more.all_reduce <= some.all_reduce
+        assert more.all_reduce_ceiling <= some.all_reduce_ceiling
+    if second == 1:
+        assert more.all_reduce_ceiling == 2 * Fraction(13, 14) > bandwidth_bound(system, 2).all_reduce_ceiling
+
+
+def test_what_leaves_an_unbalanced_node_does_not_bound_more_of_them() -> None:
+    """A CPU that gives 1 GB/s to the NIC and takes 24: the bottleneck of few nodes is what leaves one."""
+    graph = flow_network(small_system(up=1.0), 2, network=True)
+    assert bandwidth_bound(small_system(up=1.0), 4).all_gather > bound_of_network(graph).all_gather
+    with pytest.raises(InvalidUsage, match="balanced"):
+        bound_of_network(graph, or_more=True)
+
+
 def test_what_cannot_be_bounded_is_refused() -> None:
     with pytest.raises(InvalidUsage, match="2 ranks"):
         bandwidth_bound(System(nodes=(GpuNode(id=0, dev=0, rank=0),)))
@@ -158,6 +283,17 @@ def test_what_cannot_be_bounded_is_refused() -> None:
         bandwidth_bound(small_system(), nodes=0)
     with pytest.raises(TopologyError, match="cannot reach"):
         bandwidth_bound(System(nodes=tuple(GpuNode(id=g, dev=g, rank=g) for g in range(2))))
+
+
+@pytest.mark.golden
+def test_recorded_machines_are_balanced() -> None:
+    cases = {case.topology.name: case for case in golden_cases(DATA / "golden")}
+    assert cases
+    for name, case in cases.items():
+        system = system_from_json(case.load()["system"])
+        for nodes in (1, 2):
+            if nodes * len(system.gpus) > 1:
+                assert not any(flow_network(system, nodes, network=True).surplus), name
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from miraccl.graph.plan_bound import bound_section
 from miraccl.graph.plan_cache import MAX_FILES, cached_document, plan_key
 from miraccl.graph.plan_explain import CURVE_SIZES, explain_plan
 from miraccl.topo.explain import PathNotes
-from miraccl.topo.records import System
+from miraccl.topo.records import NodeType, System
 from tests.graph.golden import differences, sample
 from tests.topo.golden import TOPOLOGIES, GoldenCase
 
@@ -193,6 +194,41 @@ def test_the_bound_compares_with_the_plan(explained: dict[str, dict]) -> None:  
     assert gather["share"] == pytest.approx(gather["busBw"] / bound["allGather"], rel=1e-6)
     assert 0 < gather["share"] <= 1
     assert len(bound["sentences"]) >= 4
+
+
+def test_a_switch_that_reduces_passes_the_bound_of_an_all_reduce_only() -> None:
+    bound = bound_section(plan(H100, env={"NCCL_ALGO": "NVLS"}))
+    assert bound is not None
+    assert bound["reached"] == {"allGather": True, "reduceScatter": True, "allReduceByTwo": True}
+    assert [bound["plan"][name]["with"] for name in ("ReduceScatter", "AllReduce")] == ["NVLS/Simple"] * 2
+    assert [bound["plan"][name]["switchReduces"] for name in ("AllGather", "ReduceScatter", "AllReduce")] == [False, True, True]
+    assert [line for line in bound["sentences"] if "may pass" in line] == bound["sentences"][-1:]
+
+
+def test_more_than_16_nodes_have_the_bound_of_16_or_more() -> None:
+    bound, at_16 = (bound_section(plan(PCIE, nodes=nodes)) for nodes in (40, 16))
+    assert bound is not None
+    assert at_16 is not None
+    assert [bound[key] for key in ("nodes", "allGather", "allReduce")] == [16, at_16["allGather"], at_16["allReduce"]]
+    assert bound["sentences"][0] == "the bound is that of 16 nodes or more; this number of them alone may have a slightly lower one"
+    assert bound["sentences"][1] == at_16["sentences"][0]
+
+
+def test_an_unbalanced_machine_is_told_apart() -> None:
+    """Its PCI switches take 24 GB/s from a NIC and give it 6: they narrow, and the NICs widen."""
+    whole = plan(PCIE, nodes=2).topology.whole
+    nodes = list(whole.nodes)
+    for index, node in enumerate(whole.nodes):
+        if node.type == NodeType.PCI:
+            to_nic = [whole.nodes[link.target].type == NodeType.NIC for link in node.links]
+            narrowed = (replace(link, bw=6.0) if nic else link for link, nic in zip(node.links, to_nic, strict=True))
+            nodes[index] = replace(node, links=tuple(narrowed))
+    bound = bound_section(plan(System(nodes=tuple(nodes)), nodes=40))
+    assert bound is not None
+    assert bound["reached"] == {"allGather": False, "reduceScatter": False, "allReduceByTwo": False}
+    assert "more of them may pass it" in bound["sentences"][0]
+    told = [line for line in bound["sentences"] if "may be out of reach" in line]
+    assert [("NIC/0-20000@0" in line, "PCI/0-18000@0" in line) for line in told] == [(True, False), (False, True)]
 
 
 def test_one_gpu_has_no_bound() -> None:

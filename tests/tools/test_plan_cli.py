@@ -51,7 +51,7 @@ def test_tables_show_every_stage() -> None:
         assert words in text
     assert "0 8        0 7 6 5 4 3 2 1 9 10 11 12 13 14 15 8" in text
     assert "NVL 370.8: GPU 1-7" in text
-    assert "Best possible bus bandwidth" in text
+    assert "Bounds on bus bandwidth" in text
     assert "Why:" not in text
 
 

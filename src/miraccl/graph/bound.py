@@ -1,78 +1,35 @@
-"""How fast any schedule could be on a machine: the bound of ForestColl (arXiv 2402.06787) on all-gather, reduce-scatter and all-reduce.
+"""Upper bounds on the bandwidth of all-gather, reduce-scatter and all-reduce on a machine, and when they are reached.
 
-The idea: take any set S of vertices that does not hold all ranks. In an all-gather every rank in S has to get its block out of S once
-at least, and only the links that leave S can carry it. So no rank can broadcast faster than ``capacity leaving S / ranks in S``, and
-the least of these quotients over all S is what can be reached (Theorem 1 there). The cut that attains it is the machine's bottleneck.
+The idea is that of ForestColl (arXiv 2402.06787). Take any set S of vertices that does not hold all ranks. In an all-gather every rank in S
+has to get its block out of S once at least, and only the links that leave S can carry it. So no rank can broadcast faster than ``capacity
+leaving S / ranks in S``. The least of these quotients over all S is the bound, the cut that attains it the machine's bottleneck. For a
+reduce-scatter the same holds of what enters S.
 
 Rules kept here
-- Switches, NICs and CPUs are relays: they forward and may copy, they hold no data and do not reduce. So a schedule that reduces inside
-  NVSwitches or network switches (NVLS, CollNet) may pass the bounds on reduce-scatter and all-reduce.
-- Links are full duplex with the bandwidths of the topology; nodes of a job are joined by an ideal network, ports being the only limit.
+- Switches, NICs and CPUs are relays: they forward and may copy, they hold no data and do not reduce. Bytes are moved and added as they are,
+  not coded. A schedule that reduces inside NVSwitches or network switches (NVLS, CollNet) passes no cut, but may pass what follows from the
+  number of times that data enters ranks: the ceiling of all-reduce and, where relays narrow, the bound on reduce-scatter.
+- A bound is reached, in the limit of large sizes, where relays only need to forward. The all-gather's is if no relay *widens* (can send
+  more than it can receive): then the relays can be taken out of the graph, a link in and a link out at a time, so that no cut between ranks
+  becomes narrower than the bottleneck (Bang-Jensen, Frank and Jackson, SIAM J. Discrete Math. 8, 1995), and what is left, links between
+  ranks, holds trees that fill it (Edmonds). The reduce-scatter's is if no relay *narrows* (can receive more than it can send): the same
+  graph turned round. Theorem 1 of ForestColl is on graphs in which every vertex is balanced, as on all machines recorded from NCCL.
+- Elsewhere the cuts remain bounds, but may be out of reach: relays that widen have to copy, and packing such trees does not always fill the
+  cut (network coding would); relays that narrow would have to add, so there data also has to enter ranks often enough.
 - All arithmetic is exact. The least quotient is found by Newton's method on cuts: a maximal flow either shows that a rate is possible or
   yields a cut with a smaller quotient (the paper's binary search ends at the same fraction).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
-from math import lcm
 
 from miraccl.errors import InvalidUsage, TopologyError
-from miraccl.topo.records import NetNode, NodeType, System
-
-DECIMALS = 1000
-"""Bandwidths are taken as multiples of 1/1000 GB/s, as the channel search does."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlowNetwork:
-    """A directed graph with capacities in GB/s. ``names[v]`` of vertex v; ``ranks`` are the vertices that hold data, by rank.
-
-    ``groups``: ranks by node of the job; nodes have to be alike (exchanging two of them leaves the graph as it is), so that the first
-    two stand for all.
-    """
-
-    names: tuple[str, ...]
-    ranks: tuple[int, ...]
-    edges: tuple[tuple[int, int, Fraction], ...]
-    groups: tuple[tuple[int, ...], ...]
-
-    def __post_init__(self) -> None:
-        if len(self.ranks) < 2:
-            raise InvalidUsage("a bound needs at least 2 ranks")
-        if any(capacity < 0 for _, _, capacity in self.edges):
-            raise TopologyError("a link has a negative bandwidth")
-
-    @cached_property
-    def pairs(self) -> list[tuple[int, int]]:
-        return [(start, end) for start, end, _ in self.edges]
-
-    @cached_property
-    def unit(self) -> int:
-        """Parts of a GB/s in which all capacities are whole numbers."""
-        return lcm(1, *(capacity.denominator for _, _, capacity in self.edges))
-
-    @cached_property
-    def capacities(self) -> list[int]:
-        return [int(capacity * self.unit) for _, _, capacity in self.edges]
-
-    @property
-    def images(self) -> tuple[int, ...]:
-        """Ranks that stand for all: those of the first node."""
-        return self.groups[0]
-
-    @property
-    def others(self) -> tuple[int, ...]:
-        """Ranks that stand for all but the first, seen from there."""
-        return tuple(vertex for group in self.groups[:2] for vertex in group if vertex != self.ranks[0])
-
-    def reversed(self) -> FlowNetwork:
-        """The same graph with every link turned round: a reduce-scatter is an all-gather backwards in time."""
-        edges = tuple((end, start, capacity) for start, end, capacity in self.edges)
-        return FlowNetwork(names=self.names, ranks=self.ranks, edges=edges, groups=self.groups)
+from miraccl.graph.flow_network import FlowNetwork, flow_network
+from miraccl.graph.max_flow import MaxFlow
+from miraccl.topo.records import System
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,18 +42,19 @@ class Bottleneck:
     rate: Fraction
 
     def sentence(self) -> str:
-        ranks = ", ".join(map(str, self.inside[:8])) + (", ..." if len(self.inside) > 8 else "")
-        shown = ", ".join(f"{a} to {b}" for a, b, _ in self.links[:4]) + (", ..." if len(self.links) > 4 else "")
+        shown = _some([f"{a} to {b}" for a, b, _ in self.links], 4)
         links = f"{len(self.links)} link{'' if len(self.links) == 1 else 's'}"
-        return f"{len(self.inside)} ranks ({ranks}) share {float(self.capacity):g} GB/s over {links} ({shown})"
+        return f"{len(self.inside)} ranks ({_some(self.inside, 8)}) share {float(self.capacity):g} GB/s over {links} ({shown})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BandwidthBound:
-    """The best bus bandwidths (GB/s, as nccl-tests define them) and what limits them.
+    """Bus bandwidths (GB/s, as nccl-tests define them) that cannot be passed, and what limits them.
 
-    ``all_reduce`` is that of an optimal reduce-scatter followed by an optimal all-gather; ``all_reduce_ceiling`` is what no all-reduce
-    without reducing switches can pass. They are equal on machines whose ranks are alike.
+    ``all_gather``, ``reduce_scatter``: the bound on each, equal to that of its cut (``reduce_scatter`` may be lower where relays narrow).
+    ``all_reduce``: the bound on a reduce-scatter followed by an all-gather; ``all_reduce_ceiling``: that on any all-reduce without reducing
+    switches, never lower. They are equal on most machines, not where all-gather is held up by a few groups of ranks (pairs of GPUs, say).
+    ``widening``, ``narrowing``: the names of relays that send more than they receive, or less.
     """
 
     nranks: int
@@ -106,15 +64,41 @@ class BandwidthBound:
     all_reduce_ceiling: Fraction
     all_gather_cut: Bottleneck
     reduce_scatter_cut: Bottleneck
+    widening: tuple[str, ...]
+    narrowing: tuple[str, ...]
+
+    @property
+    def all_gather_reached(self) -> bool:
+        """Whether some schedule is known to reach the bound; if not, it may be out of reach."""
+        return not self.widening
+
+    @property
+    def reduce_scatter_reached(self) -> bool:
+        return not self.narrowing
+
+    @property
+    def all_reduce_reached(self) -> bool:
+        """Of ``all_reduce``. Where the ceiling is higher, nothing is known of what lies between."""
+        return self.all_gather_reached and self.reduce_scatter_reached
 
     def sentences(self) -> list[str]:
+        cut = self.reduce_scatter == (self.nranks - 1) * self.reduce_scatter_cut.rate
         return [
             f"no all-gather of {self.nranks} ranks can pass a bus bandwidth of {float(self.all_gather):g} GB/s: "
             f"{self.all_gather_cut.sentence()}",
-            f"no reduce-scatter can pass {float(self.reduce_scatter):g} GB/s",
+            f"no reduce-scatter {'' if cut else 'without reducing switches '}can pass {float(self.reduce_scatter):g} GB/s",
             f"an all-reduce made of both reaches {float(self.all_reduce):g} GB/s at best; "
             f"no other without reducing switches can pass {float(self.all_reduce_ceiling):g} GB/s",
+            *(
+                f"the bound on {name} may be out of reach: what can be sent is {how} than what can be received at {_some(relays, 4)}"
+                for name, relays, how in (("all-gather", self.widening, "more"), ("reduce-scatter", self.narrowing, "less"))
+                if relays
+            ),
         ]
+
+
+def _some(words: Sequence[object], count: int) -> str:
+    return ", ".join(map(str, words[:count])) + (", ..." if len(words) > count else "")
 
 
 def bandwidth_bound(system: System, nodes: int = 1, *, network: bool | None = None) -> BandwidthBound:
@@ -126,23 +110,38 @@ def bandwidth_bound(system: System, nodes: int = 1, *, network: bool | None = No
     return bound_of_network(flow_network(system, nodes, network=nodes > 1 if network is None else network))
 
 
-def bound_of_network(graph: FlowNetwork) -> BandwidthBound:
-    """The bound for any graph of links."""
+def bound_of_network(graph: FlowNetwork, *, or_more: bool = False) -> BandwidthBound:
+    """The bound for any graph of links. ``or_more``: one that holds for jobs on more of these nodes, too.
+
+    More nodes only lower a bound, with one exception and one condition. The exception: least connection and bandwidth of an all-reduce's
+    input stay as they are, so the bus bandwidth rises towards twice that. The condition: every vertex is balanced. Then what enters a set
+    of vertices is what leaves it, so that the bottleneck has the network on its inner side, and further nodes add to the ranks there
+    but not to the links across. Else ``InvalidUsage`` is raised.
+    """
+    if or_more and (len(graph.groups) < 2 or any(graph.surplus)):
+        raise InvalidUsage("the bound of some nodes is one of more of them only for 2 or more nodes whose every vertex is balanced")
     count = len(graph.ranks)
     gather = narrowest_cut(graph)
     scatter = narrowest_cut(graph.reversed())
     if not gather.rate or not scatter.rate:
         raise TopologyError("some ranks cannot reach the others: no link leads there")
-    both = 1 / (1 / (count * gather.rate) + 1 / (count * scatter.rate))
+    collected = collecting_limit(graph)
+    scatter_rate = min(scatter.rate, collected / count)
+    both = 1 / (1 / (count * gather.rate) + 1 / (count * scatter_rate))
     per_bus = Fraction(2 * (count - 1), count)
+    # The whole sum has to cross every cut between two ranks. And each byte of it is collected by the first group of ranks that has it; into
+    # every other group something enters then or later, so data enters groups twice as often.
+    ceiling = min(least_connection(graph) * (2 if or_more else per_bus), collected / 2 * per_bus)
     return BandwidthBound(
         nranks=count,
         all_gather=(count - 1) * gather.rate,
-        reduce_scatter=(count - 1) * scatter.rate,
+        reduce_scatter=(count - 1) * scatter_rate,
         all_reduce=both * per_bus,
-        all_reduce_ceiling=all_reduce_ceiling(graph) * per_bus,
+        all_reduce_ceiling=ceiling,
         all_gather_cut=gather,
         reduce_scatter_cut=scatter,
+        widening=tuple(graph.names[relay] for relay in graph.relays if graph.surplus[relay] < 0),
+        narrowing=tuple(graph.names[relay] for relay in graph.relays if graph.surplus[relay] > 0),
     )
 
 
@@ -171,18 +170,18 @@ def _bottleneck(graph: FlowNetwork, inside: frozenset[int]) -> Bottleneck:
     return Bottleneck(inside=ranks, links=links, capacity=capacity, rate=capacity / len(ranks))
 
 
-def all_reduce_ceiling(graph: FlowNetwork) -> Fraction:
-    """Bytes per second (GB/s) of input that no all-reduce can pass.
+def collecting_limit(graph: FlowNetwork) -> Fraction:
+    """Bytes per second (GB/s) that can be collected: each the sum of one byte of every rank, at some rank.
 
-    Every cut between two ranks has to be crossed by the whole sum. And each byte of the result takes a tree in and a tree out: over k
-    disjoint groups of ranks, data enters a group 2 (k - 1) times at least. Copies of a node are alike, so one group stands for all.
+    Cut the ranks into k groups. Without reducing relays, each of the k - 1 groups in which a sum does not end sends its share of it to a
+    group once at least, so data enters groups k - 1 times. Copies of a node are alike, so one group stands for all.
     """
-    limits = [least_connection(graph)]
+    limits = []
     nodes = len(graph.groups)
     for groups in ([(rank,) for rank in graph.images], graph.groups[:1]):
         if len(groups) * nodes > 1:
             entering = nodes * sum((_entering(graph, group) for group in groups), Fraction(0))
-            limits.append(entering / (2 * (len(groups) * nodes - 1)))
+            limits.append(entering / (len(groups) * nodes - 1))
     return min(limits)
 
 
@@ -201,122 +200,3 @@ def least_connection(graph: FlowNetwork) -> Fraction:
     first = graph.ranks[0]
     ends = [pair for other in graph.others for pair in ((first, other), (other, first))]
     return Fraction(min(flow.push(*pair, graph.capacities) for pair in ends), graph.unit)
-
-
-# From a system to a graph
-
-
-def flow_network(system: System, nodes: int, *, network: bool) -> FlowNetwork:
-    """``nodes`` copies of a system; with ``network`` all their NICs meet in one ideal switch, those that share a port through that port."""
-    if nodes < 1:
-        raise InvalidUsage(f"a job has at least 1 node, not {nodes}")
-    size = len(system.nodes)
-    names = [f"{node.name}@{copy}" if nodes > 1 else node.name for copy in range(nodes) for node in system.nodes]
-    edges: dict[tuple[int, int], Fraction] = {}
-
-    def join(start: int, end: int, bw: float) -> None:
-        if start != end:
-            edges[start, end] = edges.get((start, end), Fraction(0)) + Fraction(round(bw * DECIMALS), DECIMALS)
-
-    for copy in range(nodes):
-        for start, link in zip(system.link_source, system.links, strict=True):
-            join(copy * size + start, copy * size + link.target, link.bw)
-    if network:
-        _join_network(system, nodes, names, join)
-    gpus = [index for index, node in enumerate(system.nodes) if node.type == NodeType.GPU]
-    gpus.sort(key=lambda index: system.gpus[index].rank)
-    groups = tuple(tuple(copy * size + index for index in gpus) for copy in range(nodes))
-    return FlowNetwork(
-        names=tuple(names),
-        ranks=tuple(vertex for group in groups for vertex in group),
-        edges=tuple((start, end, bw) for (start, end), bw in edges.items()),
-        groups=groups,
-    )
-
-
-def _join_network(system: System, nodes: int, names: list[str], join: Callable[[int, int, float], None]) -> None:
-    """Append the switch and one vertex per port, and join them."""
-    size = len(system.nodes)
-    switch = len(names)
-    names.append("network")
-    for copy in range(nodes):
-        ports: dict[tuple[int, int], list[tuple[int, NetNode]]] = {}
-        for index, node in enumerate(system.nodes):
-            if isinstance(node, NetNode):
-                ports.setdefault((node.asic, node.port), []).append((copy * size + index, node))
-        for nets in ports.values():
-            port = len(names)
-            names.append(f"port of {names[nets[0][0]]}")
-            bw = max(node.bw for _, node in nets)
-            join(port, switch, bw)
-            join(switch, port, bw)
-            for vertex, node in nets:
-                join(vertex, port, node.bw)
-                join(port, vertex, node.bw)
-
-
-# Maximal flow
-
-
-class MaxFlow:
-    """Dinic's algorithm on whole numbers, again and again over the same edges."""
-
-    def __init__(self, size: int, edges: Sequence[tuple[int, int]]) -> None:
-        self.leaving: list[list[int]] = [[] for _ in range(size)]  # arcs by vertex; arc a ^ 1 is arc a turned round
-        self.end: list[int] = []
-        self.left: list[int] = []
-        for start, end in edges:
-            for vertex, other in ((start, end), (end, start)):
-                self.leaving[vertex].append(len(self.end))
-                self.end.append(other)
-
-    def push(self, source: int, sink: int, capacities: Sequence[int]) -> int:
-        """Send as much as possible over edges of these capacities; returns how much."""
-        self.left = [0] * len(self.end)
-        self.left[::2] = capacities
-        total = 0
-        while (level := self._levels(source))[sink] >= 0:
-            begun = [0] * len(self.leaving)
-            while amount := self._augment(source, sink, level, begun):
-                total += amount
-        return total
-
-    def reachable(self, source: int) -> frozenset[int]:
-        """After :meth:`push`: the side of the source in a least cut."""
-        return frozenset(vertex for vertex, level in enumerate(self._levels(source)) if level >= 0)
-
-    def _levels(self, source: int) -> list[int]:
-        level = [-1] * len(self.leaving)
-        level[source] = 0
-        queue = [source]
-        for vertex in queue:
-            for arc in self.leaving[vertex]:
-                if self.left[arc] and level[self.end[arc]] < 0:
-                    level[self.end[arc]] = level[vertex] + 1
-                    queue.append(self.end[arc])
-        return level
-
-    def _augment(self, source: int, sink: int, level: list[int], begun: list[int]) -> int:
-        """One path that descends level by level; ``begun`` remembers which arcs of a vertex are spent."""
-        path: list[int] = []
-        at = source
-        while at != sink:
-            arcs = self.leaving[at]
-            while begun[at] < len(arcs):
-                arc = arcs[begun[at]]
-                if self.left[arc] and level[self.end[arc]] == level[at] + 1:
-                    break
-                begun[at] += 1
-            else:
-                if not path:
-                    return 0
-                at = self.end[path.pop() ^ 1]
-                begun[at] += 1
-                continue
-            path.append(arc)
-            at = self.end[arc]
-        amount = min(self.left[arc] for arc in path)
-        for arc in path:
-            self.left[arc] -= amount
-            self.left[arc ^ 1] += amount
-        return amount

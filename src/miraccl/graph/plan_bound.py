@@ -1,4 +1,4 @@
-"""How far a plan is from what any schedule could reach on the machine.
+"""How far a plan is from what no schedule can pass on the machine.
 
 The bound comes from ``graph.bound`` (cuts of the whole machine); the plan's own figure is the bus bandwidth of its fastest algorithm and
 protocol for large sizes, as the tuning model has it. Both in GB/s, bus bandwidth as nccl-tests define it.
@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from miraccl.errors import InvalidUsage, TopologyError
-from miraccl.graph.bound import bandwidth_bound
+from miraccl.graph.bound import bound_of_network
+from miraccl.graph.flow_network import flow_network
 from miraccl.graph.plan import Plan
 from miraccl.graph.tuning import TuningModel
 from miraccl.graph.tuning_constants import PROTOCOL_LABELS, TUNED, Algorithm
@@ -17,20 +18,23 @@ from miraccl.topo.jsonform import number
 from miraccl.types import Collective, Protocol
 
 MAX_NODES = 16
-"""More nodes are bounded as if they were so many: the bottleneck is the same, and the bound only falls towards its limit."""
+"""More nodes are bounded as if they were so many: on a balanced machine what bounds 16 nodes bounds more of them, too."""
 
 
 def bound_section(made: Plan) -> dict[str, Any] | None:
     """The key ``bound`` of a plan's JSON, or ``None`` where there is nothing to bound.
 
-    ``allGather``, ``reduceScatter``, ``allReduce``: the best possible bus bandwidth; ``plan``: for each of them the plan's best, on what,
-    and its share of the bound; ``nodes``: the number of nodes that the bound is for; ``sentences``: all this in words.
+    ``allGather``, ``reduceScatter``, ``allReduce``: bus bandwidths that cannot be passed (without reducing switches), ``allReduceByTwo``
+    by a reduce-scatter and an all-gather after it; ``reached``: for which of them some schedule is known to reach that; ``plan``: the
+    plan's best, on what, and its share of the bound; ``nodes``: how many nodes the bound is for; ``sentences``: all this in words.
     """
     nodes = min(made.request.nodes, MAX_NODES)
     # Over several nodes, or where GPUs of one node can only meet over the network, NICs carry the traffic.
     network = nodes > 1 or len(made.topology.domains) > 1
     try:
-        bound = bandwidth_bound(made.topology.whole, nodes, network=network)
+        graph = flow_network(made.topology.whole, nodes, network=network)
+        fewer, balanced = nodes < made.request.nodes, not any(graph.surplus)
+        bound = bound_of_network(graph, or_more=fewer and balanced)
     except (InvalidUsage, TopologyError):
         return None
     best = {
@@ -45,9 +49,14 @@ def bound_section(made: Plan) -> dict[str, Any] | None:
         "reduceScatter": number(best[Collective.REDUCE_SCATTER]),
         "allReduce": number(best[Collective.ALL_REDUCE]),
         "allReduceByTwo": number(float(bound.all_reduce)),
+        "reached": {
+            "allGather": bound.all_gather_reached,
+            "reduceScatter": bound.reduce_scatter_reached,
+            "allReduceByTwo": bound.all_reduce_reached,
+        },
         "plan": plan,
         "sentences": [
-            *([f"the bound is that of {nodes} nodes; more of them lower it a little"] if nodes < made.request.nodes else []),
+            *([_for_fewer(nodes, balanced)] if fewer else []),
             *bound.sentences(),
             *(_in_words(name, share) for name, share in plan.items()),
         ],
@@ -68,7 +77,7 @@ def _share(model: TuningModel, coll: Collective, limit: float) -> dict[str, Any]
     if not bandwidth or not limit:
         return None
     bus = bandwidth * bus_factor(coll, model.facts.nranks)
-    reduces_in_switch = algo.uses_nvls or algo.uses_collnet
+    reduces_in_switch = coll != Collective.ALL_GATHER and (algo.uses_nvls or algo.uses_collnet)
     return {
         "busBw": number(bus),
         "with": f"{algo.label}/{PROTOCOL_LABELS[proto]}",
@@ -77,6 +86,12 @@ def _share(model: TuningModel, coll: Collective, limit: float) -> dict[str, Any]
     }
 
 
+def _for_fewer(nodes: int, balanced: bool) -> str:
+    if balanced:
+        return f"the bound is that of {nodes} nodes or more; this number of them alone may have a slightly lower one"
+    return f"the bound is that of {nodes} nodes; more of them may pass it, as some part of a node cannot send as much as it can receive"
+
+
 def _in_words(name: str, share: dict[str, Any]) -> str:
     text = f"the plan's best for {name} is {share['with']} with {share['busBw']:.4g} GB/s by the model, {share['share']:.0%} of the bound"
-    return f"{text} (which it may pass: the switch reduces)" if share["switchReduces"] else text
+    return f"{text} (which it may pass: the switch reduces)" if share["switchReduces"] and name == TUNED[Collective.ALL_REDUCE] else text

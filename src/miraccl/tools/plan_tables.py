@@ -46,7 +46,7 @@ def print_plan(document: Json, console: Console | None = None) -> None:
         console.print(table)
         console.print()
     if bound := document.get("bound"):
-        _list(console, "Best possible bus bandwidth", bound["sentences"])
+        _list(console, "Bounds on bus bandwidth", bound["sentences"])
 
 
 def print_explanation(document: Json, console: Console | None = None) -> None:

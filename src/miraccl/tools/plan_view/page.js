@@ -46,7 +46,7 @@
   card(comm.nvlsSupport ? comm.nvlsChannels : "off", "NVLS channels");
   const bound = plan.bound;
   if (bound) {
-    card(num(bound.allReduce), "GB/s best all-reduce (bus) without reducing switches");
+    card(num(bound.allReduce), "GB/s: ceiling of all-reduce (bus) without reducing switches");
     const mine = bound.plan.AllReduce;
     if (mine) card(num(mine.busBw), "GB/s this plan, " + mine.with + (mine.switchReduces ? " (the switch reduces)" : ""));
   }
@@ -420,7 +420,7 @@
     why.append(el("p", "This page was made without reasons.", { class: "muted" }));
   } else {
     const stories = Object.entries(explain.sentences);
-    if (bound) stories.push(["Best possible bus bandwidth", bound.sentences]);
+    if (bound) stories.push(["Bounds on bus bandwidth", bound.sentences]);
     stories.forEach(([heading, sentences], i) => {
       const d = el("details");
       if (heading !== "Search" && heading !== "Paths") d.open = true;
