@@ -14,7 +14,7 @@ from miraccl.comm.device.hosts.jobs import HostsJobs, HostsPlan
 from miraccl.comm.device.hosts.staging import StagedJob
 from miraccl.executor.cuda.driver import Gpu
 
-LARGEST = 32 << 10  # bytes: beyond, the network takes longer than the calls
+LARGEST = 1 << 20  # bytes: beyond, the network takes longer than the calls
 MOST = 64  # graphs of a communicator
 Enqueue = Callable[[int, bool], None]
 """``enqueue(stream, captured)``"""
