@@ -305,8 +305,11 @@ def both(machine: Machine, requests: list[Request]) -> None:
     machine.launch(kernel_spec(plans[0], requests[0]), args, blocks)
 
 
-def test_a_mismatch_ends_the_wait_of_who_expects_more() -> None:
+@pytest.mark.parametrize("left", [False, True])
+def test_a_mismatch_ends_the_wait_of_who_expects_more(left: bool) -> None:
+    """Also where the peer, who was told first, has ended since."""
     two = Machine(2, timeout_s=60)
+    two.host[0][layout.HOST_ABORT] = left
     both(two, [asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128") for count in (4000, 100)])
     assert two.errors()[0] == layout.ERROR_MISMATCH
     assert int(two.host[0][layout.HOST_PEER]) == 1

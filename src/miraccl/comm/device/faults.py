@@ -52,9 +52,10 @@ class DeviceFaults:
 
     def _found(self, name: str | None) -> MiracclError | None:
         words, rank = self._words, self.rank
-        if self._fault is not None:
-            return type(self._fault)(self._fault.message, rank=rank, peer=self._fault.peer, op=name)
         error, peer = int(words[layout.HOST_ERROR]), int(words[layout.HOST_PEER])
+        explains = error in (layout.ERROR_MISMATCH, layout.ERROR_SIZES)  # also why the peer has left or aborted since
+        if self._fault is not None and not explains:
+            return type(self._fault)(self._fault.message, rank=rank, peer=self._fault.peer, op=name)
         if error == layout.ERROR_TIMEOUT:
             what = layout.WHAT_TEXT.get(int(words[layout.HOST_WHAT]), "something")
             text = f"waited longer than {self._timeout:.3g} s for {what} from rank {peer}"

@@ -265,11 +265,11 @@ __device__ __noinline__ u64 look(u32* host_words, u64 timeout_ns, u64 since, u32
   u64 t = now_ns();
   if (since == 0) since = t;
   volatile u32* host = host_words;
-  if (host[HOST_ABORT] != 0) return NEVER;
-  if (launch != 0) {
+  if (launch != 0) {  // first: a peer that found the mismatch may have left already, which ends the wait, too
     uint4 said = load_packet(entry);
     if (said.x == launch && said.y != signature) { report(host_words, ERROR_MISMATCH, peer, launch); return NEVER; }
   }
+  if (host[HOST_ABORT] != 0) return NEVER;
   if (t - since <= timeout_ns) return since;
   report(host_words, ERROR_TIMEOUT, peer, what);
   return NEVER;
