@@ -104,7 +104,7 @@ def test_what_nccl_proto_wishes(text: str, expected: str) -> None:
     [
         ("Ring", {Collective.ALL_REDUCE: "ring", Collective.BROADCAST: "chain", Collective.REDUCE: "chain"}),
         ("allreduce:ring,nvls", {Collective.ALL_REDUCE: "ring"}),
-        ("Tree", {}),
+        ("Tree", dict.fromkeys((Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE), "double_binary_tree")),
         ("PAT", {}),
         ("two_shot", dict.fromkeys(Collective, "two_shot")),
     ],

@@ -38,6 +38,17 @@ def _all_reduce() -> Iterator[Case]:
             yield {"collective": "all_reduce", "dtype": dtype, "count": count, "plan": plan, "repeat": 3, "close": True}
     plan = {"algo": "ring", "proto": "ll128", "blocks": 128, "threads": 256, "unroll": 1}
     yield {"collective": "all_reduce", "dtype": "bfloat16", "count": (12 << 20) + 5, "plan": plan, "graph": 3, "close": True, "op": "AVG"}
+    for count in (1, 1001, 100001, (9 << 20) + 3):
+        for proto, dtype in (("ll128", "float32"), ("ll128", "bfloat16"), ("ll128", "int32"), ("ll", "int8")):
+            case = {"collective": "all_reduce", "dtype": dtype, "count": count, "algo": "double_binary_tree", "proto": proto}
+            yield case | {"repeat": 3, "close": True}
+    for threads, unroll, proto in ((64, 1, "ll128"), (256, 2, "ll128"), (128, 1, "ll")):  # few and small slots; many pieces
+        plan = {"algo": "double_binary_tree", "proto": proto, "blocks": 16, "threads": threads, "unroll": unroll}
+        case = {"collective": "all_reduce", "dtype": "bfloat16", "count": (5 << 20) + 3, "op": "AVG", "plan": plan}
+        yield case | {"graph": 3, "close": True}
+    for op in ("MAX", "PREMUL_SUM"):
+        case = {"collective": "all_reduce", "dtype": "float32", "count": 70001, "op": op, "algo": "double_binary_tree", "offset": 1}
+        yield case | {"close": True}
     for dtype in ("int8", "uint8", "uint32", "int64", "uint64", "float64"):
         yield {"collective": "all_reduce", "dtype": dtype, "count": 4099}
     for op in ("PROD", "MIN", "MAX", "AVG"):
@@ -69,6 +80,9 @@ def _others() -> Iterator[Case]:
             for dtype, count in (("float32", 3), ("int32", 70001), ("uint8", 7 << 20)):
                 case = {"collective": collective, "dtype": dtype, "count": count, "root": 1, "algo": "chain", "proto": proto}
                 yield case | {"repeat": 5, "close": True}
+        for root, dtype, count, proto in ((0, "float32", 1, "ll128"), (1, "bfloat16", 70001, "ll"), (1, "int32", 7 << 20, "ll128")):
+            case = {"collective": collective, "dtype": dtype, "count": count, "root": root, "algo": "double_binary_tree", "proto": proto}
+            yield case | {"repeat": 5, "close": True}
         simple = {"proto": "simple"}
         for count, more in ((500000, {"graph": 4}), ((13 << 20) + 5, simple | {"graph": 3}), (9 << 20, simple | {"repeat": 3})):
             yield {"collective": collective, "dtype": "float32", "count": count, "root": 1, "algo": "chain", "close": True} | more

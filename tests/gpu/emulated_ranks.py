@@ -400,7 +400,7 @@ def begins_on_the_second_gpu() -> int:
 
 
 def in_the_order_of_the_machine(topology: str) -> tuple[tuple[int, ...], str]:
-    """Chains from every root and rings between GPUs whose order is not that of the ranks; gives the order."""
+    """Rings, chains from every root, and trees between GPUs whose order is not that of the ranks; gives the order."""
     import os
 
     os.environ["NCCL_TOPO_FILE"] = topology
@@ -412,21 +412,25 @@ def in_the_order_of_the_machine(topology: str) -> tuple[tuple[int, ...], str]:
         me.cuda.placed[first.memory.address] = me.rank  # each rank has a GPU of its own
         me.comm.all_reduce(first)
         data = [np.random.default_rng(r).integers(-1000, 1000, count).astype(np.float32) for r in range(me.nranks)]
-        total = me.put(data[me.rank])
-        me.comm.all_reduce(total)
-        me.synchronize()
-        same(total, sum(data))
-        for root in range(me.nranks):
-            x, y = me.put(data[me.rank]), me.put(data[me.rank])
-            me.comm.broadcast(x, root)
-            me.comm.reduce(y, root)
+        device: Any = me.comm._device
+        for algo, rooted in (("ring", "chain"), ("double_binary_tree", "double_binary_tree")):
+            device.algo = algo
+            device._forget()
+            total = me.put(data[me.rank])
+            me.comm.all_reduce(total)
+            assert device.last_plan.algo == algo
             me.synchronize()
-            assert getattr(me.comm._device.last_plan, "algo", "") == "chain"  # type: ignore[union-attr]
-            same(x, data[root])
-            same(y, sum(data) if me.rank == root else data[me.rank])
-        ring: Any = me.comm._device.ring  # type: ignore[union-attr]
+            same(total, sum(data))
+            for root in range(me.nranks):
+                x, y = me.put(data[me.rank]), me.put(data[me.rank])
+                me.comm.broadcast(x, root)
+                me.comm.reduce(y, root)
+                me.synchronize()
+                assert device.last_plan.algo == rooted
+                same(x, data[root])
+                same(y, sum(data) if me.rank == root else data[me.rank])
         me.comm.finalize()
-        return ring.order, ring.why
+        return device.ring.order, device.ring.why
 
 
 def explanations() -> None:

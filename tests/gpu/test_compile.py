@@ -17,7 +17,7 @@ except MiracclError as error:
     ARCHS, REASON = (), str(error)
 
 pytestmark = pytest.mark.skipif(not ARCHS, reason=f"no NVRTC: {REASON}")
-MOVES = ("all_gather", "all_to_all", "broadcast", "broadcast_chain")
+MOVES = ("all_gather", "all_to_all", "broadcast", "broadcast_chain", "broadcast_tree")
 
 
 FLOATS = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
@@ -39,6 +39,7 @@ def few() -> list[KernelSpec]:
     found = [packets("two_shot", dtype, frame) for dtype, frame in FRAMES]
     found += [packets("all_reduce", DType.BFLOAT16, Frame.WORD, single=True), packets("all_to_all", DType.UINT8, Frame.PAIR, single=True)]
     found += [packets("broadcast_chain", DType.UINT8, Frame.MASK), packets("ring", DType.BFLOAT16, Frame.WORD)]
+    found += [packets("all_reduce_tree", dtype, frame) for dtype, frame in ((DType.BFLOAT16, Frame.WORD), FRAMES[-1])]
     found.append(KernelSpec(family="steps", nranks=2, dtype=DType.BFLOAT16, op=RedOp.AVG))
     found.append(KernelSpec(family="scale", nranks=2, dtype=DType.BFLOAT16, op=RedOp.PREMUL_SUM))
     found.append(KernelSpec(family="meet", nranks=4, dtype=DType.UINT8, reduces=False, threads=32))
@@ -53,6 +54,7 @@ def many() -> list[KernelSpec]:
         found += [packets(mode, dtype, frame) for dtype, frame in frames]
         found += [packets(mode, *frames[0], single=True)] if files is SHOTS else []
     found += [packets("two_shot", DType.BFLOAT16, Frame.WORD, 3, RedOp.PREMUL_SUM), packets("two_shot", DType.BFLOAT16, Frame.WORD, 8)]
+    found.append(packets("all_reduce_tree", DType.BFLOAT16, Frame.WORD, 8, RedOp.AVG))
     found += [KernelSpec(family="steps", nranks=2, dtype=DType.INT64, op=op) for op in (RedOp.SUM, RedOp.PREMUL_SUM)]
     found.append(KernelSpec(family="steps", nranks=8, dtype=DType.UINT8, reduces=False))
     return [*few(), *found, *messages(8)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,31 +11,14 @@ import numpy as np
 import pytest
 
 from miraccl.executor.cuda import layout, lower
-from miraccl.executor.cuda.plan import DevicePlan, Request, choose, frame_of, kernel_spec, vectors_of
+from miraccl.executor.cuda.plan import frame_of, kernel_spec, vectors_of
 from miraccl.executor.cuda.source import KernelSpec
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.emulator import COMPILER, Machine
-from tests.gpu.emulator.collective import run
+from tests.gpu.emulator.collective import asked, launch_each, machine, run, small, special
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="kernels are emulated with a C++ compiler (g++ or clang++), and there is none")
-
-
-@functools.cache
-def machine(nranks: int) -> Machine:
-    return Machine(nranks)
-
-
-def asked(collective: Collective, dtype: DType, count: int, nranks: int, algo: str, proto: str, root: int = 0) -> Request:
-    return Request(collective=collective, dtype=dtype, op=RedOp.SUM, count=count, nranks=nranks, root=root, algo=algo, proto=proto)
-
-
-def small(request: Request, unroll: int = 1) -> DevicePlan:
-    """The plan of a request with two blocks of 64 threads, so that there are several pieces."""
-    plan = choose(request)
-    if not plan.packets:
-        return plan
-    return DevicePlan(algo=plan.algo, proto=plan.proto, blocks=2, threads=64, unroll=unroll)
 
 
 ALL_REDUCE = [
@@ -213,16 +195,6 @@ def test_fifos_go_around(monkeypatch: pytest.MonkeyPatch, collective: Collective
     assert machine(nranks).packets_are_cleared()
 
 
-def special(count: int, launch: int, seed: int) -> Any:
-    """Words of which most are masked to ones or to ESCAPE in a launch (``mask_of`` of source/packets.cuh)."""
-    place = np.arange(count, dtype=np.uint64)
-    masks = (place * 0x9E3779B1 & 0xFFFFFFFF) ^ ((launch * 0x85EBCA6B + 0x01234567) & 0xFFFFFFFF)
-    wanted = np.random.default_rng(seed).choice([0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFD, 5], count, p=[0.45, 0.3, 0.05, 0.2]).astype(np.uint64)
-    if seed % 2:
-        wanted[: count // 2] = 5  # none in these
-    return (wanted ^ masks).astype(np.uint32)
-
-
 @pytest.mark.parametrize("nranks", [2, 3])
 @pytest.mark.parametrize(
     ("collective", "algo"), [(Collective.ALL_GATHER, "one_shot"), (Collective.BROADCAST, "chain"), (Collective.BROADCAST, "one_shot")]
@@ -258,13 +230,7 @@ def test_an_average_divides_once(algo: str, collective: Collective, dtype: DType
 
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:
     lonely = Machine(2, timeout_s=0.2)
-    request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 2, "one_shot", "ll128")
-    plan = small(request)
-    args = [lower.lower_packets(plan, request, lonely.fixed(rank)) for rank in range(2)]
-    data = np.zeros(100, np.float32)
-    for block in args:
-        struct.pack_into("<QQ", block, 0, data.ctypes.data, data.ctypes.data)
-    lonely.launch(kernel_spec(plan, request), args, [1, 0])
+    launch_each(lonely, [asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 2, "one_shot", "ll128"), None])
     assert lonely.errors() == [layout.ERROR_TIMEOUT, 0]
     assert int(lonely.host[0][layout.HOST_PEER]) == 1
 
@@ -285,24 +251,11 @@ def test_ranks_meet() -> None:
 @pytest.mark.parametrize("field", ["signature", "count"])
 def test_ranks_that_meet_for_different_operations_are_told(field: str) -> None:
     three = Machine(3)
-    args = [lower.pack_args(three.fixed(rank), **({"signature": 7, "count": 4096} | {field: 8 if rank == 1 else 9})) for rank in range(3)]
+    said: list[dict[str, Any]] = [{"signature": 7, "count": 4096} | {field: 8 if rank == 1 else 9} for rank in range(3)]
+    args = [lower.pack_args(three.fixed(rank), **said[rank]) for rank in range(3)]
     three.launch(meeting(3), args, 1)
     assert three.errors() == [layout.ERROR_MISMATCH] * 3
     assert int(three.host[0][layout.HOST_PEER]) == 1
-
-
-def both(machine: Machine, requests: list[Request]) -> None:
-    """One launch, of another request on each rank."""
-    plans = [small(request) for request in requests]
-    args, blocks = [], []
-    for rank, (plan, request) in enumerate(zip(plans, requests)):
-        schedule, fixed = lower.schedule_of(plan, request, ()), machine.fixed(rank)
-        args.append(lower.lower_steps(schedule, plan, request, fixed) if schedule else lower.lower_packets(plan, request, fixed))
-        blocks.append(lower.grid_of(plan, schedule))
-    held = [np.zeros(64 << 10, np.uint8) for _ in requests]
-    for block, data in zip(args, held):
-        struct.pack_into("<QQ", block, 0, data.ctypes.data, data.ctypes.data)
-    machine.launch(kernel_spec(plans[0], requests[0]), args, blocks)
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -310,16 +263,16 @@ def test_a_mismatch_ends_the_wait_of_who_expects_more(left: bool) -> None:
     """Also where the peer, who was told first, has ended since."""
     two = Machine(2, timeout_s=60)
     two.host[0][layout.HOST_ABORT] = left
-    both(two, [asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128") for count in (4000, 100)])
+    launch_each(two, [asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128") for count in (4000, 100)])
     assert two.errors()[0] == layout.ERROR_MISMATCH
     assert int(two.host[0][layout.HOST_PEER]) == 1
 
 
 def test_a_mismatch_that_nobody_waits_for_is_told_one_launch_later() -> None:
     two = Machine(2)
-    both(two, [asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128") for count in (99, 100)])
+    launch_each(two, [asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128") for count in (99, 100)])
     assert two.errors() == [0, 0]
-    both(two, [asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 2, "one_shot", "ll128")] * 2)
+    launch_each(two, [asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 2, "one_shot", "ll128")] * 2)
     assert two.errors() == [layout.ERROR_MISMATCH] * 2
     assert int(two.host[0][layout.HOST_WHAT]) == 1
 
@@ -335,7 +288,7 @@ def test_a_mismatch_that_nobody_waits_for_is_told_one_launch_later() -> None:
 def test_a_mismatch_in_steps_is_told_in_the_same_launch(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
     three = Machine(3, timeout_s=60)
     usual = asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 3, "two_shot", "simple")
-    both(three, [replace(usual, **mine), replace(usual, **mine), replace(usual, **theirs)])
+    launch_each(three, [replace(usual, **mine), replace(usual, **mine), replace(usual, **theirs)])
     assert three.errors() == [layout.ERROR_MISMATCH] * 3
     assert [int(words[layout.HOST_PEER]) for words in three.host[:2]] == [2, 2]
 

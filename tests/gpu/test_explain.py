@@ -47,6 +47,7 @@ def test_sentences() -> None:
     assert [(c.algo, c.reason) for c in large[1:]] == [
         ("one_shot", "two_shot is taken for blocks of more than 128 KiB on 4 GPUs"),
         ("ring", "from 128 MiB on: sums are rounded at every hop"),
+        ("double_binary_tree", "on request only: no size is known at which it wins"),
     ]
     floats8 = explained(Collective.ALL_REDUCE, 1 << 20, dtype=DType.FLOAT8_E5M2)
     assert floats8[2].reason == "on request only: sums are rounded at every hop"
@@ -59,8 +60,11 @@ def test_sentences() -> None:
     assert (asked[0].reason, asked[0].frame) == ("asked for (NCCL_ALGO); ll128: asked for", "mask")
     assert asked[1].reason == "chain was asked for (NCCL_ALGO)"
     tree = explained(Collective.ALL_REDUCE, 100, algo="double_binary_tree")
-    assert (tree[0].proto, tree[0].frame) == ("simple", "")
-    assert tree[0].reason == "asked for; simple: packets of double_binary_tree have no kernel, or no room"
+    assert (tree[0].proto, tree[0].frame, tree[0].order) == ("ll128", "word", (3, 2, 1, 0))
+    assert tree[0].reason == "asked for; ll128: every word of floats that are added up is its own flag"
+    other = explained(Collective.ALL_GATHER, 100, algo="ring")
+    assert (other[0].proto, other[0].frame) == ("simple", "")
+    assert other[0].reason == "asked for; simple: packets of ring have no kernel, or no room"
 
 
 def test_without_kernels() -> None:

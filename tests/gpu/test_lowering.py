@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.executor.cuda import driver, layout, lower, toolkit
 from miraccl.executor.cuda.plan import (
+    KERNELS,
     RING_FROM,
+    TREES,
     DevicePlan,
     Request,
     choose,
@@ -21,6 +23,7 @@ from miraccl.executor.cuda.plan import (
     least_slots,
     rounds_of,
     slot_packets,
+    word_packets,
 )
 from miraccl.schedule import catalog
 from miraccl.types import Collective, DType, RedOp
@@ -48,7 +51,8 @@ def requests() -> Iterator[Request]:
         for collective in MOVED:
             for dtype in (DType.BFLOAT16, DType.INT32, DType.FLOAT64, DType.UINT8):
                 for power in range(0, 31, 3):
-                    yield request(collective, dtype, max(1, (1 << power) // dtype.itemsize), nranks)
+                    for algo in ("", TREES) if TREES in KERNELS[collective] else ("",):
+                        yield request(collective, dtype, max(1, (1 << power) // dtype.itemsize), nranks, algo=algo)
 
 
 def test_every_size_has_a_plan_that_fits() -> None:
@@ -61,11 +65,12 @@ def test_every_size_has_a_plan_that_fits() -> None:
             continue
         block = lower.lower_packets(plan, asked, fixed(asked.nranks))
         piece = plan.blocks * plan.threads * plan.unroll
-        assert field(block, "nslots") * slot_packets(plan.algo, asked, piece, frame_of(asked, plan.proto)) * 16 <= layout.BANK_BYTES
+        slots = field(block, "nslots") * slot_packets(plan.algo, asked, piece, frame_of(asked, plan.proto))
+        assert (slots + word_packets(plan.algo, asked, piece)) * 16 <= layout.BANK_BYTES
         assert plan.blocks <= plan.min_blocks * asked.multiprocessors, "blocks that wait for one another are on the GPU together"
 
 
-@given(count=st.integers(1, 1 << 32), nranks=st.sampled_from([2, 3, 4, 8]), algo=st.sampled_from(["one_shot", "two_shot", "ring"]))
+@given(count=st.integers(1, 1 << 32), nranks=st.sampled_from([2, 3, 4, 8]), algo=st.sampled_from(["one_shot", "two_shot", "ring", TREES]))
 @settings(max_examples=200, deadline=None)
 def test_slots_are_used_again_only_where_it_is_safe(count: int, nranks: int, algo: str) -> None:
     asked = request(count=count, nranks=nranks, algo=algo, proto="ll128")
@@ -79,7 +84,7 @@ def test_slots_are_used_again_only_where_it_is_safe(count: int, nranks: int, alg
     assert nslots >= 1
     if pieces > nslots:
         assert nslots >= least_slots(algo, nranks)
-        assert algo == "ring" or nslots >= 2 * ahead + 2
+        assert algo == "ring" or nslots >= (ahead if algo == TREES else 2 * ahead) + 2
 
 
 def test_all_ranks_choose_alike() -> None:

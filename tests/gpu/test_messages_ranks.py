@@ -76,10 +76,21 @@ USUAL = {
         (
             {"NCCL_ALGO": "allreduce:ring,nvls;broadcast:ring;reduce:tree", "NCCL_PROTO": "allgather:simple;broadcast:LL128"},
             {},
-            {"all_reduce": "ring ll128", "broadcast": "chain ll128", "all_gather": "one_shot simple"},
+            {
+                "all_reduce": "ring ll128",
+                "broadcast": "chain ll128",
+                "reduce": "double_binary_tree ll128",
+                "all_gather": "one_shot simple",
+            },
         ),
         ({"NCCL_PROTO": "LL128"}, {}, {"broadcast": "one_shot ll128", "all_gather": "one_shot ll128"}),
         ({"NCCL_ALGO": "Ring"}, {"deterministic": True}, {"broadcast": "chain ll"}),
+        (
+            {"MIRACCL_ALGO": "double_binary_tree", "MIRACCL_PROTO": "LL"},
+            {},
+            {name: f"{'one_shot' if name in ('all_gather', 'all_to_all') else 'double_binary_tree'} ll" for name in USUAL},
+        ),
+        ({"NCCL_ALGO": "Tree"}, {"deterministic": True}, {"broadcast": "double_binary_tree ll"}),
         ({"MIRACCL_ALGO": "two_shot"}, {}, {"all_reduce": "two_shot ll128", "all_gather": "two_shot ll"}),
     ],
 )
@@ -87,10 +98,11 @@ def test_what_is_asked_for_in_words_of_nccl(settings: dict[str, str], options: d
     assert run(emulated_ranks.plans, 3, settings, options)[0] == USUAL | changes
 
 
-def test_an_order_that_the_algorithm_does_not_keep_is_refused() -> None:
-    answer = run(emulated_ranks.plans, 3, {}, {"algo": "ring", "deterministic": True}, 10)[0]
-    assert "all_reduce: ring does not add in the order of the ranks" in answer["all_reduce"]
-    assert answer["broadcast"] == USUAL["broadcast"]
+@pytest.mark.parametrize(("algo", "broadcast"), [("ring", "one_shot ll"), ("double_binary_tree", "double_binary_tree ll")])
+def test_an_order_that_the_algorithm_does_not_keep_is_refused(algo: str, broadcast: str) -> None:
+    answer = run(emulated_ranks.plans, 3, {}, {"algo": algo, "deterministic": True}, 10)[0]
+    assert f"all_reduce: {algo} does not add in the order of the ranks" in answer["all_reduce"]
+    assert answer["broadcast"] == broadcast
 
 
 def test_arrays_with_nothing_but_dlpack() -> None:

@@ -24,9 +24,11 @@ from miraccl.types import Collective, Protocol
 _ALGORITHMS = {Algorithm.RING: "ring", Algorithm.TREE: "double_binary_tree", Algorithm.PAT: "pat"}
 _PROTOCOLS = {Protocol.SIMPLE: "simple", Protocol.LL: "ll", Protocol.LL128: "ll128"}
 _ON_CPUS = ("simple", "ll")
-_ON_GPUS = ("one_shot", "two_shot", "ring", "chain")
-#: what NCCL's ring is on GPUs; it has rings of broadcast and reduce, too, which are chains here
-_GPU_RINGS = {Collective.ALL_REDUCE: "ring", Collective.BROADCAST: "chain", Collective.REDUCE: "chain"}
+#: algorithm -> what it is on GPUs, by collective; NCCL has rings of broadcast and reduce, too, which are chains here
+_ON_GPUS = {name: dict.fromkeys(Collective, name) for name in ("one_shot", "two_shot", "chain")} | {
+    "ring": {Collective.ALL_REDUCE: "ring", Collective.BROADCAST: "chain", Collective.REDUCE: "chain"},
+    "double_binary_tree": dict.fromkeys((Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE), "double_binary_tree"),
+}
 _log = trace.logger("tuning")
 
 E = TypeVar("E", Algorithm, Protocol)
@@ -74,8 +76,7 @@ def on_gpus(algorithms: Mapping[Collective, str]) -> dict[Collective, str]:
     """The algorithms that GPUs have kernels for, by the names of those kernels."""
     result: dict[Collective, str] = {}
     for collective, name in algorithms.items():
-        found = _GPU_RINGS.get(collective, "") if name == "ring" else name
-        if found in _ON_GPUS:
+        if found := _ON_GPUS.get(name, {}).get(collective):
             result[collective] = found
     aside = [f"{name} for {coll.label}" for coll, name in algorithms.items() if coll in TUNED and coll not in result]
     if aside:

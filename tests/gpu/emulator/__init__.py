@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +111,19 @@ class Machine:
 
     def launch(self, spec: KernelSpec, args: Sequence[bytes | bytearray], blocks: int | Sequence[int]) -> None:
         """One launch on every rank; returns when all have ended. ``blocks`` per rank."""
-        grids = [blocks] * self.nranks if isinstance(blocks, int) else list(blocks)
-        held = [_aligned(len(block)) for block in args]
-        for target, block in zip(held, args, strict=True):
-            target[:] = np.frombuffer(bytes(block), np.uint8)
-        pointers = (ctypes.c_void_p * self.nranks)(*(block.ctypes.data for block in held))
-        compile_kernel(spec)(pointers, (ctypes.c_uint32 * self.nranks)(*grids), self.nranks, spec.threads)
+        _launch(spec, args, [blocks] * self.nranks if isinstance(blocks, int) else blocks)
+
+    def launch_in_a_row(self, launches: Sequence[tuple[KernelSpec, Sequence[bytes | bytearray], int]]) -> None:
+        """Several launches (kernel, arguments per rank, blocks): a rank begins the next one when its own has ended, wherever others are."""
+        for spec, _, _ in launches:
+            compile_kernel(spec)
+
+        def follow(rank: int) -> None:
+            for spec, args, blocks in launches:
+                _launch(spec, [args[rank]], [blocks])
+
+        with ThreadPoolExecutor(self.nranks) as ranks:
+            list(ranks.map(follow, range(self.nranks)))
 
     def errors(self) -> list[int]:
         return [int(words[layout.HOST_ERROR]) for words in self.host]
@@ -124,6 +132,15 @@ class Machine:
         """Whether the banks of all ranks are full of ones again."""
         lo, hi = layout.PACKETS_OFFSET, layout.PACKETS_OFFSET + 2 * layout.BANK_BYTES
         return all(bool((memory[lo:hi].view(np.uint64) == np.uint64(2**64 - 1)).all()) for memory in self.memory)
+
+
+def _launch(spec: KernelSpec, args: Sequence[bytes | bytearray], blocks: Sequence[int]) -> None:
+    """One launch on as many ranks as there are ``args``."""
+    held = [_aligned(len(block)) for block in args]
+    for target, block in zip(held, args, strict=True):
+        target[:] = np.frombuffer(bytes(block), np.uint8)
+    pointers = (ctypes.c_void_p * len(held))(*(block.ctypes.data for block in held))
+    compile_kernel(spec)(pointers, (ctypes.c_uint32 * len(held))(*blocks), len(held), spec.threads)
 
 
 def _aligned(nbytes: int) -> Any:

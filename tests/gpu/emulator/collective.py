@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,12 +14,39 @@ from miraccl.executor.cuda import lower
 from miraccl.executor.cuda.plan import DevicePlan, Request, choose, kernel_spec
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
-from miraccl.types import Collective
+from miraccl.types import Collective, DType, RedOp
 from tests.gpu.emulator import Machine
 from tests.gpu.worker import compare, make_input
 
 _SHARED_IN = (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
 _GATHERED_OUT = (Collective.ALL_GATHER, Collective.ALL_TO_ALL)
+
+
+@functools.cache
+def machine(nranks: int) -> Machine:
+    return Machine(nranks)
+
+
+def asked(collective: Collective, dtype: DType, count: int, nranks: int, algo: str, proto: str, root: int = 0) -> Request:
+    return Request(collective=collective, dtype=dtype, op=RedOp.SUM, count=count, nranks=nranks, root=root, algo=algo, proto=proto)
+
+
+def small(request: Request, unroll: int = 1) -> DevicePlan:
+    """The plan of a request with two blocks of 64 threads, so that there are several pieces."""
+    plan = choose(request)
+    if not plan.packets:
+        return plan
+    return DevicePlan(algo=plan.algo, proto=plan.proto, blocks=2, threads=64, unroll=unroll)
+
+
+def special(count: int, launch: int, seed: int) -> Any:
+    """Words of which most are masked to ones or to ESCAPE in a launch (``mask_of`` of source/packets.cuh)."""
+    place = np.arange(count, dtype=np.uint64)
+    masks = (place * 0x9E3779B1 & 0xFFFFFFFF) ^ ((launch * 0x85EBCA6B + 0x01234567) & 0xFFFFFFFF)
+    wanted = np.random.default_rng(seed).choice([0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFD, 5], count, p=[0.45, 0.3, 0.05, 0.2]).astype(np.uint64)
+    if seed % 2:
+        wanted[: count // 2] = 5  # none in these
+    return (wanted ^ masks).astype(np.uint32)
 
 
 def run(
@@ -32,31 +60,25 @@ def run(
     scalars: Sequence[float] | None = None,
     inputs: Sequence[Any] | None = None,
     order: Sequence[int] = (),
+    want: Any = None,
 ) -> list[str]:
     """What was wrong, per rank; arrays begin ``offset`` elements after an aligned address. Launched ``repeat`` times.
 
-    ``order`` is that of the ring, where it is not that of the ranks."""
+    ``order`` is that of the ring, where it is not that of the ranks; ``want`` is what all ranks are to have, where rounding makes another
+    result than the definition's."""
     plan = plan or choose(asked)
     spec, nranks = kernel_spec(plan, asked), asked.nranks
     width = nranks if asked.collective in _SHARED_IN else 1
     inputs = inputs or [make_input(r, asked.count * width, asked.dtype, 1) for r in range(nranks)]
     whole = [x if asked.collective is not Collective.BROADCAST or r == asked.root else None for r, x in enumerate(inputs)]
-    wants = expected(asked.collective, whole, op=asked.op, root=asked.root, scalars=scalars)
+    wants = expected(asked.collective, whole, op=asked.op, root=asked.root, scalars=scalars) if want is None else [want] * nranks
     rooted = asked.collective in (Collective.BROADCAST, Collective.REDUCE)
     answers = [""] * nranks
     for _ in range(repeat):
         sources = [_placed(x, offset) for x in inputs]
         size = asked.count * (nranks if asked.collective in _GATHERED_OUT else 1)
         targets = sources if rooted else [_placed(np.zeros(size, NUMPY_DTYPE[asked.dtype]), offset) for _ in range(nranks)]
-        args, blocks = [], 0
-        for rank in range(nranks):
-            mine = replace(asked, scalar=scalars[rank]) if scalars else asked
-            schedule, fixed = lower.schedule_of(plan, asked, order), machine.fixed(rank, order)
-            block = lower.lower_steps(schedule, plan, mine, fixed) if schedule else lower.lower_packets(plan, mine, fixed)
-            blocks = lower.grid_of(plan, schedule)
-            struct.pack_into("<QQ", block, 0, sources[rank].ctypes.data, targets[rank].ctypes.data)
-            args.append(block)
-        machine.launch(spec, args, blocks)
+        machine.launch(spec, *_lowered(machine, asked, plan, sources, targets, scalars, order))
         for rank in range(nranks):
             defined = wants[rank]
             want = inputs[rank] if defined is None else defined
@@ -71,6 +93,58 @@ def run(
     if not machine.packets_are_cleared():
         answers[0] = answers[0] or "packets were left behind"
     return answers
+
+
+def launch_each(machine: Machine, requests: Sequence[Request | None]) -> None:
+    """One launch, of a request of its own on each rank; ``None``: this rank does not come."""
+    first = next(request for request in requests if request is not None)
+    args, blocks, held = [], [], np.zeros((len(requests), 64 << 10), np.uint8)
+    for rank, request in enumerate(requests):
+        mine = request or first
+        plan, fixed = small(mine), machine.fixed(rank)
+        schedule = lower.schedule_of(plan, mine, ())
+        args.append(lower.lower_steps(schedule, plan, mine, fixed) if schedule else lower.lower_packets(plan, mine, fixed))
+        struct.pack_into("<QQ", args[-1], 0, held[rank].ctypes.data, held[rank].ctypes.data)
+        blocks.append(lower.grid_of(plan, schedule) if request else 0)
+    machine.launch(kernel_spec(small(first), first), args, blocks)
+
+
+def run_in_a_row(machine: Machine, operations: Sequence[tuple[Request, DevicePlan]]) -> list[str]:
+    """What was wrong, per operation. Ranks go from one to the next by themselves; operations are in place, of whole numbers."""
+    launches, held, wants = [], [], []
+    for number, (asked, plan) in enumerate(operations):
+        inputs = [make_input(r, asked.count, asked.dtype, number) for r in range(machine.nranks)]
+        whole = [x if asked.collective is not Collective.BROADCAST or r == asked.root else None for r, x in enumerate(inputs)]
+        defined = expected(asked.collective, whole, op=asked.op, root=asked.root)
+        wants.append([x if want is None else want for x, want in zip(inputs, defined)])
+        held.append([_placed(x, 0) for x in inputs])
+        launches.append((kernel_spec(plan, asked), *_lowered(machine, asked, plan, held[-1], held[-1])))
+    machine.launch_in_a_row(launches)
+    answers = []
+    for (asked, _), arrays, want in zip(operations, held, wants):
+        wrong = [compare(x, w, asked.dtype, None) for x, w in zip(arrays, want)]
+        answers.append(", ".join(f"rank {rank}: {text}" for rank, text in enumerate(wrong) if text))
+    if any(machine.errors()) or not machine.packets_are_cleared():
+        answers.append(f"error words {machine.errors()}, or packets were left behind")
+    return answers
+
+
+def _lowered(
+    machine: Machine,
+    asked: Request,
+    plan: DevicePlan,
+    sources: Sequence[Any],
+    targets: Sequence[Any],
+    scalars: Sequence[float] | None = None,
+    order: Sequence[int] = (),
+) -> tuple[list[bytearray], int]:
+    """The arguments of a launch on every rank, and its blocks."""
+    schedule, args = lower.schedule_of(plan, asked, order), []
+    for rank in range(machine.nranks):
+        mine, fixed = replace(asked, scalar=scalars[rank]) if scalars else asked, machine.fixed(rank, order)
+        args.append(lower.lower_steps(schedule, plan, mine, fixed) if schedule else lower.lower_packets(plan, mine, fixed))
+        struct.pack_into("<QQ", args[-1], 0, sources[rank].ctypes.data, targets[rank].ctypes.data)
+    return args, lower.grid_of(plan, schedule)
 
 
 def _placed(array: Any, offset: int) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from miraccl.executor.cuda import copies, staged_copies
-from miraccl.executor.cuda.plan import KERNELS, RING_FROM, DevicePlan, Request, choose, frame_of, may_round_at_hops
+from miraccl.executor.cuda.plan import KERNELS, RING_FROM, TREES, DevicePlan, Request, choose, frame_of, may_round_at_hops
 from miraccl.schedule.catalog import NEIGHBOURLY
 from miraccl.types import Collective
 
@@ -95,5 +95,7 @@ def _other(request: Request, name: str, chosen: DevicePlan) -> tuple[DevicePlan,
     if name == "ring":
         rule = f"from {RING_FROM >> 20} MiB on" if may_round_at_hops(request) else "on request only"
         return plan, False, f"{rule}: sums are rounded at every hop"
+    if name == TREES:
+        return plan, False, "on request only: no size is known at which it wins"
     return plan, False, f"{chosen.algo} is taken for {chosen.reason.partition(';')[0]}"
 

@@ -1,6 +1,6 @@
 """In which order the GPUs of a host are neighbours: that of the ring which the channel search finds on this machine.
 
-``ring`` and ``chain`` (and schedules of these names in protocol Simple) talk to neighbours only, so it matters who they are.  Rank 0 takes
+``ring``, ``chain`` and ``double_binary_tree`` (also in protocol Simple) talk to neighbours only, so it matters who they are.  Rank 0 takes
 the machine as the transport has read it (``transport.cuda_pairs``).  Where all GPUs are equally near, any order is as good as that of the
 ranks; else the search of ``graph`` is asked, with the settings that NCCL's has, and its answer is kept with the plans on disk.  Where
 something is strange about the machine the order is that of the ranks, with the reason.

@@ -118,9 +118,13 @@ ARGS = {
     "prev": Field("I", 64),
     "next": Field("I", 68),
     "position": Field("I", 72),
-    "host": Field("Q", 80),
-    "own": Field("Q", 88),
+    "trees": Field("8s", 76),  # two BRANCHes
+    "host": Field("Q", 88),
+    "own": Field("Q", 96),
 }
+#: struct Branch: parent, two children, which of its parent's children; NOBODY where there is none
+BRANCH = "<BBBB"
+NOBODY = 255
 
 
 def args_bytes(nranks: int) -> int:
@@ -164,7 +168,7 @@ def defines(nranks: int) -> dict[str, int]:
     """The constants of this file that CUDA sources use."""
     names = (
         "BLOCKS WORD_STRIDE MAX_RANKS MAX_CHANNELS MAX_STEPS STATE_OFFSET STATE_LAUNCH STATE_TICKET STATE_SIGNATURES BOARD_OFFSET "
-        "BOARD_ENTRIES PACKETS_OFFSET BANK_BYTES HOST_ABORT HOST_ERROR "
+        "BOARD_ENTRIES PACKETS_OFFSET BANK_BYTES NOBODY HOST_ABORT HOST_ERROR "
         "HOST_PEER HOST_WHAT ERROR_TIMEOUT ERROR_MISMATCH WHAT_MESSAGE WHAT_ROOM WHAT_MEETING"
     )
     return {name: int(globals()[name]) for name in names.split()} | {"RANKS": nranks}

@@ -1,7 +1,7 @@
 """From a plan to the arguments of a launch.
 
-``one_shot``, ``two_shot``, ``ring`` and ``chain`` on packets are recognised by name: their kernels are the schedules with send and receive
-fused, one thread per packet.  Every other schedule, and these in protocol Simple, is lowered step by step for the kernel ``steps``.  What
+Algorithms on packets (``plan.KERNELS``) are recognised by name: their kernels are the schedules with send and receive fused, one thread per
+packet.  Every other schedule, and these in protocol Simple, is lowered step by step for the kernel ``steps``.  What
 is lowered depends on rank and size; pointers are filled in by whoever launches.
 """
 
@@ -16,8 +16,9 @@ import numpy as np
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.plan import DevicePlan, Request, frame_of, least_slots, slot_packets, vectors_of
+from miraccl.executor.cuda.plan import TREES, DevicePlan, Request, frame_of, least_slots, slot_packets, vectors_of, word_packets
 from miraccl.schedule import catalog
+from miraccl.schedule.algos import double_binary_tree
 from miraccl.schedule.interpret import completing_steps
 from miraccl.schedule.ir import Buffer, Op, Schedule, Step
 from miraccl.schedule.reduction import NUMPY_DTYPE
@@ -58,7 +59,15 @@ def signature_of(plan: DevicePlan, request: Request) -> int:
 
 
 def pack_args(
-    fixed: Fixed, *, count: int, root: int = 0, nslots: int = 1, ahead: int = 0, scalar: int = 0, signature: int = 0
+    fixed: Fixed,
+    *,
+    count: int,
+    root: int = 0,
+    nslots: int = 1,
+    ahead: int = 0,
+    scalar: int = 0,
+    signature: int = 0,
+    trees: bytes = b"",
 ) -> bytearray:
     """struct Args with empty ``in`` and ``out``."""
     nranks = len(fixed.inboxes)
@@ -77,6 +86,7 @@ def pack_args(
         "prev": ring[position - 1],
         "next": ring[(position + 1) % nranks],
         "position": position,
+        "trees": trees,
         "scalar": scalar,
         "signature": signature,
     }
@@ -95,19 +105,47 @@ def lower_packets(plan: DevicePlan, request: Request, fixed: Fixed) -> bytearray
     frame = frame_of(request, plan.proto)
     pieces = -(-vectors_of(request, plan.algo, frame) // piece)
     slot = slot_packets(plan.algo, request, piece, frame)
-    spare = piece // 32 + layout.MAX_RANKS if plan.algo == "chain" else 0  # acks and hellos
-    nslots = (layout.BANK_BYTES // 16 - spare) // slot
+    nslots = (layout.BANK_BYTES // 16 - word_packets(plan.algo, request, piece)) // slot
     least = min(pieces, least_slots(plan.algo, request.nranks))
     if nslots < least:
         raise InvalidUsage(f"{plan.blocks} blocks of {plan.threads} x {plan.unroll} packets do not fit into a bank {least} times")
     if request.collective.rooted and plan.algo == "one_shot" and pieces > nslots:
         raise InvalidUsage(f"{request.collective.label} on packets has room for {nslots} pieces, not {pieces}")
     nslots = min(nslots, pieces)
-    ahead = min(pieces - 1, PUSH_AHEAD) if pieces <= nslots else nslots // 2 - 1
-    if plan.ahead:
-        ahead = min(plan.ahead, pieces - 1 if pieces <= nslots else nslots // 2 - 1)
-    signature = signature_of(plan, request)
-    return pack_args(fixed, count=count, root=request.root, nslots=nslots, ahead=ahead, scalar=scalar_bits(request), signature=signature)
+    return pack_args(
+        fixed,
+        count=count,
+        root=request.root,
+        nslots=nslots,
+        ahead=_ahead(plan, request, pieces, nslots),
+        scalar=scalar_bits(request),
+        signature=signature_of(plan, request),
+        trees=trees_of(request, fixed) if plan.algo == TREES else b"",
+    )
+
+
+def _ahead(plan: DevicePlan, request: Request, pieces: int, nslots: int) -> int:
+    """Pieces that are pushed ahead of the one that is taken: in shots from the peers, in trees from above."""
+    trees = plan.algo == TREES
+    most = pieces - 1 if pieces <= nslots else nslots - 2 if trees else nslots // 2 - 1
+    usual = PUSH_AHEAD if pieces <= nslots else most
+    if trees:  # as many as are on the way to the root and back
+        usual = double_binary_tree.latency(request.collective, request.nranks)
+    return min(most, plan.ahead or usual)
+
+
+def trees_of(request: Request, fixed: Fixed) -> bytes:
+    """This rank's places in the two trees of the schedule, in the order of the ring: two of ``layout.BRANCH``."""
+    order = fixed.order or tuple(range(request.nranks))
+    root = order.index(request.root) if request.collective.rooted else 0
+    trees = [double_binary_tree.places(request.collective, position, request.nranks, root) for position in range(request.nranks)]
+    here = order.index(fixed.rank)
+    branches = b""
+    for tree, (up, down) in enumerate(trees[here]):
+        above, child = (layout.NOBODY, 0) if up is None else (order[up], trees[up][tree].down.index(here))
+        below = [order[position] for position in down] + [layout.NOBODY] * (2 - len(down))
+        branches += struct.pack(layout.BRANCH, above, *below, child)
+    return branches
 
 
 def lower_scale(request: Request, fixed: Fixed) -> bytearray:

@@ -65,19 +65,22 @@ _SYMMETRIC = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_G
 _ROOTED = (Collective.BROADCAST, Collective.REDUCE)
 
 
+TREES = "double_binary_tree"
 #: algorithms that have packet kernels
 KERNELS = {
-    Collective.ALL_REDUCE: ("one_shot", "two_shot", "ring"),
+    Collective.ALL_REDUCE: ("one_shot", "two_shot", "ring", TREES),
     Collective.REDUCE_SCATTER: ("one_shot",),
     Collective.ALL_GATHER: ("one_shot",),
     Collective.ALL_TO_ALL: ("one_shot",),
-    Collective.BROADCAST: ("one_shot", "chain"),
-    Collective.REDUCE: ("one_shot", "chain"),
+    Collective.BROADCAST: ("one_shot", "chain", TREES),
+    Collective.REDUCE: ("one_shot", "chain", TREES),
 }
 
 
 def has_packets(request: Request, algo: str) -> bool:
     """Whether there is a packet kernel: one_shot of rooted operations only where all their pieces have room at once."""
+    if algo == TREES:
+        return algo in KERNELS[request.collective]
     if request.collective in _ROOTED:
         return algo == "chain" or (algo == "one_shot" and 5 * request.block_bytes * (request.nranks - 1) <= layout.BANK_BYTES)
     if request.collective is Collective.ALL_REDUCE and algo == "ring":
@@ -109,7 +112,7 @@ def choose(request: Request) -> DevicePlan:
 
 
 def _algorithm(request: Request) -> tuple[str, str]:
-    """(algorithm, why)."""
+    """(algorithm, why). The trees are not among them: no size is known at which they win."""
     match request.collective:
         case Collective.ALL_REDUCE if request.nranks == 2:
             return "one_shot", "two ranks, which one exchange is enough for"
@@ -190,11 +193,19 @@ CHAIN_SHAPES: Shapes = (
     (1 << 62, 512, 256, 2, 4),
 )
 RING_SHAPES: Shapes = ((4096, 64, 64, 1, 1), (1 << 62, 128, 256, 1, 1))
+TREE_SHAPES: Shapes = (  # not measured: as many threads as have registers for the packets of three neighbours
+    (4096, 64, 64, 1, 1),
+    (32768, 128, 256, 1, 1),
+    (65536, 256, 256, 1, 2),
+    (1 << 62, 256, 256, 2, 2),
+)
+#: algorithms whose shapes are the same for all collectives and frames
+_SHAPES = {"ring": RING_SHAPES, "chain": CHAIN_SHAPES, TREES: TREE_SHAPES}
 
 
 def _shapes(algo: str, request: Request, frame: Frame) -> Shapes:
-    if algo in ("ring", "chain"):
-        return RING_SHAPES if algo == "ring" else CHAIN_SHAPES
+    if algo in _SHAPES:
+        return _SHAPES[algo]
     if rounds_of(algo, request) == 2:
         return TWO_SHOT_SHAPES
     if request.nranks == 2:
@@ -208,13 +219,30 @@ def rounds_of(algo: str, request: Request) -> int:
 
 
 def least_slots(algo: str, nranks: int) -> int:
-    """Slots below which pieces cannot follow one another (source/pieces.cuh, ring.cuh and chain.cuh say why)."""
+    """Slots below which pieces cannot follow one another (source/pieces.cuh, ring.cuh, chain.cuh and tree.cuh say why)."""
     return nranks + 2 if algo == "ring" else 4
 
 
 def slot_packets(algo: str, request: Request, piece: int, frame: Frame) -> int:
     """Places of a slot for pieces of ``piece`` packets: room for each message that a piece brings to a rank."""
-    return frame.room(piece) * (1 if algo == "chain" else rounds_of(algo, request) * (request.nranks - 1))
+    if algo == "chain":
+        return frame.room(piece)
+    if algo == TREES:  # from two children, from the parent
+        return frame.room(piece) * {Collective.ALL_REDUCE: 3, Collective.REDUCE: 2}.get(request.collective, 1)
+    return frame.room(piece) * rounds_of(algo, request) * (request.nranks - 1)
+
+
+def acks_of(algo: str, request: Request) -> int:
+    """Ranks that a rank hears acks from, one word per warp (source/acks.cuh): those it sends to, where data go one way only."""
+    if request.collective not in _ROOTED or algo not in ("chain", TREES):
+        return 0
+    return 2 if algo == TREES and request.collective is Collective.BROADCAST else 1
+
+
+def word_packets(algo: str, request: Request, piece: int) -> int:
+    """Places behind the slots: acks, and hellos where there are any."""
+    acks = acks_of(algo, request)
+    return acks * (piece // 32) + layout.MAX_RANKS if acks else 0
 
 
 def vectors_of(request: Request, plan_algo: str, frame: Frame) -> int:
@@ -234,8 +262,9 @@ def _packet_shape(request: Request, algo: str, proto: str) -> DevicePlan:
     _, limit, threads, unroll, min_blocks = next(row for row in table if vectors <= row[0])
     # all blocks are on the GPU at once, and an operation of several pieces has slots enough (lower.lower_packets)
     resident = min_blocks * request.multiprocessors
-    largest = layout.BANK_BYTES // (16 * least_slots(algo, request.nranks) * slot_packets(algo, request, threads * unroll, frame))
-    limit = max(1, min(limit, resident, largest - (algo == "chain")))
+    own = threads * unroll  # packets of a block; what it needs of a bank grows with the number of blocks
+    needed = least_slots(algo, request.nranks) * slot_packets(algo, request, own, frame) + word_packets(algo, request, own)
+    limit = max(1, min(limit, resident, layout.BANK_BYTES // 16 // needed))
     blocks = max(1, min(limit, -(-vectors // (threads * unroll))))
     return DevicePlan(algo=algo, proto=proto, blocks=blocks, threads=threads, unroll=unroll, min_blocks=min_blocks)
 
@@ -246,12 +275,16 @@ def _simple_shape(request: Request, algo: str) -> DevicePlan:
     return DevicePlan(algo=algo, proto="simple", blocks=blocks, threads=512, unroll=4)
 
 
+def mode_of(algo: str, request: Request) -> str:
+    """The mode of the packet kernel of an algorithm (``source.PACKET_MODES``)."""
+    if rounds_of(algo, request) == 2:
+        return algo
+    return request.collective.label + {"chain": "_chain", TREES: "_tree"}.get(algo, "")
+
+
 def kernel_spec(plan: DevicePlan, request: Request) -> KernelSpec:
     """What to compile for a plan."""
-    mode = ""
-    if plan.packets:
-        mode = plan.algo if rounds_of(plan.algo, request) == 2 else request.collective.label
-        mode += "_chain" if plan.algo == "chain" else ""
+    mode = mode_of(plan.algo, request) if plan.packets else ""
     frame = frame_of(request, plan.proto) if plan.packets else Frame.WORD
     piece = plan.blocks * plan.threads * plan.unroll
     return KernelSpec(

@@ -24,6 +24,8 @@ FAMILIES = {
     "meet": ("meet_peers", ("packets.cuh", "meet.cuh")),
     "scale": ("scale", ("scale.cuh",)),
 }
+CHAIN = ("acks.cuh", "chain.cuh")
+TREE = ("acks.cuh", "tree.cuh")
 #: mode of a packet kernel -> the files that its loop is in
 SHOTS = ("shots.cuh", "pieces.cuh")
 PACKET_MODES = {
@@ -35,8 +37,11 @@ PACKET_MODES = {
     "broadcast": SHOTS,
     "reduce": SHOTS,
     "ring": ("ring.cuh",),
-    "broadcast_chain": ("chain.cuh",),
-    "reduce_chain": ("chain.cuh",),
+    "broadcast_chain": CHAIN,
+    "reduce_chain": CHAIN,
+    "all_reduce_tree": TREE,
+    "broadcast_tree": TREE,
+    "reduce_tree": TREE,
 }
 #: instead of SHOTS, where a launch has no more packets than one piece
 ONCE = ("shots.cuh", "once.cuh")

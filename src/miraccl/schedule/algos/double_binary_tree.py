@@ -109,15 +109,21 @@ def rooted_double_tree(rank: int, nranks: int, root: int) -> tuple[Place, Place]
     return _renamed(rank, nranks, first, first_back), _renamed(rank, nranks, second, second_back)
 
 
+def places(collective: Collective, rank: int, nranks: int, root: int = 0) -> tuple[Place, Place]:
+    """The places of a rank in the two trees of a collective."""
+    return double_tree(rank, nranks) if collective is Collective.ALL_REDUCE else rooted_double_tree(rank, nranks, root)
+
+
 @lru_cache(maxsize=64)
 def wire(collective: Collective, nranks: int) -> Fraction:
     """The rank with the most edges to send on, each for half a block."""
+    trees_of_ranks = [places(collective, rank, nranks) for rank in range(nranks)]
     if collective is Collective.ALL_REDUCE:
-        sent = (sum((p.up is not None) + len(p.down) for p in double_tree(rank, nranks)) for rank in range(nranks))
+        sent = (sum((p.up is not None) + len(p.down) for p in trees) for trees in trees_of_ranks)
     elif collective is Collective.BROADCAST:
-        sent = (sum(len(p.down) for p in rooted_double_tree(rank, nranks, 0)) for rank in range(nranks))
+        sent = (sum(len(p.down) for p in trees) for trees in trees_of_ranks)
     else:
-        sent = (sum(p.up is not None for p in rooted_double_tree(rank, nranks, 0)) for rank in range(nranks))
+        sent = (sum(p.up is not None for p in trees) for trees in trees_of_ranks)
     return Fraction(max(sent), 2)
 
 
@@ -136,12 +142,9 @@ def latency(collective: Collective, nranks: int) -> int:
 )
 def build(collective: Collective, nranks: int, root: int) -> Schedule:
     phases = {Collective.ALL_REDUCE: _all_reduce, Collective.BROADCAST: _broadcast, Collective.REDUCE: _reduce}[collective]
-    places = [
-        double_tree(rank, nranks) if collective is Collective.ALL_REDUCE else rooted_double_tree(rank, nranks, root)
-        for rank in range(nranks)
-    ]
+    trees = [places(collective, rank, nranks, root) for rank in range(nranks)]
     channels = tuple(
-        tuple(tuple(phases(places[rank][tree], range(tree * PARTS, (tree + 1) * PARTS))) for rank in range(nranks)) for tree in range(2)
+        tuple(tuple(phases(trees[rank][tree], range(tree * PARTS, (tree + 1) * PARTS))) for rank in range(nranks)) for tree in range(2)
     )
     return Schedule(
         name="double_binary_tree",

@@ -3,6 +3,11 @@
 // The generator (executor/cuda/source.py) puts before this text: RANKS, THREADS, UNROLL, TYPE_<dtype>, OP_<operator>,
 // FRAME_<kind of packet>, MODE_<collective>, ARCH and the offsets of executor/cuda/layout.py; then machine.cuh, all that is PTX.
 
+struct Branch {        // layout.BRANCH: this rank's place in a tree; NOBODY where there is no such rank
+  u8 up, down[2];
+  u8 child;            // which of its parent's children it is
+};
+
 struct Args {          // layout.ARGS
   const void* in;
   void* out;
@@ -14,6 +19,7 @@ struct Args {          // layout.ARGS
   u64 signature;       // 32 bits of what all ranks must agree about
   u32 prev, next;      // this rank's neighbours in the ring that kernels follow who talk to neighbours only
   u32 position;        // its place there
+  Branch trees[2];     // of the kernel that follows them
   u32* host;           // layout.HOST_*: words in host memory
   char* own;           // this rank's memory on its GPU
   char* inbox[RANKS];  // the region through which a peer's packets, messages and signals come here

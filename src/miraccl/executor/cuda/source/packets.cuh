@@ -1,4 +1,4 @@
-// Packets that tell by themselves whether they have come, and the memory they lie in. The kernels are in once.cuh, pieces.cuh, ring.cuh and chain.cuh.
+// Packets that tell by themselves whether they have come, and the memory they lie in. The kernels are in once.cuh, pieces.cuh, ring.cuh, chain.cuh and tree.cuh.
 //
 // A packet is 16 bytes, written by one store. Memory that waits for packets is filled with ones. There are three kinds:
 //   FRAME_WORD  16 bytes of floats. Every word (for float64: every pair of words) is its own flag: all ones is a NaN, and a NaN of the user's with
@@ -110,6 +110,9 @@ __device__ __forceinline__ u32 draw_ticket(const Args& a, const Geometry& g) {
 __device__ __forceinline__ void count_launch(const Args& a, u32 ticket) {
   if (threadIdx.x == 0 && ticket == gridDim.x - 1) count_up((u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH);
 }
+
+// A bank holds runs of packets: a piece from one source fills one. The place of packet ``i`` of a run.
+__device__ __forceinline__ uint4* place_in(const Geometry& g, char* box, u32 run, u32 i) { return (uint4*)(box + g.bank) + (u64)run * g.room + i; }
 
 __device__ __forceinline__ void clear_packet(uint4* q) { *q = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY); }
 

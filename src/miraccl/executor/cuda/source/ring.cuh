@@ -7,7 +7,7 @@
 #define LANES (2 * (RANKS - 1))  // messages of a ring
 
 __device__ __forceinline__ uint4* lane_place(const Args& a, const Geometry& g, char* box, u32 piece, u32 lane, u32 i) {
-  return (uint4*)(box + g.bank) + (u64)((piece % a.nslots) * LANES + lane) * g.room + i;
+  return place_in(g, box, (piece % a.nslots) * LANES + lane, i);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {

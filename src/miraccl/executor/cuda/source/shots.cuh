@@ -20,7 +20,7 @@
 // Where packet ``i`` of the piece in ``slot`` from ``src`` lies in the memory of ``dst``. A rank has no place for its own.
 __device__ __forceinline__ uint4* place(const Args& a, const Geometry& g, u32 dst, u32 src, u32 slot, int shot, u32 i) {
   u32 lane = slot * (u32)(SHOTS * (RANKS - 1)) + shot * (RANKS - 1) + (src < dst ? src : src - 1);
-  return (uint4*)((dst == a.rank ? a.inbox[src] : a.outbox[dst]) + g.bank) + (u64)lane * g.room + i;
+  return place_in(g, dst == a.rank ? a.inbox[src] : a.outbox[dst], lane, i);
 }
 
 // Rooted operations move data between the root and the others only. Their packet 0 (of masked ones: the first 32) goes from every rank to every rank all the same: who ends
