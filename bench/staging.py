@@ -2,20 +2,24 @@
 
     python bench/staging.py
     python bench/staging.py --sizes 1K,64K --rounds 9 --out staging
+    python bench/staging.py --messages [--through-proxy]
 
 Two processes that are hosts of their own (MIRACCL_HOSTID), over TCP on loopback.  The stream is the main thread: it copies to the slot,
 writes ``ready`` and waits for ``done`` without the interpreter's lock, as a GPU would.  ``alone`` is a prepared all_reduce of the same
 size on the lane's CPU communicator; ``ready to done`` is the time of one piece; ``operation`` the whole, with copies by the processor.
+With ``--messages`` each rank sends one of that size to the other and receives one, instead of all_reduce.
 Every result is checked.  Processes beyond the number of cores (two, and their proxies) are in all columns.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import mmap
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import common
@@ -25,9 +29,13 @@ from numba import njit
 from miraccl import params
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.hosts.direct import DirectStreams
+from miraccl.comm.device.hosts.layout import HostsLayout
+from miraccl.comm.device.hosts.messages import MessageNetwork, MessageStreams
 from miraccl.comm.device.hosts.network import StagedCollective
 from miraccl.comm.device.hosts.pieces import Shape, cut
-from miraccl.comm.device.hosts.staging import LANES, Staging
+from miraccl.comm.device.hosts.staging import LANES, StagedJob, Staging
+from miraccl.comm.device.hosts.transfers import DeviceTransfer, cut_transfers, transfers_on
+from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.member import Options
 from miraccl.native.intrinsics import load32, pause, sched_yield
 from miraccl.proxy.kernels.layout import READY_OFFSET, SLOT_STRIDE
@@ -57,6 +65,9 @@ class Processor:
         one = ctypes.c_int64(1)
         wait_for(ctypes.addressof(one), 1)  # compiles it
 
+    def outside_of_capture(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def pin(self, address: int, nbytes: int) -> int:
         return address
 
@@ -85,35 +96,57 @@ class Processor:
         self.answers.append(time.perf_counter() - self.sent)
 
 
-def rank_main(context: Context, sizes: list[int], rounds: int, slot_bytes: int, through_proxy: bool) -> dict[int, dict[str, Any]]:
+Make = Callable[[int], tuple[StagedJob, Callable[[], Any]]]
+"""``make(count)``: the job of an operation on so many float32, and the same alone."""
+
+
+def rank_main(
+    context: Context, sizes: list[int], rounds: int, slot_bytes: int, through_proxy: bool, messages: bool
+) -> dict[int, dict[str, Any]]:
     os.environ["MIRACCL_HOSTID"] = f"host-{os.environ['MIRACCL_RANK']}"
     from miraccl.bootstrap.launch import detect_launch, meet
 
     with meet(detect_launch(os.environ)) as world:
         cpus = [Communicator.from_session(world.sub(range(2), f"lane {lane}"), Options.create()) for lane in range(LANES)]
-        direct = [] if through_proxy else [DirectStreams(world.sub(range(2), f"direct {i}"), cpu._member) for i, cpu in enumerate(cpus)]
         gpu: Any = Processor()
         staging = Staging(gpu, slot_bytes, on_fault=lambda error: print(f"fault: {error}"), name="bench")
-        rows = {nbytes: measure(world, cpus, direct, gpu, staging, nbytes, rounds) for nbytes in sizes}
+        streams: list[Any] = []
+        if messages and not through_proxy:
+            streams = [MessageStreams(world, cpus[0]._member, HostsLayout.of(world.rank, "ab"))]
+        elif not through_proxy:
+            streams = [DirectStreams(world.sub(range(2), f"direct {i}"), cpu._member) for i, cpu in enumerate(cpus)]
+
+        def all_reduce(count: int) -> tuple[StagedJob, Callable[[], Any]]:
+            shape = Shape.even(Collective.ALL_REDUCE, 4, world.rank, 2, 0, count)
+            network = StagedCollective(cpus, shape, DType.FLOAT32, RedOp.SUM, staging.slots, streams)
+            job = staging.job(cut(shape, staging.slots.nbytes), staging.slots, network, False, LANES)
+            return job, cpus[0].all_reduce_init(np.zeros(count, np.float32))
+
+        def sendrecv(count: int) -> tuple[StagedJob, Callable[[], Any]]:
+            memory = DeviceMemory(4096, count, DType.FLOAT32)
+            transfers = [DeviceTransfer(receives=receives, peer=1 - world.rank, memory=memory) for receives in (False, True)]
+            parts, need = cut_transfers(transfers, staging.slots.nbytes)
+            slots = staging.slots_for(need)
+            network = MessageNetwork(streams[0], parts, slots) if streams else transfers_on(cpus[0], parts, slots)
+            x, y = np.zeros(count, np.float32), np.zeros(count, np.float32)
+            job = staging.job([part.piece for part in parts], slots, network, False)
+            return job, lambda: cpus[0].sendrecv(x, 1 - world.rank, y, 1 - world.rank)
+
+        rows = {nbytes: measure(world, sendrecv if messages else all_reduce, gpu, staging, nbytes, rounds) for nbytes in sizes}
         world.barrier("end")
         staging.close()
-        for streams in direct:
-            streams.close()
+        for each in streams:
+            each.close()
         for cpu in cpus:
             cpu.finalize()
     return rows
 
 
-def measure(
-    world: Any, cpus: list[Communicator], direct: list[DirectStreams], gpu: Any, staging: Staging, nbytes: int, rounds: int
-) -> dict[str, Any]:
+def measure(world: Any, make: Make, gpu: Any, staging: Staging, nbytes: int, rounds: int) -> dict[str, Any]:
     count = max(1, nbytes // 4)
     x, y = np.ones(count, np.float32), np.zeros(count, np.float32)
-    shape = Shape.even(Collective.ALL_REDUCE, 4, world.rank, 2, 0, count)
-    pieces = cut(shape, staging.slots.nbytes)
-    network = StagedCollective(cpus, shape, DType.FLOAT32, RedOp.SUM, staging.slots, direct)
-    job = staging.job(pieces, staging.slots, network, False, LANES)
-    alone, buffers = cpus[0].all_reduce_init(np.zeros(count, np.float32)), (x.ctypes.data, y.ctypes.data)
+    job, alone = make(count)
+    buffers = (x.ctypes.data, y.ctypes.data)
     calls = 200 if nbytes <= 1 << 16 else 40 if nbytes <= 1 << 20 else 3
     times: dict[str, list[float]] = {"alone": [], "operation": [], "answer": []}
     for _ in range(rounds + 1):
@@ -130,8 +163,8 @@ def measure(
             staging.enqueue(job, buffers, 0)
         times["operation"].append((time.perf_counter() - start) / calls)
         times["answer"].append(common.median(gpu.answers))
-        assert (y == 2).all(), "wrong sum"
-    return {"pieces": len(pieces), **{name: [t * 1e6 for t in found[1:]] for name, found in times.items()}}
+        assert (y == (2 if make.__name__ == "all_reduce" else 1)).all(), "wrong result"
+    return {"pieces": job.npieces, **{name: [t * 1e6 for t in found[1:]] for name, found in times.items()}}
 
 
 def main() -> None:
@@ -139,13 +172,15 @@ def main() -> None:
     parser.add_argument("--sizes", default=SIZES)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--slot", type=params.parse_size, default=params.GPU_STAGING.read(), help="bytes of a piece at most")
+    parser.add_argument("--messages", action="store_true", help="a send and a receive instead of all_reduce")
     parser.add_argument("--through-proxy", action="store_true", help="every piece through the CPU communicator")
     common.add_output_option(parser)
     args = parser.parse_args()
     machine = common.describe_machine()
     launch.warm_up()
     sizes = [params.parse_size(size) for size in args.sizes.split(",")]
-    with launch.local_job(2) as environ, Ranks(rank_main, 2, (sizes, args.rounds, args.slot, args.through_proxy), environ=environ) as ranks:
+    more = (sizes, args.rounds, args.slot, args.through_proxy, args.messages)
+    with launch.local_job(2) as environ, Ranks(rank_main, 2, more, environ=environ) as ranks:
         ranks.wait(time.monotonic() + 300)
         failure = ranks.first_failure()
         if failure:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from miraccl.types import DType
 from tests.gpu import fake_hosts
 from tests.gpu.emulator import folder
 from tests.support.ranks import rank_outcomes, run_ranks
@@ -51,9 +52,9 @@ def test_uneven_collectives(hosts: str) -> None:
     run_ranks(fake_hosts.uneven_collectives, len(hosts), hosts, env=SMALL)
 
 
-@pytest.mark.parametrize("hosts", ["AB", "AABB"])
-def test_sends_and_receives(hosts: str) -> None:
-    run_ranks(fake_hosts.sends_and_receives, len(hosts), hosts, env=SMALL)
+@pytest.mark.parametrize(("hosts", "apart"), [("AB", False), ("AABB", False), ("AB", True), ("AABB", True), ("AAB", True)])
+def test_sends_and_receives(hosts: str, apart: bool) -> None:
+    run_ranks(fake_hosts.sends_and_receives, len(hosts), hosts, apart, env=SMALL)
 
 
 @pytest.mark.parametrize(("hosts", "kernels"), [("AB", False), ("AABB", True), ("ABC", False)])
@@ -75,9 +76,13 @@ def test_the_public_way() -> None:
     run_ranks(fake_hosts.public_way, 2)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_abort_ends_what_waits(apart: bool) -> None:
-    for text in run_ranks(fake_hosts.abort, 2, "AB", apart):
+WAITS = [(False, False), (True, False), (True, True)]
+"""Collectives of CPU communicators over shared memory and over TCP, and receives."""
+
+
+@pytest.mark.parametrize(("apart", "sends"), WAITS)
+def test_abort_ends_what_waits(apart: bool, sends: bool) -> None:
+    for text in run_ranks(fake_hosts.abort, 2, "AB", apart, sends):
         assert text.startswith("CommunicatorAborted: ")
         assert "rank 0 aborted" in text
 
@@ -88,9 +93,9 @@ def test_a_failure_of_the_driver_is_told_to_all() -> None:
         assert "cuMemcpyDtoHAsync" in text
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_deadline_ends_what_waits(apart: bool) -> None:
-    texts = run_ranks(fake_hosts.lonely, 2, "AB", apart)
+@pytest.mark.parametrize(("apart", "sends"), WAITS)
+def test_a_deadline_ends_what_waits(apart: bool, sends: bool) -> None:
+    texts = run_ranks(fake_hosts.lonely, 2, "AB", apart, sends)
     assert texts[0].startswith("CollectiveTimeout")
     assert "rank 1" in texts[0]
 
@@ -103,9 +108,23 @@ def test_ranks_that_call_different_operations_are_told(apart: bool) -> None:
         assert "sum on rank 0" in text
 
 
-@pytest.mark.parametrize(("hosts", "apart"), [("AB", False), ("AABB", False), ("AB", True)])
-def test_a_death_ends_what_waits(hosts: str, apart: bool) -> None:
-    outcomes = rank_outcomes(fake_hosts.death, len(hosts), hosts, apart)
+@pytest.mark.parametrize(
+    ("count", "dtype", "text"),
+    [
+        (fake_hosts.BIG, DType.INT32, "dtype is float32 on rank 0, int32 on rank 1"),
+        (fake_hosts.BIG + 1, DType.FLOAT32, f"count is {fake_hosts.BIG} on rank 0, {fake_hosts.BIG + 1} on rank 1"),
+    ],
+    ids=["type", "count"],
+)
+def test_both_ends_of_unlike_messages_are_told(count: int, dtype: DType, text: str) -> None:
+    for error in run_ranks(fake_hosts.unlike_messages, 2, "AB", count, dtype, env=SMALL):
+        assert error.startswith("CollectiveMismatch: ")
+        assert f"ranks called different operations: {text}" in error
+
+
+@pytest.mark.parametrize(("hosts", "apart", "sends"), [("AABB", False, False), *(("AB", *waits) for waits in WAITS)])
+def test_a_death_ends_what_waits(hosts: str, apart: bool, sends: bool) -> None:
+    outcomes = rank_outcomes(fake_hosts.death, len(hosts), hosts, apart, sends)
     last = len(hosts) - 1
     for outcome in outcomes[:last]:
         assert not outcome.error

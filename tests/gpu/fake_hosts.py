@@ -56,6 +56,7 @@ class World:
         self.rank, self.nranks = world.rank, world.nranks
         even = len({hosts.count(letter) for letter in hosts}) == 1
         assert len(self.comm.jobs.direct) == (LANES if apart and even else 0)
+        assert (self.comm.jobs.messages is not None) == apart
 
     def put(self, array: np.ndarray) -> DeviceMemory:
         return place(self.cuda, array)
@@ -224,9 +225,9 @@ def uneven_collectives(hosts: str) -> None:
         w.finish()
 
 
-def sends_and_receives(hosts: str) -> None:
+def sends_and_receives(hosts: str, apart: bool) -> None:
     with session() as world:
-        w = World(world, hosts)
+        w = World(world, hosts, apart=apart)
         comm, n, r = w.comm, w.nranks, w.rank
         to, frm = (r + 1) % n, (r - 1) % n
         for count in (1, BIG):
@@ -256,7 +257,29 @@ def sends_and_receives(hosts: str) -> None:
         comm.synchronize()
         for transfer in everybody:
             check(transfer.memory, numbers(transfer.peer if transfer.receives else r, 20_000, DType.INT8), "everybody")
+        _many(w)
         w.finish()
+
+
+def _many(w: World) -> None:
+    """Messages of all sizes to and from the ranks of other hosts, empty ones among them; even ranks group what odd ones do one by one."""
+    hosts = {rank: number for number, ranks in enumerate(w.comm.groups) for rank in ranks}
+    sizes = (3, 0, 20_000, 1, 7, 40_000)
+    for low, high in [(a, b) for a in range(w.nranks) for b in range(a) if hosts[a] != hosts[b] and (a + b) % 2]:
+        if w.rank not in (low, high):
+            continue
+        peer = low + high - w.rank
+        transfers = [
+            DeviceTransfer(receives=receives, peer=peer, memory=w.put(numbers(w.rank, size, DType.FLOAT16, number)))
+            for number, size in enumerate(sizes)
+            for receives in (w.rank % 2 == 0, w.rank % 2 == 1)
+        ]
+        for group in [transfers] if w.rank % 2 == 0 else [[t] for t in transfers]:
+            w.comm.exchange(group)
+        w.comm.synchronize()
+        for number, transfer in enumerate(transfers):
+            rank = peer if transfer.receives else w.rank
+            check(transfer.memory, numbers(rank, transfer.memory.count, DType.FLOAT16, number // 2), f"message {number} with rank {peer}")
 
 
 def graphs(hosts: str, apart: bool) -> None:
@@ -264,12 +287,14 @@ def graphs(hosts: str, apart: bool) -> None:
     with session() as world:
         w = World(world, hosts, apart=apart)
         comm, n, r = w.comm, w.nranks, w.rank
+        far = (r + n // 2) % n
         stream = w.cuda.cuStreamCreate(0)[1]
-        x, y = w.zeros(BIG, DType.FLOAT32), w.zeros(BIG * n, DType.FLOAT32)
+        x, y, passed = w.zeros(BIG, DType.FLOAT32), w.zeros(BIG * n, DType.FLOAT32), w.zeros(BIG, DType.FLOAT32)
         w.cuda.begin_capture(stream)
         comm.all_reduce(x, stream=stream)
         comm.all_gather(x, y, stream=stream)
         comm.broadcast(x.part(0, 10), 1, stream=stream)
+        comm.sendrecv(x, far, passed, far, stream=stream)
         graph = w.cuda.end_capture(stream)
         comm.synchronize()
         for round in range(5):
@@ -279,10 +304,13 @@ def graphs(hosts: str, apart: bool) -> None:
             total = sum(range(n)) + n * round
             check(x, np.full(BIG, total), f"replay {round}")
             check(y, np.full(BIG * n, total), f"replay {round}, gathered")
+            check(passed, np.full(BIG, total), f"replay {round}, sent")
             z = w.put(np.full(100 + round, r))
             comm.all_reduce(z)
+            comm.sendrecv(w.put(np.full(3, r)), far, last := w.zeros(3, DType.INT64), far)
             comm.synchronize()
             check(z, np.full(100 + round, sum(range(n))), "in between")
+            check(last, np.full(3, far), "sent in between")
         seen(x)[:] = 0.0
         for _ in range(3):
             w.cuda.streams[stream].replay(graph)
@@ -403,16 +431,24 @@ def public_way() -> None:
         raise AssertionError("a finalized communicator went on")
 
 
-def abort(hosts: str, apart: bool) -> str:
+def abort(hosts: str, apart: bool, sends: bool) -> str:
     """Rank 0 waits alone and is aborted by another of its threads; its stream comes to its end, and all ranks are told."""
     with session() as world:
         w = World(world, hosts, apart=apart)
         x = w.zeros(BIG, DType.FLOAT32)
         if w.rank == 0:
-            w.comm.all_reduce(x)
+            _begin(w, x, sends)
             threading.Timer(0.1, w.comm.abort).start()
             w.cuda.cuCtxSynchronize()
         return _fault(w, x, (CommunicatorAborted,))
+
+
+def _begin(w: World, x: DeviceMemory, sends: bool) -> None:
+    """Something for which another rank waits for the last one."""
+    if sends:
+        w.comm.recv(x, w.nranks - 1)
+    else:
+        w.comm.all_reduce(x)
 
 
 def driver_fails(hosts: str, apart: bool) -> str:
@@ -432,13 +468,13 @@ def driver_fails(hosts: str, apart: bool) -> str:
         return _fault(w, x, (SystemFailure,))
 
 
-def lonely(hosts: str, apart: bool) -> str:
+def lonely(hosts: str, apart: bool, sends: bool) -> str:
     """Rank 0 waits alone until the deadline."""
     with session() as world:
         w = World(world, hosts, apart=apart, timeout=0.5)
         x = w.zeros(BIG, DType.FLOAT32)
         if w.rank == 0:
-            w.comm.all_reduce(x)
+            _begin(w, x, sends)
             w.cuda.cuCtxSynchronize()
         return _fault(w, x, (MiracclError,))
 
@@ -455,7 +491,21 @@ def differing(hosts: str, apart: bool) -> str:
         return _fault(w, x, (CollectiveMismatch,))
 
 
-def death(hosts: str, apart: bool) -> str:
+def unlike_messages(hosts: str, count: int, dtype: DType) -> str:
+    """Rank 0 sends ``BIG`` float32 after a message that is right, rank 1 receives something else."""
+    with session() as world:
+        w = World(world, hosts, apart=True)
+        x, y = w.zeros(BIG, DType.FLOAT32), w.zeros(count, dtype)
+        for memory in (x, x if w.rank == 0 else y):
+            if w.rank == 0:
+                w.comm.send(memory, 1)
+            else:
+                w.comm.recv(memory, 0)
+        w.cuda.cuCtxSynchronize()
+        return _fault(w, x, (CollectiveMismatch,))
+
+
+def death(hosts: str, apart: bool, sends: bool) -> str:
     with session() as world:
         w = World(world, hosts, apart=apart)
         x = w.zeros(BIG, DType.FLOAT32)
@@ -465,7 +515,7 @@ def death(hosts: str, apart: bool) -> str:
         if w.rank == w.nranks - 1:
             os._exit(3)
         with contextlib.suppress(PeerDied):  # it may be known by now
-            w.comm.all_reduce(x)
+            _begin(w, x, sends)
         w.cuda.cuCtxSynchronize()
         return _fault(w, x, (PeerDied,))
 

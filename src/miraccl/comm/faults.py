@@ -194,6 +194,14 @@ class Faults:
             return self.spread(SystemFailure(text, rank=self.rank, peer=peer, op=op, hint=hint), "system")
         return self.spread(MiracclError(f"the engine returned {code}", rank=self.rank, op=op), "system")
 
+    def unlike_messages(self, peer: int, mine: tuple[int, int], theirs: tuple[int, int]) -> MiracclError:
+        """The error of a message that ``peer`` sent and that is not what this rank receives; (signature, elements) of each."""
+        if self.fault is not None:
+            return self.fault
+        text = _differences({self.rank: _fields(*mine), peer: _fields(*theirs)})
+        op = f"send/recv ({mine[1]} x {describe_signature(mine[0])['dtype']})"
+        return self.spread(CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
+
     def _mismatch(self, peer: int, want: int, got: int) -> str:
         """Which field differs, and which ranks have which value."""
         if SEND_RECV in (describe_signature(want)["collective"], describe_signature(got)["collective"]):

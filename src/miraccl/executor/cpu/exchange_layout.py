@@ -1,7 +1,9 @@
-"""Where the words of an exchange lie (``unlocked.exchange_unlocked``); words of 8 bytes, offsets in bytes.
+"""Where the words lie of what compiled code does on TCP streams of its own (``unlocked``); words of 8 bytes, offsets in bytes.
 
-To and from each peer goes a header (signature, bytes of payload) and the payload.  Then ``FOLD`` reduces ``NSOURCES`` arrays of
-``FOLD_BYTES``, which begin at ``BASES``, to ``FOLD_TO``, part by part as they come; part of a source is overwritten once it has been sent.
+A message is a header (signature, bytes) and a payload.  An exchange of a collective is one message to and one from each peer.  Then
+``FOLD`` reduces ``NSOURCES`` arrays of ``FOLD_BYTES``, which begin at ``BASES``, to ``FOLD_TO``, part by part as they come; part of a
+source is overwritten once it has been sent.  An exchange of sends and receives is any number of messages to and from each peer, one after
+another; headers carry the number of the message of that pair and direction in place of the operation's.
 """
 
 from __future__ import annotations
@@ -31,21 +33,37 @@ COPY_TO: Final = 216
 COPY_BYTES: Final = 224
 EXCHANGE_BYTES: Final = 256
 
+# ---- one way of a peer's stream: the message that goes or comes
+
+BUFFER: Final = 0
+BYTES: Final = 8  # of header and payload; 0: there is none
+MOVED: Final = 16
+HEADER: Final = 24  # the one that goes, or that is to come
+PARTS: Final = 40  # sends and receives: address of the words of all, one after another, how many there are, and how many have begun
+NPARTS: Final = 48
+BEGUN: Final = 56
+NUMBER: Final = 64  # address of a word that belongs to the stream: how many have begun since there is the stream
+WAY_BYTES: Final = 72
+HEADER_BYTES: Final = 16
+
 # ---- a peer
 
 PEER: Final = 0
 DESCRIPTOR: Final = 8
-SEND: Final = 16
-SEND_BYTES: Final = 24
-RECV: Final = 32
-RECV_BYTES: Final = 40
-SENT: Final = 48  # bytes of header and payload
-GOT: Final = 56
-HEADER_OUT: Final = 64
-HEADER_IN: Final = 80
-ENDED: Final = 96  # the peer has closed the stream
-ROW_BYTES: Final = 104
-HEADER_BYTES: Final = 16
+ENDED: Final = 16  # the peer has closed the stream
+OUT: Final = 24
+IN: Final = OUT + WAY_BYTES
+HEADER_IN: Final = IN + WAY_BYTES  # the one that has come
+ROW_BYTES: Final = HEADER_IN + HEADER_BYTES
+
+# ---- a send or receive
+
+PART: Final = 0  # address
+PART_BYTES: Final = 8
+PART_SIGNATURE: Final = 16  # without the number
+PART_WHOLE: Final = 24  # bytes of the call's message, of which this is a part
+PART_COUNT: Final = 32  # its elements, for the board
+PART_SIZE: Final = 40
 
 # ---- how it goes on
 

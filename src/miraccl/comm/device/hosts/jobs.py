@@ -13,6 +13,7 @@ from miraccl import params
 from miraccl.bootstrap import Session
 from miraccl.comm.device.hosts.direct import DirectStreams
 from miraccl.comm.device.hosts.layout import HostsLayout
+from miraccl.comm.device.hosts.messages import MessageNetwork, MessageStreams
 from miraccl.comm.device.hosts.network import CpuCommunicator, InPython, StagedCollective, agreeing
 from miraccl.comm.device.hosts.pieces import Piece, Shape, cut
 from miraccl.comm.device.hosts.staging import LANES, Network, StagedJob, Staging
@@ -63,6 +64,10 @@ class HostsJobs:
             self.direct = tuple(
                 DirectStreams(session.sub(layout.across(), f"{name}.{lane}"), cpu._member) for lane, cpu in enumerate(self.crosses)
             )
+        #: streams of the messages between hosts, where there are few ranks
+        self.messages: MessageStreams | None = None
+        if MessageStreams.useful(self.world._member, layout):
+            self.messages = MessageStreams(session, self.world._member, layout)
         self.staging = Staging(gpu, self.slot_bytes, on_fault=on_fault, name=f"miraccl-staging-{layout.rank}")
 
     def _open(self, ranks: Sequence[int], name: str) -> CpuCommunicator:
@@ -161,7 +166,12 @@ class HostsJobs:
         rounds, need = cut_transfers(transfers, self.slot_bytes)
         key = ("exchange", tuple((t.receives, t.peer, t.memory.count, t.memory.dtype) for t in transfers))
         slots = self.staging.slots_for(need)
-        job = self._job(key, captured, lambda: (tuple(r.piece for r in rounds), transfers_on(self.world, rounds, slots)), need=need)
+
+        def make() -> tuple[tuple[Piece, ...], Network]:
+            pieces = tuple(round.piece for round in rounds)
+            return pieces, MessageNetwork(self.messages, rounds, slots) if self.messages else transfers_on(self.world, rounds, slots)
+
+        job = self._job(key, captured, make, need=need)
         if job.number not in self._plans:
             self._plan(job, "staged", "sends and receives")
         self.last_plan = self._plans[job.number]
@@ -182,7 +192,7 @@ class HostsJobs:
 
     def finalize(self) -> None:
         """Leave the CPU communicators, after ``staging`` was closed."""
-        for streams in self.direct:
+        for streams in (*self.direct, *((self.messages,) if self.messages else ())):
             streams.close()
         for cpu in self._cpus:
             cpu.finalize()

@@ -31,13 +31,14 @@ class DeviceTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a round sends to or receives from a peer: ``count`` elements at byte ``host`` of the slot."""
+    """What a round sends to or receives from a peer: ``count`` elements at byte ``host`` of the slot, of a transfer of ``whole``."""
 
     receives: bool
     peer: int
     host: int
     count: int
     dtype: DType
+    whole: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +84,8 @@ def _round(transfers: Sequence[DeviceTransfer], parts: Lane) -> tuple[Round, int
     for number, begin, nbytes in parts:
         transfer = transfers[number]
         (up if transfer.receives else down).append(Copy(number, begin, host, nbytes))
-        dtype = transfer.memory.dtype
-        messages.append(Message(transfer.receives, transfer.peer, host, nbytes // dtype.itemsize, dtype))
+        memory = transfer.memory
+        messages.append(Message(transfer.receives, transfer.peer, host, nbytes // memory.dtype.itemsize, memory.dtype, memory.count))
         host += -(-nbytes // ALIGN) * ALIGN
     return Round(piece=Piece(down=tuple(down), up=tuple(up)), messages=tuple(messages)), host
 
