@@ -125,7 +125,7 @@ def rank_main(
         def sendrecv(count: int) -> tuple[StagedJob, Callable[[], Any]]:
             memory = DeviceMemory(4096, count, DType.FLOAT32)
             transfers = [DeviceTransfer(receives=receives, peer=1 - world.rank, memory=memory) for receives in (False, True)]
-            parts, need = cut_transfers(transfers, staging.slots.nbytes)
+            parts, need = cut_transfers(transfers, staging.slots.nbytes, 1)
             slots = staging.slots_for(need)
             network = MessageNetwork(streams[0], parts, slots) if streams else transfers_on(cpus[0], parts, slots)
             x, y = np.zeros(count, np.float32), np.zeros(count, np.float32)

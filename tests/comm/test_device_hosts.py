@@ -47,9 +47,9 @@ def test_in_place(hosts: str) -> None:
     run_ranks(fake_hosts.in_place, len(hosts), hosts, 30_001, env=SMALL)
 
 
-@pytest.mark.parametrize("hosts", ["AB", "AAB"])
-def test_uneven_collectives(hosts: str) -> None:
-    run_ranks(fake_hosts.uneven_collectives, len(hosts), hosts, env=SMALL)
+@pytest.mark.parametrize(("hosts", "apart"), [("AB", False), ("AAB", False), ("AB", True), ("AAB", True)])
+def test_uneven_collectives(hosts: str, apart: bool) -> None:
+    run_ranks(fake_hosts.uneven_collectives, len(hosts), hosts, apart, env=SMALL)
 
 
 @pytest.mark.parametrize(("hosts", "apart"), [("AB", False), ("AABB", False), ("AB", True), ("AABB", True), ("AAB", True)])

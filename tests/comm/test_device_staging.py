@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miraccl.comm.device.hosts.layout import group_by_host, host_name
-from miraccl.comm.device.hosts.pieces import LEAST_PIECE, Copy, Shape, cut
-from miraccl.comm.device.hosts.transfers import DeviceTransfer, cut_transfers, message_bytes
+from miraccl.comm.device.hosts.pieces import ALIGN, LEAST_PIECE, Copy, Shape, cut
+from miraccl.comm.device.hosts.transfers import ROUND_SLOTS, DeviceTransfer, cut_transfers, message_bytes
 from miraccl.comm.device.memory import DeviceMemory
 from miraccl.types import Collective, DType
 
@@ -118,11 +118,11 @@ def test_neighbours_are_one_copy_and_places_are_kept() -> None:
 groups = st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(1, 30_000)), min_size=1, max_size=8)
 
 
-@given(calls=groups)
-def test_transfers_are_cut_alike_however_they_are_grouped(calls: list[tuple[bool, int, int]]) -> None:
+@given(calls=groups, far=st.sampled_from([1, 4, 7, 40]))
+def test_transfers_are_cut_alike_however_they_are_grouped(calls: list[tuple[bool, int, int]], far: int) -> None:
     transfers = [DeviceTransfer(receives=r, peer=p, memory=DeviceMemory(4096, n, DType.FLOAT32)) for r, p, n in calls]
-    together, need = cut_transfers(transfers, SLOT)
-    alone = [round for transfer in transfers for round in cut_transfers([transfer], SLOT)[0]]
+    together, need = cut_transfers(transfers, SLOT, far)
+    alone = [round for transfer in transfers for round in cut_transfers([transfer], SLOT, far)[0]]
 
     def lane(rounds: Any, receives: bool, peer: int) -> list[int]:
         return [m.count for round in rounds for m in round.messages if (m.receives, m.peer) == (receives, peer)]
@@ -136,9 +136,11 @@ def test_transfers_are_cut_alike_however_they_are_grouped(calls: list[tuple[bool
     for round in together:
         assert disjoint((*round.piece.down, *round.piece.up))
         assert all(copy.host + copy.nbytes <= need for copy in (*round.piece.down, *round.piece.up))
-        assert all(copy.nbytes <= message_bytes(SLOT) for copy in (*round.piece.down, *round.piece.up))
+        assert all(copy.nbytes <= message_bytes(SLOT, far) for copy in (*round.piece.down, *round.piece.up))
     if 4 * sum(n for _, _, n in calls) <= SLOT:
         assert len(together) == 1, "what fits goes on together"
+    if far >= 4:  # as many as there are peers here
+        assert need <= ROUND_SLOTS * SLOT + 8 * ALIGN, "a round takes no more memory for more peers"
 
 
 def test_hosts_are_what_ranks_say_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,9 +193,9 @@ def in_place(hosts: str, count: int) -> None:
         w.finish()
 
 
-def uneven_collectives(hosts: str) -> None:
+def uneven_collectives(hosts: str, apart: bool) -> None:
     with session() as world:
-        w = World(world, hosts)
+        w = World(world, hosts, apart=apart)
         comm, n, r = w.comm, w.nranks, w.rank
         for counts in ([0] * n, [5 * i for i in range(n)], [BIG if i == 1 else 0 for i in range(n)]):
             parts = [numbers(i, counts[i], DType.FLOAT32) for i in range(n)]
@@ -207,6 +207,12 @@ def uneven_collectives(hosts: str) -> None:
             summed = comm.reduce_scatter_v(w.put(wholes[r]), counts, w.zeros(counts[r], DType.FLOAT32))
             comm.synchronize()
             begin = sum(counts[:r])
+            places = w.zeros(sum(counts), DType.FLOAT32)
+            mine = places.part(begin, counts[r])
+            seen(mine)[:] = parts[r]
+            comm.gather_v(mine, counts, 1, places if r == 1 else None)
+            comm.synchronize()
+            check(places if r == 1 else mine, np.concatenate(parts) if r == 1 else parts[r], "gather_v in place")
             check(got, np.concatenate(parts), "all_gather_v")
             if r == 1:
                 check(gathered, np.concatenate(parts), "gather_v")

@@ -13,7 +13,7 @@ from miraccl.comm.arguments import peer_rank
 from miraccl.comm.device.collectives import SUM, Operator
 from miraccl.comm.device.hosts.transfers import DeviceTransfer
 from miraccl.comm.device.memory import DeviceMemory, device_view
-from miraccl.comm.device.uneven import UnevenCollectives
+from miraccl.comm.device.uneven import UnevenCollectives, moves, parts_of
 from miraccl.errors import CollectiveMismatch, InvalidUsage, MiracclError
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.messages import MAX_BYTES, Message, describe
@@ -158,9 +158,8 @@ class MessageCalls(UnevenCollectives):
         if len(set(sizes)) == 1:
             self._run(Collective.REDUCE_SCATTER, source, target, sizes[0], op, 0, stream)
             return
-        for root, part in enumerate(_cut(source, sizes)):
-            if part is not None:
-                self._run(Collective.REDUCE, part, target if root == self.rank else part, part.count, op, root, stream)
+        for root, part in parts_of(source, sizes):
+            self._run(Collective.REDUCE, part, target if root == self.rank else part, part.count, op, root, stream)
 
     def _run_messages(
         self,
@@ -173,32 +172,12 @@ class MessageCalls(UnevenCollectives):
         name: str,
         stream: Any,
     ) -> None:
-        """Blocks of ``source`` and ``target`` are a block for each rank, or one for all or for the root."""
-        going, coming = _cut(source, sends), _cut(target, receives)
-        if collective is Collective.ALL_GATHER:
-            going *= self.nranks
-        elif collective is Collective.GATHER:
-            going = self._only(root, going[0])
-            coming = coming or self._only(root, None)
-        elif collective is Collective.SCATTER:
-            going = going or self._only(root, None)
-            coming = self._only(root, coming[0])
-        self._move(going, coming, name, stream)
-
-    def _only(self, rank: int, memory: DeviceMemory | None) -> list[DeviceMemory | None]:
-        """Nothing for all ranks but ``rank``."""
-        return [memory if r == rank else None for r in range(self.nranks)]
-
-    def _move(self, sends: list[DeviceMemory | None], receives: list[DeviceMemory | None], name: str, stream: Any) -> None:
-        """``sends[r]`` to rank r and ``receives[r]`` from it, None for nothing; what stays in its place is not copied."""
-        mine, here = sends[self.rank], receives[self.rank]
-        if mine is not None and here is not None and mine.address == here.address:
-            sends[self.rank] = receives[self.rank] = None
-        for memory in receives:
-            if memory is not None and memory.read_only:
+        sent, received = moves(collective, source, target, sends, receives, self.rank, root, self.nranks)
+        for _, memory in received:
+            if memory.read_only:
                 raise self._constant(name)
-        parts = [(m, _message(False, r, m)) for r, m in enumerate(sends) if m is not None]
-        parts += [(m, _message(True, r, m)) for r, m in enumerate(receives) if m is not None]
+        parts = [(m, _message(False, r, m)) for r, m in sent]
+        parts += [(m, _message(True, r, m)) for r, m in received]
         self._go(parts, name, stream)
 
 
@@ -208,13 +187,3 @@ def _message(receives: bool, peer: int, memory: DeviceMemory) -> Message:
     if nbytes >= MAX_BYTES:
         raise InvalidUsage(f"a message has {nbytes} bytes; at most {MAX_BYTES - 1} are possible")
     return Message(receives, peer, address, nbytes, dtype._value_)
-
-
-def _cut(memory: DeviceMemory, sizes: Sequence[int]) -> list[DeviceMemory | None]:
-    """Consecutive parts; None for empty ones, which both sides leave out."""
-    parts: list[DeviceMemory | None] = []
-    first = 0
-    for size in sizes:
-        parts.append(memory.part(first, size) if size else None)
-        first += size
-    return parts

@@ -5,6 +5,7 @@ Counts are in elements, one a rank.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -151,3 +152,39 @@ class UnevenCollectives(DeviceArguments):
     def _expect(self, memory: DeviceMemory, count: int, name: str, why: str, where: str) -> None:
         if memory.count != count:
             raise InvalidUsage(f"{where}: {name} has {memory.count} elements, but needs {count} ({why})", rank=self.rank)
+
+
+Parts = list[tuple[int, DeviceMemory]]
+"""(rank, memory), without empty ones"""
+
+
+def parts_of(memory: DeviceMemory, sizes: Sequence[int]) -> Parts:
+    """Consecutive parts, one a rank."""
+    firsts = itertools.accumulate(sizes, initial=0)
+    return [(rank, memory.part(first, size)) for rank, (first, size) in enumerate(zip(firsts, sizes, strict=False)) if size]
+
+
+def moves(
+    collective: Collective,
+    source: DeviceMemory,
+    target: DeviceMemory,
+    sends: Sequence[int],
+    receives: Sequence[int],
+    rank: int,
+    root: int,
+    nranks: int,
+) -> tuple[Parts, Parts]:
+    """What ``rank`` sends and receives in a collective that only moves data; empty blocks, which both sides leave out, and one that stays
+    in its place are not among it. Blocks of ``source`` and ``target`` are a block for each rank, or one for all or for the root."""
+    sent, received = parts_of(source, sends), parts_of(target, receives)
+    if collective is Collective.ALL_GATHER:
+        sent = [(peer, memory) for peer in range(nranks) for _, memory in sent]
+    elif collective is Collective.GATHER:
+        sent = [(root, memory) for _, memory in sent]
+    elif collective is Collective.SCATTER:
+        received = [(root, memory) for _, memory in received]
+    mine, here = dict(sent).get(rank), dict(received).get(rank)
+    if mine is not None and here is not None and mine.address == here.address:
+        sent = [part for part in sent if part[0] != rank]
+        received = [part for part in received if part[0] != rank]
+    return sent, received

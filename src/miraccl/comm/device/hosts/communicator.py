@@ -28,7 +28,7 @@ from miraccl.comm.device.hosts.replays import Replays
 from miraccl.comm.device.hosts.steps import TwoSteps
 from miraccl.comm.device.hosts.transfers import DeviceTransfer
 from miraccl.comm.device.memory import DeviceMemory, device_view
-from miraccl.comm.device.uneven import UnevenCollectives
+from miraccl.comm.device.uneven import UnevenCollectives, moves
 from miraccl.comm.member import Options
 from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
 from miraccl.transport.cuda_p2p import Explanation
@@ -128,6 +128,11 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives):
         if counts and not any(counts):
             self.check(name)
             return
+        if self._moves_by_messages(collective):
+            sent, received = moves(collective, source, target, sends, receives, self.rank, root, self.nranks)
+            both = [*((False, *part) for part in sent), *((True, *part) for part in received)]
+            self.exchange([DeviceTransfer(receives=r, peer=p, memory=m) for r, p, m in both], stream=stream, name=name)
+            return
         shape = Shape(
             collective=collective,
             itemsize=source.dtype.itemsize,
@@ -141,6 +146,12 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives):
         )
         with self._operation(name, stream, [source, target]) as (number, captured):
             self.jobs.enqueue((self.jobs.world,), shape, source.dtype, op, (source.address, target.address), number, captured)
+
+    def _moves_by_messages(self, collective: Collective) -> bool:
+        """Whether an uneven collective is sends and receives: those in which no block crosses the network twice to the same host."""
+        once = collective in (Collective.ALL_TO_ALL, Collective.GATHER, Collective.SCATTER)
+        alone = collective is Collective.ALL_GATHER and self.layout.width == 1 and self.layout.even
+        return self.jobs.messages is not None and (once or alone)
 
     def empty(self, shape: Any, dtype: Any = "float32") -> Any:
         """Window memory of this host's ranks: any GPU memory for operations over hosts, addressed by peers in the part inside the host."""

@@ -163,7 +163,7 @@ class HostsJobs:
 
     def exchange(self, transfers: Sequence[DeviceTransfer], number: int, captured: bool) -> None:
         """Sends and receives with ranks of other hosts, in the stream ``number``."""
-        rounds, need = cut_transfers(transfers, self.slot_bytes)
+        rounds, need = cut_transfers(transfers, self.slot_bytes, self.layout.most_far)
         key = ("exchange", tuple((t.receives, t.peer, t.memory.count, t.memory.dtype) for t in transfers))
         slots = self.staging.slots_for(need)
 

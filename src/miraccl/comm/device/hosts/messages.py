@@ -43,7 +43,7 @@ class MessageStreams:
         """Whether all ranks shall have such streams; all see it alike."""
         hosts = [{member.fabric.hosts[rank] for rank in ranks} for ranks in layout.groups]
         apart = sum(map(len, hosts)) == len(set(member.fabric.hosts))
-        return apart and layout.nranks - min(map(len, layout.groups)) <= MOST_FAR
+        return apart and layout.most_far <= MOST_FAR
 
     def descriptor(self, peer: int) -> int:
         return self._streams.descriptor(peer)

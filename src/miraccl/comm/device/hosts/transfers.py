@@ -16,7 +16,7 @@ from miraccl.comm.device.hosts.staging import Slots
 from miraccl.comm.device.memory import DeviceMemory
 from miraccl.types import DType
 
-MESSAGES_PER_SLOT = 2
+MESSAGES_PER_SLOT, MOST_PER_SLOT = 2, 16
 ROUND_SLOTS = 2
 
 
@@ -47,17 +47,18 @@ class Round:
     messages: tuple[Message, ...]
 
 
-def message_bytes(slot_bytes: int) -> int:
-    """Bytes of a message at most; the same at both ends, whatever else they have in their groups."""
-    return slot_bytes // MESSAGES_PER_SLOT // ALIGN * ALIGN
+def message_bytes(slot_bytes: int, far: int) -> int:
+    """Bytes of a message at most, where no rank has more than ``far`` on other hosts: a round has one to and one from each of them. The
+    same at both ends, whatever else they have in their groups."""
+    return slot_bytes // min(max(MESSAGES_PER_SLOT, far), MOST_PER_SLOT) // ALIGN * ALIGN
 
 
 Lane = list[tuple[int, int, int]]  # (transfer, first byte, bytes) of each message
 
 
-def cut_transfers(transfers: Sequence[DeviceTransfer], slot_bytes: int) -> tuple[list[Round], int]:
-    """The rounds, and the bytes that a slot needs. Buffers of copies are the transfers by number."""
-    most = message_bytes(slot_bytes)
+def cut_transfers(transfers: Sequence[DeviceTransfer], slot_bytes: int, far: int) -> tuple[list[Round], int]:
+    """The rounds, and the bytes that a slot needs. Buffers of copies are the transfers by number; ``far`` as for ``message_bytes``."""
+    most = message_bytes(slot_bytes, far)
     lanes: dict[tuple[bool, int], Lane] = {}
     for number, transfer in enumerate(transfers):
         nbytes = transfer.memory.nbytes
@@ -65,7 +66,7 @@ def cut_transfers(transfers: Sequence[DeviceTransfer], slot_bytes: int) -> tuple
         lanes.setdefault((transfer.receives, transfer.peer), []).extend(messages)
     longest = max(map(len, lanes.values()), default=0)
     together = sum(-(-nbytes // ALIGN) * ALIGN for lane in lanes.values() for _, _, nbytes in lane) <= ROUND_SLOTS * slot_bytes
-    pace = longest if together else max(1, ROUND_SLOTS * MESSAGES_PER_SLOT // len(lanes))
+    pace = longest if together else max(1, ROUND_SLOTS * slot_bytes // (most * len(lanes)))
     rounds, need = [], 0
     for first in range(0, longest, pace):
         parts = [message for lane in lanes.values() for message in lane[first : first + pace]]
