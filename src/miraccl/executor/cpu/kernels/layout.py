@@ -63,6 +63,7 @@ CTX_STREAM_FROM = 368  # bytes from which a send or receive does
 CTX_EXCEPTION = 480  # type, value and traceback that a signal handler raised (3 words)
 CTX_PAIR = 376  # memory of two entries of an exchange: the send and the receive of a sendrecv
 CTX_FALSE = 384  # address of the object, as CTX_NONE
+CTX_NAPS = 392  # how many waits sleep without a yield before
 CTX_SIZE = 512
 CPU_SET_BYTES = 128  # glibc's cpu_set_t: 1024 CPUs
 

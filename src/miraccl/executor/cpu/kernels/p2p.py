@@ -26,7 +26,7 @@ from miraccl.executor.cpu.kernels.messages import (
     take,
     want,
 )
-from miraccl.executor.cpu.kernels.waiting import expired, fail, futex_wait, interrupted, now_ns, release_gil
+from miraccl.executor.cpu.kernels.waiting import expired, fail, futex_wait, interrupted, may_yield, now_ns, release_gil, yield_core
 from miraccl.native.intrinsics import (
     MEMBARRIER_GLOBAL_EXPEDITED,
     SYS_MEMBARRIER,
@@ -37,7 +37,6 @@ from miraccl.native.intrinsics import (
     load_acquire,
     memcpy,
     pause,
-    sched_yield,
     store,
     store_release,
     syscall,
@@ -313,11 +312,12 @@ def exchange_all(ctx: int, table: int, count: int) -> int:
         idle = 0 if went > 0 else idle + 1
         if first < 0 or idle <= load(ctx + at.CTX_SPIN) // 8:
             pause()
-        elif idle <= load(ctx + at.CTX_SPIN) // 8 + load(ctx + at.CTX_YIELDS):
+        elif idle <= load(ctx + at.CTX_SPIN) // 8 + load(ctx + at.CTX_YIELDS) and load(ctx + at.CTX_NAPS) == 0:
             release_gil(ctx)
-            sched_yield()
+            yield_core(ctx)
         else:
             release_gil(ctx)
+            may_yield(ctx)  # this was one of the waits that do not
             code = sleep_any(ctx, table, count)
             if code != at.OK:
                 return code

@@ -1,7 +1,8 @@
 """How a rank waits, and how it is woken.
 
 A wait spins, then yields the processor, then sleeps on the rank's own doorbell (a futex in shared memory); so more ranks than
-cores still make progress, and a rank that waits long uses no processor.  Every wait has a deadline, sees an abort, answers
+cores still make progress, and a rank that waits long uses no processor.  Where a yield has given the core to somebody who keeps it, waits
+do without for a while.  Every wait has a deadline, sees an abort, answers
 Ctrl-C, and compares the operation it belongs to with the board of the rank it waits for.
 
 Waking: whoever stores a flag then looks at the peer's ``SLEEP`` word.  "Store flag, load SLEEP" against "store SLEEP, load flag" is
@@ -46,6 +47,10 @@ from miraccl.native.intrinsics import (
 )
 
 SPIN_BETWEEN_YIELDS = 16
+#: A yield that lasts this long has given the core to somebody who waits for nothing: a time slice of Linux is 1.4 ms and more.
+HELD_NS = 1_000_000
+#: How many waits sleep at once after such a yield.  A wait that sleeps costs some 10 us more, so they make up for about what it has cost.
+NAPS = 256
 
 
 @inline
@@ -212,6 +217,30 @@ def step_aside(ctx: int) -> None:
         store(load(ctx + at.CTX_CTRL) + at.BOARD_CPU, core + 1)
 
 
+@inline
+def may_yield(ctx: int) -> bool:
+    """Whether a wait yields before it sleeps; asked once a wait."""
+    naps = load(ctx + at.CTX_NAPS)
+    if naps > 0:
+        store(ctx + at.CTX_NAPS, naps - 1)
+    return naps == 0
+
+
+@inline
+def yield_core(ctx: int) -> bool:
+    """Let others have the core; False if one of them kept it, so that the next waits had better sleep.
+
+    Ranks that share cores hand them over by yielding.  A process that computes takes what it is given for a whole time slice; from a
+    sleep a rank comes back as soon as it is woken.
+    """
+    before = now_ns(ctx)
+    sched_yield()
+    kept = now_ns(ctx) - before >= HELD_NS
+    if kept:
+        store(ctx + at.CTX_NAPS, NAPS)
+    return not kept
+
+
 def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
     ctrl = load(ctx + at.CTX_CTRL)
     show_waiting(ctx, peer)
@@ -267,10 +296,12 @@ def wait(ctx: int, address: int, target: int, peer: int) -> int:
     release_gil(ctx)
     if load(ctx + at.CTX_STEP_ASIDE) != 0:
         step_aside(ctx)
-    for _ in range(load(ctx + at.CTX_YIELDS)):
-        sched_yield()
+    for _ in range(load(ctx + at.CTX_YIELDS) if may_yield(ctx) else 0):
+        came_back = yield_core(ctx)
         for _ in range(SPIN_BETWEEN_YIELDS):
             if load_acquire(address) >= target:
                 return at.OK
             pause()
+        if not came_back:
+            break
     return sleep(ctx, address, target, peer)
