@@ -264,16 +264,19 @@ __device__ __forceinline__ void report(u32* host_words, u32 error, u32 peer, u32
 // ---- waiting: every loop looks at the abort word, at the board and at its deadline, rarely
 
 // Rarely called: the time since when this thread waits, or NEVER to stop waiting. ``peer`` is who is waited for, ``what`` a code of
-// layout.WHAT_*, ``launch`` the number of the launch, 0 if it is not on the board. Takes and gives values, so that the counters of the caller
-// stay in registers.
+// layout.WHAT_*, ``launch`` the number of the launch, 0 if it is not on the board. A peer that has found a mismatch comes no more, so the entry of
+// the launch before counts, too, and both are looked at before the abort word. Takes and gives values, so that the counters of the caller stay in
+// registers.
 #define NEVER 0xffffffffffffffffull
-__device__ __noinline__ u64 look(u32* host_words, u64 timeout_ns, u64 since, u32 peer, u32 what, const uint4* entry, u32 launch, u32 signature) {
+__device__ __noinline__ u64 look(u32* host_words, u64 timeout_ns, u64 since, u32 peer, u32 what, char* box, char* own, u32 launch, u32 signature) {
   u64 t = now_ns();
   if (since == 0) since = t;
   volatile u32* host = host_words;
-  if (launch != 0) {  // first: a peer that found the mismatch may have left already, which ends the wait, too
-    uint4 said = load_packet(entry);
-    if (said.x == launch && said.y != signature) { report(host_words, ERROR_MISMATCH, peer, launch); return NEVER; }
+  for (u32 back = 0; back < 2 && launch > back; back++) {
+    u32 number = launch - back;
+    uint4 said = load_packet(board(box, peer, number));
+    if (back != 0) signature = (u32)load_word((u64*)(own + STATE_OFFSET) + STATE_SIGNATURES + number % BOARD_ENTRIES);
+    if (said.x == number && said.y != signature) { report(host_words, ERROR_MISMATCH, peer, number); return NEVER; }
   }
   if (host[HOST_ABORT] != 0) return NEVER;
   if (t - since <= timeout_ns) return since;
@@ -295,6 +298,6 @@ __device__ __forceinline__ bool give_up(const Args& a, Watch& w, u32 peer, u32 w
   between_polls();
   if (++w.spins < LOOK_EVERY) return false;
   w.spins = 0;
-  w.since = look(a.host, a.timeout_ns, w.since, peer, what, board(a.inbox[peer], peer, w.launch), w.launch, (u32)a.signature);
+  w.since = look(a.host, a.timeout_ns, w.since, peer, what, a.inbox[peer], a.own, w.launch, (u32)a.signature);
   return w.since == NEVER;
 }

@@ -220,7 +220,7 @@ __device__ __forceinline__ bool warp_gives_up(const Args& a, Watch& w, u32 t, u3
   bool over = false;
   if (t == 0) {
     between_polls();
-    if (++w.spins >= LOOK_WARP) { w.spins = 0; w.since = look(a.host, a.timeout_ns, w.since, peer, what, nullptr, 0, 0); over = w.since == NEVER; }
+    if (++w.spins >= LOOK_WARP) { w.spins = 0; w.since = look(a.host, a.timeout_ns, w.since, peer, what, nullptr, nullptr, 0, 0); over = w.since == NEVER; }
   }
   return __any_sync(FULL, over);
 }
