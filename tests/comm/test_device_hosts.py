@@ -52,6 +52,11 @@ def test_uneven_collectives(hosts: str, apart: bool) -> None:
     run_ranks(fake_hosts.uneven_collectives, len(hosts), hosts, apart, env=SMALL)
 
 
+@pytest.mark.parametrize(("hosts", "apart"), [("AB", True), ("AB", False)])
+def test_counts_that_change_with_every_call_do_not_pile_up(hosts: str, apart: bool) -> None:
+    run_ranks(fake_hosts.changing_counts, len(hosts), hosts, apart, env=SMALL)
+
+
 @pytest.mark.parametrize(("hosts", "apart"), [("AB", False), ("AABB", False), ("AB", True), ("AABB", True), ("AAB", True)])
 def test_sends_and_receives(hosts: str, apart: bool) -> None:
     run_ranks(fake_hosts.sends_and_receives, len(hosts), hosts, apart, env=SMALL)

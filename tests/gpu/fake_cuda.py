@@ -319,16 +319,20 @@ class FakeCuda:
         return Result.CUDA_SUCCESS, 1, stream, None
 
     def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
-        event = types.SimpleNamespace(recorded=threading.Event())
+        event = types.SimpleNamespace(recorded=threading.Event(), graph=None)
         event.recorded.set()  # waiting for an event that was never recorded is no wait
         return Result.CUDA_SUCCESS, event
 
     def cuEventRecord(self, event: Any, stream: int) -> tuple[Any, ...]:
         recorded = event.recorded = threading.Event()  # who waits later waits for this record, who waits already for the one before
+        event.graph = self.streams[stream].graph
         return self._put(stream, recorded.set)
 
     def cuStreamWaitEvent(self, stream: int, event: Any, flags: int) -> tuple[Any, ...]:
+        """A stream that waits for one that is captured is captured with it."""
         recorded = event.recorded
+        if event.graph is not None:
+            self.streams[stream].graph = event.graph
         return self._put(stream, lambda: self._wait(recorded.is_set))
 
     def cuEventDestroy(self, event: Any) -> tuple[Any, ...]:
@@ -396,8 +400,11 @@ class FakeCuda:
         self.streams[stream].graph = []
 
     def end_capture(self, stream: int) -> list[Callable[[], None]]:
-        graph, self.streams[stream].graph = self.streams[stream].graph, None
+        graph = self.streams[stream].graph
         assert graph is not None
+        for each in self.streams.values():
+            if each.graph is graph:
+                each.graph = None
         return graph
 
 

@@ -14,6 +14,7 @@ from miraccl.bootstrap import Session
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.hosts import communicator as several
+from miraccl.comm.device.hosts import jobs as hosts_jobs
 from miraccl.comm.device.hosts import replays
 from miraccl.comm.device.hosts.communicator import HostsCommunicator
 from miraccl.comm.device.hosts.staging import LANES
@@ -231,6 +232,36 @@ def uneven_collectives(hosts: str, apart: bool) -> None:
         w.finish()
 
 
+def changing_counts(hosts: str, apart: bool) -> None:
+    """Counts that are others at every call, between calls that come again: as graphs, captured, and neither."""
+    vars(hosts_jobs)["MOST_JOBS"] = 4
+    with session() as world:
+        w = World(world, hosts, apart=apart)
+        comm, n, r = w.comm, w.nranks, w.rank
+        stream = w.cuda.cuStreamCreate(0)[1]
+        x, y = w.zeros(BIG * n, DType.FLOAT32), w.zeros(BIG * n, DType.FLOAT32)
+        fixed = w.zeros(10, DType.FLOAT32)
+        w.cuda.begin_capture(stream)
+        comm.all_reduce(fixed, stream=stream)
+        graph = w.cuda.end_capture(stream)
+        for step in range(20):
+            count = 1 + 700 * step
+            seen(x)[:] = r + step
+            seen(fixed)[:] = step
+            comm.all_to_all_v(x.part(0, n * count), [count] * n, [count] * n, y.part(0, n * count))
+            comm.all_to_all_v(x.part(0, n * BIG), [BIG] * n, [BIG] * n, y)  # larger than graphs are
+            comm.all_reduce(x.part(0, 99))
+            comm.synchronize()
+            w.cuda.streams[stream].replay(graph)
+            comm.synchronize()
+            check(y, np.repeat(np.arange(n) + step, BIG), f"step {step}")
+            check(x.part(0, 99), np.full(99, sum(range(n)) + n * step), f"all_reduce {step}")
+            check(fixed, np.full(10, n * step), f"replay {step}")
+            assert len(comm.jobs._jobs) <= 8
+        assert max(len(proxy._jobs) for proxy in comm.jobs.staging.proxies) <= 9
+        w.finish()
+
+
 def sends_and_receives(hosts: str, apart: bool) -> None:
     with session() as world:
         w = World(world, hosts, apart=apart)
@@ -293,14 +324,14 @@ def graphs(hosts: str, apart: bool) -> None:
     with session() as world:
         w = World(world, hosts, apart=apart)
         comm, n, r = w.comm, w.nranks, w.rank
-        far = (r + n // 2) % n
+        to, frm = (r + 1) % n, (r - 1) % n
         stream = w.cuda.cuStreamCreate(0)[1]
         x, y, passed = w.zeros(BIG, DType.FLOAT32), w.zeros(BIG * n, DType.FLOAT32), w.zeros(BIG, DType.FLOAT32)
         w.cuda.begin_capture(stream)
         comm.all_reduce(x, stream=stream)
         comm.all_gather(x, y, stream=stream)
         comm.broadcast(x.part(0, 10), 1, stream=stream)
-        comm.sendrecv(x, far, passed, far, stream=stream)
+        comm.sendrecv(x, to, passed, frm, stream=stream)
         graph = w.cuda.end_capture(stream)
         comm.synchronize()
         for round in range(5):
@@ -313,10 +344,10 @@ def graphs(hosts: str, apart: bool) -> None:
             check(passed, np.full(BIG, total), f"replay {round}, sent")
             z = w.put(np.full(100 + round, r))
             comm.all_reduce(z)
-            comm.sendrecv(w.put(np.full(3, r)), far, last := w.zeros(3, DType.INT64), far)
+            comm.sendrecv(w.put(np.full(3, r)), to, last := w.zeros(3, DType.INT64), frm)
             comm.synchronize()
             check(z, np.full(100 + round, sum(range(n))), "in between")
-            check(last, np.full(3, far), "sent in between")
+            check(last, np.full(3, frm), "sent in between")
         seen(x)[:] = 0.0
         for _ in range(3):
             w.cuda.streams[stream].replay(graph)

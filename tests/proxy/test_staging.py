@@ -251,3 +251,24 @@ def test_the_thread_ends_with_its_process() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "ended"), done.stderr
+
+
+def test_numbers_of_jobs_that_have_ended_are_given_again() -> None:
+    """Also where another job, which is kept, is run in between."""
+    side = Side()
+    kept = Job(3, stride=LANES)
+    again = side.stream(kept)
+    for size in (1, 4, 2):
+        job = Job(size, stride=LANES)
+        counts = {proxy: proxy.announce() for proxy in side.proxies if proxy.takes_part(job)}
+        actions = side.stream(job)
+        assert not any(proxy.has_ended(count) for proxy, count in counts.items())
+        side.run(actions, lambda: next(flip))
+        assert all(proxy.has_ended(count) for proxy, count in counts.items())
+        assert sorted(job.ran) == expected(job)
+        for proxy in side.proxies:
+            assert proxy._jobs == [kept, job]
+            proxy.forget(2)
+        side.announce(kept)
+        side.run(again, lambda: next(flip))
+    assert sorted(kept.ran) == sorted(3 * expected(kept))

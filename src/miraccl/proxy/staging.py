@@ -71,7 +71,8 @@ class StagingProxy:
         self._store, self._futex = atomics.bound("store_word"), atomics.bound("ring_futex")
         self._words = np.zeros(at.LANE_BYTES // 8, np.int64)
         self.address = int(self._words.ctypes.data)
-        self._jobs: list[Job] = []
+        self._jobs: list[Job | None] = []
+        self._free: list[int] = []  # numbers of jobs that were forgotten
         self._tables: list[np.ndarray] = []  # all that there were: the thread may still look into an older one
         self._enlarge(FIRST_JOBS)
         for place, value in ((at.FLAGS, flags), (at.NSLOTS, nslots), (at.LANE, lane), (at.LANES, lanes), (at.SLOT, lane), (at.PIECE, lane)):
@@ -96,8 +97,9 @@ class StagingProxy:
         self._set(at.JOBS, int(table.ctypes.data))
 
     def register(self, job: Job) -> int:
-        """The number that a stream writes to ``ready`` for pieces of ``job``; it is registered with all lanes, in the same order."""
-        number = len(self._jobs) + 1
+        """The number that a stream writes to ``ready`` for pieces of ``job``; it is registered with all lanes, in the same order.
+        A number that was forgotten is given again."""
+        number = self._free.pop() if self._free else len(self._jobs) + 1
         if number == len(self._tables[-1]):
             self._enlarge(2 * number)
         row = self._tables[-1][number]
@@ -108,7 +110,7 @@ class StagingProxy:
             (at.JOB_CALLS, job.calls),
         ):
             row[place // 8] = value
-        self._jobs.append(job)
+        self._jobs[number - 1 : number] = [job]
         if job.captured and self.takes_part(job):
             self._set(at.CAPTURED, 1)
         return number
@@ -117,10 +119,21 @@ class StagingProxy:
         """Whether pieces of a job come to this lane."""
         return self.lane < min(job.stride, job.npieces)
 
-    def announce(self) -> None:
-        """A job is about to be enqueued that is not captured, and that comes to this lane."""
-        self._set(at.ANNOUNCED, self._get(at.ANNOUNCED) + 1)
+    def forget(self, number: int) -> None:
+        """A job that has ended and that no stream brings any more."""
+        self._jobs[number - 1] = None
+        self._free.append(number)
+
+    def announce(self) -> int:
+        """A job is about to be enqueued that is not captured, and that comes to this lane; which one it is for ``has_ended``."""
+        count = self._get(at.ANNOUNCED) + 1
+        self._set(at.ANNOUNCED, count)
         self._ring()
+        return count
+
+    def has_ended(self, count: int) -> bool:
+        """Whether the lane has answered all pieces of what was announced so."""
+        return self._get(at.FINISHED) >= count
 
     @property
     def draining(self) -> bool:
@@ -166,6 +179,7 @@ class StagingProxy:
     def _run_held(self) -> None:
         """Python's part of a piece; the next ``serve`` answers it."""
         job, piece, code = self._jobs[self._get(at.HELD) - 1], self._get(at.PIECE), self._get(at.CODE)
+        assert job is not None, "only jobs that have ended are forgotten"
         try:
             if code:
                 job.explain(piece, code)

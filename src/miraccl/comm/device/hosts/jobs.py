@@ -23,6 +23,7 @@ from miraccl.executor.cuda.driver import Gpu
 from miraccl.types import Collective, DType, RedOp
 
 LEAST_SLOT = 64 << 10
+MOST_JOBS = 1024
 OpenCpu = Callable[[Session], CpuCommunicator]
 ON_GPU = tuple(dtype for dtype in DType if dtype not in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2))  # types that kernels add up
 
@@ -133,11 +134,21 @@ class HostsJobs:
         stride: int = 1,
     ) -> StagedJob:
         """The job of a kind of operation; captured ones apart, because a graph may bring them at any time."""
-        job = self._jobs.get((key, captured))
+        job = self._jobs.pop((key, captured), None)
         if job is None:
+            self._forget_some()
             pieces, network = make()
-            job = self._jobs[key, captured] = self.staging.job(pieces, self.staging.slots_for(need), network, captured, stride)
+            job = self.staging.job(pieces, self.staging.slots_for(need), network, captured, stride)
+        self._jobs[key, captured] = job  # the one used last comes last
         return job
+
+    def _forget_some(self) -> None:
+        """Keep no more than ``MOST_JOBS`` that can be made again: programs whose counts change with every call have ever new ones."""
+        for kind in list(self._jobs)[: max(0, len(self._jobs) + 1 - MOST_JOBS)]:
+            job = self._jobs[kind]
+            if self.staging.forget(job):
+                del self._jobs[kind]
+                self._plans.pop(job.number, None)
 
     def why(self, two_steps: bool, shape: Shape, dtype: DType, op: Any) -> str:
         """Why an operation runs in two steps, or is staged."""

@@ -69,6 +69,8 @@ class Replays:
         replay = self._replays.pop(key)
         if replay is not None:
             self._gpu.destroy_graph(replay.graph)
+            for job in replay.jobs:
+                job.graphs -= 1
 
     def close(self) -> None:
         """When the GPU has done with them."""

@@ -77,6 +77,8 @@ class StagedJob:
         self.npieces = len(self.pieces)
         self.piece_bytes = max((copy.host + copy.nbytes for piece in self.pieces for copy in (*piece.down, *piece.up)), default=0)
         self.number = 0
+        self.announced: dict[int, int] = {}  # lane -> what its last coming was announced as
+        self.graphs = 0  # that bring it again
         self._network = network
         self._prepared = [network.prepare(piece, number, slot_of(number, stride)) for number, piece in enumerate(self.pieces)]
         calls = [prepared and prepared.unlocked() for prepared in self._prepared]
@@ -150,7 +152,7 @@ class Staging:
         a piece before it goes down and after it has come up.  Who does not take part only calls these, in the order of those that do."""
         ahead = NSLOTS * job.stride // LANES - 1
         if takes_part and not job.captured:
-            self.announce(job) if self._recorded is None else self._recorded.append(job)
+            self.announce(job) if self._recorded is None else self._record(job)
         for number in range(job.npieces + ahead):
             if number < job.npieces:
                 if before is not None:
@@ -165,13 +167,26 @@ class Staging:
 
     def announce(self, job: StagedJob) -> None:
         """Its pieces come to the lanes soon."""
-        for proxy in self.proxies:
+        for lane, proxy in enumerate(self.proxies):
             if proxy.takes_part(job):
-                proxy.announce()
+                job.announced[lane] = proxy.announce()
+
+    def forget(self, job: StagedJob) -> bool:
+        """Let go of a job that has ended and that no graph brings again; says whether it was one."""
+        if job.captured or job.graphs or not all(self.proxies[lane].has_ended(count) for lane, count in job.announced.items()):
+            return False
+        for proxy in self.proxies:
+            proxy.forget(job.number)
+        return True
+
+    def _record(self, job: StagedJob) -> None:
+        assert self._recorded is not None
+        self._recorded.append(job)
+        job.graphs += 1
 
     @contextlib.contextmanager
     def unannounced(self) -> Iterator[list[StagedJob]]:
-        """What is enqueued within is announced by the caller, each time that it comes."""
+        """What is enqueued within is announced by the caller, each time that it comes, until its graph is destroyed."""
         jobs: list[StagedJob] = []
         self._recorded = jobs
         try:
