@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -205,7 +206,47 @@ def test_shrink_of_a_whole_communicator_is_a_copy() -> None:
     assert run_ranks(shrunk_without_need, 3) == [[3.0, 3.0]] * 3
 
 
+def descriptors() -> list[int]:
+    """How many this process has open: before communicators are split, with eight of them, and without them again."""
+    with miraccl.init() as world:
+        counts = [len(os.listdir("/proc/self/fd"))]
+        parts = [world.split(0) for _ in range(8)]
+        for part in parts:
+            assert part is not None
+            part.barrier()
+        counts.append(len(os.listdir("/proc/self/fd")))
+        for part in parts:
+            assert part is not None
+            part.finalize()
+        counts.append(len(os.listdir("/proc/self/fd")))
+        return counts
+
+
+@pytest.mark.multiprocess
+def test_communicators_of_one_job_share_its_descriptors() -> None:
+    for before, during, after in run_ranks(descriptors, 3):
+        assert before == during == after
+
+
 # ---- memory
+
+
+def window_use() -> list[int]:
+    """Bytes of window memory that are held: for an array, once it is touched, for another beside it, and for none."""
+    with miraccl.init() as comm:
+        first, second = comm.empty(10 * PAGE, np.uint8), comm.empty(PAGE, np.uint8)
+        used = [comm.memory()["window"]]
+        first[: 4 * PAGE] = 1
+        used.append(comm.memory()["window"])
+        second[:] = 1
+        used.append(comm.memory()["window"])
+        del first, second
+        return [*used, comm.memory()["window"]]
+
+
+@pytest.mark.multiprocess
+def test_window_memory_counts_once_it_is_touched() -> None:
+    assert run_ranks(window_use, 2) == [[0, 4 * PAGE, 5 * PAGE, 0]] * 2
 
 
 def memory_use() -> dict[str, int]:
@@ -277,7 +318,7 @@ def test_window_allocation(plan: list[int | None], random: Any) -> None:
     gc.collect()
     assert window._free == [(0, 24 * PAGE)]
     assert window.allocated == 0
-    assert window.segment.resident_bytes() == 0  # the pages went back to the system
+    assert window.segment.file.resident_bytes(0, 24 * PAGE) == 0  # the pages went back to the system
 
 
 def test_window_memory_that_the_collector_frees_inside_an_allocation() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import threading
+import time
 from typing import Any
 
 import torch
@@ -115,6 +117,33 @@ def several_backends(path: str) -> None:
                 pair.split_group([0, 1])
         with refused("meta", "init_process_group"):
             dist.all_reduce(torch.ones(1, device="meta"))
+
+
+def descriptors(path: str) -> None:
+    """A group has a connection to its meeting point, and no descriptors for shared memory; all go with the group."""
+    with world(path) as (rank, _):
+        before = _open_files()
+        several = [dist.new_group() for _ in range(3)]
+        for group in several:
+            dist.all_reduce(torch.ones(2), group=group)
+        during = _open_files()
+        assert not [name for name in during if "memfd" in name], during
+        assert len(during) - len(before) <= len(several) * (4 if rank else 32)  # rank 0 has the meeting point
+        for group in several:
+            dist.destroy_process_group(group)
+        limit = time.monotonic() + LIMIT.total_seconds()
+        while len(_open_files()) > len(before):  # the meeting points end when all ranks have left
+            assert time.monotonic() < limit, (before, _open_files())
+            time.sleep(0.001)
+
+
+def _open_files() -> list[str]:
+    """What the descriptors of this process are of."""
+    names = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself, and those that another thread closes meanwhile
+            names.append(os.readlink(f"/proc/self/fd/{number}"))
+    return names
 
 
 def split(path: str) -> None:

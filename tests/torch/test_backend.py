@@ -43,7 +43,18 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
     [
         (3, (calls.layouts, calls.uneven, calls.handles, calls.profiled, calls.short_forms)),
         (3, (messages.point_to_point, messages.tags, messages.any_source, messages.threads)),
-        (3, (messages.misfits, groups.objects_and_groups, groups.beside_gloo, groups.same_file_again, groups.split, groups.by_hand)),
+        (
+            3,
+            (
+                messages.misfits,
+                groups.objects_and_groups,
+                groups.beside_gloo,
+                groups.same_file_again,
+                groups.split,
+                groups.by_hand,
+                groups.descriptors,
+            ),
+        ),
         (
             3,
             (

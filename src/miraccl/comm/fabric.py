@@ -22,7 +22,7 @@ from miraccl.executor.cpu.kernels import layout as at
 from miraccl.graph.rank_order import RankPlace, order_ranks
 from miraccl.native import atomics
 from miraccl.transport.base import Endpoint, FifoKind, FifoPair, Transport
-from miraccl.transport.shm import LARGEST_SLOT, Segment, ShmTransport, slot_bytes_for
+from miraccl.transport.shm import LARGEST_SLOT, ShmTransport, slot_bytes_for
 
 #: slots of FIFOs to other hosts: a message costs the proxy some 100 us, so pieces are large; all of a direction share the budget
 NET_SLOT, NET_BUDGET = 1 << 20, 16 << 20
@@ -60,7 +60,6 @@ class Fabric:
         self._on_lost = on_lost
         self._transports: list[Transport] = []
         self._proxy: Any = None
-        self._segment: Segment | None = None
         self.early: list[Event] = []  # what happened before there was a ``Faults`` to hear of it
         session.on_event(self.early.append)
         try:
@@ -121,6 +120,7 @@ class Fabric:
         readable = [] if params.CMA_DISABLE.read() else sorted(shm.readable)
         mine = {"readable": readable, "membarrier": atomics.register_membarrier(), "domains": self._domains()}
         abilities = self._exchange("abilities", mine)
+        shm.release()
         order = order_ranks(self.places, abilities[0]["domains"])
         self.order = () if order == tuple(range(self.nranks)) else order
         self.readable = {r for r in near if self.rank in abilities[r]["readable"]}
@@ -242,12 +242,11 @@ class Fabric:
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds for the communicator: shared FIFOs as touched, window memory in use, private memory."""
-        resident = self.shm.resident_bytes()
         network = sum(2 * at.NSLOTS * wire.slot_bytes for wire in self.context.wires.values() if wire.kind == at.KIND_NET)
         return {
-            "fifo": resident["fifo"],
+            "fifo": self.shm.segment.file.resident_bytes(0, self.shm.segment.nbytes),
             "fifo_reserved": self.shm.segment.nbytes,
-            "window": resident["window"],
+            "window": self.window.resident_bytes(),
             "network": network,
             "private": self.context.private_bytes(),
         }

@@ -19,7 +19,7 @@ _FAILED = "failed: "
 def get_unique_id() -> UniqueId:
     """Start the meeting point of a new job in this process and give its id, which all ranks need (``str(id)`` fits in a variable)."""
     unique_id, root = create_root()
-    _roots.append(root)
+    _roots[:] = [*(other for other in _roots if other.alive), root]
     return unique_id
 
 

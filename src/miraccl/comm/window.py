@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import math
-import mmap
 import operator
 import os
 import threading
@@ -43,12 +41,19 @@ class Window:
         nbytes = math.prod(dims) * kind.itemsize
         size = max(PAGE, -(-nbytes // PAGE) * PAGE)
         offset = self._take(size)
-        raw = (ctypes.c_char * max(nbytes, 1)).from_buffer(self.segment.map, offset)  # keeps the mapping alive
+        raw = self.segment.file.memory(offset, max(nbytes, 1))
         weakref.finalize(raw, self._give, offset, size)
         return np.frombuffer(raw, np.uint8, nbytes).view(kind).reshape(dims)
 
     def holds(self, address: int, nbytes: int) -> bool:
         return self.segment.address <= address and address + nbytes <= self.segment.address + self.segment.nbytes
+
+    def resident_bytes(self) -> int:
+        """Bytes of memory that the pieces in use hold."""
+        with self._lock:
+            self._merge()
+            ends = [0, *(bound for start, room in self._free for bound in (start, start + room)), self.segment.nbytes // PAGE * PAGE]
+        return sum(self.segment.file.resident_bytes(a, b - a) for a, b in zip(ends[::2], ends[1::2], strict=True))
 
     def _take(self, size: int) -> int:
         with self._lock:
@@ -62,8 +67,8 @@ class Window:
 
     def _give(self, offset: int, size: int) -> None:
         """Take a piece back. The garbage collector may call this anywhere, inside ``_take`` too: whoever holds the lock does the rest."""
-        with contextlib.suppress(OSError, ValueError):  # the memory goes with the segment, at the latest
-            self.segment.map.madvise(mmap.MADV_REMOVE, offset, size)
+        with contextlib.suppress(OSError):  # the memory goes with the segment, at the latest
+            self.segment.file.remove(offset, size)
         self._returned.append((offset, size))
         if self._lock.acquire(blocking=False):
             try:

@@ -43,7 +43,7 @@ class HostSegment:
     def create(cls, gpu: PinningGpu, nbytes: int, fills: Fills = (), label: str = "miraccl-gpu") -> HostSegment:
         """A new segment; ``fills`` are (offset, bytes, 32-bit word) that it begins with, over zeros."""
         segment = Segment.create(label, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
-        words = np.frombuffer(segment.map, np.uint32)
+        words = np.frombuffer(segment.file.memory(0, segment.nbytes), np.uint32)
         for offset, size, word in fills:
             words[offset // 4 : (offset + size) // 4] = word
         return cls(gpu, segment)

@@ -2,7 +2,8 @@
 
 Each rank makes two segments: one with its control page and its outgoing FIFOs, and one for window memory.  Segments are anonymous
 files (``memfd_create``), opened by peers as ``/proc/<pid>/fd/<n>``: they never have a name that could be left behind, whatever kills
-the job.  Pages count only once they are touched, so the window segment may be as large as the machine.
+the job.  Once all peers have mapped them, no descriptor is kept.  Pages count only once they are touched, so the window segment may be as
+large as the machine.
 
 A rank's budget for FIFOs is shared out among its peers: memory is linear in the number of ranks of a host.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from typing import Any
 from miraccl.errors import ProtocolError, SystemFailure
 from miraccl.transport import fifo
 from miraccl.transport.base import TRANSPORTS, Endpoint, Fifo, FifoKind, FifoPair, Transport
+from miraccl.transport.mapped_file import MappedFile
 
 CONTROL_BYTES = fifo.PAGE_BYTES
 DEFAULT_BUDGET = 4 << 20
@@ -37,22 +38,31 @@ def slot_bytes_for(npeers: int, budget: int = 0, largest: int = LARGEST_SLOT) ->
     return size
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Segment:
-    """A mapped segment: ``address`` and ``nbytes`` in this process, and the descriptor it was made with (-1 for a peer's)."""
+    """A mapped segment, and the descriptor it was made with (-1 for a peer's, and once it is released)."""
 
-    address: int
-    nbytes: int
-    fd: int
-    map: mmap.mmap
+    file: MappedFile
+    fd: int = -1
+
+    @property
+    def address(self) -> int:
+        return self.file.address
+
+    @property
+    def nbytes(self) -> int:
+        return self.file.nbytes
 
     @classmethod
     def create(cls, label: str, nbytes: int) -> Segment:
+        fd = -1
         try:
             fd = os.memfd_create(label, os.MFD_CLOEXEC)
             os.ftruncate(fd, nbytes)
-            return cls._mapped(fd, nbytes, fd)
+            return cls(file=MappedFile(fd, nbytes), fd=fd)
         except OSError as error:
+            if fd >= 0:
+                os.close(fd)
             raise SystemFailure(f"cannot make a shared segment of {nbytes} bytes: {error.strerror}") from error
 
     @classmethod
@@ -65,22 +75,17 @@ class Segment:
         try:
             if os.fstat(handle).st_size != nbytes:
                 raise ProtocolError(f"the segment of process {pid} has another size than it said")
-            return cls._mapped(handle, nbytes, -1)
+            return cls(file=MappedFile(handle, nbytes))
+        except OSError as error:
+            raise SystemFailure(f"cannot map the segment of process {pid}: {error.strerror}") from error
         finally:
             os.close(handle)
 
-    @classmethod
-    def _mapped(cls, fd: int, nbytes: int, keep: int) -> Segment:
-        memory = mmap.mmap(fd, nbytes, mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0x4000))
-        return cls(address=ctypes.addressof(ctypes.c_char.from_buffer(memory)), nbytes=nbytes, fd=keep, map=memory)
-
-    def resident_bytes(self) -> int:
-        """Bytes of memory that the segment holds (only meaningful on the rank that made it)."""
-        return os.fstat(self.fd).st_blocks * 512 if self.fd >= 0 else 0
-
     def release(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
+        """Close the descriptor: nobody else can map the segment any more. May be called twice."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def default_window_bytes() -> int:
@@ -118,7 +123,6 @@ class ShmTransport(Transport):
         self.windows: dict[int, Segment] = {}
         self.pids: dict[int, int] = {}
         self.readable: set[int] = set()
-        self._closed = False
 
     @staticmethod
     def can_connect(a: Endpoint, b: Endpoint) -> bool:
@@ -162,15 +166,14 @@ class ShmTransport(Transport):
         """Address of this rank's control page."""
         return self.segment.address
 
-    def resident_bytes(self) -> dict[str, int]:
-        return {"fifo": self.segment.resident_bytes(), "window": self.window.resident_bytes()}
+    def release(self) -> None:
+        """All peers have connected: the descriptors have done their work."""
+        self.segment.release()
+        self.window.release()
 
     def close(self) -> None:
-        """Give the descriptors back; mappings go with the last array that lies in them."""
-        if not self._closed:
-            self._closed = True
-            self.segment.release()
-            self.window.release()
+        """Mappings go with the last array that lies in them."""
+        self.release()
 
 
 def _parse(info: bytes, peer: int) -> dict[str, Any]:
