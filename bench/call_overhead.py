@@ -2,9 +2,13 @@
 
     python bench/call_overhead.py
     python bench/call_overhead.py --rounds 30 --out call-overhead
+    python bench/call_overhead.py --devices cuda
 
 ``one rank`` is the cost of the call itself: arguments read, plan looked up, compiled code entered.  The ranks run on their own cores
 if there are enough.  Medians over rounds; the smallest is beside it.
+
+On GPUs (``--devices cuda``, a GPU per rank, PyTorch's tensors) it is the time of the calling thread: calls enqueue and return.  ``launch
+alone`` is what the driver takes of it.
 """
 
 from __future__ import annotations
@@ -47,18 +51,57 @@ def subjects(comm: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-def rank_main(context: Context, rounds: int, calls: int) -> dict[str, list[float]]:
+def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
+    """The same on this rank's GPU."""
+    import torch
+
+    torch.cuda.set_device(comm.local_rank)
+    x, y, z = (torch.zeros(8, device="cuda") for _ in range(3))
+    right, left = (comm.rank + 1) % comm.nranks, (comm.rank - 1) % comm.nranks
+    comm.all_reduce(x)
+    known, address = next(iter(comm._device._launches.values())), x.data_ptr()
+
+    def exchange(times: int) -> None:
+        with miraccl.group():
+            for _ in range(times):
+                comm.send(x, right)
+                comm.recv(y, left)
+
+    def one_way() -> None:
+        if comm.rank == 0:
+            comm.send(x, 1)
+        elif comm.rank == 1:
+            comm.recv(x, 0)
+
+    return {
+        "empty function": lambda: None,
+        "launch alone": lambda: known.run(address, address, 0),
+        "all_reduce in place": lambda: comm.all_reduce(x),
+        "reduce in place": lambda: comm.reduce(x, 0),
+        "reduce out of place": lambda: comm.reduce(x, 0, z),
+        "send from rank 0 to rank 1": one_way,
+        "sendrecv": lambda: comm.sendrecv(x, right, y, left),
+        "group of nothing": lambda: exchange(0),
+        "group of a send and a recv": lambda: exchange(1),
+        "group of 2 sends and 2 recvs": lambda: exchange(2),
+    }
+
+
+def rank_main(context: Context, devices: str, rounds: int, calls: int) -> dict[str, list[float]]:
     with miraccl.init() as comm:
         times: dict[str, list[float]] = {}
+        chosen = gpu_subjects(comm) if devices == "cuda" else subjects(comm)
         for _ in range(rounds):
-            for name, call in subjects(comm).items():
+            for name, call in chosen.items():
+                call()
+                comm.synchronize()  # a full queue of the GPU would be in the figures
                 comm.barrier()
                 times.setdefault(name, []).append(time_calls(call, calls))
         return times
 
 
-def measure(nranks: int, rounds: int, calls: int) -> dict[str, list[float]]:
-    with launch.local_job(nranks) as environ, Ranks(rank_main, nranks, (rounds, calls), environ=environ) as ranks:
+def measure(devices: str, nranks: int, rounds: int, calls: int) -> dict[str, list[float]]:
+    with launch.local_job(nranks) as environ, Ranks(rank_main, nranks, (devices, rounds, calls), environ=environ) as ranks:
         ranks.wait(time.monotonic() + 600)
         failure = ranks.first_failure()
         if failure:
@@ -69,20 +112,23 @@ def measure(nranks: int, rounds: int, calls: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--calls", type=int, default=20000, help="in a row, in a round")
-    parser.add_argument("--ranks", default="1,2", help="numbers of ranks")
+    parser.add_argument("--calls", type=int, help="in a row, in a round: 20000 by default; 400 on GPUs, whose queue has room for 1024")
+    parser.add_argument("--ranks", help="numbers of ranks, 1,2 by default; on GPUs 2")
     common.add_output_option(parser)
     args = parser.parse_args()
     machine = common.describe_machine()
     launch.warm_up()
-    counts = [int(n) for n in args.ranks.split(",")]
-    results = {n: measure(n, args.rounds, args.calls) for n in counts}
+    on_gpus = args.devices == "cuda"
+    counts = [int(n) for n in (args.ranks or ("2" if on_gpus else "1,2")).split(",")]
+    calls = args.calls or (400 if on_gpus else 20000)
+    results = {n: measure(args.devices, n, args.rounds, calls) for n in counts}
     columns = ["call", *(f"{n} rank{'s' * (n > 1)}: median (smallest) us" for n in counts)]
     rows = [
         [name, *(f"{common.median(results[n][name]):.3f} ({min(results[n][name]):.3f})" for n in counts)] for name in results[counts[0]]
     ]
-    text = common.heading("What a call costs", machine) + "\n" + common.markdown_table(columns, rows)
+    text = common.heading("What a call costs" + " on GPUs" * on_gpus, machine) + "\n" + common.markdown_table(columns, rows)
     common.save(args.out, {"machine": machine, "us": {str(n): r for n, r in results.items()}}, text)
 
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miraccl.comm import group
 from miraccl.comm.device.hosts.messages import MessageOperation
 from miraccl.comm.device.hosts.transfers import Message
 from miraccl.executor.cpu.context import Context, WaitPolicy, call_kernel
@@ -40,6 +41,7 @@ class Rank:
             policy=WaitPolicy(timeout_s=timeout),
             window=(0, 0),
             threaded=True,
+            groups=group.address(),
         )
         self.member: Any = types.SimpleNamespace(context=self.context)
         self.rank = rank

@@ -143,6 +143,9 @@ class FakeCuda:
     def cuInit(self, flags: int) -> tuple[Any, ...]:
         return (Result.CUDA_SUCCESS,)
 
+    def cuDriverGetVersion(self) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, 12080
+
     def cuDeviceGetCount(self) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, self.ngpus
 

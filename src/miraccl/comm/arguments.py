@@ -16,6 +16,7 @@ import numpy as np
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.arrays import dtype_of
+from miraccl.native.capsules import name_of, pointer_of
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DL_TYPES, DType, PreMulSum, RedOp
 
@@ -107,12 +108,6 @@ _DL_READ_ONLY = 1  # bit of DLManagedTensorVersioned.flags
 _DL_FLAGS_AT, _DL_TENSOR_AT = 24, 32  # offsets in DLManagedTensorVersioned: version, context, deleter, flags, tensor
 #: Libraries whose arrays never change, and whose DLPack tensors do not say so.
 IMMUTABLE = ("jax", "jaxlib")
-_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer_of.restype = ctypes.c_void_p
-_pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
-_name_of = ctypes.pythonapi.PyCapsule_GetName
-_name_of.restype = ctypes.c_char_p
-_name_of.argtypes = [ctypes.py_object]
 
 
 def capsule_of(thing: Any, **options: Any) -> tuple[Any, int, bool]:
@@ -124,12 +119,12 @@ def capsule_of(thing: Any, **options: Any) -> tuple[Any, int, bool]:
         capsule = thing.__dlpack__(max_version=_DL_VERSION, **options)
     except TypeError:
         capsule = thing.__dlpack__(**options)
-    name = _name_of(capsule)
+    name = name_of(capsule)
     if name == b"dltensor_versioned":
-        pointer = _pointer_of(capsule, name)
+        pointer = pointer_of(capsule, name)
         flags = ctypes.c_uint64.from_address(pointer + _DL_FLAGS_AT).value
         return capsule, pointer + _DL_TENSOR_AT, bool(flags & _DL_READ_ONLY)
-    return capsule, _pointer_of(capsule, b"dltensor"), type(thing).__module__.partition(".")[0] in IMMUTABLE
+    return capsule, pointer_of(capsule, b"dltensor"), type(thing).__module__.partition(".")[0] in IMMUTABLE
 
 
 def _from_dlpack(thing: Any, name: str, where: str) -> Array:

@@ -2,7 +2,8 @@
 
 An operation takes one of two ways.  The door (``executor.cpu.kernels.engine``) reads the arrays' headers and runs the plan in compiled
 code; that is every call whose like has been seen.  The long way checks the arguments, makes the plan, and handles groups,
-background work and everything else that is not an everyday call.  This file knows neither transports nor algorithms.
+background work and everything else that is not an everyday call.  Once there is a GPU side, its doors (``executor.cuda.doors``) stand
+before those of the CPU.  This file knows neither transports nor algorithms.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from miraccl.comm.persistent import Persistent
 from miraccl.comm.planner import Candidate
 from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cuda.doors.layout import NOTED
 from miraccl.types import Collective, DType, RedOp
 
 if TYPE_CHECKING:
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
     from miraccl.executor.cuda.plan import DevicePlan
 
 SUM = RedOp.SUM
+
+
+def _no_door(*args: Any) -> int:
+    return at.NEED_PLAN
 
 
 class Communicator:
@@ -56,6 +62,8 @@ class Communicator:
     rank: int
     nranks: int
     _member: Member
+    _reduce: Callable[..., int] = staticmethod(_no_door)  # on CPU memory it has no door
+    _begin_notes: Callable[[Any], bool]  # what a door of the GPU asks for that notes a call as the first one of a group
 
     def __init__(self, nranks: int, unique_id: UniqueId | bytes | str, rank: int, **options: Any) -> None:
         opts = Options.create(**options)
@@ -77,6 +85,7 @@ class Communicator:
         context = member.context
         word = at.CTX_LAST_PLAN // 8
         self._cpu_plan: Any = context.words.data[word : word + 1]  # 0: the last operation was on GPU memory
+        self._cpu_plan_address = context.address + at.CTX_LAST_PLAN
         self._all_reduce = context.door("collective", Collective.ALL_REDUCE)
         self._all_gather = context.door("collective", Collective.ALL_GATHER)
         self._reduce_scatter = context.door("collective", Collective.REDUCE_SCATTER)
@@ -87,7 +96,6 @@ class Communicator:
         self._sendrecv = context.door("sendrecv", Collective.SEND_RECV)
         self._barrier: Callable[[], int] = member.barrier_door()
         self._splits = 0
-        groups.join(self)
 
     # ---- collectives
 
@@ -129,6 +137,8 @@ class Communicator:
 
     def reduce(self, x: Any, root: int = 0, out: Any = None, op: Any = SUM, *, async_op: bool = False, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``x`` (or ``out``) of rank ``root``; the others' ``x`` stays as it is."""
+        if not self._reduce(x, out, op, async_op, stream, root):
+            return x if out is None or root != self.rank else out
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.reduce(x, root, out, op, stream=stream)
         return self._long_way(calls.reduce, (x, root, out, op), "reduce", async_op)
@@ -212,7 +222,8 @@ class Communicator:
 
     def send(self, x: Any, dst: int, *, async_op: bool = False, stream: Any = None) -> Any:
         """Send ``x`` to rank ``dst``; returns when ``x`` may be changed. Matches one ``recv`` of the same count and dtype, in order."""
-        if not (code := self._send(x, dst, async_op, stream)):
+        code = self._send(x, dst, async_op, stream)
+        if not code or (code == NOTED and self._begin_notes(groups.current())):
             return None
         if (gpu := self._gpu(async_op, stream, x)) is not None:
             return gpu.send(x, dst, stream=stream)
@@ -220,7 +231,8 @@ class Communicator:
 
     def recv(self, x: Any, src: int, *, async_op: bool = False, stream: Any = None) -> Any:
         """Receive from rank ``src`` into ``x``."""
-        if not (code := self._recv(x, src, async_op, stream)):
+        code = self._recv(x, src, async_op, stream)
+        if not code or (code == NOTED and self._begin_notes(groups.current())):
             return x
         if (gpu := self._gpu(async_op, stream, x)) is not None:
             return gpu.recv(x, src, stream=stream)
@@ -228,7 +240,8 @@ class Communicator:
 
     def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, async_op: bool = False, stream: Any = None) -> Any:
         """Send ``x`` to ``dst`` and receive ``out`` from ``src`` at the same time."""
-        if not (code := self._sendrecv(x, dst, out, src, async_op, stream)):
+        code = self._sendrecv(x, dst, out, src, async_op, stream)
+        if not code or (code == NOTED and self._begin_notes(groups.current())):
             return out
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.sendrecv(x, dst, out, src, stream=stream)
@@ -384,9 +397,10 @@ class Communicator:
         """What the call goes to if one of ``arrays`` lies on a GPU, else None."""
         for x in arrays:
             if lies_on_gpu(x):
-                if self._device is not None and not async_op and groups.current() is None:
+                if self._device is not None and not async_op:
                     self._cpu_plan[0] = 0
-                    return self._device  # the usual case, counted in fractions of a microsecond
+                    group = groups.current()
+                    return self._device if group is None else self._device.grouped(group)
                 return self._gpu_calls(async_op, ordinal_of(x))
         if stream is not None:
             raise InvalidUsage("a stream is for operations on GPU memory; these arrays lie in CPU memory", rank=self.rank)
@@ -408,17 +422,17 @@ class Communicator:
         device = self._device_side(ordinal)
         self._cpu_plan[0] = 0
         group = groups.current()
-        if group is None and not async_op:
+        if group is not None:
+            if async_op:
+                raise InvalidUsage("async_op has no meaning inside a group; the group is one operation", rank=self.rank)
+            return device.grouped(group)
+        if not async_op:
             return device
-        from miraccl.comm.device.work import Background, Grouped
+        if self._background is None:
+            from miraccl.comm.device.work import Background
 
-        if group is None:
-            if self._background is None:
-                self._background = Background(device)
-            return self._background
-        if async_op:
-            raise InvalidUsage("async_op has no meaning inside a group; the group is one operation", rank=self.rank)
-        return Grouped(device, group)
+            self._background = Background(device)
+        return self._background
 
     def _device_side(self, ordinal: int) -> DeviceCommunicator | HostsCommunicator:
         """The GPU side; made with the first call, by all ranks together."""
@@ -433,6 +447,8 @@ class Communicator:
                 options,
                 open_cpu=lambda session: Communicator.from_session(session, options, parent=self),
             )
+            doors = self._device.stand_before(lambda name: vars(self).get(f"_{name}"), self._cpu_plan_address)
+            vars(self).update({f"_{name}": door for name, door in doors.items()})
         return self._device
 
     # ---- the long way
@@ -494,7 +510,3 @@ class Communicator:
             if not isinstance(item, Transfer):
                 name, call = item
                 self._member.run(call, name)
-
-    def look_before_running(self, reason: int, on: bool) -> None:
-        """From ``group``: shut or open the doors."""
-        self._member.look_before_running(reason, on)

@@ -15,6 +15,7 @@ from typing import Any
 
 from miraccl import params
 from miraccl.bootstrap import Event, PeerLeft, PeerLost, Session
+from miraccl.comm import group
 from miraccl.comm.window import Window
 from miraccl.errors import BootstrapError, MiracclError, PeerDied, PlanMismatch, ProtocolError, SystemFailure
 from miraccl.executor.cpu.context import Context, WaitPolicy, Wires, words_at
@@ -138,6 +139,7 @@ class Fabric:
             policy=policy,
             window=(shm.window.address, shm.window.address + shm.window.nbytes),
             threaded=self.threaded,
+            groups=group.address(),
             stream_from=self.stream_from,
         )
         slot_bytes = min([w.slot_bytes for w in wires.values()], default=shm.slot_bytes)

@@ -2,82 +2,121 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
 
-_local = threading.local()
-_lock = threading.Lock()
-_open_groups = 0
+from miraccl.native import atomics
+
+_word = ctypes.c_int64(0)
+_OPENED, _CLOSED = (1 << 32) + 1, -1
+_add = atomics.add
+
+
+def address() -> int:
+    """Of a word for compiled code: how many groups threads of this process have open in the lower half, and how many there have been in
+    the upper one. Doors of the CPU do not know about threads, so while any is open they leave all calls to Python."""
+    global _add
+    _add = atomics.bound("add_word")
+    return _ADDRESS
+
+
+_ADDRESS = ctypes.addressof(_word)
+
+
+class Part(Protocol):
+    """What a group has collected for one communicator."""
+
+    def run(self) -> None: ...
+    def drop(self) -> None: ...
+
+
+AnyPart = TypeVar("AnyPart", bound=Part)
 
 
 class Member(Protocol):
     """A communicator, as groups see it."""
 
-    def look_before_running(self, reason: int, on: bool) -> None: ...
     def run_group(self, items: list[Any]) -> None: ...
 
 
-members: weakref.WeakSet[Any] = weakref.WeakSet()
-REASON_GROUP = 2
+class _Items:
+    """Calls of a communicator, in their order."""
 
-
-class _Group:
-    def __init__(self) -> None:
-        self.items: dict[int, tuple[Any, list[Any]]] = {}
-
-    def add(self, member: Member, item: Any) -> None:
-        self.items.setdefault(id(member), (member, []))[1].append(item)
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self.items: list[Any] = []
 
     def run(self) -> None:
-        for member, items in self.items.values():
-            member.run_group(items)
+        self._member.run_group(self.items)
+
+    def drop(self) -> None:
+        """Nothing has begun."""
 
 
-def current() -> _Group | None:
+class Group:
+    """A ``with`` block that collects calls; inside another one it is a part of that. ``parts`` run in their order."""
+
+    __slots__ = ("_depth", "parts")
+    parts: dict[Any, Any]
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def part(self, owner: Any, make: Callable[[Any], AnyPart]) -> AnyPart:
+        """What is collected for ``owner``, at first ``make(owner)``."""
+        found: AnyPart | None = self.parts.get(owner)
+        if found is None:
+            found = self.parts[owner] = make(owner)
+        return found
+
+    def add(self, member: Member, item: Any) -> None:
+        self.part(member, _Items).items.append(item)
+
+    def __enter__(self) -> None:
+        whole = _local.group
+        if whole is None:
+            whole = _local.group = self
+            self.parts = {}
+            _add(_ADDRESS, _OPENED)
+        whole._depth += 1
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        whole = _local.group
+        assert whole is not None
+        whole._depth -= 1
+        if whole._depth:
+            return
+        _local.group = None
+        _add(_ADDRESS, _CLOSED)
+        waiting = iter(whole.parts.values())
+        try:
+            if kind is None:
+                for part in waiting:
+                    part.run()
+        finally:
+            for part in waiting:
+                part.drop()
+
+
+class _Local(threading.local):
+    group: Group | None = None  # of the class: asking for what a thread has not set would cost half a microsecond
+
+
+_local = _Local()
+
+
+def current() -> Group | None:
     """The group that this thread has open."""
-    return getattr(_local, "group", None)
+    return _local.group
 
 
-@contextmanager
-def group() -> Iterator[None]:
+def group() -> Group:
     """Batch the calls of this thread inside the ``with`` block: they start when it ends, sends and receives of a communicator together.
 
     Results of calls inside are filled in when the block has ended.  Groups may be nested: the outermost counts.  An exception inside
     the block drops the batch; nothing of it was sent.
     """
-    global _open_groups
-    if current() is not None:
-        yield
-        return
-    mine = _local.group = _Group()
-    _count(1)
-    try:
-        yield
-    finally:
-        _local.group = None
-        _count(-1)
-    mine.run()
-
-
-def _count(change: int) -> None:
-    """Doors of all communicators of this process are shut while any thread has a group open: they do not know about threads."""
-    global _open_groups
-    with _lock:
-        _open_groups += change
-        on = _open_groups > 0
-        for member in list(members):
-            member.look_before_running(REASON_GROUP, on)
-
-
-def join(member: Any) -> None:
-    """A new communicator takes part in groups from now on."""
-    with _lock:
-        members.add(member)
-        if _open_groups:
-            member.look_before_running(REASON_GROUP, True)
-
-
-Action = Callable[[], Any]
+    return Group()

@@ -35,7 +35,7 @@ from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.lower import Run
 from miraccl.types import Collective, DType
 
-REASON_BROKEN, REASON_GROUP, REASON_PENDING, REASON_CLOSED, REASON_OPEN = 1, 2, 4, 8, 16
+REASON_PENDING, REASON_CLOSED, REASON_OPEN = 1, 2, 4
 MAX_RUNS = 2048
 CLOSE_WAIT_S = 10.0
 

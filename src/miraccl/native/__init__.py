@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 
 from miraccl.native import cache
-from miraccl.native.loader import CodeLibrary, builtin, cpu_features
+from miraccl.native.loader import CodeLibrary, builtin, cpu_features, entry_of
 
-__all__ = ["CodeLibrary", "builtin", "library"]
+__all__ = ["CodeLibrary", "builtin", "entry_of", "library"]
 
 PREFIX = "miraccl_"
 

@@ -32,6 +32,11 @@ def exchange(address: int, value: int, /) -> int:
     return bound("exchange_word")(address, value)
 
 
+def add(address: int, number: int, /) -> int:
+    """Add to a word. Gives the old value."""
+    return bound("add_word")(address, number)
+
+
 def ring(address: int, /) -> None:
     """Add one to the 32-bit word and wake all who sleep on it (a futex shared between processes)."""
     bound("ring_futex")(address)

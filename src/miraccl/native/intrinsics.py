@@ -97,6 +97,16 @@ def add32(typingctx: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def add(typingctx: Any, address: Any, value: Any) -> Any:
+    """The same with a word."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", _pointer(builder, args[0], _W), args[1], "seq_cst")
+
+    return I64(I64, I64), emit
+
+
+@intrinsic
 def fence(typingctx: Any) -> Any:
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -167,6 +177,8 @@ syscall = _external("syscall", I64, I64, I64, I64, I64, I64, I64, I64)
 # the C interface of Python
 PyLong_FromLong = _external("PyLong_FromLong", I64, I64)
 PyLong_AsLong = _external("PyLong_AsLong", I64, I64)
+PyList_Append = _external("PyList_Append", I32, I64, I64)
+PyThread_get_thread_ident = _external("PyThread_get_thread_ident", I64)
 PyEval_SaveThread = _external("PyEval_SaveThread", I64)
 PyErr_CheckSignals = _external("PyErr_CheckSignals", I32)
 PyErr_Fetch = _external("PyErr_Fetch", types.void, I64, I64, I64)

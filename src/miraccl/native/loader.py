@@ -27,6 +27,9 @@ _new_builtin = ctypes.pythonapi.PyCFunction_NewEx
 _new_builtin.restype = ctypes.py_object
 _new_builtin.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.py_object]
 _definitions: list[_PyMethodDef] = []  # CPython keeps a pointer to each
+_function_of = ctypes.pythonapi.PyCFunction_GetFunction
+_function_of.restype = ctypes.c_void_p
+_function_of.argtypes = [ctypes.py_object]
 
 
 @functools.cache
@@ -106,3 +109,8 @@ def builtin(name: str, address: int, owner: object = None) -> Callable[..., Any]
     _definitions.append(definition)
     function: Callable[..., Any] = _new_builtin(ctypes.addressof(definition), owner, None)
     return function
+
+
+def entry_of(function: Callable[..., Any]) -> tuple[int, int]:
+    """The C function of a builtin made by ``builtin``, and the address of its owner, which it keeps: for compiled code that calls it."""
+    return int(_function_of(function)), id(function.__self__)  # type: ignore[attr-defined]

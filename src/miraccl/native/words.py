@@ -9,6 +9,7 @@ from miraccl.native.intrinsics import (
     SYS_FUTEX,
     PyLong_AsLong,
     PyLong_FromLong,
+    add,
     add32,
     exchange,
     load,
@@ -31,6 +32,11 @@ def exchange_word(self: int, args: int, nargs: int) -> int:
     return PyLong_FromLong(exchange(PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))))
 
 
+def add_word(self: int, args: int, nargs: int) -> int:
+    """Add to a word; the old value."""
+    return PyLong_FromLong(add(PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))))
+
+
 def ring_futex(self: int, args: int, nargs: int) -> int:
     """Add one to a 32-bit word and wake everybody who sleeps on it."""
     address = PyLong_AsLong(load(args))
@@ -49,6 +55,7 @@ EXPORTS: dict[str, Any] = {
     "load_word": load_word,
     "store_word": store_word,
     "exchange_word": exchange_word,
+    "add_word": add_word,
     "ring_futex": ring_futex,
     "system_call": system_call,
 }

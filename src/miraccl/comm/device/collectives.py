@@ -6,25 +6,42 @@ from collections.abc import Callable
 from typing import Any
 
 from miraccl.comm.device.arguments import DeviceArguments
+from miraccl.comm.device.grouped import Grouped
 from miraccl.comm.device.memory import DeviceMemory, device_view, empty_like
+from miraccl.comm.group import Group
+from miraccl.executor.cuda.doors.layout import NOT_TAKEN
+from miraccl.executor.cuda.doors.table import Door
 from miraccl.types import Collective, PreMulSum, RedOp
 
 SUM = RedOp.SUM
 Operator = RedOp | PreMulSum
 
 
-def _no_door(x: Any, out: Any, op: Any, stream: Any) -> int:
-    return 1
+def _no_door(*args: Any) -> int:
+    return NOT_TAKEN
 
 
 class DeviceCollectives(DeviceArguments):
     """The methods of a communicator. Where there is a door (``executor.cuda.doors``), a call that it takes is done."""
 
-    _all_reduce: Callable[[Any, Any, Any, Any], int] = staticmethod(_no_door)
-    _all_gather: Callable[[Any, Any, Any, Any], int] = staticmethod(_no_door)
-    _reduce_scatter: Callable[[Any, Any, Any, Any], int] = staticmethod(_no_door)
-    _all_to_all: Callable[[Any, Any, Any, Any], int] = staticmethod(_no_door)
-    _broadcast: Callable[[Any, Any, Any, Any], int] = staticmethod(_no_door)
+    _all_reduce: Callable[..., int] = staticmethod(_no_door)
+    _all_gather: Callable[..., int] = staticmethod(_no_door)
+    _reduce_scatter: Callable[..., int] = staticmethod(_no_door)
+    _all_to_all: Callable[..., int] = staticmethod(_no_door)
+    _broadcast: Callable[..., int] = staticmethod(_no_door)
+    _reduce: Callable[..., int] = staticmethod(_no_door)
+
+    def stand_before(self, following: Callable[[str], Door | None], cpu_plan: int) -> dict[str, Callable[..., Any]]:
+        """The doors of this GPU by name of the operation, if it has any; what they do not take goes to those that are asked for here.
+
+        ``cpu_plan`` is the address of a word that each call sets to 0.  ``begin_notes`` is what takes the group that is open (or None)
+        when a door has noted its first call; it gives False if there is none.
+        """
+        return {}
+
+    def grouped(self, group: Group) -> Grouped:
+        """What takes calls while a group is open."""
+        return group.part(self, Grouped)
 
     def _run(
         self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
@@ -34,7 +51,7 @@ class DeviceCollectives(DeviceArguments):
 
     def all_reduce(self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``out``, or into ``x`` itself."""
-        if not self._all_reduce(x, out, op, stream):
+        if not self._all_reduce(x, out, op, False, stream):
             return x if out is None else out
         source = device_view(x, "x", "all_reduce", stream, self.gpu)
         target = source if out is None else self._like(out, source, source.count, "all_reduce")
@@ -44,7 +61,7 @@ class DeviceCollectives(DeviceArguments):
 
     def reduce_scatter(self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks; rank r gets the r-th of nranks equal shares in ``out``."""
-        if out is not None and not self._reduce_scatter(x, out, op, stream):
+        if out is not None and not self._reduce_scatter(x, out, op, False, stream):
             return out
         source = device_view(x, "x", "reduce_scatter", stream, self.gpu)
         count = self._share(source, "reduce_scatter")
@@ -56,7 +73,7 @@ class DeviceCollectives(DeviceArguments):
 
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
         """All ranks' ``x``, one after another, on every rank."""
-        if out is not None and not self._all_gather(x, out, None, stream):
+        if out is not None and not self._all_gather(x, out, None, False, stream):
             return out
         source = device_view(x, "x", "all_gather", stream, self.gpu)
         out = empty_like(x, source.count * self.nranks, "all_gather") if out is None else out
@@ -67,7 +84,7 @@ class DeviceCollectives(DeviceArguments):
 
     def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
         """Block j of rank i's ``x`` becomes block i of rank j's ``out``."""
-        if out is not None and not self._all_to_all(x, out, None, stream):
+        if out is not None and not self._all_to_all(x, out, None, False, stream):
             return out
         source = device_view(x, "x", "all_to_all", stream, self.gpu)
         count = self._share(source, "all_to_all")
@@ -79,7 +96,7 @@ class DeviceCollectives(DeviceArguments):
 
     def broadcast(self, x: Any, root: int = 0, *, stream: Any = None) -> Any:
         """``x`` of rank ``root`` into ``x`` of every rank."""
-        if not self._broadcast(x, None, root, stream):
+        if not self._broadcast(x, None, root, False, stream):
             return x
         chief = self._root(root, "broadcast")
         source = device_view(x, "x", "broadcast", stream, self.gpu)
@@ -88,6 +105,8 @@ class DeviceCollectives(DeviceArguments):
 
     def reduce(self, x: Any, root: int = 0, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``x`` or ``out`` of rank ``root``; the others' stays as it is."""
+        if not self._reduce(x, out, op, False, stream, root):
+            return x if out is None or root != self.rank else out
         chief = self._root(root, "reduce")
         source = device_view(x, "x", "reduce", stream, self.gpu)
         target = source if out is None or self.rank != chief else self._like(out, source, source.count, "reduce")

@@ -19,11 +19,13 @@ from typing import Any
 
 from miraccl import params
 from miraccl.bootstrap import Session
+from miraccl.comm import group as groups
 from miraccl.comm import nccl_wishes
 from miraccl.comm.arguments import operator
 from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
 from miraccl.comm.device.explain import DeviceCandidate, candidates
 from miraccl.comm.device.faults import DeviceFaults
+from miraccl.comm.device.grouped import Grouped, Noted
 from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.device.messages import MessageCalls, frame_of
 from miraccl.comm.device.order import SMALL_THREADS, order_of
@@ -31,6 +33,7 @@ from miraccl.comm.device.rings import Ring, find_ring
 from miraccl.comm.device.stream import find_current_stream, number_of
 from miraccl.comm.device.windows import Windows
 from miraccl.comm.device.work import Kept
+from miraccl.comm.group import Group
 from miraccl.comm.member import Options
 from miraccl.comm.nccl_wishes import Wishes
 from miraccl.errors import (
@@ -42,7 +45,7 @@ from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.copies import COLLECTIVES as COPIED
 from miraccl.executor.cuda.copies import FASTER_FROM as COPIES_FROM
 from miraccl.executor.cuda.copies import CopyLaunch
-from miraccl.executor.cuda.doors.table import Doors
+from miraccl.executor.cuda.doors.table import CALLS, Door, Doors
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.launch import Kernels, Launch
 from miraccl.executor.cuda.lower import Fixed
@@ -102,22 +105,29 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self._copies: dict[tuple[Any, ...], CopyLaunch | StagedLaunch] = {}
         self._lanes: dict[tuple[int, bool], Lane] = {}
         reach = Reach(nranks=self.nranks, multiprocessors=self.multiprocessors, frame=frame_of(self.symmetric))
-        self._messages = MessageLaunches(self.gpu, self._kernels, self._fixed, reach)
         self._kept = Kept(self.gpu)
         self._order = order_of(ordinal)
         abort = ctypes.addressof(self._host) + 4 * layout.HOST_ABORT
-        self._doors = Doors(self.nranks, ordinal, abort=abort, order=self._order.address, own=id(self))
-        self._all_reduce = self._doors.door(Collective.ALL_REDUCE)
-        self._all_gather = self._doors.door(Collective.ALL_GATHER)
-        self._reduce_scatter = self._doors.door(Collective.REDUCE_SCATTER)
-        self._all_to_all = self._doors.door(Collective.ALL_TO_ALL)
-        self._broadcast = self._doors.door(Collective.BROADCAST)
+        self._doors = Doors(
+            self.rank, self.nranks, ordinal, abort=abort, order=self._order.address, own=id(self), groups=groups.address()
+        )
+        vars(self).update({f"_{name}": self._doors.door(name) for name in CALLS})
+        self._noted = Noted(self, self._doors)
+        self._messages = MessageLaunches(self.gpu, self._kernels, self._fixed, reach, self._doors)
         self._current_stream: Callable[[int], int] | None = None
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
         self.faults = DeviceFaults(session, self._host, options.timeout)
         if self._no_multiprocessors and self.nranks > 1:
             self.faults.on_abort(self._release_copies)
         self.closed = False
+
+    def stand_before(self, following: Callable[[str], Door | None], cpu_plan: int) -> dict[str, Callable[..., Any]]:
+        self._doors.also_clear(cpu_plan)
+        doors: dict[str, Callable[..., Any]] = {name: self._doors.door(name, following(name), notes=True) for name in CALLS}
+        return doors | {"begin_notes": self._noted.begin}
+
+    def grouped(self, group: Group) -> Grouped:
+        return self._noted.grouped(group)
 
     # ---- running
 
@@ -221,9 +231,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         return launch
 
     def _forget(self) -> None:
-        """Prepare everything anew."""
+        """Prepare collectives anew."""
         self._launches.clear()
-        self._doors.forget()
+        self._doors.forget_collectives()
 
     def request(self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0) -> Request:
         """What ``choose`` decides about; ``count`` are the elements of a block."""
@@ -302,7 +312,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
 
         ``fills``: whether the launch may take the whole GPU (``comm.device.order``).
         """
-        if self._host[layout.HOST_ABORT] or self.closed:
+        if self.closed or self._host[layout.HOST_ABORT]:
             self.check(name)
         number = self._stream_number(stream)
         if number != self._doors.stream:
@@ -365,7 +375,8 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         if self.closed:
             return None
         self.closed = True
-        self._forget()
+        self._doors.close()
+        self._launches.clear()
         self._order.leave(self)
         with contextlib.suppress(MiracclError):
             self.gpu.make_current()

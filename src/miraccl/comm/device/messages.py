@@ -24,6 +24,7 @@ from miraccl.transport.cuda_pairs import DIRECT
 from miraccl.types import Collective, DType
 
 if TYPE_CHECKING:
+    from miraccl.executor.cuda.doors.table import Door
     from miraccl.executor.cuda.message_launch import MessageLaunches
     from miraccl.executor.cuda.plan import DevicePlan
 
@@ -66,6 +67,9 @@ class MessageCalls(UnevenCollectives):
 
     last_plan: DevicePlan | None
     _messages: MessageLaunches
+    _send: Door
+    _recv: Door
+    _sendrecv: Door
 
     if TYPE_CHECKING:
 
@@ -79,15 +83,19 @@ class MessageCalls(UnevenCollectives):
 
     def send(self, x: Any, dst: int, *, stream: Any = None) -> None:
         """Send ``x`` to rank ``dst``. Matches one ``recv`` of the same count and dtype, in order."""
-        self._go([self._message(x, dst, False, "x", "send", stream)], "send", stream)
+        if self._send(x, dst, False, stream):
+            self._go([self._message(x, dst, False, "x", "send", stream)], "send", stream)
 
     def recv(self, x: Any, src: int, *, stream: Any = None) -> Any:
         """Receive from rank ``src`` into ``x``."""
-        self._go([self._message(x, src, True, "x", "recv", stream)], "recv", stream)
+        if self._recv(x, src, False, stream):
+            self._go([self._message(x, src, True, "x", "recv", stream)], "recv", stream)
         return x
 
     def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, stream: Any = None) -> Any:
         """Send ``x`` to ``dst`` and receive ``out`` from ``src`` at the same time."""
+        if not self._sendrecv(x, dst, out, src, False, stream):
+            return out
         pair = [self._message(x, dst, False, "x", "sendrecv", stream), self._message(out, src, True, "out", "sendrecv", stream)]
         (_, sent), (_, got) = pair
         if -got.nbytes < got.address - sent.address < sent.nbytes:  # what the check asks, without a call
@@ -109,8 +117,9 @@ class MessageCalls(UnevenCollectives):
     def _go(self, parts: list[tuple[DeviceMemory, Message]], name: str, stream: Any) -> None:
         """Enqueue one launch."""
         messages = [message for _, message in parts]
-        number = self._enter(name, stream, sum([m.nbytes for m in messages]) > SMALL_BYTES or len(messages) > SMALL_COUNT)
-        self._messages.run(messages, number)
+        fills = sum([m.nbytes for m in messages]) > SMALL_BYTES or len(messages) > SMALL_COUNT
+        number = self._enter(name, stream, fills)
+        self._messages.run(messages, number, fills)
         self.last_plan = self._messages.last_plan
         for memory, _ in parts:
             if memory.keep is not None:
@@ -124,7 +133,7 @@ class MessageCalls(UnevenCollectives):
         """What follows in the stream begins when every rank's stream has come here."""
         number = self._enter("barrier", stream, False)
         others = [r for r in range(self.nranks) if r != self.rank]
-        self._messages.run([Message(receives, r, 0, 0, int(DType.UINT8)) for r in others for receives in (False, True)], number)
+        self._messages.run([Message(receives, r, 0, 0, int(DType.UINT8)) for r in others for receives in (False, True)], number, False)
 
     # ---- collectives with a root or with counts
 

@@ -1,4 +1,4 @@
-"""Operations on GPU memory that are not simply enqueued in the caller's stream: in the background, in groups, prepared.
+"""Operations on GPU memory that are not simply enqueued in the caller's stream: in the background, prepared.
 
 All of it is written against the methods that ``comm.device.DeviceCommunicator`` and ``comm.device.hosts.HostsCommunicator`` share.
 """
@@ -17,7 +17,6 @@ from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.executor.cuda.driver import Gpu
 
 POLL_S = 50e-6
-_POINT_TO_POINT = ("send", "recv", "sendrecv")
 
 
 class Kept:
@@ -153,80 +152,6 @@ class Background:
                 self._own = self._gpu.gpu.make_stream()
         self._gpu.gpu.order_streams(stream_of(self._gpu, None), self._own)
         return self._own
-
-
-class Grouped:
-    """The methods of ``gpu`` inside ``miraccl.group()``: they are noted in ``group`` and run at its end.
-
-    ``run_group`` runs all sends and receives in one launch, then the collectives in their order.  Operations in several streams become
-    one in the stream of the first; the other streams wait before and after.
-    """
-
-    def __init__(self, gpu: Any, group: Any) -> None:
-        self._gpu, self._group = gpu, group
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name in _POINT_TO_POINT:
-            transferring: Callable[..., Any] = getattr(self, f"_{name}")
-            return transferring
-
-        def note(*args: Any, stream: Any = None, **more: Any) -> Any:
-            number, method = stream_of(self._gpu, stream), getattr(self._gpu, name)
-            result, args = result_of(name, args, self._gpu)
-            self._group.add(GroupMember.of(self._gpu), (number, lambda: method(*args, stream=number, **more)))
-            return result
-
-        return note
-
-    def _send(self, x: Any, dst: int, *, stream: Any = None) -> None:
-        self._note(self._gpu.transfer(x, dst, False, "send"), stream)
-
-    def _recv(self, x: Any, src: int, *, stream: Any = None) -> Any:
-        self._note(self._gpu.transfer(x, src, True, "recv"), stream)
-        return x
-
-    def _sendrecv(self, x: Any, dst: int, out: Any, src: int, *, stream: Any = None) -> Any:
-        sent, got = self._gpu.transfer(x, dst, False, "sendrecv"), self._gpu.transfer(out, src, True, "sendrecv")
-        self._gpu._apart(sent.memory, got.memory, "sendrecv")
-        self._note(sent, stream)
-        self._note(got, stream)
-        return out
-
-    def _note(self, transfer: Any, stream: Any) -> None:
-        self._group.add(GroupMember.of(self._gpu), (stream_of(self._gpu, stream), transfer))
-
-
-class GroupMember:
-    """What ``comm.group`` asks of a communicator, for the GPU side of one."""
-
-    def __init__(self, gpu: Any) -> None:
-        self.gpu = gpu
-
-    @classmethod
-    def of(cls, gpu: Any) -> GroupMember:
-        """The one of ``gpu``: groups tell members apart by identity."""
-        found: GroupMember | None = gpu.__dict__.get("_group_member")
-        if found is None:
-            found = gpu._group_member = cls(gpu)
-        return found
-
-    def look_before_running(self, reason: int, on: bool) -> None:
-        """Nothing runs without looking here."""
-
-    def run_group(self, items: list[Any]) -> None:
-        """(stream, transfer or what runs a collective) in the order of the calls."""
-        transfers = [(number, item) for number, item in items if not callable(item)]
-        if transfers:
-            streams = list(dict.fromkeys(number for number, _ in transfers))
-            first = streams[0]
-            for other in streams[1:]:
-                self.gpu.gpu.order_streams(other, first)
-            self.gpu.exchange([transfer for _, transfer in transfers], stream=first)
-            for other in streams[1:]:
-                self.gpu.gpu.order_streams(first, other)
-        for _, item in items:
-            if callable(item):
-                item()
 
 
 def result_of(name: str, args: Sequence[Any], gpu: Any) -> tuple[Any, tuple[Any, ...]]:

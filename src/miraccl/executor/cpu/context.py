@@ -118,6 +118,7 @@ class Context:
         policy: WaitPolicy,
         window: tuple[int, int],
         threaded: bool,
+        groups: int,
         stage_bytes: int = 128 << 10,
         stream_from: int = 1 << 62,
     ) -> None:
@@ -166,6 +167,7 @@ class Context:
             (at.CTX_ARRAY_TYPE, id(np.ndarray) if arrays.headers_are_readable() else 1),
             (at.CTX_NONE, id(None)),
             (at.CTX_FALSE, id(False)),
+            (at.CTX_GROUPS, groups),
             (at.CTX_INT_TYPE, id(int)),
             (at.CTX_REDOP_TYPE, id(RedOp)),
             (at.CTX_WINDOW, window[0]),

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miraccl.executor.cuda.driver import Gpu, check
-from miraccl.executor.cuda.launch import Kernels
+from miraccl.executor.cuda.doors.table import Doors
+from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.launch import Kernels, Launch
 from miraccl.executor.cuda.lower import Fixed
 from miraccl.executor.cuda.messages import Lowered, Message, Reach, lower_messages
 from miraccl.executor.cuda.plan import DevicePlan
@@ -35,36 +36,42 @@ class _Table:
     free: bool = True
 
 
-class _Launch:
-    """A pattern: everything but the addresses is decided."""
+class _Pattern(Launch):
+    """Everything but the addresses is decided; the kernel has no use for the two pointers of collectives."""
 
-    def __init__(self, lowered: Lowered, plan: DevicePlan, function: Any) -> None:
-        self.lowered, self.plan, self.function = lowered, plan, function
-        self.args = (ctypes.c_char * len(lowered.args)).from_buffer(lowered.args)
-        self._params = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))
-        self.params = ctypes.addressof(self._params)
+    def __init__(self, gpu: Gpu, function: Any, plan: DevicePlan, lowered: Lowered) -> None:
+        super().__init__(gpu, function, plan, lowered.blocks, lowered.args)
+        self.lowered = lowered
+
+    def places(self) -> list[int]:
+        """Where the messages' addresses belong, if they are in the arguments."""
+        return [ctypes.addressof(self._args) + position for position in self.lowered.positions]
 
 
 class MessageLaunches:
-    """Enqueues messages of one communicator on ``gpu``; ``reach`` is the same on all ranks. Calls of one thread."""
+    """Enqueues messages of one communicator on ``gpu``; ``reach`` is the same on all ranks. Calls of one thread.
 
-    def __init__(self, gpu: Gpu, kernels: Kernels, fixed: Fixed, reach: Reach) -> None:
+    ``doors`` are told of what they may launch by themselves.
+    """
+
+    def __init__(self, gpu: Gpu, kernels: Kernels, fixed: Fixed, reach: Reach, doors: Doors) -> None:
         self.gpu, self.reach = gpu, reach
-        self._kernels, self._fixed = kernels, fixed
-        self._patterns: dict[tuple[Any, ...], _Launch] = {}
+        self._kernels, self._fixed, self._doors = kernels, fixed, doors
+        self._patterns: dict[tuple[Any, ...], _Pattern] = {}
         self._tables: list[_Table] = []
         self._functions: dict[bool, Any] = {}
         self.last_plan: DevicePlan | None = None
 
-    def run(self, messages: Sequence[Message], stream: int) -> None:
-        """Enqueue one launch for all messages in ``stream``; it neither waits nor, but for tables, allocates."""
+    def run(self, messages: Sequence[Message], stream: int, fills: bool) -> None:
+        """Enqueue one launch for all messages in ``stream``; it neither waits nor, but for tables, allocates. ``fills``: it may take the
+        whole GPU."""
         if not messages:
             return
         if self.reach.nranks == 1:
             self._copy(messages, stream)
             return
         key = tuple([(receives, peer, nbytes, code) for receives, peer, _, nbytes, code in messages])
-        launch = self._patterns.get(key) or self._prepare(key, messages)
+        launch = self._patterns.get(key) or self._prepare(key, messages, fills)
         lowered, table = launch.lowered, None
         target = lowered.args if lowered.table is None else lowered.table
         for message, position in zip(messages, lowered.positions):
@@ -73,15 +80,12 @@ class MessageLaunches:
             table = self._table(len(lowered.table))
             ctypes.memmove(table.host, bytes(lowered.table), len(lowered.table))
             lowered.set_table(table.on_gpu)
-        code = self.gpu.cuda.cuLaunchKernel(
-            launch.function, lowered.blocks, 1, 1, lowered.threads, 1, 1, 0, self.gpu.cuda.CUstream(stream), launch.params, 0
-        )
-        check(code, "cuLaunchKernel")
+        launch.run(0, 0, stream)
         if table is not None:
             self._lend(table, stream)
         self.last_plan = launch.plan
 
-    def _prepare(self, key: tuple[Any, ...], messages: Sequence[Message]) -> _Launch:
+    def _prepare(self, key: tuple[Any, ...], messages: Sequence[Message], fills: bool) -> _Pattern:
         self.gpu.make_current()
         lowered = lower_messages(messages, self._fixed, self.reach)
         bulk = lowered.bulk > 0
@@ -93,7 +97,10 @@ class MessageLaunches:
         plan = DevicePlan(algo="p2p", proto=proto, blocks=lowered.blocks, threads=lowered.threads, unroll=4 if bulk else 8, reason=reason)
         if len(self._patterns) >= PATTERNS:
             self._patterns.clear()
-        launch = self._patterns[key] = _Launch(lowered, plan, self._functions[bulk])
+            self._doors.forget_messages()
+        launch = self._patterns[key] = _Pattern(self.gpu, self._functions[bulk], plan, lowered)
+        if lowered.table is None:
+            self._doors.remember_messages(messages, launch.places(), launch, fills)
         return launch
 
     def _copy(self, messages: Sequence[Message], stream: int) -> None:

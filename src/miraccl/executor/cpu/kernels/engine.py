@@ -204,7 +204,7 @@ def parse_and_run(door: int, ctx: int, args: int) -> int:
 @inline
 def enter(ctx: int) -> bool:
     """Whether the engine may run now; the GIL makes the test and the set one."""
-    if load(ctx + at.CTX_BUSY) != 0 or load(ctx + at.CTX_INSIDE) != 0:
+    if load(ctx + at.CTX_BUSY) != 0 or load32(load(ctx + at.CTX_GROUPS)) != 0 or load(ctx + at.CTX_INSIDE) != 0:
         return False
     store(ctx + at.CTX_INSIDE, 1)
     return True

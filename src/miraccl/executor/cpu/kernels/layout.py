@@ -41,7 +41,7 @@ CTX_KEEP = 120  # accumulators of a fold (8 * BLOCK bytes)
 CTX_PLANS, CTX_PLANS_MASK = 128, 136  # the table of plans
 CTX_DTYPES = 144  # table of descriptor addresses, one a DType
 CTX_ARRAY_TYPE, CTX_NONE, CTX_INT_TYPE, CTX_REDOP_TYPE = 152, 160, 168, 176
-CTX_BUSY = 184  # not 0: Python must look (pending asynchronous work, closed, a group is open)
+CTX_BUSY = 184  # not 0: Python must look (pending asynchronous work, closed)
 CTX_ERR, CTX_ERR_PEER, CTX_ERR_STEP, CTX_ERR_WANT, CTX_ERR_GOT = 192, 200, 208, 216, 224
 CTX_WINDOW, CTX_WINDOW_END = 232, 240  # this rank's window memory
 CTX_DEADLINE = 248  # of the operation under way; 0: not yet computed
@@ -64,6 +64,7 @@ CTX_EXCEPTION = 480  # type, value and traceback that a signal handler raised (3
 CTX_PAIR = 376  # memory of two entries of an exchange: the send and the receive of a sendrecv
 CTX_FALSE = 384  # address of the object, as CTX_NONE
 CTX_NAPS = 392  # how many waits sleep without a yield before
+CTX_GROUPS = 400  # address of a 32-bit word that is not 0 while a thread has a group open: Python must look
 CTX_SIZE = 512
 CPU_SET_BYTES = 128  # glibc's cpu_set_t: 1024 CPUs
 

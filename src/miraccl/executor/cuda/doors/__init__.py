@@ -1,1 +1,2 @@
-"""Calls on GPU memory without the interpreter: ``call`` is compiled, ``table`` is what Python keeps for it, ``layout`` what both know."""
+"""Calls on GPU memory without the interpreter: ``call`` is compiled, with ``rows`` and ``tensors``; ``table`` is what Python keeps for it,
+``layout`` what both know."""

@@ -1,53 +1,36 @@
-"""Kernel source: cuLaunchKernelEx as a fast builtin, and the doors of a communicator's collectives on GPU memory.
+"""Kernel source: cuLaunchKernelEx as a fast builtin, and the doors of a communicator's operations on GPU memory.
 
 ``launch(block, source, target, stream)``: ``block`` is the address of ``BLOCK_WORDS`` words; the result is CUDA's code.  Through
 cuda.bindings a launch costs about a microsecond and a half more.  Python's lock is let go, since a launch waits where the queue of the GPU
 is full.
 
-``collective(x, out, op or root, stream)`` is a whole call, from PyTorch's tensors to the launch, where everything is as it was the last
-time.  It looks at tensors through the functions that their type offers to compiled code (DLPack 1.3, "C Exchange API").  The result is 0,
-or not 0 where Python is to do it: nothing has happened then.  ``doors.table`` keeps what it looks into, ``doors.layout`` says where.
+A door is a whole call, from PyTorch's tensors to the launch, where everything is as it was the last time; ``doors.tensors`` looks at the
+arguments, ``doors.rows`` finds the launch that ``doors.table`` keeps, ``doors.layout`` says where.  The result is ``DONE``, or
+``NOT_TAKEN``: nothing has happened then.  What a door does not take it hands to the next one, that of the same operation on CPU memory.
+
+While a thread has a group open, sends and receives in which nothing is wrong are noted; ``NOTED`` tells Python of the first one, and
+``exchange`` launches them.  What else a group has is Python's.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-from numba.extending import intrinsic
-
 from miraccl.executor.cuda.doors import layout as at
+from miraccl.executor.cuda.doors.rows import find_collective, find_messages, overlap, type_is_known, write_message
+from miraccl.executor.cuda.doors.tensors import call4, call_builtin, may_go_on
 from miraccl.native.intrinsics import (
-    I64,
-    PyErr_Clear,
     PyEval_RestoreThread,
     PyEval_SaveThread,
+    PyList_Append,
     PyLong_AsLong,
     PyLong_FromLong,
+    PyThread_get_thread_ident,
     inline,
     load,
     load32,
     store,
 )
-
-
-def _emit_call(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-    """The C function at the first address, which takes the words that follow and returns an int."""
-    word = ir.IntType(64)
-    kind = ir.FunctionType(ir.IntType(32), [word] * (len(args) - 1))
-    return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:]), word)
-
-
-@intrinsic
-def call4(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Call the C function at an address with four words; it returns an int."""
-    return I64(I64, I64, I64, I64, I64), _emit_call
-
-
-@intrinsic
-def call2(typingctx: Any, function: Any, a: Any, b: Any) -> Any:
-    """The same with two words."""
-    return I64(I64, I64, I64), _emit_call
 
 
 @inline
@@ -73,131 +56,132 @@ def launch(self: int, args: int, nargs: int) -> int:
 # ---- doors
 
 
-@intrinsic
-def ask_stream(typingctx: Any, function: Any, device: Any, where: Any) -> Any:
-    """Call ``int f(int device_type, int device_id, void **stream)``, both numbers in one word as in DLDevice."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        word, half = ir.IntType(64), ir.IntType(32)
-        kind = ir.FunctionType(half, [half, half, word])
-        parts = [builder.trunc(args[1], half), builder.trunc(builder.lshr(args[1], ir.Constant(word, 32)), half), args[2]]
-        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), parts), word)
-
-    return I64(I64, I64, I64), emit
+@inline
+def go(state: int, block: int) -> int:
+    """Launch what was found, if anything; what the door says."""
+    if block == 0:
+        return at.NOT_TAKEN
+    store(state + at.STATE_LAST, block)
+    store(load(state + at.STATE_CPU_PLAN), 0)
+    return at.DONE if enqueue(block) == 0 else at.NOT_TAKEN
 
 
 @inline
-def elements(state: int, thing: int, view: int) -> int:
-    """Look at a tensor on this GPU that is contiguous: its elements, -1 for anything else."""
-    if load(thing + at.OB_TYPE) != load(state + at.STATE_TYPE):
-        return -1
-    if call2(load(state + at.STATE_VIEW), thing, view) != 0:
-        PyErr_Clear()
-        return -1
-    if load(view + at.DL_DEVICE) != load(state + at.STATE_DEVICE):
-        return -1
-    shape, strides, count = load(view + at.DL_SHAPE), load(view + at.DL_STRIDES), 1
-    for axis in range(load32(view + at.DL_NDIM) - 1, -1, -1):
-        length = load(shape + 8 * axis)
-        if strides != 0 and length != 1 and load(strides + 8 * axis) != count:
-            return -1
-        count *= length
-    return count
-
-
-key_of = inline(at.key_of)
-slot_of = inline(at.slot_of)
-
-
-@inline
-def number_of(state: int, given: int) -> int:
-    """An int that is not negative, -1 for anything else."""
-    if load(given + at.OB_TYPE) != load(state + at.STATE_INT_TYPE):
-        return -1
-    number = PyLong_AsLong(given)
-    if number == -1:
-        PyErr_Clear()
-    return number if number >= 0 else -1
-
-
-@inline
-def third_of(state: int, kind: int, given: int) -> int:
-    """The number of an operator, or a root; -1 for anything else."""
-    if kind == at.THIRD_ROOT:
-        return number_of(state, given)
-    if kind == at.THIRD_NOTHING:
-        return 0
-    for op in range(at.NOPS):
-        if load(state + at.STATE_OPS + 8 * op) == given:
-            return op
-    return -1
-
-
-@inline
-def stream_of(state: int, given: int) -> int:
-    """The stream of a call as a number: an int of the caller's, the current one for None; -1 for anything else."""
-    if given != load(state + at.STATE_NONE):
-        return number_of(state, given)
-    place = state + at.STATE_VIEWS + 2 * at.DL_BYTES
-    if ask_stream(load(state + at.STATE_CURRENT), load(state + at.STATE_DEVICE), place) != 0:
-        PyErr_Clear()
-        return -1
-    return load(place)
-
-
-@inline
-def find(door: int, args: int) -> int:
-    """The row of the launch for these arguments, with addresses and stream in its block; 0 where Python is to do it."""
-    state = load(door + at.DOOR_STATE)
-    x, out, third = load(args), load(args + 8), load(args + 16)
-    if load32(load(state + at.STATE_ABORT)) != 0 or load(state + at.STATE_STREAM) == -1:
-        return 0
-    view, other = state + at.STATE_VIEWS, state + at.STATE_VIEWS + at.DL_BYTES
-    count = elements(state, x, view)
-    blocks = load(door + at.DOOR_IN_BLOCKS)
-    if count <= 0 or count % blocks != 0:
-        return 0
-    count //= blocks
-    source = load(view + at.DL_DATA) + load(view + at.DL_OFFSET)
-    target = source
-    dtype = load32(view + at.DL_DTYPE) & 0xFFFFFFFF
-    if out != load(state + at.STATE_NONE):
-        blocks_out = load(door + at.DOOR_OUT_BLOCKS)
-        if elements(state, out, other) != count * blocks_out or load32(other + at.DL_DTYPE) & 0xFFFFFFFF != dtype:
-            return 0
-        target = load(other + at.DL_DATA) + load(other + at.DL_OFFSET)
-        itemsize = (dtype >> 8 & 255) >> 3
-        if target < source + count * blocks * itemsize and source < target + count * blocks_out * itemsize:
-            return 0  # in place in one way or another
-    elif load(door + at.DOOR_IN_PLACE) == 0:
-        return 0
-    number = third_of(state, load(door + at.DOOR_THIRD), third)
-    if number < 0:
-        return 0
-    if stream_of(state, load(args + 24)) != load(state + at.STATE_STREAM):
-        return 0
-    key = key_of(load(door + at.DOOR_COLLECTIVE), number, dtype)
-    for probe in range(at.PROBES):
-        row = state + at.STATE_TABLE + slot_of(key, count, probe) * at.ROW_BYTES
-        if load(row + at.ROW_KEY) == key and load(row + at.ROW_COUNT) == count:
-            if load(row + at.ROW_FILLS) != 0 and load(load(state + at.STATE_ORDER)) != load(state + at.STATE_SELF):
-                return 0
-            block = load(row + at.ROW_BLOCK)
-            store(load(block + 8 * at.ARGUMENT), source)
-            store(load(block + 8 * at.ARGUMENT) + 8, target)
-            store(load(block + 8 * at.CONFIG) + at.CONFIG_STREAM, load(state + at.STATE_STREAM))
-            return row
-    return 0
+def answer(door: int, code: int, args: int, nargs: int) -> int:
+    """What a door says, or the next one."""
+    following = load(door + at.DOOR_NEXT)
+    if code == at.NOT_TAKEN and following != 0:
+        return call_builtin(following, load(door + at.DOOR_NEXT_SELF), args, nargs)
+    return PyLong_FromLong(code)
 
 
 def collective(self: int, args: int, nargs: int) -> int:
+    """Builtin ``door(x, out, op or root, async_op, stream)``; that of ``reduce`` takes the operator, and the root in the end."""
     door = PyLong_AsLong(self)
-    row = find(door, args)
-    if row == 0:
-        return PyLong_FromLong(1)
-    block = load(row + at.ROW_BLOCK)
-    store(load(door + at.DOOR_STATE) + at.STATE_LAST, block)
-    return PyLong_FromLong(enqueue(block))
+    return answer(door, go(load(door + at.DOOR_STATE), find_collective(door, args)), args, nargs)
 
 
-EXPORTS: dict[str, Any] = {"launch": launch, "collective": collective}
+# ---- sends and receives
+
+
+@inline
+def can_be_noted(door: int, state: int, count: int) -> bool:
+    """Whether the messages of a call may join those that are noted, or begin a group."""
+    noted = load(state + at.STATE_NOTED)
+    if load(door + at.DOOR_NOTES) == 0:
+        return False
+    if noted != 0:
+        if load(state + at.STATE_NOTED_THREAD) != PyThread_get_thread_ident():
+            return False
+        if load(state + at.STATE_NOTED_GROUP) != load(load(state + at.STATE_GROUPS)):
+            return False  # of a group that is no more, or another thread has had one since
+        if load(state + at.STATE_NOTED_STREAM) != load(state + at.STATE_STREAM):
+            return False
+    for number in range(count):
+        if not type_is_known(state, state + at.STATE_CALL + number * at.MESSAGE_BYTES):
+            return False
+    return noted + count <= at.MOST_MESSAGES
+
+
+@inline
+def note(state: int, number: int, x: int, peer: int, receives: int) -> bool:
+    """Put a message of this call beside those that are noted; False if there is no memory for it, which Python is told."""
+    notes, noted = load(state + at.STATE_NOTES), load(state + at.STATE_NOTED)
+    whether = load(state + at.STATE_TRUE) if receives != 0 else load(state + at.STATE_FALSE)
+    if PyList_Append(notes, x) != 0 or PyList_Append(notes, peer) != 0 or PyList_Append(notes, whether) != 0:
+        return False
+    mine, its = state + at.STATE_CALL + number * at.MESSAGE_BYTES, state + at.STATE_GROUP + noted * at.MESSAGE_BYTES
+    for offset in range(0, at.MESSAGE_BYTES, 8):
+        store(its + offset, load(mine + offset))
+    store(state + at.STATE_NOTED, noted + 1)
+    return True
+
+
+@inline
+def begin_or_join(state: int) -> int:
+    """What a door says that is about to note messages."""
+    store(load(state + at.STATE_CPU_PLAN), 0)
+    if load(state + at.STATE_NOTED) != 0:
+        return at.DONE
+    store(state + at.STATE_NOTED_THREAD, PyThread_get_thread_ident())
+    store(state + at.STATE_NOTED_GROUP, 0)
+    store(state + at.STATE_NOTED_STREAM, load(state + at.STATE_STREAM))
+    return at.NOTED
+
+
+@inline
+def is_plain(state: int, options: int) -> bool:
+    """Whether ``async_op`` and ``stream``, the last arguments, are as usual."""
+    return load(options) == load(state + at.STATE_FALSE) and may_go_on(state, load(options + 8))
+
+
+def message(self: int, args: int, nargs: int) -> int:
+    """Builtin ``door(x, peer, async_op, stream)`` of a send or a receive."""
+    door = PyLong_AsLong(self)
+    state, code, receives = load(door + at.DOOR_STATE), at.NOT_TAKEN, load(door + at.DOOR_RECEIVES)
+    x, peer = load(args), load(args + 8)
+    if write_message(state, state + at.STATE_CALL, x, peer, receives) and is_plain(state, args + 16):
+        if load32(load(state + at.STATE_GROUPS)) == 0:
+            code = go(state, find_messages(state, state + at.STATE_CALL, 1))
+        elif can_be_noted(door, state, 1):
+            code = begin_or_join(state)
+            if not note(state, 0, x, peer, receives):
+                return 0
+    return answer(door, code, args, nargs)
+
+
+def pair(self: int, args: int, nargs: int) -> int:
+    """Builtin ``door(x, dst, out, src, async_op, stream)`` of a send and a receive that do not overlap."""
+    door = PyLong_AsLong(self)
+    state, code = load(door + at.DOOR_STATE), at.NOT_TAKEN
+    sent, got = state + at.STATE_CALL, state + at.STATE_CALL + at.MESSAGE_BYTES
+    x, dst, out, src = load(args), load(args + 8), load(args + 16), load(args + 24)
+    if not write_message(state, sent, x, dst, 0) or not write_message(state, got, out, src, 1) or overlap(sent, got):
+        return answer(door, code, args, nargs)
+    if is_plain(state, args + 32):
+        if load32(load(state + at.STATE_GROUPS)) == 0:
+            code = go(state, find_messages(state, sent, 2))
+        elif can_be_noted(door, state, 2):
+            code = begin_or_join(state)
+            if not note(state, 0, x, dst, 0) or not note(state, 1, out, src, 1):
+                return 0
+    return answer(door, code, args, nargs)
+
+
+def exchange(self: int, args: int, nargs: int) -> int:
+    """Builtin ``door()``: what is noted, all in one launch. Nothing is noted any more, but for the list, which is Python's."""
+    state = load(PyLong_AsLong(self) + at.DOOR_STATE)
+    count = load(state + at.STATE_NOTED)
+    store(state + at.STATE_NOTED, 0)
+    if load32(load(state + at.STATE_ABORT)) != 0 or load(state + at.STATE_NOTED_STREAM) != load(state + at.STATE_STREAM):
+        return PyLong_FromLong(at.NOT_TAKEN)
+    return PyLong_FromLong(go(state, find_messages(state, state + at.STATE_GROUP, count)))
+
+
+EXPORTS: dict[str, Any] = {
+    "launch": launch,
+    "collective": collective,
+    "message": message,
+    "pair": pair,
+    "exchange": exchange,
+}

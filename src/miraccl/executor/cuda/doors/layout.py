@@ -8,9 +8,18 @@ BLOCK_WORDS = 5
 FUNCTION, ARGUMENT, CONFIG, KERNEL, PARAMETERS = range(BLOCK_WORDS)
 CONFIG_STREAM = 32  # from the beginning of the configuration to the stream
 
-# a door: one collective of a communicator. Blocks are those that ``x`` and ``out`` have; without ``out`` some work in place.
-DOOR_STATE, DOOR_COLLECTIVE, DOOR_IN_BLOCKS, DOOR_OUT_BLOCKS, DOOR_THIRD, DOOR_IN_PLACE = 0, 8, 16, 24, 32, 40
-THIRD_NOTHING, THIRD_OPERATOR, THIRD_ROOT = 0, 1, 2  # what the third argument is
+# what a door says: it has done the call; Python is to do it, nothing has happened; it has noted the call as the first one of a group
+DONE, NOT_TAKEN, NOTED = 0, 1, -1
+
+# a door. NEXT and its SELF are C function and object of the builtin that calls go to which this door does not take, 0 for none.
+DOOR_STATE, DOOR_NEXT, DOOR_NEXT_SELF = 0, 8, 16
+DOOR_NOTES = 24  # whether it notes calls while a group is open
+# the door of a collective. Blocks are those that ``x`` and ``out`` have; without ``out`` some work in place.
+DOOR_COLLECTIVE, DOOR_IN_BLOCKS, DOOR_OUT_BLOCKS, DOOR_THIRD, DOOR_IN_PLACE = 32, 40, 48, 56, 64
+THIRD_NOTHING, THIRD_OPERATOR, THIRD_ROOT, THIRD_BOTH = 0, 1, 2, 3  # what the third argument is; BOTH: the operator, the sixth the root
+# the door of a send or a receive
+DOOR_RECEIVES = 32
+DOOR_WORDS = 9
 
 # the state of a communicator
 STATE_ABORT = 0  # address of a 32-bit word that is not 0 when something is wrong
@@ -20,16 +29,33 @@ STATE_DEVICE = 32  # DLDevice of this GPU
 STATE_STREAM = 40  # of the last operation
 STATE_ORDER, STATE_SELF = 48, 56  # address of a word that has the second value if no other communicator filled the GPU last
 STATE_LAST = 64  # block of the last operation if it went through a door, else 0
-STATE_NONE = 72  # the object None
-STATE_INT_TYPE = 80  # the type int
-STATE_OPS = 88  # the objects that are operators, by number
+STATE_NONE, STATE_FALSE = 72, 80  # the objects None and False
+STATE_INT_TYPE = 88  # the type int
+STATE_RANK, STATE_NRANKS = 96, 104
+STATE_GROUPS = 112  # address of a word: how many groups threads have open (the lower half), and how many there have been
+STATE_CPU_PLAN = 120  # address of a word that becomes 0 with each operation
+STATE_CLOSED = 128  # the word that ABORT points to in the end
+STATE_NOTED = 136  # how many messages of a group are noted, and
+STATE_NOTED_THREAD, STATE_NOTED_STREAM, STATE_NOTED_GROUP = 144, 152, 160  # where: the word of GROUPS, 0 until Python knows of the first
+STATE_NOTES = 168  # a list of what they are: array, peer, whether it is received, and so on
+STATE_TRUE = 176  # the object True
+STATE_OPS = 184  # the objects that are operators, by number
 NOPS = 5
-STATE_VIEWS = 128  # room for two DLTensors and a stream
-STATE_TABLE = 256
+STATE_VIEWS = 256  # room for two DLTensors and a stream
+STATE_DTYPES = 384  # the DLDataTypes that are known
+NDTYPES = 12
 
-# a row of the table of launches
-ROW_KEY, ROW_COUNT, ROW_BLOCK, ROW_FILLS = 0, 8, 16, 24
-ROW_BYTES = 32
+# a message of a call: what (``what_of``), elements, address; of a remembered launch: the same with the address's place in the argument
+MESSAGE_WHAT, MESSAGE_COUNT, MESSAGE_ADDRESS = 0, 8, 16
+MESSAGE_BYTES = 24
+MOST_MESSAGES = 64  # of a launch
+STATE_CALL = 512  # the messages of a call,
+STATE_GROUP = STATE_CALL + 2 * MESSAGE_BYTES  # those that are noted
+
+# a row of the table of launches; MESSAGES is the address of those of a launch that has some, else 0. Their number is COUNT then.
+ROW_KEY, ROW_COUNT, ROW_BLOCK, ROW_FILLS, ROW_MESSAGES = 0, 8, 16, 24, 32
+ROW_BYTES = 40
+STATE_TABLE = STATE_GROUP + MOST_MESSAGES * MESSAGE_BYTES
 TABLE_SLOTS = 1024  # a power of two
 PROBES = 8  # rows in which a launch may stand
 STATE_BYTES = STATE_TABLE + TABLE_SLOTS * ROW_BYTES
@@ -45,10 +71,31 @@ OB_TYPE = 8  # PyObject.ob_type
 
 
 def key_of(collective: int, third: int, dtype: int) -> int:
-    """``third`` is the operator's number, or the root; ``dtype`` a DLDataType: code, bits << 8, lanes << 16."""
+    """``third`` is the operator's number, the root, or ``both_of``; below 256. ``dtype`` is a DLDataType: code, bits << 8, lanes << 16."""
     return collective << 40 | third << 32 | dtype
 
 
-def slot_of(key: int, count: int, probe: int) -> int:
-    """The number of a row in which a launch may stand."""
-    return (((key * 0x9E3779B1 + count) * 0x85EBCA6B >> 32) + probe) & (TABLE_SLOTS - 1)
+def both_of(op: int, root: int) -> int:
+    """An operator and a root in one number."""
+    return root * NOPS + op
+
+
+def what_of(receives: int, peer: int, dtype: int) -> int:
+    """What a message is, but for its size: ``receives`` is 0 or 1."""
+    return dtype << 32 | peer << 1 | receives
+
+
+KEY_OF_MESSAGES = 1 << 62  # with their hash; no collective has a key like it
+
+
+def mix(hashed: int, word: int) -> int:
+    """Hash one more word into 31 bits. No product reaches 2^63: to compiled code that would mean that it cannot happen."""
+    low = (hashed ^ word & 0x7FFFFFFF) * 0x5851F42D
+    low = (low ^ low >> 32) & 0x7FFFFFFF
+    high = (low ^ word >> 31 & 0x7FFFFFFF) * 0x5851F42D
+    return (high ^ high >> 32) & 0x7FFFFFFF
+
+
+def slot_of(hashed: int, probe: int) -> int:
+    """The number of a row in which a launch may stand; ``hashed`` are key and count."""
+    return hashed + probe & TABLE_SLOTS - 1

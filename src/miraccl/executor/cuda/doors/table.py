@@ -1,15 +1,15 @@
 """The doors of a communicator on GPU memory, and the launches that they find.
 
-A call of a collective whose launch has been prepared needs nothing of Python but the addresses of two tensors and the current stream, and
-the type of the tensors tells these to compiled code: ``__dlpack_c_exchange_api__`` (DLPack 1.3; PyTorch has it from 2.10 on).  Doors know
-PyTorch's tensors; all other arrays, and all that is not as the last time, go the long way.
+A call whose launch has been prepared needs nothing of Python but the addresses of tensors and the current stream, and the type of the
+tensors tells these to compiled code: ``__dlpack_c_exchange_api__`` (DLPack 1.3; PyTorch has it from 2.10 on).  Doors know PyTorch's
+tensors; all other arrays, and all that is not as the last time, go the long way.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,11 @@ import numpy as np
 from miraccl import native
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.launch import Launch
+from miraccl.executor.cuda.messages import Message
+from miraccl.native.capsules import pointer_of
 from miraccl.types import DL_TYPES, Collective, DType, RedOp
 
-Door = Callable[[Any, Any, Any, Any], int]
+Door = Callable[..., int]
 #: collective -> whether ``x`` has a block per rank, whether ``out`` has, whether the result lies in ``x`` without ``out``
 SHAPES = {
     Collective.ALL_REDUCE: (False, False, True),
@@ -27,31 +29,57 @@ SHAPES = {
     Collective.REDUCE_SCATTER: (True, False, False),
     Collective.ALL_TO_ALL: (True, True, False),
     Collective.BROADCAST: (False, False, True),
+    Collective.REDUCE: (False, False, True),
 }
+#: operations that have a door: builtin of ``doors.call``, words of its record from ``DOOR_COLLECTIVE`` or ``DOOR_RECEIVES`` on
+_MESSAGES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "send": ("message", (0,)),
+    "recv": ("message", (1,)),
+    "sendrecv": ("pair", ()),
+    "exchange": ("exchange", ()),
+}
+_COLLECTIVES = {collective.label: collective for collective in SHAPES}
+#: operations whose doors take calls as users make them
+CALLS = (*_COLLECTIVES, "send", "recv", "sendrecv")
 _OPERATORS = tuple(RedOp(number) for number in range(at.NOPS))
 _DL_DTYPES = {dtype: code | bits << 8 | 1 << 16 for (code, bits), dtype in DL_TYPES.items()}
-_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_get_pointer.restype, _get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+_ROW_WORDS = at.ROW_BYTES // 8
 
 
 class Doors:
-    """``abort`` is the address of a 32-bit word that is not 0 when calls are to go the long way; ``order`` a word that holds ``own`` while
-    no other communicator has filled the GPU last."""
+    """``abort`` is the address of a 32-bit word that is not 0 when calls are to go the long way; ``order`` that of a word that holds
+    ``own`` while no other communicator has filled the GPU last; ``groups`` that of a word that is not 0 while groups are open."""
 
-    def __init__(self, nranks: int, ordinal: int, *, abort: int, order: int, own: int) -> None:
+    def __init__(self, rank: int, nranks: int, ordinal: int, *, abort: int, order: int, own: int, groups: int) -> None:
         self._nranks = nranks
-        self._state = np.zeros(at.STATE_BYTES // 8, np.int64)
-        self._records: list[Any] = []
-        self._launches: dict[int, Launch] = {}  # by the address of their block: those in the table
-        self._put(at.STATE_ABORT, abort)
-        self._put(at.STATE_DEVICE, ordinal << 32 | at.DL_CUDA)
-        self._put(at.STATE_ORDER, order)
-        self._put(at.STATE_SELF, own)
-        self._put(at.STATE_NONE, id(None))
-        self._put(at.STATE_INT_TYPE, id(int))
-        self.stream = -1
-        for number, op in enumerate(_OPERATORS):
-            self._put(at.STATE_OPS + 8 * number, id(op))
+        memory = np.zeros(at.STATE_BYTES // 8, np.int64)
+        self._address = int(memory.ctypes.data)
+        self._state = memory.data  # whose words are read and written in a fraction of the time that NumPy takes
+        self._kept: list[Any] = []
+        self._launches: dict[int, tuple[Launch, Any]] = {}  # by the address of their block: those in the table, with their messages
+        self._groups = ctypes.c_int64.from_address(groups)
+        self._notes: list[Any] = []
+        self._no_cpu_plan = np.zeros(1, np.int64)
+        for where, value in (
+            (at.STATE_ABORT, abort),
+            (at.STATE_DEVICE, ordinal << 32 | at.DL_CUDA),
+            (at.STATE_STREAM, -1),
+            (at.STATE_ORDER, order),
+            (at.STATE_SELF, own),
+            (at.STATE_NONE, id(None)),
+            (at.STATE_FALSE, id(False)),
+            (at.STATE_TRUE, id(True)),
+            (at.STATE_INT_TYPE, id(int)),
+            (at.STATE_RANK, rank),
+            (at.STATE_NRANKS, nranks),
+            (at.STATE_GROUPS, groups),
+            (at.STATE_CPU_PLAN, int(self._no_cpu_plan.ctypes.data)),
+            (at.STATE_CLOSED, 1),
+            (at.STATE_NOTES, id(self._notes)),
+            *((at.STATE_OPS + 8 * number, id(op)) for number, op in enumerate(_OPERATORS)),
+            *((at.STATE_DTYPES + 8 * number, dtype) for number, dtype in enumerate(_DL_DTYPES.values())),
+        ):
+            self._put(where, value)
 
     def _put(self, where: int, value: int) -> None:
         self._state[where // 8] = value
@@ -65,44 +93,118 @@ class Doors:
     def stream(self, number: int) -> None:
         self._put(at.STATE_STREAM, number)
 
-    def door(self, collective: Collective) -> Door:
-        """The builtin ``door(x, out, op or root, stream)`` of a collective: 0, or not 0 where Python is to do it."""
+    def door(self, name: str, following: Door | None = None, *, notes: bool = False) -> Door:
+        """The builtin for an operation (``doors.call`` has the arguments); calls that it does not take go to ``following``.
+
+        ``notes``: while a group is open it notes sends and receives.
+        """
+        entry, words = ("collective", self._shape(name)) if name in _COLLECTIVES else _MESSAGES[name]
+        handed = (0, 0) if following is None else native.entry_of(following)
+        record = np.zeros(at.DOOR_WORDS, np.int64)
+        record[: 4 + len(words)] = (self._address, *handed, int(notes), *words)
+        self._kept.append((record, following))
+        return native.builtin(
+            name, native.library("miraccl.executor.cuda.doors.call").address(native.PREFIX + entry), int(record.ctypes.data)
+        )
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        collective = _COLLECTIVES[name]
         many_in, many_out, in_place = SHAPES[collective]
-        blocks = (self._nranks if many_in else 1, self._nranks if many_out else 1)
-        third = at.THIRD_OPERATOR if collective.reduces else at.THIRD_ROOT if collective.rooted else at.THIRD_NOTHING
-        record = np.array([self._state.ctypes.data, int(collective), *blocks, third, in_place], np.int64)
-        self._records.append(record)
-        entry = native.library("miraccl.executor.cuda.doors.call").address(native.PREFIX + "collective")
-        return native.builtin(collective.label, entry, int(record.ctypes.data))
+        third = (at.THIRD_OPERATOR if collective.reduces else 0) | (at.THIRD_ROOT if collective.rooted else 0)
+        return int(collective), self._nranks if many_in else 1, self._nranks if many_out else 1, third, int(in_place)
+
+    def also_clear(self, word: int) -> None:
+        """Set the word at this address to 0 with each operation that goes through a door."""
+        self._put(at.STATE_CPU_PLAN, word)
+
+    def close(self) -> None:
+        """Take no calls any more; the words that were given may be freed."""
+        self._put(at.STATE_ABORT, self._address + at.STATE_CLOSED)
+        self._drop(list(self._launches))
+
+    # ---- groups
+
+    def take_notes(self) -> tuple[int, list[Any]]:
+        """(stream, what was noted: array, peer, whether it is received, and so on); nothing is noted any more."""
+        notes = self._notes.copy()
+        self.clear_notes()
+        return int(self._state[at.STATE_NOTED_STREAM // 8]), notes
+
+    def clear_notes(self) -> None:
+        self._state[at.STATE_NOTED // 8] = 0
+        self._notes.clear()
+
+    def keep_notes(self) -> None:
+        """What is noted will be run at the end of the group that is open, or dropped."""
+        self._state[at.STATE_NOTED_GROUP // 8] = self._groups.value
+
+    def has_notes_of(self, thread: int) -> bool:
+        """Whether anything is noted, of calls of the thread with this number."""
+        return bool(self._state[at.STATE_NOTED // 8]) and self._state[at.STATE_NOTED_THREAD // 8] == thread
 
     # ---- the table
 
     def remember(self, collective: Collective, dtype: DType, count: int, op: Any, root: int, launch: Launch, fills: bool) -> None:
-        """Enter a launch for blocks of ``count`` elements; an older entry in its places is replaced."""
-        block = launch.block
-        if collective not in SHAPES or not block or dtype not in _DL_DTYPES or not self._knows_tensors():
+        """Enter a launch for blocks of ``count`` elements; ``fills``: it may take the whole GPU."""
+        if collective not in SHAPES or dtype not in _DL_DTYPES:
             return
         if collective.reduces and not isinstance(op, RedOp):  # with a scalar of its own
             return
-        key = at.key_of(int(collective), int(op) if collective.reduces else root, _DL_DTYPES[dtype])
-        places = [at.STATE_TABLE + at.slot_of(key, count, probe) * at.ROW_BYTES for probe in range(at.PROBES)]
-        free = [place for place in places if not self._state[(place + at.ROW_BLOCK) // 8]]
-        row = free[0] if free else places[0]
-        self._launches.pop(int(self._state[(row + at.ROW_BLOCK) // 8]), None)
-        self._launches[block] = launch
-        for offset, value in ((at.ROW_KEY, key), (at.ROW_COUNT, count), (at.ROW_BLOCK, block), (at.ROW_FILLS, int(fills))):
-            self._put(row + offset, value)
+        third = at.both_of(int(op), root) if collective.reduces else root
+        self._enter(at.key_of(int(collective), third, _DL_DTYPES[dtype]), count, launch, fills, None)
 
-    def forget(self) -> None:
-        """Drop all launches."""
-        self._state[at.STATE_TABLE // 8 :] = 0
+    def remember_messages(self, messages: Sequence[Message], places: Sequence[int], launch: Launch, fills: bool) -> None:
+        """Enter a launch for messages like these; ``places`` are where their addresses belong."""
+        dtypes = [DType(message.code) for message in messages]
+        if len(messages) > at.MOST_MESSAGES or any(dtype not in _DL_DTYPES for dtype in dtypes):
+            return
+        record, hashed = np.zeros((len(messages), at.MESSAGE_BYTES // 8), np.int64), 0
+        for row, message, dtype, place in zip(record, messages, dtypes, places, strict=True):
+            what = at.what_of(int(message.receives), message.peer, _DL_DTYPES[dtype])
+            count = message.nbytes // dtype.itemsize
+            hashed = at.mix(at.mix(hashed, what), count)
+            row[:] = (what, count, place)
+        self._enter(at.KEY_OF_MESSAGES | hashed, len(messages), launch, fills, record)
+
+    def _enter(self, key: int, count: int, launch: Launch, fills: bool, messages: Any) -> None:
+        """An older entry in the places of a new one is replaced."""
+        if not launch.block or not self._knows_tensors():
+            return
+        hashed = at.mix(at.mix(0, key), count)
+        rows = [(at.STATE_TABLE + at.slot_of(hashed, probe) * at.ROW_BYTES) // 8 for probe in range(at.PROBES)]
+        row = next((row for row in rows if not self._block_at(row)), rows[0])
+        self._launches.pop(self._block_at(row), None)
+        self._launches[launch.block] = launch, messages
+        words = (key, count, launch.block, int(fills), 0 if messages is None else int(messages.ctypes.data))
+        for number, word in enumerate(words):
+            self._state[row + number] = word
+
+    def _block_at(self, row: int) -> int:
+        """Of a row that begins at this word; 0 if it is free."""
+        return int(self._state[row + at.ROW_BLOCK // 8])
+
+    def forget_collectives(self) -> None:
+        self._drop([block for block, (_, messages) in self._launches.items() if messages is None])
+
+    def forget_messages(self) -> None:
+        self._drop([block for block, (_, messages) in self._launches.items() if messages is not None])
+
+    def _drop(self, blocks: Sequence[int]) -> None:
+        """Drop the launches with these blocks."""
+        gone = set(blocks)
+        for row in range(at.STATE_TABLE // 8, at.STATE_BYTES // 8, _ROW_WORDS):
+            if self._block_at(row) in gone:
+                for number in range(_ROW_WORDS):
+                    self._state[row + number] = 0
+        for block in gone:
+            del self._launches[block]
         self.went_another_way()
-        self._launches.clear()
 
     @property
     def last(self) -> Launch | None:
         """The launch of the last operation, if that went through a door."""
-        return self._launches.get(int(self._state[at.STATE_LAST // 8]))
+        found = self._launches.get(int(self._state[at.STATE_LAST // 8]))
+        return None if found is None else found[0]
 
     def went_another_way(self) -> None:
         """The last operation did not go through a door."""
@@ -115,7 +217,7 @@ class Doors:
             capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
             if type(capsule).__name__ != "PyCapsule":
                 return False
-            table = int(_get_pointer(capsule, b"dlpack_exchange_api") or 0)
+            table = pointer_of(capsule, b"dlpack_exchange_api")
             if ctypes.c_uint32.from_address(table + at.API_MAJOR).value != at.DL_MAJOR:
                 return False
             self._put(at.STATE_VIEW, ctypes.c_int64.from_address(table + at.API_VIEW).value)

@@ -1,0 +1,128 @@
+"""Kernel source: what doors see of their arguments: PyTorch's tensors, through the functions that their type offers to compiled code
+(DLPack 1.3, "C Exchange API"), numbers and streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.extending import intrinsic
+
+from miraccl.executor.cuda.doors import layout as at
+from miraccl.native.intrinsics import I64, PyErr_Clear, PyLong_AsLong, inline, load, load32
+
+
+def _emit_call(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+    """The C function at the first address, which takes the words that follow and returns an int."""
+    word = ir.IntType(64)
+    kind = ir.FunctionType(ir.IntType(32), [word] * (len(args) - 1))
+    return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:]), word)
+
+
+@intrinsic
+def call4(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Call the C function at an address with four words; it returns an int."""
+    return I64(I64, I64, I64, I64, I64), _emit_call
+
+
+@intrinsic
+def call2(typingctx: Any, function: Any, a: Any, b: Any) -> Any:
+    """The same with two words."""
+    return I64(I64, I64, I64), _emit_call
+
+
+@intrinsic
+def call_builtin(typingctx: Any, function: Any, owner: Any, args: Any, nargs: Any) -> Any:
+    """Call the C function of a builtin; its result is an object."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        return builder.call(builder.inttoptr(args[0], ir.FunctionType(word, [word] * 3).as_pointer()), args[1:])
+
+    return I64(I64, I64, I64, I64), emit
+
+
+@intrinsic
+def ask_stream(typingctx: Any, function: Any, device: Any, where: Any) -> Any:
+    """Call ``int f(int device_type, int device_id, void **stream)``, both numbers in one word as in DLDevice."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        word, half = ir.IntType(64), ir.IntType(32)
+        kind = ir.FunctionType(half, [half, half, word])
+        parts = [builder.trunc(args[1], half), builder.trunc(builder.lshr(args[1], ir.Constant(word, 32)), half), args[2]]
+        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), parts), word)
+
+    return I64(I64, I64, I64), emit
+
+
+@inline
+def elements(state: int, thing: int, view: int) -> int:
+    """Look at a tensor on this GPU that is contiguous: its elements, -1 for anything else."""
+    if load(thing + at.OB_TYPE) != load(state + at.STATE_TYPE):
+        return -1
+    if call2(load(state + at.STATE_VIEW), thing, view) != 0:
+        PyErr_Clear()
+        return -1
+    if load(view + at.DL_DEVICE) != load(state + at.STATE_DEVICE):
+        return -1
+    shape, strides, count = load(view + at.DL_SHAPE), load(view + at.DL_STRIDES), 1
+    for axis in range(load32(view + at.DL_NDIM) - 1, -1, -1):
+        length = load(shape + 8 * axis)
+        if strides != 0 and length != 1 and load(strides + 8 * axis) != count:
+            return -1
+        count *= length
+    return count
+
+
+@inline
+def address(view: int) -> int:
+    return load(view + at.DL_DATA) + load(view + at.DL_OFFSET)
+
+
+@inline
+def data_type(view: int) -> int:
+    """A DLDataType as a number."""
+    return load32(view + at.DL_DTYPE) & 0xFFFFFFFF
+
+
+@inline
+def item_size(dtype: int) -> int:
+    return (dtype >> 8 & 255) >> 3
+
+
+@inline
+def number_of(state: int, given: int) -> int:
+    """An int that is not negative, -1 for anything else."""
+    if load(given + at.OB_TYPE) != load(state + at.STATE_INT_TYPE):
+        return -1
+    number = PyLong_AsLong(given)
+    if number == -1:
+        PyErr_Clear()
+    return number if number >= 0 else -1
+
+
+@inline
+def rank_of(state: int, given: int) -> int:
+    """An int that is a rank, -1 for anything else."""
+    number = number_of(state, given)
+    return number if number < load(state + at.STATE_NRANKS) else -1
+
+
+@inline
+def stream_of(state: int, given: int) -> int:
+    """The stream of a call as a number: an int of the caller's, the current one for None; -1 for anything else."""
+    if given != load(state + at.STATE_NONE):
+        return number_of(state, given)
+    place = state + at.STATE_VIEWS + 2 * at.DL_BYTES
+    if ask_stream(load(state + at.STATE_CURRENT), load(state + at.STATE_DEVICE), place) != 0:
+        PyErr_Clear()
+        return -1
+    return load(place)
+
+
+@inline
+def may_go_on(state: int, stream: int) -> bool:
+    """Whether nothing is wrong, and ``stream`` is that of the operation before."""
+    if load32(load(state + at.STATE_ABORT)) != 0 or load(state + at.STATE_STREAM) == -1:
+        return False
+    return stream_of(state, stream) == load(state + at.STATE_STREAM)

@@ -1,0 +1,20 @@
+"""Capsules: how C libraries hand pointers to one another through Python objects."""
+
+from __future__ import annotations
+
+import ctypes
+
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+_name = ctypes.pythonapi.PyCapsule_GetName
+_name.restype, _name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+
+
+def pointer_of(capsule: object, name: bytes) -> int:
+    """What a capsule of this name holds; ``ValueError`` for any other object."""
+    return int(_pointer(capsule, name))
+
+
+def name_of(capsule: object) -> bytes:
+    """``ValueError`` for what is no capsule."""
+    return bytes(_name(capsule) or b"")

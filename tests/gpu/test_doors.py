@@ -1,0 +1,470 @@
+"""Doors on GPU memory: what they take, what they launch then, and what they leave to Python. PyTorch's tensors stand in CPU memory here."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import miraccl
+from miraccl.comm import group as groups
+from miraccl.executor.cuda.doors import layout as at
+from miraccl.executor.cuda.doors.table import CALLS, Doors
+from miraccl.executor.cuda.messages import Message
+from miraccl.types import Collective, DType, PreMulSum, RedOp
+from tests.gpu.fake_launch import SHAPE, Driver
+
+DL_CPU = 1
+F32, I64 = DType.FLOAT32, DType.INT64
+
+
+class Side:
+    """The doors of rank 0 of two as a communicator has them, on tensors in CPU memory, whose stream is 0."""
+
+    def __init__(self) -> None:
+        self.abort, self.order, self.cpu_plan = ctypes.c_uint32(0), ctypes.c_int64(7), ctypes.c_int64(9)
+        self.doors = Doors(
+            0, 2, 0, abort=ctypes.addressof(self.abort), order=ctypes.addressof(self.order), own=7, groups=groups.address()
+        )
+        self.doors._put(at.STATE_DEVICE, DL_CPU)
+        self.doors.also_clear(ctypes.addressof(self.cpu_plan))
+        self.doors.stream = 0
+        self.driver = Driver()
+        self.door = {name: self.doors.door(name, notes=True) for name in (*CALLS, "exchange")}
+
+    def remember(self, collective: Collective, dtype: DType, count: int, op: Any = RedOp.SUM, root: int = 0, fills: bool = False) -> Any:
+        """A launch whose function is its number."""
+        made: Any = types.SimpleNamespace(block=self.driver.block(count))
+        self.doors.remember(collective, dtype, count, op, root, made, fills)
+        return made
+
+    def remember_messages(self, number: int, *messages: tuple[bool, int, int, DType], fills: bool = False) -> Any:
+        """A launch with this function for messages (received, peer, elements, type), whose addresses stand in its argument the other way
+        around."""
+        made: Any = types.SimpleNamespace(block=self.driver.block(number, len(messages)))
+        argument = ctypes.c_uint64.from_address(made.block + 8 * at.ARGUMENT).value
+        places = [argument + 8 * (len(messages) - 1 - place) for place in range(len(messages))]
+        rows = [Message(receives, peer, 0, count * dtype.itemsize, int(dtype)) for receives, peer, count, dtype in messages]
+        self.doors.remember_messages(rows, places, made, fills)
+        return made
+
+    def all_reduce(self, x: Any, out: Any = None, op: Any = RedOp.SUM, stream: Any = None) -> int:
+        return self.door["all_reduce"](x, out, op, False, stream)
+
+    def broadcast(self, x: Any, root: Any) -> int:
+        return self.door["broadcast"](x, None, root, False, None)
+
+    def reduce(self, x: Any, root: Any, out: Any = None, op: Any = RedOp.SUM) -> int:
+        return self.door["reduce"](x, out, op, False, None, root)
+
+    def all_gather(self, x: Any, out: Any) -> int:
+        return self.door["all_gather"](x, out, None, False, None)
+
+    def reduce_scatter(self, x: Any, out: Any, op: Any) -> int:
+        return self.door["reduce_scatter"](x, out, op, False, None)
+
+    def send(self, x: Any, peer: Any = 1, async_op: Any = False, stream: Any = None) -> int:
+        return self.door["send"](x, peer, async_op, stream)
+
+    def recv(self, x: Any, peer: Any = 1) -> int:
+        return self.door["recv"](x, peer, False, None)
+
+    def sendrecv(self, x: Any, out: Any, dst: Any = 1, src: Any = 1) -> int:
+        return self.door["sendrecv"](x, dst, out, src, False, None)
+
+
+@pytest.fixture
+def side() -> Side:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip(f"tensors of PyTorch {torch.__version__} have no interface for compiled code")
+    return Side()
+
+
+def test_doors_find_the_launch(side: Side) -> None:
+    import torch
+
+    x, out, both = torch.zeros(4, 3), torch.zeros(12), torch.zeros(24)
+    assert side.all_reduce(x) == 1  # nothing is remembered yet
+    made = side.remember(Collective.ALL_REDUCE, DType.FLOAT32, 12)
+    side.remember(Collective.ALL_GATHER, DType.FLOAT32, 12)
+    side.remember(Collective.REDUCE_SCATTER, DType.FLOAT32, 12, RedOp.MAX)
+    assert side.all_reduce(x) == 0
+    assert side.driver.seen == [(12, 0, *SHAPE, 0, x.data_ptr(), x.data_ptr())]
+    assert side.doors.last is made
+    assert side.all_reduce(x[1:], out[3:]) == 1  # 9 elements
+    assert side.all_reduce(x, out) == 0
+    assert side.driver.seen[-1][-2:] == (x.data_ptr(), out.data_ptr())
+    assert side.all_gather(x, both) == 0
+    assert side.reduce_scatter(both, x, RedOp.MAX) == 0
+    assert side.driver.seen[-1][-2:] == (both.data_ptr(), x.data_ptr())
+    assert side.reduce_scatter(both, x, RedOp.MIN) == 1
+    assert side.all_gather(x, out) == 1
+    side.doors.went_another_way()
+    assert side.doors.last is None
+    side.remember(Collective.BROADCAST, DType.FLOAT32, 12, root=1)
+    assert side.broadcast(x, 1) == 0
+    for root in (0, 2, -1, 257, 1 << 70, True, 1.0, None):
+        assert side.broadcast(x, root) == 1
+    assert len(side.driver.seen) == 5
+
+
+def test_what_goes_the_long_way(side: Side) -> None:
+    import torch
+
+    side.remember(Collective.ALL_REDUCE, DType.FLOAT32, 12)
+    side.remember(Collective.ALL_GATHER, DType.FLOAT32, 12)
+    side.remember(Collective.ALL_REDUCE, DType.FLOAT32, 8, fills=True)
+    side.remember(Collective.ALL_REDUCE, DType.FLOAT32, 7, PreMulSum(2.0))
+    x, whole = torch.zeros(12), torch.zeros(36)
+    for thing in (
+        np.zeros(12, np.float32),
+        [0.0] * 12,
+        None,
+        torch.zeros(12, dtype=torch.float64),
+        torch.zeros(24)[::2],
+        torch.zeros(3, 4).T,
+        torch.zeros(0),
+        torch.nn.Parameter(torch.zeros(12)),
+        torch.zeros(12, device="meta"),
+        torch.zeros(12, dtype=torch.complex64).conj(),
+        torch.zeros(12).to_sparse(),
+    ):
+        assert side.all_reduce(thing) == 1
+        assert side.all_reduce(x, thing) == 1 or thing is None
+    side.driver.seen.clear()
+    assert side.all_reduce(x, op=PreMulSum(2.0)) == 1
+    assert side.all_reduce(torch.zeros(7), op=PreMulSum(2.0)) == 1
+    assert side.all_reduce(x, op=0) == 1  # the number of the operator
+    assert side.all_gather(x, None) == 1
+    assert side.all_gather(whole[12:24], whole[12:]) == 1
+    assert side.all_gather(whole[11:23], whole[12:]) == 1
+    assert side.all_gather(whole[:12], whole[12:]) == 0
+    assert side.all_reduce(torch.zeros(8)) == 0
+    side.order.value = 8  # another communicator has filled the GPU since
+    assert side.all_reduce(torch.zeros(8)) == 1
+    assert side.all_reduce(x) == 0
+    for stream in (1, -1, 1 << 70, 0.0, torch.Stream(device="cpu")):
+        assert side.all_reduce(x, stream=stream) == 1
+    side.doors.stream = 5
+    assert side.all_reduce(x) == 1
+    assert side.all_reduce(x, stream=5) == 0
+    assert side.driver.seen[-1][-3] == 5
+    side.doors.stream = -1  # before the first operation
+    assert side.all_reduce(x, stream=-1) == 1
+    side.doors.stream = 0
+    assert side.all_reduce(x, stream=0) == 0
+    side.abort.value = 1
+    assert side.all_reduce(x) == 1
+    side.abort.value = 0
+    side.doors.forget_collectives()
+    assert side.all_reduce(x) == 1
+    assert len(side.driver.seen) == 5
+
+
+def test_more_launches_than_the_table_holds(side: Side) -> None:
+    import torch
+
+    x, counts = torch.zeros(2 * at.TABLE_SLOTS), range(1, 2 * at.TABLE_SLOTS)
+    for count in counts:
+        side.remember(Collective.ALL_REDUCE, DType.FLOAT32, count)
+        assert side.all_reduce(x[:count]) == 0
+        assert side.driver.seen[-1][0] == count
+    assert len(side.doors._launches) <= at.TABLE_SLOTS
+    found = [count for count in counts if side.all_reduce(x[:count]) == 0]
+    assert [row[0] for row in side.driver.seen[-len(found) :]] == found
+
+
+def test_powers_of_two_find_places_of_their_own(side: Side) -> None:
+    """What a program uses: sizes that differ by factors of two, of several collectives, types and operators."""
+    kinds = [(collective, op) for collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER) for op in (RedOp.SUM, RedOp.MAX)]
+    dtypes = (DType.FLOAT32, DType.BFLOAT16, DType.INT64)
+    for collective, op in kinds:
+        for dtype in dtypes:
+            for bits in range(30):
+                side.remember(collective, dtype, 1 << bits, op)
+    assert len(side.doors._launches) == len(kinds) * len(dtypes) * 30
+
+
+def test_reduce_looks_at_the_root(side: Side) -> None:
+    import torch
+
+    x, out, odd = torch.zeros(12), torch.zeros(3, 4), torch.zeros(24)[::2]
+    for op in (RedOp.SUM, RedOp.MAX):
+        for root in (0, 1):
+            side.remember(Collective.REDUCE, F32, 12, op, root).op = (op, root)
+    for op in (RedOp.SUM, RedOp.MAX):
+        assert [side.reduce(x, root, op=op) for root in (0, 1)] == [0, 0]
+        assert side.doors.last.op == (op, 1)  # type: ignore[union-attr]
+    assert side.reduce(x, 0, out) == 0
+    assert side.driver.seen[-1][-2:] == (x.data_ptr(), out.data_ptr())
+    assert side.reduce(x, 0, x[:]) == 1
+    assert side.reduce(x, 0, odd) == 1
+    assert side.reduce(x, 1, odd) == 0  # another rank's root: nobody looks at out
+    assert side.driver.seen[-1][-2:] == (x.data_ptr(), x.data_ptr())
+    assert side.reduce(x, 0, op=RedOp.MIN) == 1
+    for bad in (2, -1, 51, 1 << 70, True, None):
+        assert side.reduce(x, bad) == 1
+    assert len(side.driver.seen) == 6
+
+
+def test_every_call_says_that_the_last_plan_was_not_the_cpus(side: Side) -> None:
+    import torch
+
+    side.remember(Collective.ALL_REDUCE, F32, 12)
+    assert side.all_reduce(torch.zeros(11)) == 1
+    assert side.cpu_plan.value == 9
+    assert side.all_reduce(torch.zeros(12)) == 0
+    assert side.cpu_plan.value == 0
+
+
+def test_what_a_door_does_not_take_goes_to_the_next(side: Side) -> None:
+    """As with the doors of the CPU: the same arguments, and the answer of the second one."""
+    import torch
+
+    other = Side()
+    first = {name: side.doors.door(name, other.door[name]) for name in CALLS}
+    side.remember(Collective.ALL_REDUCE, F32, 12)
+    other.remember(Collective.ALL_REDUCE, F32, 13)
+    other.remember_messages(5, (False, 1, 13, F32))
+    other.remember_messages(6, (False, 1, 13, F32), (True, 0, 4, F32))
+    x, y = torch.zeros(13), torch.zeros(4)
+    assert first["all_reduce"](x, None, RedOp.SUM, False, None) == 0
+    assert first["send"](x, 1, False, None) == 0
+    assert first["sendrecv"](x, 1, y, 0, False, None) == 0
+    assert first["recv"](x, 1, False, None) == first["all_reduce"](y, None, RedOp.SUM, False, None) == 1
+    assert not side.driver.seen
+    assert [row[0] for row in other.driver.seen] == [13, 5, 6]
+    assert other.driver.seen[-1][-2:] == (y.data_ptr(), x.data_ptr())
+    assert first["all_reduce"](x[:12], None, RedOp.SUM, False, None) == 0
+    assert side.driver.seen[-1][0] == 12
+    other.door.clear()  # the first ones keep what they call
+    gc.collect()
+    assert first["all_reduce"](x, None, RedOp.SUM, False, None) == 0
+
+
+def test_a_failed_launch_is_pythons(side: Side) -> None:
+    import torch
+
+    side.driver._codes = (700, 0)
+    side.remember(Collective.ALL_REDUCE, F32, 12)
+    assert side.all_reduce(torch.zeros(12)) == 1  # which launches again, and says what CUDA says
+    assert side.all_reduce(torch.zeros(12)) == 0
+
+
+# ---- sends and receives
+
+
+def test_messages_find_their_launch(side: Side) -> None:
+    import torch
+
+    x, y = torch.zeros(3, 4), torch.zeros(7, dtype=torch.int64)
+    assert side.send(x) == side.recv(x) == side.sendrecv(x, y) == 1
+    one = side.remember_messages(1, (False, 1, 12, F32))
+    side.remember_messages(2, (True, 1, 12, F32))
+    side.remember_messages(3, (False, 1, 12, F32), (True, 0, 7, I64))
+    assert side.send(x) == 0
+    assert side.driver.seen[-1] == (1, 0, *SHAPE, 0, x.data_ptr())
+    assert side.doors.last is one
+    assert side.recv(x) == 0
+    assert side.driver.seen[-1] == (2, 0, *SHAPE, 0, x.data_ptr())
+    assert side.sendrecv(x, y, 1, 0) == 0
+    assert side.driver.seen[-1] == (3, 0, *SHAPE, 0, y.data_ptr(), x.data_ptr())
+    assert side.send(x.view(-1)[:12]) == 0
+    assert side.driver.seen[-1][-1] == x.data_ptr()
+    before = len(side.driver.seen)
+    assert side.sendrecv(x, y, 0, 1) == side.sendrecv(x, x, 1, 0) == side.sendrecv(y, x, 1, 0) == 1
+    for peer in (0, 2, -1, 1 << 32, 1 << 70, True, 1.0, None):
+        assert side.send(x, peer) == side.recv(x, peer) == 1
+    assert len(side.driver.seen) == before
+
+
+def test_messages_that_go_the_long_way(side: Side) -> None:
+    import torch
+
+    x, whole = torch.zeros(12), torch.zeros(24)
+    for receives in (False, True):
+        side.remember_messages(1, (receives, 1, 12, F32))
+        side.remember_messages(2, (receives, 1, 8, F32), fills=True)
+    side.remember_messages(3, (False, 1, 12, F32), (True, 1, 12, F32))
+    for thing in (
+        np.zeros(12, np.float32),
+        None,
+        torch.zeros(11),
+        torch.zeros(12, dtype=torch.int32),
+        torch.zeros(12, dtype=torch.bool),
+        whole[::2],
+        torch.nn.Parameter(torch.zeros(12)),
+        torch.zeros(12, device="meta"),
+    ):
+        assert side.send(thing) == side.recv(thing) == side.sendrecv(x, thing) == side.sendrecv(thing, x) == 1
+    for first, second in ((0, 0), (0, 11), (11, 0), (5, 7)):
+        assert side.sendrecv(whole[first : first + 12], whole[second : second + 12]) == 1
+    assert not side.driver.seen
+    assert side.sendrecv(whole[:12], whole[12:]) == side.sendrecv(whole[12:], whole[:12]) == 0
+    assert side.send(x, async_op=True) == side.send(x, async_op=0) == side.send(x, stream=1) == 1
+    assert side.send(x, stream=0) == 0
+    assert side.send(torch.zeros(8)) == 0
+    side.order.value = 8  # another communicator has filled the GPU since
+    assert side.send(torch.zeros(8)) == 1
+    assert side.send(x) == 0
+    side.abort.value = 1
+    assert side.send(x) == side.sendrecv(whole[:12], whole[12:]) == 1
+    side.abort.value = 0
+    side.doors.forget_collectives()
+    assert side.send(x) == 0
+    side.doors.forget_messages()
+    assert side.send(x) == side.recv(x) == 1
+    assert len(side.driver.seen) == 6
+
+
+def test_messages_of_many_kinds_find_places_of_their_own(side: Side) -> None:
+    import torch
+
+    x, counts = torch.zeros(1 << 12), sorted({(1 << bits) + more for bits in range(12) for more in range(3)})
+    kinds = [(receives, peer, count, F32) for receives in (False, True) for peer in range(2) for count in counts]
+    for number, kind in enumerate(kinds, 1):
+        side.remember_messages(number, kind)
+    for number, (receives, peer, count, _) in enumerate(kinds, 1):
+        assert (side.recv if receives else side.send)(x[:count], peer) == 0
+        assert side.driver.seen[-1][0] == number
+
+
+# ---- groups
+
+
+@pytest.fixture
+def opened(side: Side) -> Iterator[Side]:
+    """A side that knows the launch of a send and two receives, while this thread has a group open."""
+    side.remember_messages(4, (False, 1, 12, F32), (True, 1, 7, I64), (True, 0, 12, F32))
+    with miraccl.group():
+        yield side
+
+
+def begin(side: Side, x: Any) -> None:
+    assert side.send(x) == at.NOTED
+    side.doors.keep_notes()
+
+
+def test_a_group_is_noted_and_launched(opened: Side) -> None:
+    import torch
+
+    x, y, z = torch.zeros(12), torch.zeros(7, dtype=torch.int64), torch.zeros(12)
+    opened.remember(Collective.ALL_REDUCE, F32, 12)
+    begin(opened, x)
+    assert opened.all_reduce(x) == 1  # which Python notes
+    assert opened.recv(y) == opened.recv(z, 0) == at.DONE
+    assert not opened.driver.seen
+    assert opened.door["exchange"]() == 0
+    assert opened.driver.seen == [(4, 0, *SHAPE, 0, z.data_ptr(), y.data_ptr(), x.data_ptr())]
+    stream, notes = opened.doors.take_notes()
+    assert (stream, [note if isinstance(note, int) else note.data_ptr() for note in notes]) == (
+        0,
+        [x.data_ptr(), 1, False, y.data_ptr(), 1, True, z.data_ptr(), 0, True],
+    )
+
+
+def test_what_is_noted_lives_until_it_is_run(opened: Side) -> None:
+    import torch
+
+    x = torch.zeros(12)
+    alive = weakref.ref(x)
+    begin(opened, x)
+    del x
+    assert alive() is not None
+    opened.doors.clear_notes()
+    assert alive() is None
+
+
+def test_what_is_not_noted(opened: Side) -> None:
+    """Python checks it, and says what is wrong."""
+    import torch
+
+    x, whole = torch.zeros(12), torch.zeros(24)
+    wrong = (torch.zeros(3, dtype=torch.bool), torch.zeros(2, dtype=torch.complex64), whole[::2], None, np.zeros(12, np.float32))
+    for _ in range(2):
+        for thing in wrong:
+            assert opened.send(thing) == opened.recv(thing) == opened.sendrecv(x, thing) == opened.sendrecv(thing, x) == 1
+        for peer in (-1, 2, True):
+            assert opened.send(x, peer) == 1
+        assert opened.sendrecv(whole[:12], whole[11:23]) == opened.send(x, async_op=True) == opened.send(x, stream=3) == 1
+        assert opened.doors.take_notes()[1] == []
+        opened.abort.value = 1
+        assert opened.send(x) == 1
+        opened.abort.value = 0
+    inner = {name: opened.doors.door(name) for name in ("send", "recv", "sendrecv")}  # for calls that are to be made at once
+    assert inner["send"](x, 1, False, None) == inner["sendrecv"](whole[:12], 1, whole[12:], 1, False, None) == 1
+    assert opened.doors.take_notes()[1] == []
+    assert opened.sendrecv(whole[:12], whole[12:]) == at.NOTED
+    assert len(opened.doors.take_notes()[1]) == 6
+
+
+def test_another_stream_thread_or_group_does_not_join(opened: Side) -> None:
+    import torch
+
+    x, answers = torch.zeros(12), []
+    assert opened.send(x) == at.NOTED
+    assert opened.send(x) == 1  # Python does not know of the first one yet
+    opened.doors.keep_notes()
+    assert opened.send(x) == 0
+    opened.doors.stream = 5
+    assert opened.send(x, stream=5) == 1
+    assert opened.door["exchange"]() == 1
+    assert opened.doors.take_notes()[0] == 0
+    opened.doors.stream = 0
+
+    def beside() -> None:
+        answers.append(opened.send(x))
+        with miraccl.group():
+            answers.append(opened.send(x))
+
+    begin(opened, x)
+    thread = threading.Thread(target=beside)
+    thread.start()
+    thread.join()
+    assert answers == [1, 1]
+    assert opened.send(x) == 1  # as if it were of a group that is gone
+    assert opened.doors.has_notes_of(threading.get_ident())
+    assert not opened.doors.has_notes_of(threading.get_ident() + 1)
+    opened.doors.clear_notes()
+    begin(opened, x)
+
+
+def test_as_many_messages_as_there_is_room_for(opened: Side) -> None:
+    import torch
+
+    x = torch.zeros(2 * at.MOST_MESSAGES)
+    rows = [(False, 1, 1 + place, F32) for place in range(at.MOST_MESSAGES)]
+    opened.remember_messages(8, *rows)
+    opened.remember_messages(9, *rows, (False, 1, 1, F32))
+    begin(opened, x[:1])
+    for place in range(1, at.MOST_MESSAGES - 1):
+        assert opened.send(x[: 1 + place]) == 0
+    assert opened.sendrecv(x[: at.MOST_MESSAGES], x[at.MOST_MESSAGES :]) == 1
+    assert opened.send(x[: at.MOST_MESSAGES]) == 0
+    assert opened.send(x[:1]) == 1
+    assert opened.door["exchange"]() == 0
+    assert opened.driver.seen[-1][0] == 8
+
+
+# ---- the end
+
+
+def test_closed_doors_look_at_nothing(side: Side) -> None:
+    """The words in host memory are gone then."""
+    import torch
+
+    side.remember(Collective.ALL_REDUCE, F32, 12)
+    side.remember_messages(1, (False, 1, 12, F32))
+    side.doors.close()
+    side.abort.value = 0
+    assert side.all_reduce(torch.zeros(12)) == side.send(torch.zeros(12)) == 1
+    assert side.doors._state[at.STATE_ABORT // 8] != ctypes.addressof(side.abort)
+    assert not side.doors._launches

@@ -1,0 +1,282 @@
+"""Ranks of the tests of doors with kernels that run: PyTorch's tensors in CPU memory stand for those of an emulated GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import miraccl
+from miraccl import native
+from miraccl.comm import communicator
+from miraccl.comm.device import work
+from miraccl.comm.device.memory import lies_on_gpu
+from miraccl.errors import CollectiveMismatch, CommunicatorClosed, InvalidUsage
+from miraccl.executor.cuda import launch
+from miraccl.executor.cuda.doors import layout as at
+from miraccl.types import RedOp
+from tests.gpu import emulated_ranks
+from tests.gpu.emulator import compile_kernel
+
+DL_CPU, NO_DEVICE = 1, -1
+
+
+class Function:
+    """A kernel that has an address, as those of the driver have."""
+
+    def __init__(self, spec: Any) -> None:
+        self._kernel = compile_kernel(spec)
+        self.argument_bytes = self._kernel.argument_bytes
+
+    def __int__(self) -> int:
+        return id(self)
+
+    def __call__(self, *args: Any) -> None:
+        self._kernel(*args)
+
+
+class Direct:
+    """cuLaunchKernelEx as a C function that gives launches to the emulated driver; counts them."""
+
+    def __init__(self, cuda: Any) -> None:
+        self._cuda, self._functions = cuda, dict[Any, Function]()
+        self._callback = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(self._launched)
+        entry = native.library("miraccl.executor.cuda.doors.call").address(native.PREFIX + "launch")
+        address = ctypes.cast(self._callback, ctypes.c_void_p).value
+        vars(launch)["fast_launch"] = lambda gpu: (address, native.builtin("launch", entry))
+        vars(launch)["Kernels"].function = lambda kernels, spec: self._function(spec)
+
+    def _function(self, spec: Any) -> Function:
+        if spec not in self._functions:
+            self._functions[spec] = Function(spec)
+        return self._functions[spec]
+
+    def _launched(self, config: int, function: int, parameters: int, extra: int | None) -> int:
+        said = launch._Config.from_address(config)
+        kernel = next(kernel for kernel in self._functions.values() if int(kernel) == function)
+        self._cuda.cuLaunchKernel(kernel, said.grid[0], 1, 1, said.block[0], 1, 1, 0, said.stream or 0, parameters, 0)
+        return 0
+
+
+class Rank(emulated_ranks.Rank):
+    """A communicator whose GPU side looks at tensors in CPU memory."""
+
+    def __init__(self, world: Any, timeout: float) -> None:
+        super().__init__(world, timeout)
+        self._direct = Direct(self.cuda)
+        vars(communicator).update(lies_on_gpu=on_gpu, ordinal_of=lambda x: 0)
+        vars(work).update(lies_on_gpu=on_gpu)
+        self.right, self.left = (self.rank + 1) % self.nranks, (self.rank - 1) % self.nranks
+        self.adopt(self.comm)
+
+    def adopt(self, comm: Any) -> None:
+        comm.barrier(stream=0)
+        comm._device._doors._put(at.STATE_DEVICE, DL_CPU)
+        comm._device.gpu.ordinal = NO_DEVICE
+
+    def through_a_door(self) -> bool:
+        """Whether the last operation was."""
+        return self.comm._device._doors.last is not None  # type: ignore[union-attr]
+
+    def tensor(self, rank: int, count: int, dtype: Any = torch.float32) -> Any:
+        return (torch.arange(count) % 50 + 3 * rank).to(dtype)
+
+    def same(self, got: Any, want: Any, what: Any = "") -> None:
+        self.synchronize()
+        assert torch.equal(got, want), f"{what}: {got} is not {want}"
+
+
+def on_gpu(thing: Any) -> bool:
+    return isinstance(thing, torch.Tensor) or lies_on_gpu(thing)
+
+
+def started() -> contextlib.AbstractContextManager[Rank]:
+    rank: Any = emulated_ranks.rank(60.0, Rank)
+    return rank  # type: ignore[no-any-return]
+
+
+def collectives() -> None:
+    """Each call twice: the second time through a door, with the same result."""
+    with started() as me:
+        comm, n, rank = me.comm, me.nranks, me.rank
+        for count, dtype in ((12, torch.float32), (1001, torch.int32)):
+            inputs = torch.stack([me.tensor(r, count, dtype) for r in range(n)])
+            mine, total, whole = inputs[rank], inputs.sum(0).to(dtype), inputs.view(-1)
+            for turn in range(2):
+                for root in range(n):
+                    x, out = mine.clone(), torch.zeros_like(mine)
+                    assert comm.reduce(x, root, out) is (out if rank == root else x)
+                    assert me.through_a_door() == (turn == 1)
+                    me.same(out, total if rank == root else torch.zeros_like(out), (root, turn))
+                    me.same(x, mine)
+                    assert comm.reduce(x, root, op=RedOp.MAX) is x
+                    assert me.through_a_door() == (turn == 1)
+                    me.same(x, inputs.max(0).values if rank == root else mine, (root, turn))
+                    x = mine.clone()
+                    assert comm.broadcast(x, root) is x
+                    assert me.through_a_door() == (turn == 1)
+                    me.same(x, inputs[root], (root, turn))
+                x, out = mine.clone(), torch.zeros_like(whole)
+                assert comm.all_reduce(x) is x
+                assert me.through_a_door() == (turn == 1)
+                me.same(x, total)
+                assert comm.all_gather(mine, out) is out
+                assert me.through_a_door() == (turn == 1)
+                me.same(out, whole)
+        plan = comm.last_plan
+        comm.all_reduce(me.data(rank, 5))  # in CPU memory, through the same doors
+        assert comm.last_plan is not plan
+        comm.all_gather(mine, out)
+        assert comm.last_plan is plan
+
+
+def messages() -> None:
+    """Sends, receives and groups of them, the second time through doors."""
+    with started() as me:
+        comm, rank, n = me.comm, me.rank, me.nranks
+        for turn in range(3):
+            x, out = me.tensor(rank + turn, 5000), torch.zeros(5000)
+            assert comm.sendrecv(x, me.right, out, me.left) is out
+            assert me.through_a_door() == (turn > 0)
+            me.same(out, me.tensor(me.left + turn, 5000), turn)
+            if rank == 0:
+                assert comm.send(x, 1) is None
+            elif rank == 1:
+                assert comm.recv(out, 0) is out
+                me.same(out, me.tensor(turn, 5000), turn)
+            assert me.through_a_door() == (turn > 0)
+            ins, outs = ([torch.zeros(700 + c, dtype=torch.int64) for c in counts] for counts in ([rank] * n, range(n)))
+            small, little = me.tensor(rank, 3), torch.zeros(3)
+            before = me.cuda.launches
+            with miraccl.group():
+                for r in range(n):
+                    ins[r] += me.tensor(10 * rank + r, 700 + rank, torch.int64)
+                    assert comm.send(ins[r], r) is None
+                    assert comm.recv(outs[r], r) is outs[r]
+                with miraccl.group():
+                    comm.sendrecv(small, me.left, little, me.right)
+                assert me.cuda.launches == before
+            assert me.cuda.launches == before + 1
+            assert me.through_a_door() == (turn > 0)
+            for r in range(n):
+                me.same(outs[r], me.tensor(10 * r + rank, 700 + r, torch.int64), (turn, r))
+            me.same(little, me.tensor(me.right, 3))
+
+
+def groups_of_all_kinds() -> None:
+    """Groups that are not for a door alone: with collectives, arrays of other makes, other streams, two communicators, exceptions."""
+    with started() as me:
+        comm, rank, n = me.comm, me.rank, me.nranks
+        second = comm.split(0)
+        assert second is not None
+        me.adopt(second)
+        stream = me.cuda.cuStreamCreate(1)[1]
+        x, out = me.tensor(rank, 40), torch.zeros(40)
+
+        def exchange(comm: Any = comm, **more: Any) -> None:
+            comm.send(x, me.right, **more)
+            comm.recv(out, me.left, **more)
+
+        def grouped(*calls: Callable[[], Any]) -> None:
+            with miraccl.group():
+                for call in calls:
+                    call()
+
+        def expect() -> None:
+            me.same(out, me.tensor(me.left, 40))
+            out.zero_()
+
+        with miraccl.group():
+            exchange()
+        expect()
+        for _ in range(2):
+            other, summed = me.zeros(40), x.clone()
+            with miraccl.group():
+                exchange()
+                comm.send(me.put(me.tensor(rank, 40).numpy()), me.left)  # not PyTorch's
+                comm.all_reduce(summed)
+                comm.recv(other, me.right)
+            expect()
+            assert (other.array == me.tensor(me.right, 40).numpy()).all()
+            me.same(summed, sum(me.tensor(r, 40) for r in range(n)))
+            copied = x.clone()
+            alive = weakref.ref(copied)
+            with miraccl.group():
+                comm.send(copied, me.right)
+                comm.recv(out, me.left, stream=stream)
+                del copied
+                held = alive()
+                assert held is not None
+            expect()
+            del held
+            assert alive() is None
+            with miraccl.group():
+                exchange(stream=stream)
+            expect()
+            with miraccl.group():
+                exchange()
+            expect()
+            twice = torch.zeros(40)
+            with miraccl.group():
+                exchange()
+                second.sendrecv(x, me.left, twice, me.right)
+            expect()
+            me.same(twice, me.tensor(me.right, 40))
+            before = me.cuda.launches
+            with contextlib.suppress(ZeroDivisionError), miraccl.group():
+                exchange()
+                raise ZeroDivisionError("nothing of the group is sent")
+            for wrong, words in (
+                (lambda: comm.send(x, n), "dst is"),
+                (lambda: comm.send(x[::2], 0), "not contiguous"),
+                (lambda: comm.send(x.to(torch.complex64), 0), "has dtype"),
+                (lambda: comm.sendrecv(x[:20], 0, x[19:39], 0), "must not overlap"),
+            ):
+                with pytest.raises(InvalidUsage, match=words):
+                    grouped(exchange, wrong)
+            with pytest.raises(InvalidUsage, match="sends itself 1 messages and receives 0"):
+                grouped(lambda: comm.send(x, rank), lambda: exchange(second))
+            assert me.cuda.launches == before
+            with miraccl.group():
+                exchange()
+            assert me.through_a_door()
+            expect()
+        second.finalize()
+
+
+def unlike() -> str:
+    """Messages that do not match, where each rank has sent and received the like before."""
+    with started() as me:
+        x, y = torch.zeros(100_000), torch.zeros(60)
+        for _ in range(2):
+            for one in (x, y):
+                me.comm.send(one, 1) if me.rank == 0 else me.comm.recv(one, 0)
+        me.synchronize()
+        assert me.through_a_door()
+        me.comm.send(x, 1) if me.rank == 0 else me.comm.recv(y, 0)
+        assert me.through_a_door()
+        with pytest.raises(CollectiveMismatch) as caught:
+            me.synchronize()
+        with pytest.raises(CollectiveMismatch):
+            me.comm.send(x, 1)
+        return str(caught.value)
+
+
+def after_the_end() -> None:
+    """A communicator that is closed says so; its words in host memory are gone."""
+    with started() as me:
+        x, out = torch.zeros(10), torch.zeros(10)
+        for _ in range(2):
+            me.comm.all_reduce(x)
+            me.comm.sendrecv(x, me.right, out, me.left)
+        me.comm.finalize()
+        for call in (lambda: me.comm.all_reduce(x), lambda: me.comm.send(x, me.right), lambda: me.comm.reduce(x)):
+            with pytest.raises(CommunicatorClosed):
+                call()
+        with pytest.raises(CommunicatorClosed), miraccl.group():
+            me.comm.send(x, me.right)

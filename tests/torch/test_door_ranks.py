@@ -1,0 +1,47 @@
+"""Doors on GPU memory between ranks, with kernels that run: the results are those of the long way, and so are the errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu.emulator import COMPILER, folder
+from tests.support.ranks import run_ranks
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
+if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+    pytest.skip(f"tensors of PyTorch {torch.__version__} have no interface for compiled code", allow_module_level=True)
+
+from tests.torch import door_ranks  # noqa: E402
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(COMPILER is None, reason="kernels are emulated with a C++ compiler (g++ or clang++), and there is none"),
+]
+
+
+def run(target: Any, nranks: int) -> list[Any]:
+    return run_ranks(target, nranks, env={"MIRACCL_SMS": "2", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
+
+
+def test_collectives() -> None:
+    run(door_ranks.collectives, 3)
+
+
+def test_messages() -> None:
+    run(door_ranks.messages, 2)
+
+
+def test_groups_of_all_kinds() -> None:
+    run(door_ranks.groups_of_all_kinds, 3)
+
+
+def test_messages_that_do_not_match() -> None:
+    first, second = run(door_ranks.unlike, 2)
+    assert "rank 1 receives 60 x float32 (240 bytes) where rank 0 sends 100000 x float32 (400000 bytes)" in second
+    assert "rank 0 sends 100000 x float32 (400000 bytes) where rank 1 receives 60 x float32" in first
+
+
+def test_closed_communicators() -> None:
+    run(door_ranks.after_the_end, 2)
