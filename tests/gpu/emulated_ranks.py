@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -67,6 +68,7 @@ class OnlyDlpack:
     def __init__(self, memory: Any, ordinal: int = 0) -> None:
         self.memory, self.array, self.ordinal = memory, seen(memory), ordinal
         self.streams: list[int] = []
+        self.capsules: list[Any] = []
         self._shape = (ctypes.c_int64 * 1)(memory.count)
         bits = 8 * memory.dtype.itemsize
         self._tensor = DLTensor(memory.address, 2, 0, 1, 2, bits, 1, ctypes.cast(self._shape, ctypes.POINTER(ctypes.c_int64)), None, 0)
@@ -78,7 +80,12 @@ class OnlyDlpack:
         self.streams.append(stream)
         new: Any = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-        return new(ctypes.addressof(self._tensor), b"dltensor", None)
+        self.capsules.append(new(ctypes.addressof(self._tensor), b"dltensor", None))
+        return self.capsules[-1]
+
+    def held(self) -> int:
+        """How many capsules somebody else has."""
+        return sum(sys.getrefcount(capsule) > 3 for capsule in self.capsules)  # the list, the loop, the argument
 
 
 class Immutable(OnlyDlpack):
@@ -348,6 +355,34 @@ def one_rank() -> None:
             me.synchronize()
             same(out, me.data(1, 1001, dtype))
             same(x, me.data(1, 1001).astype(dtype) * np.asarray(factor, dtype), dtype)
+
+
+def alone_with_capsules() -> None:
+    """One rank copies later than the call, too, and in the order of its calls."""
+    with rank() as me:
+        gate = threading.Event()
+
+        def wait() -> None:
+            assert gate.wait(30)
+
+        x, out, last = (OnlyDlpack(me.put(np.full(9, value)).memory) for value in (1, 2, 3))
+        empty = OnlyDlpack(me.put([]).memory)
+        me.comm.all_reduce(empty, empty)
+        me.comm.all_reduce(x, x)
+        assert not empty.held() + x.held()  # nothing is to be done
+        other = me.cuda.cuStreamCreate(1)[1]
+        me.cuda.streams[0].put(wait)
+        me.comm.all_reduce(x, out)
+        me.comm.all_gather(out, last, stream=other)
+        assert (x.held(), out.held(), last.held()) == (1, 2, 1)
+        assert last.array[0] == 3
+        gate.set()
+        me.synchronize()
+        same(last, np.ones(9))
+        me.comm.reduce(x, out=last)
+        me.synchronize()
+        me.comm.reduce(x, out=last)
+        assert (x.held(), out.held(), last.held()) == (1, 0, 1)
 
 
 def on_another_gpu() -> None:

@@ -54,6 +54,7 @@ def test_arrays_on_another_gpu() -> None:
 
 def test_one_rank() -> None:
     run(emulated_ranks.one_rank, 1)
+    run(emulated_ranks.alone_with_capsules, 1)
 
 
 def test_the_gpu_of_the_first_array_is_taken() -> None:

@@ -152,16 +152,17 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         if target.read_only and self._writes(collective, root):
             raise self._constant(collective.label)
         if self.nranks == 1 or count == 0:
-            self._run_alone(collective, source, target, op, stream)
-            return
-        key: tuple[Any, ...] = (collective, source.dtype, count, op, root)
-        launch: Launch | CopyLaunch | StagedLaunch | None = None
-        if self._asks_engines(collective):
-            launch = self._engines(key, target)
-        if launch is None:
-            launch = self._launches.get(key) or self._prepare(key)
-        self._start(launch, source.address, target.address, stream, collective)
-        if source.keep is not None or target.keep is not None:
+            enqueued = self._run_alone(collective, source, target, op, stream)
+        else:
+            key: tuple[Any, ...] = (collective, source.dtype, count, op, root)
+            launch: Launch | CopyLaunch | StagedLaunch | None = None
+            if self._asks_engines(collective):
+                launch = self._engines(key, target)
+            if launch is None:
+                launch = self._launches.get(key) or self._prepare(key)
+            self._start(launch, source.address, target.address, stream, collective)
+            enqueued = True
+        if enqueued and (source.keep is not None or target.keep is not None):
             self._hold([source, target], self._doors.stream)
 
     def _asks_engines(self, collective: Collective) -> bool:
@@ -205,15 +206,18 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self._plan = plan
         self._doors.went_another_way()
 
-    def _run_alone(self, collective: Collective, source: DeviceMemory, target: DeviceMemory, op: Operator, stream: Any) -> None:
-        """One rank, or nothing to do: the result is the input, or its product with the operator's scalar."""
+    def _run_alone(self, collective: Collective, source: DeviceMemory, target: DeviceMemory, op: Operator, stream: Any) -> bool:
+        """One rank, or nothing to do: the result is the input, or its product with the operator's scalar. Whether anything was enqueued."""
         kind, _ = operator(op, source.dtype, collective.label)
         self.check(collective.label)
         if kind is RedOp.PREMUL_SUM and source.count:
             key = (collective, source.dtype, source.count, op, 0)
             self._start(self._launches.get(key) or self._prepare(key), source.address, target.address, stream, collective)
         elif source.nbytes and source.address != target.address:
-            self.gpu.copy(target.address, source.address, source.nbytes, self._stream_number(stream))
+            self.gpu.copy(target.address, source.address, source.nbytes, self._enter(collective.label, stream, False))
+        else:
+            return False
+        return True
 
     def _prepare(self, key: tuple[Any, ...]) -> Launch:
         collective, dtype, count, op, root = key
