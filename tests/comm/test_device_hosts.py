@@ -33,8 +33,9 @@ def test_collectives_over_tcp(hosts: str, sizes: list[int], staging: str) -> Non
         assert set(used) >= TWO_STEPS
 
 
-def test_with_emulated_kernels() -> None:
-    run_ranks(fake_hosts.with_kernels, 4, "AABB", env=SMALL | {"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=180.0)
+@pytest.mark.parametrize("apart", [False, True])
+def test_with_emulated_kernels(apart: bool) -> None:
+    run_ranks(fake_hosts.with_kernels, 4, "AABB", apart, env=SMALL | {"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=180.0)
 
 
 @pytest.mark.parametrize(("kind", "env"), [("host", {"NCCL_P2P_DISABLE": "1"}), ("ipc", {"MIRACCL_CUMEM": "0"})])

@@ -134,10 +134,10 @@ def _even(w: World, count: int, dtype: DType, root: int, used: dict[str, str], o
     run(Collective.SCATTER, n, RedOp.SUM, lambda x, like: comm.scatter(x if w.rank == root else None, root, w.put(like)))
 
 
-def with_kernels(hosts: str) -> None:
-    """The parts inside a host by kernels that are emulated: sums and moves in two steps, sends inside and between hosts."""
+def with_kernels(hosts: str, apart: bool) -> None:
+    """The parts inside a host by kernels that are emulated: sums and moves in two steps, sends inside and between hosts, uneven blocks."""
     with session() as world:
-        w = World(world, hosts, kernels=True)
+        w = World(world, hosts, kernels=True, apart=apart)
         used: dict[str, str] = {}
         _even(w, 515, DType.FLOAT32, 1, used, (RedOp.SUM,))
         for collective in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
@@ -152,6 +152,12 @@ def with_kernels(hosts: str) -> None:
         comm.synchronize()
         for transfer in everybody:
             check(transfer.memory, numbers(transfer.peer if transfer.receives else r, 3000, DType.INT8), "everybody")
+        table = [[700 * ((i + 2 * j) % 4) for j in range(n)] for i in range(n)]  # what i sends to j
+        blocks = [[numbers(10 * i + j, table[i][j], DType.INT32) for j in range(n)] for i in range(n)]
+        receives = [table[i][r] for i in range(n)]
+        out = comm.all_to_all_v(w.put(np.concatenate(blocks[r])), table[r], receives, w.zeros(sum(receives), DType.INT32))
+        comm.synchronize()
+        check(out, np.concatenate([blocks[i][r] for i in range(n)]), "all_to_all_v")
         w.finish()
 
 
