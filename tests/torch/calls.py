@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -92,6 +93,26 @@ def uneven(path: str) -> None:
             assert share.tolist() == [rank * factor] * rank
 
 
+def gathered_out(x: Any, group: Any) -> Any:
+    """The functional collective that Inductor's passes make of several; what it registers must outlive this frame."""
+    out = torch.zeros(group.size() * x.numel(), dtype=x.dtype)
+    result = torch.ops._c10d_functional.all_gather_into_tensor_out(x, group.size(), group.group_name, out=out)
+    gc.collect()
+    assert torch.ops._c10d_functional.wait_tensor(result).data_ptr() == out.data_ptr()
+    return out
+
+
+def exchanged(rank: int, group: Any) -> list[Any]:
+    """What ``torch.compile`` makes of ``batch_isend_irecv``: to the next rank, from the one before."""
+    to, frm = (rank + 1) % group.size(), (rank - 1) % group.size()
+    sent, received = torch.full((2000,), float(rank)), torch.zeros(2000)
+    results = torch.ops._c10d_functional.batch_p2p_ops(["isend", "irecv"], [to, frm], [3, 3], [sent, received], group.group_name)
+    gc.collect()
+    waited = [torch.ops._c10d_functional.wait_tensor(result) for result in results]
+    assert received.tolist() == [float(frm)] * 2000
+    return waited
+
+
 def handles(path: str) -> None:
     """Asynchronous operations, futures, coalesced calls, the functional collectives."""
     with world(path) as (rank, nranks):
@@ -150,6 +171,8 @@ def handles(path: str) -> None:
         both(lambda g: functional.reduce_scatter_tensor(torch.arange(2.0 * nranks), "sum", 0, g or group) + 0, other)
         both(lambda g: functional.broadcast(torch.ones(3) * rank, 1, g or group) + 0, other)
         both(lambda g: functional.all_to_all_single(torch.arange(1.0 * nranks) + rank, None, None, g or group) + 0, other)
+        both(lambda g: gathered_out(torch.full((3,), float(rank)), g or group), other)
+        both(lambda g: exchanged(rank, g or group), other)
 
 
 def profiled(path: str) -> None:

@@ -15,6 +15,7 @@ import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
 from miraccl.torch import ProcessGroupMiraccl
+from tests.torch.calls import exchanged, gathered_out
 from tests.torch.worlds import LIMIT, both, gloo, refused, world
 
 SHORT = datetime.timedelta(seconds=0.3)  # for what never comes
@@ -103,6 +104,8 @@ def several_backends(path: str) -> None:
         assert everything == list(range(nranks))
         y = functional.all_reduce(torch.ones(3) * rank, "sum", group)  # these two reach the group from C++
         assert (y + 0).tolist() == [float(sum(range(nranks)))] * 3
+        assert gathered_out(torch.full((1,), float(rank)), group).tolist() == gathered.tolist()
+        exchanged(rank, group)
         layer = torch.nn.Linear(3, 1)
         model = DistributedDataParallel(layer)
         model(torch.full((1, 3), float(rank))).sum().backward()

@@ -75,6 +75,7 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
                 training.dtensor,
                 training.pipelines,
                 training.checkpoint,
+                training.sharded,
                 training.compiled,
             ),
         ),

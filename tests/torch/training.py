@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -268,6 +270,36 @@ def _compiled_with(path: str, backend: str) -> None:
             both(lambda g: run(x.clone(), g or dist.group.WORLD), other)  # noqa: B023
             assert equal(run(x.clone(), dist.group.WORLD), function(x.clone(), dist.group.WORLD))
         torch._dynamo.reset()
+        for whole in (False, True):
+            with torch._dynamo.config.patch(enable_p2p_compilation=whole):
+                x = torch.arange(4.0) + rank
+                both(lambda g: torch.compile(_around, backend=backend, fullgraph=whole)(x, rank, g or dist.group.WORLD), other)  # noqa: B023
+            torch._dynamo.reset()
+
+
+def _around(x: Any, rank: int, group: Group) -> Any:
+    """Messages in compiled code: rewritten into one functional collective, or left out of the graph."""
+    nranks, received = dist.get_world_size(group), torch.zeros_like(x)
+    sends = dist.P2POp(dist.isend, x * 2, (rank + 1) % nranks, group)
+    receives = dist.P2POp(dist.irecv, received, (rank - 1) % nranks, group)
+    for work in dist.batch_isend_irecv([sends, receives]):
+        work.wait()
+    return received + x
+
+
+def sharded(path: str) -> None:
+    """A tensor of the kind before DTensor, gathered on one rank."""
+    with world(path) as (rank, nranks):
+        spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in range(nranks)])
+        tensor = sharded_tensor.ones(spec, 2 * nranks, 3)
+        tensor.local_tensor().mul_(rank + 1)
+
+        def gathered(out: Any) -> Any:
+            tensor.gather(dst=nranks - 1, out=out)
+            return out
+
+        whole = gathered(torch.zeros(2 * nranks, 3) if rank == nranks - 1 else None)
+        assert whole is None or whole[:, 0].tolist() == [1 + row // 2 for row in range(2 * nranks)]
 
 
 def checkpoint(path: str) -> None:

@@ -18,6 +18,7 @@ if not dist.is_available():
 
 from miraccl.torch.collectives import Collectives
 from miraccl.torch.failures import BackendError
+from miraccl.torch.functional import register
 from miraccl.torch.process_group import NAME, ProcessGroupMiraccl
 from miraccl.torch.start import create
 from miraccl.torch.streams import StreamWork
@@ -30,5 +31,4 @@ __all__ = ["NAME", "BackendError", "ProcessGroupMiraccl", "create"]
 
 if NAME.upper() not in dist.Backend._plugins:
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(DEVICES))
-    install()
-    untraced(Collectives, ProcessGroupMiraccl, Work, TransferWork, StreamWork)
+    untraced(Collectives, ProcessGroupMiraccl, Work, TransferWork, StreamWork, functions=[*install(), *register()])

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterable
+from typing import Any
 
 
-def untraced(*classes: type) -> None:
-    """Run the methods of these classes as they are, with all that they call."""
+def untraced(*classes: type, functions: Iterable[Any] = ()) -> None:
+    """Run these functions and the methods of these classes as they are, with all that they call."""
     try:
         frames = importlib.import_module("torch._C._dynamo.eval_frame")
         alone = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
         mark = frames.set_code_exec_strategy
     except (ImportError, AttributeError):
         return
-    for value in (value for cls in classes for value in vars(cls).values()):
+    for value in (*functions, *(value for cls in classes for value in vars(cls).values())):
         if inspect.isfunction(value):
             mark(value.__code__, alone)

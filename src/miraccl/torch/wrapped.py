@@ -7,6 +7,8 @@
 - ``_set_pg_timeout`` knows Gloo's and NCCL's backends only, and else warns.
 - ``split_group`` takes groups bound to a GPU only; the others are made as ``new_group`` makes them, by the ranks that are in them.
 - DDP's built-in FP16 hook reads the C++ type of a future's value, which one made in Python does not have: the same hook in Python does not.
+- ``ShardedTensor.gather`` takes CPU memory where the backend is called Gloo, and else the first device other than the CPU that the backend
+  is registered for.
 - ``Join.notify_join_context`` gives its work to DDP's reducer, which keeps its C++ half alone; the module keeps the other one.
 
 For all other groups they are PyTorch's own.
@@ -14,8 +16,10 @@ For all other groups they are PyTorch's own.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,8 +34,10 @@ from miraccl.torch.process_group import ProcessGroupMiraccl
 from miraccl.torch.work import Work
 
 
-def install() -> None:
-    """Put the wrapped functions into both modules that have them."""
+def install() -> list[Any]:
+    """Put the wrapped functions into both modules that have them; what was put there."""
+    remaps = getattr(sys.modules.get("torch.distributed._functional_collectives"), "traceable_collective_remaps", {})
+    new = []
     for name, wrap in _WRAPPERS.items():
         original = getattr(distributed_c10d, name, None)
         if original is not None:
@@ -39,10 +45,19 @@ def install() -> None:
             setattr(distributed_c10d, name, wrapped)
             if hasattr(dist, name):
                 setattr(dist, name, wrapped)
+            if original in remaps:  # torch.compile knows functions by their identity
+                remaps[wrapped] = remaps[original]
+            new.append(wrapped)
     builtin = DistributedDataParallel._register_builtin_comm_hook
     DistributedDataParallel._register_builtin_comm_hook = functools.wraps(builtin)(_builtin_comm_hook(builtin))
     notify = Join.notify_join_context
     Join.notify_join_context = staticmethod(functools.wraps(notify)(_notify_join_context(notify)))
+    with contextlib.suppress(ImportError):  # a part of PyTorch that DTensor is to replace
+        from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+        chosen = ShardedTensor._get_preferred_device
+        ShardedTensor._get_preferred_device = functools.wraps(chosen)(_preferred_device(chosen))
+    return new
 
 
 def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,6 +148,14 @@ def _notify_join_context(original: Callable[..., Any]) -> Callable[..., Any]:
         return work
 
     return notify_join_context
+
+
+def _preferred_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    def preferred_device(self: Any) -> Any:
+        on_cpu = all(shard.placement.device().type == "cpu" for shard in self.metadata().shards_metadata)
+        return torch.device("cpu") if on_cpu and isinstance(self._process_group, ProcessGroupMiraccl) else original(self)
+
+    return preferred_device
 
 
 def _group(given: Any) -> Any:
