@@ -13,7 +13,7 @@ import torch
 
 import miraccl
 from miraccl import native
-from miraccl.comm import communicator
+from miraccl.comm import ways
 from miraccl.comm.device import work
 from miraccl.comm.device.memory import lies_on_gpu
 from miraccl.errors import CollectiveMismatch, CommunicatorClosed, InvalidUsage
@@ -69,7 +69,7 @@ class Rank(emulated_ranks.Rank):
     def __init__(self, world: Any, timeout: float) -> None:
         super().__init__(world, timeout)
         self._direct = Direct(self.cuda)
-        vars(communicator).update(lies_on_gpu=on_gpu, ordinal_of=lambda x: 0)
+        vars(ways).update(lies_on_gpu=on_gpu, ordinal_of=lambda x: 0)
         vars(work).update(lies_on_gpu=on_gpu)
         self.right, self.left = (self.rank + 1) % self.nranks, (self.rank - 1) % self.nranks
         self.adopt(self.comm)

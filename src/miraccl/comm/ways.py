@@ -1,0 +1,152 @@
+"""Which way a call takes past the doors: to the GPU side, into an open group, or to the CPU's plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from miraccl.bootstrap import Session
+from miraccl.comm import group as groups
+from miraccl.comm.arguments import peer_rank, view
+from miraccl.comm.calls import Call, Place
+from miraccl.comm.device.memory import current_ordinal, lies_on_gpu, ordinal_of
+from miraccl.comm.exchange import Transfer
+from miraccl.comm.member import Member
+from miraccl.comm.persistent import Persistent
+from miraccl.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from miraccl.comm.communicator import Communicator
+    from miraccl.comm.device.communicator import DeviceCommunicator
+    from miraccl.comm.device.hosts.communicator import HostsCommunicator
+    from miraccl.comm.device.work import Background, DevicePersistent
+
+
+class Ways:
+    """What the operations of a communicator have in common."""
+
+    rank: int
+    nranks: int
+    _member: Member
+    _device: DeviceCommunicator | HostsCommunicator | None
+    _background: Background | None
+    _cpu_plan: Any  # a word, 0: the last operation was on GPU memory
+    _cpu_plan_address: int
+
+    def _open_cpu(self, session: Session) -> Communicator:
+        """A communicator with these options over another session: what the GPU side has between hosts."""
+        raise NotImplementedError
+
+    # ---- GPU memory
+
+    def _gpu(self, async_op: bool, stream: Any, *arrays: Any) -> Any:
+        """What the call goes to if one of ``arrays`` lies on a GPU, else None."""
+        for x in arrays:
+            if lies_on_gpu(x):
+                if self._device is not None and not async_op:
+                    self._cpu_plan[0] = 0
+                    group = groups.current()
+                    return self._device if group is None else self._device.grouped(group)
+                return self._gpu_calls(async_op, ordinal_of(x))
+        if stream is not None:
+            raise InvalidUsage("a stream is for operations on GPU memory; these arrays lie in CPU memory", rank=self.rank)
+        return None
+
+    def _on_device(self, device: Any, name: str) -> DeviceCommunicator | HostsCommunicator:
+        """The GPU side, for a device in words (torch.device is written alike)."""
+        kind, _, number = str(device).partition(":")
+        if kind != "cuda" or (number and not number.isdecimal()):
+            raise InvalidUsage(f"{name}: device is {device!r}; allowed are cpu, cuda and cuda:<number>", rank=self.rank)
+        side = self._device_side(int(number) if number else current_ordinal())
+        if number and int(number) != side.gpu.ordinal:
+            text = f"{name}: device is {device!r}, but this communicator works on GPU {side.gpu.ordinal}"
+            raise InvalidUsage(text, rank=self.rank, hint="a rank works on one GPU: that of the first array it passed")
+        return side
+
+    def _gpu_calls(self, async_op: bool, ordinal: int) -> Any:
+        """The GPU side, or what has its methods: to note calls for the end of a group, or to start them in the background."""
+        device = self._device_side(ordinal)
+        self._cpu_plan[0] = 0
+        group = groups.current()
+        if group is not None:
+            if async_op:
+                raise InvalidUsage("async_op has no meaning inside a group; the group is one operation", rank=self.rank)
+            return device.grouped(group)
+        if not async_op:
+            return device
+        if self._background is None:
+            from miraccl.comm.device.work import Background
+
+            self._background = Background(device)
+        return self._background
+
+    def _device_side(self, ordinal: int) -> DeviceCommunicator | HostsCommunicator:
+        """The GPU side; made with the first call, by all ranks together."""
+        if self._device is None:
+            from miraccl.comm.device.hosts.communicator import make_device_communicator  # most programs have no GPU and need none of it
+
+            self._member.check(0, "the first operation on GPU memory")
+            self._device = make_device_communicator(self._member.session, ordinal, self._member.options, open_cpu=self._open_cpu)
+            doors = self._device.stand_before(lambda name: vars(self).get(f"_{name}"), self._cpu_plan_address)
+            vars(self).update({f"_{name}": door for name, door in doors.items()})
+        return self._device
+
+    # ---- the long way
+
+    def _place(self, name: str) -> Place:
+        return Place(self.rank, self.nranks, name)
+
+    @staticmethod
+    def _open_group(name: str, async_op: bool) -> Any:
+        """The group that this call goes into, if one is open."""
+        group = groups.current()
+        if group is not None and async_op:
+            raise InvalidUsage(f"{name}: async_op has no meaning inside a group; the group is one operation")
+        return group
+
+    def _long_way(self, make: Callable[..., Call], args: tuple[Any, ...], name: str, async_op: bool, code: int = 0) -> Any:
+        """``make(place, *args)`` is the call; ``code`` is what the door said, 0 if it was not asked.
+
+        What calls this has no lambda over its arguments: these would be cells, made anew with every call that a door runs.
+        """
+        self._member.check(code, name)
+        call = make(self._place(name), *args)
+        group = self._open_group(name, async_op)
+        if group is not None:
+            group.add(self, (name, call))
+            return call.result
+        return self._member.submit(call, name) if async_op else self._member.run(call, name)
+
+    def _prepare(self, make: Callable[..., Call], name: str, *args: Any) -> Persistent | DevicePersistent:
+        self._member.check(0, name)
+        on_gpu = next((x for x in args if lies_on_gpu(x)), None)
+        if on_gpu is not None:
+            from miraccl.comm.device.work import DevicePersistent
+
+            return DevicePersistent(self._device_side(ordinal_of(on_gpu)), name, args, self._cpu_plan)
+        return Persistent(self._member, make(self._place(name), *args), name)
+
+    def _checked(self, x: Any, peer: Any, receives: bool, name: str, argument: str = "x") -> Transfer:
+        self._member.check(0, name)
+        other = peer_rank(peer, "src" if receives else "dst", self.nranks, name)
+        return Transfer(receives=receives, peer=other, memory=view(x, argument, writes=receives, where=name))
+
+    def _transfer(self, x: Any, peer: Any, receives: bool, name: str, async_op: bool, code: int) -> Any:
+        self._member.check(code, name)
+        transfer = self._checked(x, peer, receives, name)
+        result = x if receives else None
+        group = self._open_group(name, async_op)
+        if group is not None:
+            group.add(self, transfer)
+            return result
+        return self._member.exchange([transfer], result, name, async_op)
+
+    def run_group(self, items: list[Any]) -> None:
+        """From ``group``: all sends and receives together, then the collectives in their order."""
+        transfers = [item for item in items if isinstance(item, Transfer)]
+        if transfers:
+            self._member.exchange(transfers, None, "group", False)
+        for item in items:
+            if not isinstance(item, Transfer):
+                name, call = item
+                self._member.run(call, name)
