@@ -1,4 +1,4 @@
-"""What all tests share: no test may leave the settings of another one's environment behind."""
+"""What all tests share: no test may leave the settings of another one's environment behind, none fails because the machine is busy."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import gc
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 _OURS = ("MIRACCL_", "NCCL_", "OMPI_", "PMI_", "SLURM_")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared machine")
 
 
 def pytest_collection_finish() -> None:
