@@ -59,6 +59,9 @@ def _all_reduce() -> Iterator[Case]:
             case = {"collective": "all_reduce", "dtype": "float32", "count": count, "algo": algo, "proto": "simple"}
             yield case | {"close": True, "repeat": 3}
     yield {"collective": "all_reduce", "dtype": "float32", "count": 1 << 18, "algo": "ring", "proto": "simple", "graph": 4, "close": True}
+    for dtype, count in (("bfloat16", (13 << 20) + 5), ("int32", 70001)):  # slots of full size; an average divides once
+        case = {"collective": "all_reduce", "dtype": dtype, "count": count, "algo": "ring", "proto": "simple"}
+        yield case | {"op": "AVG", "repeat": 3, "close": True}
 
 
 def _others() -> Iterator[Case]:

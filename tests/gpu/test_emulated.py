@@ -87,6 +87,7 @@ EIGHT = [
     (Collective.ALL_TO_ALL, DType.FLOAT32, "one_shot", "ll"),
     (Collective.BROADCAST, DType.FLOAT32, "chain", "ll128"),
     (Collective.REDUCE, DType.FLOAT32, "one_shot", "ll128"),
+    (Collective.ALL_REDUCE, DType.BFLOAT16, "ring", "simple"),
     (Collective.ALL_REDUCE, DType.FLOAT32, "double_binary_tree", "simple"),
 ]
 
