@@ -19,7 +19,10 @@ from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.member import Options
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, InvalidUsage, MiracclError
+from miraccl.executor.cpu.kernels import layout as at
 from miraccl.types import PreMulSum, RedOp
+from tests.comm.fault_ranks import seen as told_by
+from tests.comm.fault_ranks import until
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import FakeArray, place, seen
 from tests.gpu.fake_ranks import session
@@ -546,6 +549,34 @@ def mismatch() -> str:
         else:
             me.comm.recv(me.zeros(100, "float32"), 0)
         return outcome(me)
+
+
+def set_up_against(what: str, first: str) -> dict[str, Any]:
+    """Rank 1 begins with GPU memory, the others call ``what``; ``first`` is who passes its deadline, long before the other would."""
+    with session() as world:
+        soon = (world.rank == 1) == (first == "rank 1")
+        me = Rank(world, 1.0 if soon else 600.0)
+        world.barrier("test")
+        me.comm.all_reduce(np.ones(3))
+        world.timeout = 1.0 if soon else 600.0
+        here = [1] if me.rank != 1 else [0, 2]  # those who have to be in their operation before this rank's deadline runs
+        if soon:
+            until(lambda told: all(told[r]["meeting"] or told[r]["state"] == at.STATE_WAITING for r in here), world)
+        x = me.put(np.ones(3))
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": lambda: me.comm.all_reduce(np.ones(3)),
+            "recv": lambda: me.comm.recv(np.ones(3), 1),
+            "split": lambda: me.comm.split(0),
+            "abort": lambda: me.comm.abort("for a test") if me.rank == 0 else me.comm.barrier(),
+        }
+        try:
+            me.comm.all_reduce(x) if me.rank == 1 else calls[what]()
+            me.comm.barrier()
+        except MiracclError as error:
+            return told_by(error)
+        finally:
+            me.comm.finalize()
+        return {"type": "none"}
 
 
 def alone(how: str) -> str:

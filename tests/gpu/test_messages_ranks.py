@@ -117,6 +117,22 @@ def test_a_mismatch_names_both_messages() -> None:
     assert "rank 0 sends 100000 x int32 (400000 bytes) where rank 1 receives 100 x float32" in first
 
 
+@pytest.mark.parametrize("first", ["others", "rank 1"])
+@pytest.mark.parametrize(("what", "name"), [("all_reduce", "all_reduce"), ("recv", "send_recv"), ("split", "split")])
+def test_the_first_operation_on_gpus_against_another_one(what: str, name: str, first: str) -> None:
+    """The GPU side is made on the control plane: whoever calls something else meanwhile is told so, as everybody, at the first deadline."""
+    for got in run(emulated_ranks.set_up_against, 3, what, first):
+        assert got["type"] == "CollectiveMismatch", got
+        assert "the first operation on GPU memory on rank 1" in got["text"]
+        assert f"{name} on rank" in got["text"]
+
+
+def test_an_abort_ends_the_first_operation_on_gpus() -> None:
+    for got in run(emulated_ranks.set_up_against, 3, "abort", "others"):
+        assert got["type"] == "CommunicatorAborted", got
+        assert "for a test" in got["text"]
+
+
 @pytest.mark.parametrize("how", ["timeout", "abort"])
 def test_waits_end(how: str) -> None:
     answer = run(emulated_ranks.alone, 2, how)[1]

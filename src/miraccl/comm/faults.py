@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from miraccl.bootstrap import Event, Notice, PeerLeft, PeerLost, Session
@@ -31,6 +32,9 @@ _KINDS: dict[str, type[MiracclError]] = {
     "died": PeerDied,
     "system": SystemFailure,
 }
+#: An operation on the control plane: its name, a tag, this rank's data; everybody's data.
+Meet = Callable[[str, str, bytes], list[bytes]]
+SET_UP = "the first operation on GPU memory"  # the GPU side is made there, by all ranks together
 SEND_RECV = "send_recv"
 STATUS_WAIT_S = 1.5
 NOTICE_WAIT_S = 2.0
@@ -275,10 +279,13 @@ def _differences(fields_of: dict[int, dict[str, str]]) -> str:
 
 
 def _parted(statuses: dict[int, dict[str, Any]]) -> str:
-    """Which ranks are in an operation on the control plane while others wait for them in another one; empty if none are."""
+    """Which ranks are in an operation on the control plane while others wait for them in another one, there or elsewhere; empty if none
+    are."""
     boards = {r: s["status"] for r, s in statuses.items() if isinstance(s.get("status"), dict) and "seq" in s["status"]}
     at_meeting = {r: board["meeting"] for r, board in boards.items() if isinstance(board.get("meeting"), dict) and board["meeting"]}
     names: dict[int, dict[str, str]] = {}
+    if len({meeting.get("op") for meeting in at_meeting.values()}) > 1:
+        names = {met: {"collective": str(meeting.get("op"))} for met, meeting in at_meeting.items()}
     for met, meeting in at_meeting.items():
         for rank, board in boards.items():
             if rank in at_meeting or not meeting.get("alone"):

@@ -304,6 +304,10 @@ class Member:
 
     # ---- other communicators
 
+    def meet(self, name: str, tag: str, data: bytes) -> list[bytes]:
+        """Everybody's ``data``, from an operation ``name`` of all ranks on the control plane."""
+        return self.faults.meet(name, tag, data, alone=not self._worker.pending and not self._exchange.open)
+
     def split(self, color: int | None, key: int, number: int) -> tuple[Session | None, Options]:
         """The session of this rank's color."""
         self.check(0, "split")
@@ -312,8 +316,7 @@ class Member:
         if isinstance(key, bool) or not isinstance(key, int | np.integer):
             raise InvalidUsage(f"split: key is {key!r}; it is a whole number")
         mine = f"{'' if color is None else int(color)},{int(key)}".encode()
-        alone = not self._worker.pending and not self._exchange.open
-        everyone = [tuple(blob.decode().split(",")) for blob in self.faults.meet("split", f"split {number}", mine, alone)]
+        everyone = [tuple(blob.decode().split(",")) for blob in self.meet("split", f"split {number}", mine)]
         if color is None:
             return None, self.options
         chosen = sorted((int(k), r) for r, (c, k) in enumerate(everyone) if c == str(int(color)))

@@ -11,6 +11,7 @@ from miraccl.comm.arguments import peer_rank, view
 from miraccl.comm.calls import Call, Place
 from miraccl.comm.device.memory import current_ordinal, lies_on_gpu, ordinal_of
 from miraccl.comm.exchange import Transfer
+from miraccl.comm.faults import SET_UP
 from miraccl.comm.member import Member
 from miraccl.comm.persistent import Persistent
 from miraccl.errors import InvalidUsage
@@ -85,8 +86,10 @@ class Ways:
         if self._device is None:
             from miraccl.comm.device.hosts.communicator import make_device_communicator  # most programs have no GPU and need none of it
 
-            self._member.check(0, "the first operation on GPU memory")
-            self._device = make_device_communicator(self._member.session, ordinal, self._member.options, open_cpu=self._open_cpu)
+            self._member.check(0, SET_UP)
+            self._device = make_device_communicator(
+                self._member.session, ordinal, self._member.options, open_cpu=self._open_cpu, meet=self._member.meet
+            )
             doors = self._device.stand_before(lambda name: vars(self).get(f"_{name}"), self._cpu_plan_address)
             vars(self).update({f"_{name}": door for name, door in doors.items()})
         return self._device

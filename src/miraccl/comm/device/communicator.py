@@ -33,6 +33,7 @@ from miraccl.comm.device.rings import Ring, find_ring
 from miraccl.comm.device.stream import find_current_stream, number_of
 from miraccl.comm.device.windows import Windows
 from miraccl.comm.device.work import Kept
+from miraccl.comm.faults import SET_UP, Meet
 from miraccl.comm.group import Group
 from miraccl.comm.member import Options
 from miraccl.comm.nccl_wishes import Wishes
@@ -63,11 +64,16 @@ SPARED_MULTIPROCESSORS = 4
 MAX_LAUNCHES = 4096  # prepared ones that are kept; scalars of pre-multiplied sums may be new in every call
 
 
+def meet_on(session: Session) -> Meet:
+    """Operations on the control plane of ranks that have no faults to share there."""
+    return lambda name, tag, data: session.all_gather(data, tag)
+
+
 class DeviceCommunicator(DeviceCollectives, MessageCalls):
     """The GPU side of a communicator; made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU."""
 
-    def __init__(self, session: Session, ordinal: int, options: Options | None = None) -> None:
-        """Without ``options`` those of the environment."""
+    def __init__(self, session: Session, ordinal: int, options: Options | None = None, *, meet: Meet | None = None) -> None:
+        """Without ``options`` those of the environment; ``meet`` as in ``make_device_communicator``."""
         options = Options.create() if options is None else options
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         if self.nranks > layout.MAX_RANKS or len(set(session.hosts)) > 1:
@@ -79,13 +85,21 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self._wishes = Wishes(algos=nccl_wishes.on_gpus(dict(options.wishes)), protos=dict(options.protocols))
         self.deterministic = options.deterministic
         self.gpu = Gpu(ordinal)
-        self.symmetric = SymmetricMemory(self.gpu, self.rank, self.nranks, layout.TOTAL_BYTES, layout.FILLS, exchange=session.all_gather)
+        self._meet = meet or meet_on(session)
+        self.symmetric = SymmetricMemory(
+            self.gpu,
+            self.rank,
+            self.nranks,
+            layout.TOTAL_BYTES,
+            layout.FILLS,
+            exchange=lambda data, tag: self._meet(SET_UP, tag, data),
+        )
         self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
         # nobody sends before everybody has mapped and filled its memory
         ready: dict[str, Any] = {"multiprocessors": self._usable_multiprocessors()}
         if self.rank == 0:
             ready["ring"] = find_ring(self.symmetric.facts, self.symmetric.read).to_json()
-        answers = [json.loads(blob) for blob in session.all_gather(json.dumps(ready).encode(), "gpu ready")]
+        answers = [json.loads(blob) for blob in self._meet(SET_UP, "gpu ready", json.dumps(ready).encode())]
         usable = min(int(answer["multiprocessors"]) for answer in answers)
         self.ring = Ring.from_json(answers[0]["ring"])
         self.multiprocessors, self._no_multiprocessors = max(1, usable), usable == 0
@@ -144,7 +158,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         if self._windows is None:
             self._windows = Windows(self.symmetric)
             self._forget()  # operations into windows may take another way
-        return self._windows.empty(shape, dtype, self.session.all_gather)
+        return self._windows.empty(shape, dtype, lambda data, tag: self._meet("empty on GPUs", tag, data))
 
     def _run(
         self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any

@@ -18,7 +18,7 @@ from typing import Any
 from miraccl.bootstrap import Session
 from miraccl.comm.arguments import operator, peer_rank
 from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
-from miraccl.comm.device.communicator import DeviceCommunicator
+from miraccl.comm.device.communicator import DeviceCommunicator, meet_on
 from miraccl.comm.device.explain import DeviceCandidate
 from miraccl.comm.device.hosts.faults import HostsFaults
 from miraccl.comm.device.hosts.jobs import HostsJobs, HostsPlan, OpenCpu
@@ -29,6 +29,7 @@ from miraccl.comm.device.hosts.steps import TwoSteps
 from miraccl.comm.device.hosts.transfers import DeviceTransfer
 from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.comm.device.uneven import UnevenCollectives, moves
+from miraccl.comm.faults import SET_UP, Meet
 from miraccl.comm.member import Options
 from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
 from miraccl.transport.cuda_p2p import Explanation
@@ -38,16 +39,17 @@ CLOSE_WAIT_S = 10.0
 
 
 def make_device_communicator(
-    session: Session, ordinal: int, options: Options | None = None, *, open_cpu: OpenCpu
+    session: Session, ordinal: int, options: Options | None = None, *, open_cpu: OpenCpu, meet: Meet | None = None
 ) -> DeviceCommunicator | HostsCommunicator:
     """The GPU side of a communicator, made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU.
 
     ``options`` are those of the communicator, by default what the environment says.  ``open_cpu`` makes a CPU communicator of a session;
-    only several hosts need it.
+    only several hosts need it.  ``meet`` is how the ranks meet who may be in another operation, by default ``session.all_gather``.
     """
-    names = [blob.decode() for blob in session.all_gather(host_name(session).encode(), "gpu hosts")]
+    meet = meet or meet_on(session)
+    names = [blob.decode() for blob in meet(SET_UP, "gpu hosts", host_name(session).encode())]
     if len(set(names)) == 1:
-        return DeviceCommunicator(session, ordinal, options)
+        return DeviceCommunicator(session, ordinal, options, meet=meet)
     return HostsCommunicator(session, ordinal, names, options, open_cpu=open_cpu)
 
 
