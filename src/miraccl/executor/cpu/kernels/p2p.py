@@ -314,7 +314,7 @@ def exchange_all(ctx: int, table: int, count: int) -> int:
             pause()
         elif idle <= load(ctx + at.CTX_SPIN) // 8 + load(ctx + at.CTX_YIELDS) and load(ctx + at.CTX_NAPS) == 0:
             release_gil(ctx)
-            yield_core(ctx)
+            yield_core(ctx, now_ns(ctx))
         else:
             release_gil(ctx)
             may_yield(ctx)  # this was one of the waits that do not

@@ -227,18 +227,17 @@ def may_yield(ctx: int) -> bool:
 
 
 @inline
-def yield_core(ctx: int) -> bool:
-    """Let others have the core; False if one of them kept it, so that the next waits had better sleep.
+def yield_core(ctx: int, since: int) -> int:
+    """Let others have the core, which is this rank's ``since``; gives the time after it.
 
     Ranks that share cores hand them over by yielding.  A process that computes takes what it is given for a whole time slice; from a
-    sleep a rank comes back as soon as it is woken.
+    sleep a rank comes back as soon as it is woken.  So where somebody kept the core, the next waits had better sleep (``may_yield``).
     """
-    before = now_ns(ctx)
     sched_yield()
-    kept = now_ns(ctx) - before >= HELD_NS
-    if kept:
+    now = now_ns(ctx)
+    if now - since >= HELD_NS:
         store(ctx + at.CTX_NAPS, NAPS)
-    return not kept
+    return now
 
 
 def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
@@ -296,12 +295,13 @@ def wait(ctx: int, address: int, target: int, peer: int) -> int:
     release_gil(ctx)
     if load(ctx + at.CTX_STEP_ASIDE) != 0:
         step_aside(ctx)
-    for _ in range(load(ctx + at.CTX_YIELDS) if may_yield(ctx) else 0):
-        came_back = yield_core(ctx)
+    yields = load(ctx + at.CTX_YIELDS) if may_yield(ctx) else 0
+    now = now_ns(ctx) if yields > 0 else 0
+    while yields > 0 and load(ctx + at.CTX_NAPS) == 0:
+        yields -= 1
+        now = yield_core(ctx, now)
         for _ in range(SPIN_BETWEEN_YIELDS):
             if load_acquire(address) >= target:
                 return at.OK
             pause()
-        if not came_back:
-            break
     return sleep(ctx, address, target, peer)

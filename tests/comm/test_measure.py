@@ -1,0 +1,80 @@
+"""Measuring a machine on which others compute: what they disturb does not count."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from miraccl.comm import measure
+
+
+@pytest.fixture
+def crowded_core() -> Iterator[None]:
+    """This thread and a process that computes have one core for both."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        busy.kill()
+        busy.wait()
+        os.sched_setaffinity(0, cores)
+
+
+def spin(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/thread-self/schedstat"), reason="this kernel does not say who waited for a core")
+def test_a_core_that_others_took_is_noticed(crowded_core: None) -> None:
+    limit = time.monotonic() + 30
+    while not measure.timed(lambda: spin(0.02))[1]:
+        assert time.monotonic() < limit
+
+
+def test_a_thread_that_sleeps_is_not_disturbed() -> None:
+    """Waiting for a peer is not waiting for a core: at the most the wake-up is."""
+    begun = measure.waited_for_a_core_s()
+    assert any(not measure.timed(lambda: time.sleep(0.05))[1] for _ in range(20))
+    assert measure.waited_for_a_core_s() >= begun
+
+
+class Script:
+    """Seconds and disturbances as written down; the other rank says ``theirs``."""
+
+    def __init__(self, *rows: tuple[float, bool], theirs: bool = False) -> None:
+        self.rows, self.theirs, self.taken = list(rows), theirs, 0
+        self.comm: Any = types.SimpleNamespace(barrier=lambda: None, all_reduce=self.agree)
+
+    def timed(self, action: Any) -> tuple[float, bool]:
+        row = self.rows[min(self.taken, len(self.rows) - 1)]
+        self.taken += 1
+        return row
+
+    def agree(self, verdict: Any, out: Any, op: Any) -> None:
+        verdict[0] = max(verdict[0], self.theirs)
+
+
+@pytest.mark.parametrize(
+    ("script", "taken", "best"),
+    [
+        (Script((3.0, False), (2.0, False), (9.0, False)), 3, 2.0),
+        (Script((9.0, True), (8.0, True), (3.0, False), (2.0, False), (7.0, True), (4.0, False)), 6, 2.0),
+        (Script((9.0, True), (8.0, True)), 3 * measure.PATIENCE, 8.0),  # never quiet
+        (Script((3.0, False), (2.0, False), theirs=True), 3 * measure.PATIENCE, 2.0),
+    ],
+)
+def test_repetitions_that_nobody_disturbs(monkeypatch: pytest.MonkeyPatch, script: Script, taken: int, best: float) -> None:
+    monkeypatch.setattr(measure, "timed", script.timed)
+    assert measure._together(script.comm, lambda: None, 3) == best * 1e6
+    assert script.taken == taken
