@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -31,6 +32,12 @@ def seen(error: BaseException) -> dict[str, Any]:
 def together(comm: miraccl.Communicator) -> None:
     """A barrier on the control plane: when it returns, no rank needs this one for it any more."""
     comm._member.session.barrier("test")
+
+
+def nobody_left(comm: miraccl.Communicator) -> None:
+    """Wait for all ranks, now that this one has seen its error: for who has not, a rank that ends has died."""
+    with contextlib.suppress(MiracclError):
+        comm._member.session.barrier("seen", timeout=10)
 
 
 def mismatch(field: str, odd: int, count: int, ranks_per_host: int) -> dict[str, Any]:
@@ -87,7 +94,9 @@ def unlike_messages(what: str, ranks_per_host: int) -> Any:
             comm.recv(np.ones({"count": 13, "size": 100_000}.get(what, 12), np.float32), 0)
         comm.barrier()
     except MiracclError as error:
-        return seen(error)
+        found = seen(error)
+        nobody_left(comm)
+        return found
     return {"type": "none"}
 
 
@@ -105,13 +114,15 @@ def unlike_messages_of_groups(what: str) -> Any:
             comm.recv(np.ones(12, np.float32), left)
         comm.barrier()
     except MiracclError as error:
-        return seen(error)
+        found = seen(error)
+        nobody_left(comm)
+        return found
     return {"type": "none"}
 
 
 def split_against(what: str, first: str) -> Any:
     """Rank 1 calls split, the others ``what``; ``first`` is who passes its deadline, long before the other would."""
-    comm = miraccl.init(timeout=1.0 if first == "others" else 600)
+    comm = miraccl.init(timeout=1.0 if first == "others" and what != "abort" else 600)
     together(comm)
     comm.all_reduce(np.ones(3))
     session = comm._member.session
@@ -122,7 +133,7 @@ def split_against(what: str, first: str) -> Any:
                 until(lambda told: told[0]["state"] == told[2]["state"] == at.STATE_WAITING, session)
             comm.split(0)
         else:
-            if first == "others":
+            if first == "others" and (what != "abort" or comm.rank == 0):  # who aborts ends the meeting that another one would look for
                 until(lambda told: bool(told[1]["meeting"]), session)
             if what == "all_reduce":
                 comm.all_reduce(np.ones(3))
