@@ -555,12 +555,13 @@ def set_up_against(what: str, first: str) -> dict[str, Any]:
     """Rank 1 begins with GPU memory, the others call ``what``; ``first`` is who passes its deadline, long before the other would."""
     with session() as world:
         soon = (world.rank == 1) == (first == "rank 1")
-        me = Rank(world, 1.0 if soon else 600.0)
+        deadline = 1.0 if soon and what != "abort" else 600.0
+        me = Rank(world, deadline)
         world.barrier("test")
         me.comm.all_reduce(np.ones(3))
-        world.timeout = 1.0 if soon else 600.0
+        world.timeout = deadline
         here = [1] if me.rank != 1 else [0, 2]  # those who have to be in their operation before this rank's deadline runs
-        if soon:
+        if soon and (what != "abort" or me.rank == 0):  # who aborts ends the meeting that another one would look for
             until(lambda told: all(told[r]["meeting"] or told[r]["state"] == at.STATE_WAITING for r in here), world)
         x = me.put(np.ones(3))
         calls: dict[str, Callable[[], Any]] = {
