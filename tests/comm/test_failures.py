@@ -74,8 +74,9 @@ def test_a_mismatch_of_messages(what: str, field: str, ranks_per_host: int) -> N
     for got in values(rank_outcomes(fault_ranks.unlike_messages, 3, what, ranks_per_host, timeout=30)):
         assert got["type"] == "CollectiveMismatch", got
         assert f"{field} is" in got["text"]
-        assert "on rank 0" in got["text"] or "on ranks 0" in got["text"]
         assert "on rank 1" in got["text"]
+        if what != "collective":  # else rank 0, whose message rank 1 leaves lying, may be on its way to the barrier
+            assert "on rank 0" in got["text"] or "on ranks 0" in got["text"]
 
 
 @pytest.mark.parametrize("field", ["dtype", "count"])

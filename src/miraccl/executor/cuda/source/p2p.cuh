@@ -262,8 +262,8 @@ __device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, con
       watch.spins = 0; watch.since = 0;
       while (__any_sync(FULL, row + rows > room)) {
         taken = load_word(credit);
-        if (__any_sync(FULL, (taken & POISON) != 0)) {
-          if (t == 0) report_sizes(a.host, q.peer, WHAT_SEND, list[m].size, load_word(credit) & ~POISON);
+        if (__any_sync(FULL, (taken & POISON) != 0)) {  // by now a credit that was under way may be there instead: who saw it reports
+          if (taken & POISON) report_sizes(a.host, q.peer, WHAT_SEND, list[m].size, taken & ~POISON);
           return;
         }
         room = taken + RING_ROWS;
