@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import threading
 import types
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import pytest
 import miraccl
 from miraccl.comm import group as groups
 from miraccl.executor.cuda.doors import layout as at
-from miraccl.executor.cuda.doors.table import CALLS, Doors
+from miraccl.executor.cuda.doors.table import CALLS, Doors, group_builtins
 from miraccl.executor.cuda.messages import Message
 from miraccl.types import Collective, DType, PreMulSum, RedOp
 from tests.gpu.fake_launch import SHAPE, Driver
@@ -30,14 +30,20 @@ class Side:
 
     def __init__(self) -> None:
         self.abort, self.order, self.cpu_plan = ctypes.c_uint32(0), ctypes.c_int64(7), ctypes.c_int64(9)
-        self.doors = Doors(
-            0, 2, 0, abort=ctypes.addressof(self.abort), order=ctypes.addressof(self.order), own=7, groups=groups.address()
-        )
+        self.handed_over: list[tuple[int, list[tuple[Any, int, bool]]]] = []
+        address = groups.address()
+        groups.hasten(*group_builtins(address))
+        abort, order = ctypes.addressof(self.abort), ctypes.addressof(self.order)
+        self.doors = Doors(0, 2, 0, abort=abort, order=order, own=7, groups=address, hand_over=self.hand_over)
         self.doors._put(at.STATE_DEVICE, DL_CPU)
         self.doors.also_clear(ctypes.addressof(self.cpu_plan))
         self.doors.stream = 0
         self.driver = Driver()
-        self.door = {name: self.doors.door(name, notes=True) for name in (*CALLS, "exchange")}
+        self.door = {name: self.doors.door(name, notes=True) for name in CALLS}
+
+    def hand_over(self, group: groups.Group) -> None:
+        """What Python makes of calls that are noted."""
+        self.handed_over.append(self.doors.take_notes())
 
     def remember(self, collective: Collective, dtype: DType, count: int, op: Any = RedOp.SUM, root: int = 0, fills: bool = False) -> Any:
         """A launch whose function is its number."""
@@ -341,117 +347,216 @@ def test_messages_of_many_kinds_find_places_of_their_own(side: Side) -> None:
 
 
 @pytest.fixture
-def opened(side: Side) -> Iterator[Side]:
-    """A side that knows the launch of a send and two receives, while this thread has a group open."""
+def grouping(side: Side) -> Side:
+    """A side that knows the launch of a send and two receives."""
     side.remember_messages(4, (False, 1, 12, F32), (True, 1, 7, I64), (True, 0, 12, F32))
-    with miraccl.group():
-        yield side
+    return side
 
 
-def begin(side: Side, x: Any) -> None:
-    assert side.send(x) == at.NOTED
-    side.doors.keep_notes()
+def addresses(notes: list[tuple[Any, int, bool]]) -> list[tuple[int, int, bool]]:
+    return [(x.data_ptr(), peer, receives) for x, peer, receives in notes]
 
 
-def test_a_group_is_noted_and_launched(opened: Side) -> None:
+def test_a_group_is_noted_and_launched(grouping: Side) -> None:
     import torch
 
     x, y, z = torch.zeros(12), torch.zeros(7, dtype=torch.int64), torch.zeros(12)
-    opened.remember(Collective.ALL_REDUCE, F32, 12)
-    begin(opened, x)
-    assert opened.all_reduce(x) == 1  # which Python notes
-    assert opened.recv(y) == opened.recv(z, 0) == at.DONE
-    assert not opened.driver.seen
-    assert opened.door["exchange"]() == 0
-    assert opened.driver.seen == [(4, 0, *SHAPE, 0, z.data_ptr(), y.data_ptr(), x.data_ptr())]
-    stream, notes = opened.doors.take_notes()
-    assert (stream, [note if isinstance(note, int) else note.data_ptr() for note in notes]) == (
-        0,
-        [x.data_ptr(), 1, False, y.data_ptr(), 1, True, z.data_ptr(), 0, True],
-    )
+    grouping.remember(Collective.ALL_REDUCE, F32, 12)
+    for _ in range(2):
+        with miraccl.group() as nothing:
+            assert nothing is None
+            assert grouping.send(x) == 0
+            with miraccl.group():
+                assert grouping.all_reduce(x) == 1  # which Python notes
+                assert grouping.recv(y) == 0
+            assert grouping.recv(z, 0) == 0
+            assert not grouping.driver.seen
+        assert grouping.driver.seen.pop() == (4, 0, *SHAPE, 0, z.data_ptr(), y.data_ptr(), x.data_ptr())
+        assert grouping.all_reduce(x) == 0
+        grouping.driver.seen.clear()
+    assert not grouping.handed_over
 
 
-def test_what_is_noted_lives_until_it_is_run(opened: Side) -> None:
+def test_what_is_noted_lives_until_it_is_launched(grouping: Side) -> None:
     import torch
 
-    x = torch.zeros(12)
-    alive = weakref.ref(x)
-    begin(opened, x)
-    del x
-    assert alive() is not None
-    opened.doors.clear_notes()
-    assert alive() is None
+    arrays = [torch.zeros(12), torch.zeros(7, dtype=torch.int64), torch.zeros(12)]
+    alive = [weakref.ref(array) for array in arrays]
+    with miraccl.group():
+        assert grouping.send(arrays[0]) == grouping.recv(arrays[1]) == grouping.recv(arrays[2], 0) == 0
+        del arrays
+        assert all(array() is not None for array in alive)
+    assert len(grouping.driver.seen) == 1
+    assert all(array() is None for array in alive)
 
 
-def test_what_is_not_noted(opened: Side) -> None:
+def test_a_group_that_python_looks_at_is_pythons(grouping: Side) -> None:
+    import torch
+
+    x, y = torch.zeros(12), torch.zeros(7, dtype=torch.int64)
+    with miraccl.group():
+        assert grouping.sendrecv(x, y) == 0
+        with miraccl.group():
+            assert grouping.recv(x, 0) == 0
+            whole = groups.current()
+            assert whole is not None
+            assert whole.depth == 2
+            ((stream, notes),) = grouping.handed_over
+            assert (stream, addresses(notes)) == (0, [(x.data_ptr(), 1, False), (y.data_ptr(), 1, True), (x.data_ptr(), 0, True)])
+            assert grouping.send(x) == 1
+        assert groups.current() is whole
+        with miraccl.group():
+            assert whole.depth == 2
+    assert groups.current() is None
+    assert not grouping.driver.seen
+    assert grouping.send(x) == 1  # which no launch is known for
+    with miraccl.group():
+        assert grouping.send(x) == 0
+        assert grouping.recv(y) == grouping.recv(x, 0) == 0
+    assert len(grouping.driver.seen) == 1
+
+
+@pytest.mark.parametrize("why", ["unknown", "stream", "abort", "failed", "exception", "closed"])
+def test_a_group_that_no_door_can_launch_is_pythons(grouping: Side, why: str) -> None:
+    import torch
+
+    x, y = torch.zeros(12), torch.zeros(7, dtype=torch.int64)
+    try:
+        with miraccl.group():
+            assert grouping.send(x) == grouping.recv(y) == grouping.recv(x, 0) == 0
+            match why:
+                case "unknown":
+                    assert grouping.recv(x) == 0
+                case "stream":
+                    grouping.doors.stream = 5
+                case "abort":
+                    grouping.abort.value = 1
+                case "failed":
+                    grouping.driver._codes = (700,)
+                case "exception":
+                    raise ZeroDivisionError
+                case "closed":
+                    grouping.doors.close()
+    except ZeroDivisionError:
+        assert why == "exception"
+    ((stream, notes),) = grouping.handed_over
+    assert (stream, addresses(notes[:2])) == (0, [(x.data_ptr(), 1, False), (y.data_ptr(), 1, True)])
+    assert len(grouping.driver.seen) == (why == "failed")
+    assert groups.current() is None
+    with miraccl.group():
+        pass
+    assert len(grouping.handed_over) == 1
+
+
+def test_what_is_not_noted(grouping: Side) -> None:
     """Python checks it, and says what is wrong."""
     import torch
 
     x, whole = torch.zeros(12), torch.zeros(24)
     wrong = (torch.zeros(3, dtype=torch.bool), torch.zeros(2, dtype=torch.complex64), whole[::2], None, np.zeros(12, np.float32))
-    for _ in range(2):
-        for thing in wrong:
-            assert opened.send(thing) == opened.recv(thing) == opened.sendrecv(x, thing) == opened.sendrecv(thing, x) == 1
-        for peer in (-1, 2, True):
-            assert opened.send(x, peer) == 1
-        assert opened.sendrecv(whole[:12], whole[11:23]) == opened.send(x, async_op=True) == opened.send(x, stream=3) == 1
-        assert opened.doors.take_notes()[1] == []
-        opened.abort.value = 1
-        assert opened.send(x) == 1
-        opened.abort.value = 0
-    inner = {name: opened.doors.door(name) for name in ("send", "recv", "sendrecv")}  # for calls that are to be made at once
-    assert inner["send"](x, 1, False, None) == inner["sendrecv"](whole[:12], 1, whole[12:], 1, False, None) == 1
-    assert opened.doors.take_notes()[1] == []
-    assert opened.sendrecv(whole[:12], whole[12:]) == at.NOTED
-    assert len(opened.doors.take_notes()[1]) == 6
+    inner = {name: grouping.doors.door(name) for name in ("send", "recv", "sendrecv")}  # for calls that are to be made at once
+    with miraccl.group():
+        for _ in range(2):
+            for thing in wrong:
+                assert grouping.send(thing) == grouping.recv(thing) == grouping.sendrecv(x, thing) == grouping.sendrecv(thing, x) == 1
+            for peer in (-1, 2, True):
+                assert grouping.send(x, peer) == 1
+            assert grouping.sendrecv(whole[:12], whole[11:23]) == grouping.send(x, async_op=True) == grouping.send(x, stream=3) == 1
+            grouping.abort.value = 1
+            assert grouping.send(x) == 1
+            grouping.abort.value = 0
+        assert inner["send"](x, 1, False, None) == inner["sendrecv"](whole[:12], 1, whole[12:], 1, False, None) == 1
+        groups.current()
+        assert not grouping.handed_over
+    with miraccl.group():
+        assert grouping.sendrecv(whole[:12], whole[12:]) == 0
+    assert [len(notes) for _, notes in grouping.handed_over] == [2]
 
 
-def test_another_stream_thread_or_group_does_not_join(opened: Side) -> None:
+def test_another_stream_thread_or_communicator_does_not_join(grouping: Side) -> None:
     import torch
 
-    x, answers = torch.zeros(12), []
-    assert opened.send(x) == at.NOTED
-    assert opened.send(x) == 1  # Python does not know of the first one yet
-    opened.doors.keep_notes()
-    assert opened.send(x) == 0
-    opened.doors.stream = 5
-    assert opened.send(x, stream=5) == 1
-    assert opened.door["exchange"]() == 1
-    assert opened.doors.take_notes()[0] == 0
-    opened.doors.stream = 0
+    x, other, answers = torch.zeros(12), Side(), list[Any]()
+    other.remember_messages(1, (False, 1, 12, F32))
 
     def beside() -> None:
-        answers.append(opened.send(x))
+        answers.append(grouping.send(x))
         with miraccl.group():
-            answers.append(opened.send(x))
+            answers.append(grouping.send(x))
+            answers.append(groups.current())
+        answers.append(groups.current())
 
-    begin(opened, x)
-    thread = threading.Thread(target=beside)
-    thread.start()
-    thread.join()
-    assert answers == [1, 1]
-    assert opened.send(x) == 1  # as if it were of a group that is gone
-    assert opened.doors.has_notes_of(threading.get_ident())
-    assert not opened.doors.has_notes_of(threading.get_ident() + 1)
-    opened.doors.clear_notes()
-    begin(opened, x)
+    with miraccl.group():
+        assert grouping.send(x) == 0
+        assert other.send(x) == 1
+        grouping.doors.stream = 5
+        assert grouping.send(x, stream=5) == 1
+        grouping.doors.stream = 0
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+        assert answers[:2] == [1, 1]
+        assert answers[2] is not None
+        assert answers[3] is None
+        assert grouping.recv(torch.zeros(7, dtype=torch.int64)) == grouping.recv(x, 0) == 0
+    assert len(grouping.driver.seen) == 1
+    with miraccl.group():
+        assert other.send(x) == 0
+        assert grouping.send(x) == 1
 
 
-def test_as_many_messages_as_there_is_room_for(opened: Side) -> None:
+def test_a_thread_that_left_a_group_open_leaves_it_to_nobody(grouping: Side) -> None:
+    """Its number is not used again, as that of the system's thread may be."""
+    import torch
+
+    answers: list[Any] = []
+
+    def leave_open() -> None:
+        miraccl.group().__enter__()
+
+    def beside() -> None:
+        answers.append(groups.current())
+        answers.append(grouping.send(torch.zeros(12)))
+
+    before = groups._record[at.GROUPS_OPEN // 8]
+    try:
+        for target in (leave_open, beside):
+            thread = threading.Thread(target=target)
+            thread.start()
+            thread.join()
+        assert answers == [None, 1]
+    finally:
+        groups._record[at.GROUPS_OPEN // 8] = before
+
+
+def test_groups_in_an_exit_stack(grouping: Side) -> None:
+    """Which gives the attributes of the class the object, too."""
+    import torch
+
+    x, y = torch.zeros(12), torch.zeros(7, dtype=torch.int64)
+    for kind in (None, ZeroDivisionError):
+        with contextlib.suppress(ZeroDivisionError), contextlib.ExitStack() as stack:
+            stack.enter_context(miraccl.group())
+            assert grouping.send(x) == grouping.recv(y) == grouping.recv(x, 0) == 0
+            if kind is not None:
+                raise kind
+    assert len(grouping.driver.seen) == len(grouping.handed_over) == 1
+
+
+def test_as_many_messages_as_there_is_room_for(side: Side) -> None:
     import torch
 
     x = torch.zeros(2 * at.MOST_MESSAGES)
     rows = [(False, 1, 1 + place, F32) for place in range(at.MOST_MESSAGES)]
-    opened.remember_messages(8, *rows)
-    opened.remember_messages(9, *rows, (False, 1, 1, F32))
-    begin(opened, x[:1])
-    for place in range(1, at.MOST_MESSAGES - 1):
-        assert opened.send(x[: 1 + place]) == 0
-    assert opened.sendrecv(x[: at.MOST_MESSAGES], x[at.MOST_MESSAGES :]) == 1
-    assert opened.send(x[: at.MOST_MESSAGES]) == 0
-    assert opened.send(x[:1]) == 1
-    assert opened.door["exchange"]() == 0
-    assert opened.driver.seen[-1][0] == 8
+    side.remember_messages(8, *rows)
+    side.remember_messages(9, *rows, (False, 1, 1, F32))
+    with miraccl.group():
+        for place in range(at.MOST_MESSAGES - 1):
+            assert side.send(x[: 1 + place]) == 0
+        assert side.sendrecv(x[: at.MOST_MESSAGES], x[at.MOST_MESSAGES :]) == 1
+        assert side.send(x[: at.MOST_MESSAGES]) == 0
+        assert side.send(x[:1]) == 1
+    assert [row[0] for row in side.driver.seen] == [8]
 
 
 # ---- the end

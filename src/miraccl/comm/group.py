@@ -1,4 +1,8 @@
-"""``with miraccl.group():`` collects calls and starts them together at the end, so that no order of sends and receives can deadlock."""
+"""``with miraccl.group():`` collects calls and starts them together at the end, so that no order of sends and receives can deadlock.
+
+Once there is a GPU side, groups begin and end in compiled code (``executor.cuda.doors.groups``).  What that knows of a group of one thread
+is in ``_record``; the first call that is not a door's makes a ``Group`` of it, and the rest is done here.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,21 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
+from miraccl.executor.cuda.doors import layout as at
 from miraccl.native import atomics
 
-_word = ctypes.c_int64(0)
-_OPENED, _CLOSED = (1 << 32) + 1, -1
+_record = (ctypes.c_int64 * at.GROUPS_WORDS)()
+_ADDRESS = ctypes.addressof(_record)
+_OPEN = _ADDRESS + at.GROUPS_OPEN
 _add = atomics.add
 
 
 def address() -> int:
-    """Of a word for compiled code: how many groups threads of this process have open in the lower half, and how many there have been in
-    the upper one. Doors of the CPU do not know about threads, so while any is open they leave all calls to Python."""
+    """Of words for compiled code (``at.GROUPS_*``). The first one is how many groups threads of this process have open: doors of the CPU do
+    not know about threads, so while any is open they leave all calls to Python."""
     global _add
     _add = atomics.bound("add_word")
     return _ADDRESS
-
-
-_ADDRESS = ctypes.addressof(_word)
 
 
 class Part(Protocol):
@@ -57,13 +60,13 @@ class _Items:
 
 
 class Group:
-    """A ``with`` block that collects calls; inside another one it is a part of that. ``parts`` run in their order."""
+    """What a thread collects between the beginning of its outermost ``with`` block and the end. ``parts`` run in their order."""
 
-    __slots__ = ("_depth", "parts")
-    parts: dict[Any, Any]
+    __slots__ = ("depth", "parts")
 
-    def __init__(self) -> None:
-        self._depth = 0
+    def __init__(self, depth: int = 0) -> None:
+        self.depth = depth  # blocks that are open
+        self.parts: dict[Any, Any] = {}
 
     def part(self, owner: Any, make: Callable[[Any], AnyPart]) -> AnyPart:
         """What is collected for ``owner``, at first ``make(owner)``."""
@@ -75,31 +78,6 @@ class Group:
     def add(self, member: Member, item: Any) -> None:
         self.part(member, _Items).items.append(item)
 
-    def __enter__(self) -> None:
-        whole = _local.group
-        if whole is None:
-            whole = _local.group = self
-            self.parts = {}
-            _add(_ADDRESS, _OPENED)
-        whole._depth += 1
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        whole = _local.group
-        assert whole is not None
-        whole._depth -= 1
-        if whole._depth:
-            return
-        _local.group = None
-        _add(_ADDRESS, _CLOSED)
-        waiting = iter(whole.parts.values())
-        try:
-            if kind is None:
-                for part in waiting:
-                    part.run()
-        finally:
-            for part in waiting:
-                part.drop()
-
 
 class _Local(threading.local):
     group: Group | None = None  # of the class: asking for what a thread has not set would cost half a microsecond
@@ -108,15 +86,88 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def current() -> Group | None:
-    """The group that this thread has open."""
-    return _local.group
+def _begin() -> None:
+    whole = current()
+    if whole is None:
+        whole = _local.group = Group()
+        _add(_OPEN, 1)
+    whole.depth += 1
 
 
-def group() -> Group:
+def _end(kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    whole = current()
+    assert whole is not None
+    whole.depth -= 1
+    if whole.depth:
+        return
+    _local.group = None
+    _add(_OPEN, -1)
+    waiting = iter(whole.parts.values())
+    try:
+        if kind is None:
+            for part in waiting:
+                part.run()
+    finally:
+        for part in waiting:
+            part.drop()
+
+
+class Block:
+    """The ``with`` block; inside another one it is a part of that. It has nothing of its own: a thread has one group."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _begin()
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        _end(kind, value, trace)
+
+
+_block = Block()
+
+
+def group() -> Block:
     """Batch the calls of this thread inside the ``with`` block: they start when it ends, sends and receives of a communicator together.
 
     Results of calls inside are filled in when the block has ended.  Groups may be nested: the outermost counts.  An exception inside
     the block drops the batch; nothing of it was sent.
     """
-    return Group()
+    return _block
+
+
+# ---- groups that compiled code has begun
+
+HandOver = Callable[[Group], None]
+_noted: list[HandOver] = []  # by whom calls of the group are noted in which ``_record`` has a thread
+
+
+def _is_compiled() -> int:
+    """Whether this thread's group is that one."""
+    return 0
+
+
+def hasten(begin: Callable[..., None], end: Callable[..., None], is_compiled: Callable[[], int]) -> None:
+    """Begin and end blocks by these builtins from now on; they hand to Python what they do not take."""
+    global _is_compiled
+    for where, value in ((at.GROUPS_NOTED, _noted), (at.GROUPS_BEGIN, _begin), (at.GROUPS_END, _end), (at.GROUPS_NONE, None)):
+        _record[where // 8] = id(value)
+    _is_compiled = is_compiled
+    Block.__enter__, Block.__exit__ = begin, end  # type: ignore[method-assign]
+
+
+def _take_over() -> None:
+    """Make a ``Group`` of the group that this thread has in ``_record``."""
+    whole = _local.group = Group(_record[at.GROUPS_DEPTH // 8])
+    noted = _noted.copy()
+    _noted.clear()
+    _record[at.GROUPS_STATE // 8] = _record[at.GROUPS_THREAD // 8] = 0
+    for hand_over in noted:
+        hand_over(whole)
+
+
+def current() -> Group | None:
+    """The group that this thread has open."""
+    if _is_compiled():
+        _take_over()
+    return _local.group

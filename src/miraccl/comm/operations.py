@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from miraccl.comm import calls
-from miraccl.comm import group as groups
 from miraccl.comm.device.memory import current_ordinal
 from miraccl.comm.persistent import Persistent
 from miraccl.comm.ways import Ways
 from miraccl.executor.cpu.kernels import layout as at
-from miraccl.executor.cuda.doors.layout import NOTED
 from miraccl.types import RedOp
 
 if TYPE_CHECKING:
@@ -43,7 +41,6 @@ class Operations(Ways):
     _recv: Callable[..., int]
     _sendrecv: Callable[..., int]
     _barrier: Callable[[], int]
-    _begin_notes: Callable[[Any], bool]  # what a door of the GPU asks for that notes a call as the first one of a group
 
     # ---- collectives
 
@@ -171,7 +168,7 @@ class Operations(Ways):
     def send(self, x: Any, dst: int, *, async_op: bool = False, stream: Any = None) -> Any:
         """Send ``x`` to rank ``dst``; returns when ``x`` may be changed. Matches one ``recv`` of the same count and dtype, in order."""
         code = self._send(x, dst, async_op, stream)
-        if not code or (code == NOTED and self._begin_notes(groups.current())):
+        if not code:
             return None
         if (gpu := self._gpu(async_op, stream, x)) is not None:
             return gpu.send(x, dst, stream=stream)
@@ -180,7 +177,7 @@ class Operations(Ways):
     def recv(self, x: Any, src: int, *, async_op: bool = False, stream: Any = None) -> Any:
         """Receive from rank ``src`` into ``x``."""
         code = self._recv(x, src, async_op, stream)
-        if not code or (code == NOTED and self._begin_notes(groups.current())):
+        if not code:
             return x
         if (gpu := self._gpu(async_op, stream, x)) is not None:
             return gpu.recv(x, src, stream=stream)
@@ -189,7 +186,7 @@ class Operations(Ways):
     def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, async_op: bool = False, stream: Any = None) -> Any:
         """Send ``x`` to ``dst`` and receive ``out`` from ``src`` at the same time."""
         code = self._sendrecv(x, dst, out, src, async_op, stream)
-        if not code or (code == NOTED and self._begin_notes(groups.current())):
+        if not code:
             return out
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.sendrecv(x, dst, out, src, stream=stream)

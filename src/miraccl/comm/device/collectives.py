@@ -34,8 +34,7 @@ class DeviceCollectives(DeviceArguments):
     def stand_before(self, following: Callable[[str], Door | None], cpu_plan: int) -> dict[str, Callable[..., Any]]:
         """The doors of this GPU by name of the operation, if it has any; what they do not take goes to those that are asked for here.
 
-        ``cpu_plan`` is the address of a word that each call sets to 0.  ``begin_notes`` is what takes the group that is open (or None)
-        when a door has noted its first call; it gives False if there is none.
+        ``cpu_plan`` is the address of a word that each call sets to 0.
         """
         return {}
 

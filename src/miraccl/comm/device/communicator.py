@@ -25,7 +25,6 @@ from miraccl.comm.arguments import operator
 from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
 from miraccl.comm.device.explain import DeviceCandidate, candidates
 from miraccl.comm.device.faults import DeviceFaults
-from miraccl.comm.device.grouped import Grouped, Noted
 from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.device.messages import MessageCalls, frame_of
 from miraccl.comm.device.order import SMALL_THREADS, order_of
@@ -46,7 +45,7 @@ from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.copies import COLLECTIVES as COPIED
 from miraccl.executor.cuda.copies import FASTER_FROM as COPIES_FROM
 from miraccl.executor.cuda.copies import CopyLaunch
-from miraccl.executor.cuda.doors.table import CALLS, Door, Doors
+from miraccl.executor.cuda.doors.table import CALLS, Door, Doors, group_builtins
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.launch import Kernels, Launch
 from miraccl.executor.cuda.lower import Fixed
@@ -122,11 +121,19 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self._kept = Kept(self.gpu)
         self._order = order_of(ordinal)
         abort = ctypes.addressof(self._host) + 4 * layout.HOST_ABORT
+        address = groups.address()
+        groups.hasten(*group_builtins(address))
         self._doors = Doors(
-            self.rank, self.nranks, ordinal, abort=abort, order=self._order.address, own=id(self), groups=groups.address()
+            self.rank,
+            self.nranks,
+            ordinal,
+            abort=abort,
+            order=self._order.address,
+            own=id(self),
+            groups=address,
+            hand_over=self._hand_over,
         )
         vars(self).update({f"_{name}": self._doors.door(name) for name in CALLS})
-        self._noted = Noted(self, self._doors)
         self._messages = MessageLaunches(self.gpu, self._kernels, self._fixed, reach, self._doors)
         self._current_stream: Callable[[int], int] | None = None
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
@@ -137,11 +144,11 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
 
     def stand_before(self, following: Callable[[str], Door | None], cpu_plan: int) -> dict[str, Callable[..., Any]]:
         self._doors.also_clear(cpu_plan)
-        doors: dict[str, Callable[..., Any]] = {name: self._doors.door(name, following(name), notes=True) for name in CALLS}
-        return doors | {"begin_notes": self._noted.begin}
+        return {name: self._doors.door(name, following(name), notes=True) for name in CALLS}
 
-    def grouped(self, group: Group) -> Grouped:
-        return self._noted.grouped(group)
+    def _hand_over(self, group: Group) -> None:
+        """What doors have noted is Python's to run."""
+        self.grouped(group).add(*self._doors.take_notes())
 
     # ---- running
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from miraccl.comm.device.work import result_of, stream_of
-from miraccl.comm.group import Group
-from miraccl.executor.cuda.doors.table import Doors
 
 _POINT_TO_POINT = ("send", "recv", "sendrecv")
 
@@ -52,10 +49,9 @@ class Grouped:
         self._add(number, out, got)
         return out
 
-    def add(self, stream: int, messages: Sequence[Any]) -> None:
-        """Sends and receives, which are right: array, peer, whether it is received, and so on."""
-        for place in range(0, len(messages), 3):
-            x, peer, receives = messages[place : place + 3]
+    def add(self, stream: int, messages: Sequence[tuple[Any, int, bool]]) -> None:
+        """Sends and receives, which are right: array, peer, whether it is received."""
+        for x, peer, receives in messages:
             self._add(stream, x, self._gpu.transfer(x, peer, receives, "recv" if receives else "send", stream))
 
     def _add(self, stream: int, array: Any, transfer: Any) -> None:
@@ -80,46 +76,3 @@ class Grouped:
     def drop(self) -> None:
         """An exception has left the group."""
 
-
-class Noted:
-    """A group that has nothing but sends and receives that doors have noted: a door launches them. The first other call makes it a
-    ``Grouped``."""
-
-    def __init__(self, gpu: Any, doors: Doors) -> None:
-        self._gpu, self._doors = gpu, doors
-        self._launch = doors.door("exchange")
-
-    def begin(self, group: Group | None) -> bool:
-        """A door has begun to note; False where that is not for ``group``, since this thread has none open."""
-        if group is None:
-            self.drop()
-            return False
-        part = group.parts.setdefault(self._gpu, self)
-        if part is self:
-            self._doors.keep_notes()
-        else:  # which has other calls already
-            part.add(*self._doors.take_notes())
-        return True
-
-    def grouped(self, group: Group) -> Grouped:
-        """What takes other calls of ``group``, after those that are noted."""
-        part: Any = group.parts.get(self._gpu)
-        if isinstance(part, Grouped):
-            return part
-        other = group.parts[self._gpu] = Grouped(self._gpu)
-        if part is self:
-            other.add(*self._doors.take_notes())
-        elif self._doors.has_notes_of(threading.get_ident()):
-            self.drop()  # of a group that an exception left between two lines of ours
-        return other
-
-    def run(self) -> None:
-        if self._launch():
-            rest = Grouped(self._gpu)
-            rest.add(*self._doors.take_notes())
-            rest.run()
-        else:
-            self._doors.clear_notes()
-
-    def drop(self) -> None:
-        self._doors.clear_notes()

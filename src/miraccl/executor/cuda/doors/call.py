@@ -8,8 +8,8 @@ A door is a whole call, from PyTorch's tensors to the launch, where everything i
 arguments, ``doors.rows`` finds the launch that ``doors.table`` keeps, ``doors.layout`` says where.  The result is ``DONE``, or
 ``NOT_TAKEN``: nothing has happened then.  What a door does not take it hands to the next one, that of the same operation on CPU memory.
 
-While a thread has a group open, sends and receives in which nothing is wrong are noted; ``NOTED`` tells Python of the first one, and
-``exchange`` launches them.  What else a group has is Python's.
+A group begins and ends here, too (``doors.groups``).  Sends and receives in which nothing is wrong are noted, and launched at its end.
+What else a group has is Python's.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from __future__ import annotations
 from typing import Any
 
 from miraccl.executor.cuda.doors import layout as at
-from miraccl.executor.cuda.doors.rows import find_collective, find_messages, overlap, type_is_known, write_message
-from miraccl.executor.cuda.doors.tensors import call4, call_builtin, may_go_on
+from miraccl.executor.cuda.doors.groups import can_be_noted, close, find_noted, is_of_this_thread, join, none, note, this_thread
+from miraccl.executor.cuda.doors.rows import find_collective, find_messages, overlap, write_message
+from miraccl.executor.cuda.doors.tensors import call4, call_builtin, is_plain
 from miraccl.native.intrinsics import (
     PyEval_RestoreThread,
     PyEval_SaveThread,
-    PyList_Append,
     PyLong_AsLong,
     PyLong_FromLong,
-    PyThread_get_thread_ident,
+    PyObject_Vectorcall,
     inline,
     load,
     load32,
@@ -84,57 +84,6 @@ def collective(self: int, args: int, nargs: int) -> int:
 # ---- sends and receives
 
 
-@inline
-def can_be_noted(door: int, state: int, count: int) -> bool:
-    """Whether the messages of a call may join those that are noted, or begin a group."""
-    noted = load(state + at.STATE_NOTED)
-    if load(door + at.DOOR_NOTES) == 0:
-        return False
-    if noted != 0:
-        if load(state + at.STATE_NOTED_THREAD) != PyThread_get_thread_ident():
-            return False
-        if load(state + at.STATE_NOTED_GROUP) != load(load(state + at.STATE_GROUPS)):
-            return False  # of a group that is no more, or another thread has had one since
-        if load(state + at.STATE_NOTED_STREAM) != load(state + at.STATE_STREAM):
-            return False
-    for number in range(count):
-        if not type_is_known(state, state + at.STATE_CALL + number * at.MESSAGE_BYTES):
-            return False
-    return noted + count <= at.MOST_MESSAGES
-
-
-@inline
-def note(state: int, number: int, x: int, peer: int, receives: int) -> bool:
-    """Put a message of this call beside those that are noted; False if there is no memory for it, which Python is told."""
-    notes, noted = load(state + at.STATE_NOTES), load(state + at.STATE_NOTED)
-    whether = load(state + at.STATE_TRUE) if receives != 0 else load(state + at.STATE_FALSE)
-    if PyList_Append(notes, x) != 0 or PyList_Append(notes, peer) != 0 or PyList_Append(notes, whether) != 0:
-        return False
-    mine, its = state + at.STATE_CALL + number * at.MESSAGE_BYTES, state + at.STATE_GROUP + noted * at.MESSAGE_BYTES
-    for offset in range(0, at.MESSAGE_BYTES, 8):
-        store(its + offset, load(mine + offset))
-    store(state + at.STATE_NOTED, noted + 1)
-    return True
-
-
-@inline
-def begin_or_join(state: int) -> int:
-    """What a door says that is about to note messages."""
-    store(load(state + at.STATE_CPU_PLAN), 0)
-    if load(state + at.STATE_NOTED) != 0:
-        return at.DONE
-    store(state + at.STATE_NOTED_THREAD, PyThread_get_thread_ident())
-    store(state + at.STATE_NOTED_GROUP, 0)
-    store(state + at.STATE_NOTED_STREAM, load(state + at.STATE_STREAM))
-    return at.NOTED
-
-
-@inline
-def is_plain(state: int, options: int) -> bool:
-    """Whether ``async_op`` and ``stream``, the last arguments, are as usual."""
-    return load(options) == load(state + at.STATE_FALSE) and may_go_on(state, load(options + 8))
-
-
 def message(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, peer, async_op, stream)`` of a send or a receive."""
     door = PyLong_AsLong(self)
@@ -144,9 +93,9 @@ def message(self: int, args: int, nargs: int) -> int:
         if load32(load(state + at.STATE_GROUPS)) == 0:
             code = go(state, find_messages(state, state + at.STATE_CALL, 1))
         elif can_be_noted(door, state, 1):
-            code = begin_or_join(state)
-            if not note(state, 0, x, peer, receives):
+            if not join(state) or not note(state, 0, x):
                 return 0
+            code = at.DONE
     return answer(door, code, args, nargs)
 
 
@@ -162,20 +111,47 @@ def pair(self: int, args: int, nargs: int) -> int:
         if load32(load(state + at.STATE_GROUPS)) == 0:
             code = go(state, find_messages(state, sent, 2))
         elif can_be_noted(door, state, 2):
-            code = begin_or_join(state)
-            if not note(state, 0, x, dst, 0) or not note(state, 1, out, src, 1):
+            if not join(state) or not note(state, 0, x) or not note(state, 1, out):
                 return 0
+            code = at.DONE
     return answer(door, code, args, nargs)
 
 
-def exchange(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door()``: what is noted, all in one launch. Nothing is noted any more, but for the list, which is Python's."""
-    state = load(PyLong_AsLong(self) + at.DOOR_STATE)
-    count = load(state + at.STATE_NOTED)
-    store(state + at.STATE_NOTED, 0)
-    if load32(load(state + at.STATE_ABORT)) != 0 or load(state + at.STATE_NOTED_STREAM) != load(state + at.STATE_STREAM):
-        return PyLong_FromLong(at.NOT_TAKEN)
-    return PyLong_FromLong(go(state, find_messages(state, state + at.STATE_GROUP, count)))
+# ---- groups
+
+
+def begin(self: int, args: int, nargs: int) -> int:
+    """Builtin ``begin()`` of a ``with`` block; as the attribute of a class it may be given the object, too."""
+    groups = PyLong_AsLong(self)
+    if load32(groups + at.GROUPS_OPEN) == 0:
+        store(groups + at.GROUPS_THREAD, this_thread())
+        store(groups + at.GROUPS_DEPTH, 1)
+        store(groups + at.GROUPS_OPEN, load(groups + at.GROUPS_OPEN) + 1)
+    elif is_of_this_thread(groups):
+        store(groups + at.GROUPS_DEPTH, load(groups + at.GROUPS_DEPTH) + 1)
+    else:
+        return PyObject_Vectorcall(load(groups + at.GROUPS_BEGIN), 0, 0, 0)
+    return none(groups)
+
+
+def end(self: int, args: int, nargs: int) -> int:
+    """Builtin ``end(type, value, trace)``, likewise. What is noted goes in one launch."""
+    groups, left_by = PyLong_AsLong(self), args + 8 * (nargs - 3)
+    if not is_of_this_thread(groups) or load(left_by) != load(groups + at.GROUPS_NONE):
+        return PyObject_Vectorcall(load(groups + at.GROUPS_END), left_by, 3, 0)
+    depth, state = load(groups + at.GROUPS_DEPTH), load(groups + at.GROUPS_STATE)
+    if depth > 1:
+        store(groups + at.GROUPS_DEPTH, depth - 1)
+    elif state == 0 or go(state, find_noted(state)) == at.DONE:
+        close(groups, state)
+    else:
+        return PyObject_Vectorcall(load(groups + at.GROUPS_END), left_by, 3, 0)
+    return none(groups)
+
+
+def is_compiled(self: int, args: int, nargs: int) -> int:
+    """Builtin: whether this thread has a group open that only doors have seen."""
+    return PyLong_FromLong(1 if is_of_this_thread(PyLong_AsLong(self)) else 0)
 
 
 EXPORTS: dict[str, Any] = {
@@ -183,5 +159,7 @@ EXPORTS: dict[str, Any] = {
     "collective": collective,
     "message": message,
     "pair": pair,
-    "exchange": exchange,
+    "begin": begin,
+    "end": end,
+    "is_compiled": is_compiled,
 }

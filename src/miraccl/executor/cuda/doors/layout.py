@@ -8,8 +8,17 @@ BLOCK_WORDS = 5
 FUNCTION, ARGUMENT, CONFIG, KERNEL, PARAMETERS = range(BLOCK_WORDS)
 CONFIG_STREAM = 32  # from the beginning of the configuration to the stream
 
-# what a door says: it has done the call; Python is to do it, nothing has happened; it has noted the call as the first one of a group
-DONE, NOT_TAKEN, NOTED = 0, 1, -1
+# what a door says: it has done the call, or noted it for the end of the group; Python is to do it, nothing has happened
+DONE, NOT_TAKEN = 0, 1
+
+# groups, of all communicators. A group that only doors have seen is that of THREAD (0: there is none); all others are in OPEN only.
+GROUPS_OPEN = 0  # how many groups threads have open; the lower half is looked at
+GROUPS_THREAD, GROUPS_DEPTH = 8, 16  # number of the thread, and how many blocks it has open
+GROUPS_STATE = 24  # of the communicator by whose doors calls are noted, 0 while there are none
+GROUPS_NOTED = 32  # a list, of its HAND_OVER then
+GROUPS_BEGIN, GROUPS_END = 40, 48  # objects that begin and end what is not taken here
+GROUPS_NONE = 56  # the object None
+GROUPS_WORDS = 8
 
 # a door. NEXT and its SELF are C function and object of the builtin that calls go to which this door does not take, 0 for none.
 DOOR_STATE, DOOR_NEXT, DOOR_NEXT_SELF = 0, 8, 16
@@ -32,13 +41,12 @@ STATE_LAST = 64  # block of the last operation if it went through a door, else 0
 STATE_NONE, STATE_FALSE = 72, 80  # the objects None and False
 STATE_INT_TYPE = 88  # the type int
 STATE_RANK, STATE_NRANKS = 96, 104
-STATE_GROUPS = 112  # address of a word: how many groups threads have open (the lower half), and how many there have been
+STATE_GROUPS = 112  # address of the words of groups
 STATE_CPU_PLAN = 120  # address of a word that becomes 0 with each operation
 STATE_CLOSED = 128  # the word that ABORT points to in the end
-STATE_NOTED = 136  # how many messages of a group are noted, and
-STATE_NOTED_THREAD, STATE_NOTED_STREAM, STATE_NOTED_GROUP = 144, 152, 160  # where: the word of GROUPS, 0 until Python knows of the first
-STATE_NOTES = 168  # a list of what they are: array, peer, whether it is received, and so on
-STATE_TRUE = 176  # the object True
+STATE_NOTED, STATE_NOTED_STREAM = 136, 144  # how many messages of a group are noted, and for which stream
+STATE_NOTES = 152  # a list of their arrays
+STATE_HAND_OVER = 160  # an object, which GROUPS_NOTED is to have while any are noted
 STATE_OPS = 184  # the objects that are operators, by number
 NOPS = 5
 STATE_VIEWS = 256  # room for two DLTensors and a stream

@@ -8,6 +8,7 @@ tensors; all other arrays, and all that is not as the last time, go the long way
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +37,6 @@ _MESSAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "send": ("message", (0,)),
     "recv": ("message", (1,)),
     "sendrecv": ("pair", ()),
-    "exchange": ("exchange", ()),
 }
 _COLLECTIVES = {collective.label: collective for collective in SHAPES}
 #: operations whose doors take calls as users make them
@@ -46,18 +46,30 @@ _DL_DTYPES = {dtype: code | bits << 8 | 1 << 16 for (code, bits), dtype in DL_TY
 _ROW_WORDS = at.ROW_BYTES // 8
 
 
+def _builtin(name: str, entry: str, owner: int) -> Callable[..., Any]:
+    return native.builtin(name, native.library("miraccl.executor.cuda.doors.call").address(native.PREFIX + entry), owner)
+
+
+@functools.cache
+def group_builtins(groups: int) -> tuple[Callable[..., None], Callable[..., None], Callable[[], int]]:
+    """What begins and ends a group, and what tells whether this thread has one of this kind; ``groups`` is the address of the words."""
+    return _builtin("begin", "begin", groups), _builtin("end", "end", groups), _builtin("is_compiled", "is_compiled", groups)
+
+
 class Doors:
     """``abort`` is the address of a 32-bit word that is not 0 when calls are to go the long way; ``order`` that of a word that holds
-    ``own`` while no other communicator has filled the GPU last; ``groups`` that of a word that is not 0 while groups are open."""
+    ``own`` while no other communicator has filled the GPU last; ``groups`` that of the words of groups, and ``hand_over`` is called with a
+    group that has turned out to be Python's while messages of it are noted here."""
 
-    def __init__(self, rank: int, nranks: int, ordinal: int, *, abort: int, order: int, own: int, groups: int) -> None:
+    def __init__(
+        self, rank: int, nranks: int, ordinal: int, *, abort: int, order: int, own: int, groups: int, hand_over: Callable[[Any], None]
+    ) -> None:
         self._nranks = nranks
         memory = np.zeros(at.STATE_BYTES // 8, np.int64)
         self._address = int(memory.ctypes.data)
         self._state = memory.data  # whose words are read and written in a fraction of the time that NumPy takes
-        self._kept: list[Any] = []
+        self._kept: list[Any] = [hand_over]
         self._launches: dict[int, tuple[Launch, Any]] = {}  # by the address of their block: those in the table, with their messages
-        self._groups = ctypes.c_int64.from_address(groups)
         self._notes: list[Any] = []
         self._no_cpu_plan = np.zeros(1, np.int64)
         for where, value in (
@@ -68,7 +80,6 @@ class Doors:
             (at.STATE_SELF, own),
             (at.STATE_NONE, id(None)),
             (at.STATE_FALSE, id(False)),
-            (at.STATE_TRUE, id(True)),
             (at.STATE_INT_TYPE, id(int)),
             (at.STATE_RANK, rank),
             (at.STATE_NRANKS, nranks),
@@ -76,6 +87,7 @@ class Doors:
             (at.STATE_CPU_PLAN, int(self._no_cpu_plan.ctypes.data)),
             (at.STATE_CLOSED, 1),
             (at.STATE_NOTES, id(self._notes)),
+            (at.STATE_HAND_OVER, id(hand_over)),
             *((at.STATE_OPS + 8 * number, id(op)) for number, op in enumerate(_OPERATORS)),
             *((at.STATE_DTYPES + 8 * number, dtype) for number, dtype in enumerate(_DL_DTYPES.values())),
         ):
@@ -103,9 +115,7 @@ class Doors:
         record = np.zeros(at.DOOR_WORDS, np.int64)
         record[: 4 + len(words)] = (self._address, *handed, int(notes), *words)
         self._kept.append((record, following))
-        return native.builtin(
-            name, native.library("miraccl.executor.cuda.doors.call").address(native.PREFIX + entry), int(record.ctypes.data)
-        )
+        return _builtin(name, entry, int(record.ctypes.data))
 
     def _shape(self, name: str) -> tuple[int, ...]:
         collective = _COLLECTIVES[name]
@@ -124,23 +134,14 @@ class Doors:
 
     # ---- groups
 
-    def take_notes(self) -> tuple[int, list[Any]]:
-        """(stream, what was noted: array, peer, whether it is received, and so on); nothing is noted any more."""
-        notes = self._notes.copy()
-        self.clear_notes()
-        return int(self._state[at.STATE_NOTED_STREAM // 8]), notes
-
-    def clear_notes(self) -> None:
-        self._state[at.STATE_NOTED // 8] = 0
+    def take_notes(self) -> tuple[int, list[tuple[Any, int, bool]]]:
+        """(stream, what was noted: array, peer, whether it is received); nothing is noted any more."""
+        arrays, words = self._notes.copy(), self._state[at.STATE_GROUP // 8 :: at.MESSAGE_BYTES // 8]
         self._notes.clear()
-
-    def keep_notes(self) -> None:
-        """What is noted will be run at the end of the group that is open, or dropped."""
-        self._state[at.STATE_NOTED_GROUP // 8] = self._groups.value
-
-    def has_notes_of(self, thread: int) -> bool:
-        """Whether anything is noted, of calls of the thread with this number."""
-        return bool(self._state[at.STATE_NOTED // 8]) and self._state[at.STATE_NOTED_THREAD // 8] == thread
+        self._put(at.STATE_NOTED, 0)
+        whats = [word & (1 << 32) - 1 for word in words[: len(arrays)]]
+        stream = int(self._state[at.STATE_NOTED_STREAM // 8])
+        return stream, [(x, what >> 1, bool(what & 1)) for x, what in zip(arrays, whats, strict=True)]
 
     # ---- the table
 

@@ -126,3 +126,9 @@ def may_go_on(state: int, stream: int) -> bool:
     if load32(load(state + at.STATE_ABORT)) != 0 or load(state + at.STATE_STREAM) == -1:
         return False
     return stream_of(state, stream) == load(state + at.STATE_STREAM)
+
+
+@inline
+def is_plain(state: int, options: int) -> bool:
+    """Whether ``async_op`` and ``stream``, the last arguments, are as usual."""
+    return load(options) == load(state + at.STATE_FALSE) and may_go_on(state, load(options + 8))
