@@ -17,6 +17,9 @@ from miraccl.errors import InvalidUsage
 
 T = TypeVar("T")
 
+#: seconds (three years): a deadline beyond it means this; nanoseconds still fit into 64 bits
+FOREVER = 1e8
+
 
 @dataclass(frozen=True, kw_only=True)
 class Param(Generic[T]):
@@ -66,6 +69,8 @@ def parse_size(text: str) -> int:
     if not match:
         raise ValueError("a size is a number with an optional K, M or G, such as 256K")
     value = float(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}[match[2].lower()]
+    if value >= 1 << 63:
+        raise ValueError("a size is less than 2**63 bytes")
     if value != int(value):
         raise ValueError("a size is a whole number of bytes")
     return int(value)
@@ -87,7 +92,7 @@ def parse_seconds(text: str) -> float:
         value = 0.0
     if not 0 < value < math.inf:
         raise ValueError("a time is a finite number of seconds greater than 0, such as 30 or 0.5")
-    return value
+    return min(value, FOREVER)
 
 
 def parse_count(text: str) -> int:
@@ -190,7 +195,14 @@ GPU_STAGING = declare(
 )
 CACHE_DIR = declare("CACHE_DIR", "", str, "Folder of compiled kernels and measured constants.", kind="path")
 DEBUG = declare("DEBUG", "warn", str.lower, "What to log: none, warn, info or trace.", kind="text", nccl="DEBUG")
-DEBUG_SUBSYS = declare("DEBUG_SUBSYS", "", str.lower, "Subsystems to log, comma separated; empty is all.", kind="text", nccl="DEBUG_SUBSYS")
+DEBUG_SUBSYS = declare(
+    "DEBUG_SUBSYS",
+    "",
+    str.lower,
+    "Subsystems to log, comma separated, such as bootstrap,socket; ^ in front: all but these; empty is all.",
+    kind="text",
+    nccl="DEBUG_SUBSYS",
+)
 
 # What the planner does with the channels it found, and how it models their speed (NCCL's variables of the same names).
 MIN_NCHANNELS = declare("MIN_NCHANNELS", 0, parse_integer, "Least number of collective channels.", kind="count", nccl="MIN_NCHANNELS")
@@ -248,12 +260,14 @@ _OLD_LEVELS = (0, 4, 5, 8, 9, 9)  # NCCL's numbers before 2.5: LOC PIX PXB PHB S
 
 
 def parse_path_level(text: str) -> int:
-    """The name of a path type, or a number of NCCL's old scale 0..5; the result is a value of ``topo.records.PathType``."""
+    """The name of a path type, or a number of NCCL's old scale 0..5, as a value of ``topo.records.PathType``; -1 leaves it open."""
+    if text == "-1":
+        return -1
     if text.upper() in _PATH_LEVELS:
         return _PATH_LEVELS.index(text.upper())
     if text[:1].isdigit():
         return _OLD_LEVELS[min(parse_integer(text), len(_OLD_LEVELS) - 1)]
-    raise ValueError(f"allowed are {' '.join(_PATH_LEVELS)}, or 0 to 5 on NCCL's old scale")
+    raise ValueError(f"allowed are {' '.join(_PATH_LEVELS)}, 0 to 5 on NCCL's old scale, and -1")
 
 
 def parse_netdevs_policy(text: str) -> str:

@@ -17,6 +17,8 @@ LEVELS = {
     "version": logging.WARNING,
     "abort": logging.ERROR,
 }
+SUBSYSTEMS = ("bootstrap", "cache", "graph", "proxy", "socket", "tuning")
+_NCCL_NAMES = {"net": "socket"}
 
 
 def logger(subsystem: str) -> logging.Logger:
@@ -25,16 +27,26 @@ def logger(subsystem: str) -> logging.Logger:
 
 def configure() -> None:
     """Apply the environment once; a handler that the application installed on ``miraccl`` is left alone."""
-    level = params.DEBUG.read()
+    level, source = params.DEBUG.resolve()
     if level not in LEVELS:
-        raise InvalidUsage(f"MIRACCL_DEBUG={level!r}: allowed are {', '.join(LEVELS)}")
+        raise InvalidUsage(f"{source}={level!r}: allowed are {', '.join(LEVELS)}")
     root = logging.getLogger("miraccl")
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter(f"miraccl %(levelname)s [{os.getpid()}] %(name)s: %(message)s"))
         root.addHandler(handler)
         root.propagate = False
-    chosen = {s for s in params.DEBUG_SUBSYS.read().split(",") if s and s != "all"}
-    root.setLevel(LEVELS[level] if not chosen else logging.WARNING)
-    for subsystem in chosen:
-        logger(subsystem).setLevel(LEVELS[level])
+    inverted, named = parse_subsystems(params.DEBUG_SUBSYS.read())
+    quiet = max(LEVELS[level], logging.WARNING)
+    root.setLevel(quiet if named and not inverted else LEVELS[level])
+    for subsystem in named:
+        logger(subsystem).setLevel(quiet if inverted else LEVELS[level])
+
+
+def parse_subsystems(text: str) -> tuple[bool, frozenset[str]]:
+    """Whether all but the named ones are meant (``^``, as in NCCL), and the names; ``all`` is as good as none."""
+    inverted = text.startswith("^")
+    names = {name.strip() for name in text.removeprefix("^").split(",")} - {""}
+    if "all" in names:
+        return inverted, frozenset(SUBSYSTEMS if inverted else ())
+    return inverted, frozenset(_NCCL_NAMES.get(name, name) for name in names)

@@ -259,6 +259,23 @@ def test_late_ranks_are_named_by_those_who_wait():
             sessions[0].barrier("b", timeout=0.0)
 
 
+@pytest.mark.parametrize("timeout", [3e6, float("inf")])  # a month is more milliseconds than epoll can count
+def test_a_rank_may_wait_for_months(timeout):
+    log: list[object] = []
+    unique_id, root = create_root(hosts=["127.0.0.1"], log=log)
+    with root:
+        sessions = in_threads([lambda rank=rank: connect(unique_id, rank, 2, timeout) for rank in range(2)])
+        met = len(log)
+
+        def late():
+            until(lambda: len(log) > met)  # the hub knows of the other one's deadline and sleeps
+            return sessions[1].all_gather(b"1", "x")
+
+        assert in_threads([lambda: sessions[0].all_gather(b"0", "x", timeout=timeout), late]) == [[b"0", b"1"]] * 2
+        for session in sessions:
+            session.close()
+
+
 def test_a_gather_with_a_rank_that_left_ends_at_once():
     with job(3) as sessions:
         inbox = Inbox(sessions[0])

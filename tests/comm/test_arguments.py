@@ -325,6 +325,8 @@ def test_options_are_checked() -> None:
     ):
         with pytest.raises(InvalidUsage, match=why):
             miraccl.init(**options)
+    with miraccl.init(timeout=10**400) as alone:
+        assert alone.all_reduce(np.ones(2)).sum() == 2
     with pytest.raises(InvalidUsage, match="nranks is 0"):
         Communicator(0, miraccl.get_unique_id(), 0)
     with pytest.raises(InvalidUsage, match="rank is 3"):

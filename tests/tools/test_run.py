@@ -71,6 +71,17 @@ def test_the_first_failure_ends_all_and_gives_the_status(script: Script) -> None
     assert done.stderr.count("miraccl run:") == 1
 
 
+def test_the_others_may_have_years_to_end(script: Script) -> None:
+    """More milliseconds than epoll can count."""
+    program = script("sys.exit(7) if rank == 1 else sys.stdin.read()")
+    command = [sys.executable, "-m", "miraccl", "run", "-n", "2", "--grace", "1e9", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "rank 1 ended with status 7; ending the others" in process.stderr.readline()
+        assert process.communicate(timeout=60)[1] == ""  # closes rank 0's standard input
+    assert process.returncode == 7
+
+
 def test_a_rank_that_ignores_sigterm_is_killed(script: Script) -> None:
     text = """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -58,6 +58,10 @@ def test_results_environment_and_output() -> None:
     assert all(o.ok and o.output == "hello\n" for o in outcomes)
 
 
+def test_deadlines_may_be_beyond_all_clocks() -> None:
+    assert [o.value for o in run(_answer, 2, 10, timeout=1e300)] == [(0, "0"), (10, "1")]
+
+
 def test_large_results_and_output_do_not_block() -> None:
     (outcome,) = run(_big, 1)
     assert len(outcome.value) == 5_000_000

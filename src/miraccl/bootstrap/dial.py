@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from miraccl.bootstrap.hub import tune
+from miraccl.bootstrap.hub import LONGEST_NAP, tune
 from miraccl.errors import AuthenticationError, BootstrapError
 from miraccl.wire.auth import NONCE_BYTES
 from miraccl.wire.bootstrap import Disconnected, HubProved, HubRejected, Received, Send, Start
@@ -162,7 +162,7 @@ class Dialer:
         times += [endpoint.next_try for endpoint in self._endpoints.values() if id(endpoint) not in busy]
         times += [attempt.give_up for attempt in self._tries]
         times += [self._resolve_at] if self._unresolved else []
-        ready = self._selector.select(max(0.0, min(times) - now))
+        ready = self._selector.select(min(max(0.0, min(times) - now), LONGEST_NAP))
         proved = [key.data for key, _ in ready if self._advance(key.data)]
         now = time.monotonic()
         for attempt in [attempt for attempt in self._tries if attempt.give_up <= now]:

@@ -34,6 +34,7 @@ ACCEPTS_PER_TURN = 64  # so that a flood of connections does not keep the ranks 
 READ_BYTES = 1 << 18
 #: Unsent bytes for one rank after which it counts as lost: it has not read for a long time.
 MAX_UNSENT_BYTES = 512 << 20
+LONGEST_NAP = 3600.0  # seconds; epoll counts milliseconds in 32 bits
 CLOSE_SECONDS = 2.0  # for a rank to read its last message and hang up
 
 _kept: list[Root] = []  # those nobody else owns
@@ -125,7 +126,7 @@ class Root:
     def _patience(self) -> float | None:
         times = [line.close_by for line in self._lines.values() if line.closing]
         times += [t for t in (self._machine.deadline(), self._listen_again_at) if t is not None]
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        return min(max(0.0, min(times) - time.monotonic()), LONGEST_NAP) if times else None
 
     def _clock(self) -> None:
         now = time.monotonic()

@@ -13,7 +13,7 @@ from miraccl.bootstrap.dial import Dialer, HubNotFound
 from miraccl.bootstrap.host import host_fingerprint, network_fingerprint, process_token
 from miraccl.bootstrap.hub import Root
 from miraccl.bootstrap.interfaces import choose_addresses, is_loopback
-from miraccl.bootstrap.link import FOREVER, HubVanished, JobOver, Link
+from miraccl.bootstrap.link import HubVanished, JobOver, Link
 from miraccl.bootstrap.session import Session, solo
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.errors import BootstrapError
@@ -107,7 +107,7 @@ def join_job(
     session_timeout = params.TIMEOUT.read() if session_timeout is None else session_timeout
     if nranks == 1 and root is None:
         return solo(session_timeout)
-    timeout = min(timeout, FOREVER)
+    timeout = min(timeout, params.FOREVER)
     deadline = time.monotonic() + timeout
     hosts = [route_to] if route_to else [host for host, _ in targets]
     remote = next((host for host in hosts if not is_loopback(host)), None)

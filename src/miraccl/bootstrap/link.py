@@ -20,6 +20,7 @@ from miraccl import trace
 from miraccl.bootstrap import lifetime
 from miraccl.bootstrap.hub import READ_BYTES
 from miraccl.errors import BootstrapError, CommunicatorClosed, InvalidUsage, PeerDied, ProtocolError
+from miraccl.params import FOREVER
 from miraccl.wire import framing
 from miraccl.wire.bootstrap import Arrived, Disconnected, Drop, HubLost, MemberState, Received, Send, SendMessage
 from miraccl.wire.bootstrap_member import MemberMachine
@@ -44,7 +45,6 @@ from miraccl.wire.bootstrap_messages import (
 _log = trace.logger("bootstrap")
 #: The hub keeps the deadlines; a member waits this much longer (seconds) for its word.
 GRACE_SECONDS = 1.0
-FOREVER = 1e8  # seconds; longer deadlines (also infinity) mean this
 GOODBYE_SECONDS = 1.0
 
 

@@ -73,7 +73,7 @@ class Options:
         algorithm, wishes = nccl_wishes.read_algorithms() if algo is None else (algo.lower(), {})
         protocol, protocols = nccl_wishes.read_protocols() if proto is None else (proto.lower(), {})
         return cls(
-            timeout=params.TIMEOUT.read() if timeout is None else float(timeout),
+            timeout=params.TIMEOUT.read() if timeout is None else float(min(timeout, params.FOREVER)),
             algo=algorithm,
             wishes=tuple(wishes.items()),
             protocols=tuple(protocols.items()),

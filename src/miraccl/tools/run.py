@@ -29,7 +29,7 @@ import click
 from miraccl.errors import InvalidUsage
 from miraccl.tools import launch
 from miraccl.tools.options import Finite
-from miraccl.tools.spawn import die_with_parent
+from miraccl.tools.spawn import LONGEST_NAP, die_with_parent
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -188,7 +188,7 @@ class Job:
     # ------------------------------------------------------------------ watching
 
     def _step(self, *, wait: bool = True) -> None:
-        timeout = 0.0 if not wait else None if self._limit is None else max(0.0, self._limit - time.monotonic())
+        timeout = 0.0 if not wait else None if self._limit is None else min(max(0.0, self._limit - time.monotonic()), LONGEST_NAP)
         for key, _ in self._selector.select(timeout):
             kind, local_rank, detail = key.data
             if kind == "signal":

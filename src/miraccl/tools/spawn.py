@@ -35,6 +35,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LENGTH = struct.Struct("<Q")
 _MAX_OUTPUT = 1 << 20
+LONGEST_NAP = 3600.0  # seconds; epoll counts milliseconds in 32 bits
 
 
 class Channel:
@@ -205,9 +206,12 @@ class Ranks:
             self._ranks[rank].channel.send(message)
 
     def poll(self, timeout: float | None) -> list[tuple[int, Any]]:
-        """Wait up to ``timeout`` seconds for something to happen; returns messages as (rank, message). Deaths are in ``outcomes``."""
+        """Wait up to ``timeout`` seconds, an hour at most, for something to happen; returns messages as (rank, message).
+
+        Deaths are in ``outcomes``.
+        """
         messages: list[tuple[int, Any]] = []
-        for key, _ in self._selector.select(timeout):
+        for key, _ in self._selector.select(timeout if timeout is None else min(timeout, LONGEST_NAP)):
             kind, rank = key.data
             if kind == "message":
                 self._take_messages(rank, messages)

@@ -35,6 +35,7 @@ Route: TypeAlias = Sequence[tuple[str, int]]
 def tune(sock: socket.socket, buffer_bytes: int) -> None:
     """Options that must be set before the connection exists (the window scale is negotiated then), and those that need not."""
     if buffer_bytes:
+        buffer_bytes = min(buffer_bytes, (1 << 31) - 1)  # a C int; the kernel has a lower limit of its own
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,112 @@
+"""Values of settings that people do set: defaults written out, numbers beyond all limits, NCCL's own forms; and what is logged."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import miraccl
+from miraccl import params, trace
+from miraccl.errors import InvalidUsage
+from miraccl.params import FOREVER, PARAMS, Param
+from miraccl.transport.meeting import tune
+
+SOURCE = Path(miraccl.__file__).parent
+
+
+@pytest.mark.parametrize("param", PARAMS.values(), ids=lambda param: param.name)
+def test_a_default_can_be_written(param: Param[object]) -> None:
+    text = str(int(param.default) if isinstance(param.default, bool) else param.default)
+    assert param.read({f"MIRACCL_{param.name}": text}) == param.default
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("BUFFSIZE", "9" * 400),
+        ("BUFFSIZE", "9" * 19 + "G"),
+        ("BUFFSIZE", "-1"),
+        ("TIMEOUT", "nan"),
+        ("TIMEOUT", "inf"),
+        ("NSOCKS_PERTHREAD", "9" * 5000),
+        ("MIN_NCHANNELS", "9" * 5000),
+        ("NSOCKS_PERTHREAD", "\N{SUPERSCRIPT TWO}"),
+        ("P2P_LEVEL", "-2"),
+    ],
+)
+def test_a_value_that_cannot_be_is_an_error_that_names_the_variable(name: str, text: str) -> None:
+    with pytest.raises(InvalidUsage, match=re.escape(f"MIRACCL_{name}={text!r}: ")):
+        PARAMS[name].read({f"MIRACCL_{name}": text})
+
+
+def test_deadlines_beyond_all_clocks_are_a_long_time() -> None:
+    assert params.TIMEOUT.read({"MIRACCL_TIMEOUT": "1e300"}) == FOREVER
+    assert int(FOREVER * 1e9) < 1 << 63
+
+
+def test_socket_buffers_beyond_the_kernels_are_the_largest() -> None:
+    with socket.socket() as sock:
+        tune(sock, 1 << 40)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > 1 << 16
+
+
+# What is logged
+
+
+@pytest.fixture
+def levels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The loggers are as they were afterwards."""
+    loggers = [logging.getLogger("miraccl"), *map(trace.logger, (*trace.SUBSYSTEMS, "init"))]
+    before = [log.level for log in loggers]
+    handlers = loggers[0].handlers[:]
+    yield
+    for log, level in zip(loggers, before, strict=True):
+        log.setLevel(level)
+    loggers[0].handlers[:] = handlers
+
+
+@pytest.mark.usefixtures("levels")
+@pytest.mark.parametrize(
+    ("subsystems", "told"),
+    [
+        ("", set(trace.SUBSYSTEMS)),
+        ("ALL", set(trace.SUBSYSTEMS)),
+        ("bootstrap, tuning", {"bootstrap", "tuning"}),
+        ("INIT,NET", {"socket"}),
+        ("^NET", set(trace.SUBSYSTEMS) - {"socket"}),
+        ("^ALL", set()),
+    ],
+)
+def test_subsystems_that_are_logged(monkeypatch: pytest.MonkeyPatch, subsystems: str, told: set[str]) -> None:
+    for log in map(trace.logger, trace.SUBSYSTEMS):
+        log.setLevel(logging.NOTSET)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("NCCL_DEBUG_SUBSYS", subsystems)
+    trace.configure()
+    assert {name for name in trace.SUBSYSTEMS if trace.logger(name).isEnabledFor(logging.INFO)} == told
+    assert all(trace.logger(name).isEnabledFor(logging.WARNING) for name in trace.SUBSYSTEMS)
+
+
+@pytest.mark.usefixtures("levels")
+def test_no_logging_is_none_of_any_subsystem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIRACCL_DEBUG", "none")
+    monkeypatch.setenv("MIRACCL_DEBUG_SUBSYS", "socket")
+    trace.configure()
+    assert not any(trace.logger(name).isEnabledFor(logging.CRITICAL) for name in trace.SUBSYSTEMS)
+
+
+@pytest.mark.parametrize("variable", ["MIRACCL_DEBUG", "NCCL_DEBUG"])
+def test_a_wrong_level_is_told_by_the_name_of_its_variable(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "loud")
+    with pytest.raises(InvalidUsage, match=f"^{variable}='loud': allowed are none, warn"):
+        trace.configure()
+
+
+def test_all_subsystems_are_listed() -> None:
+    text = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    assert set(re.findall(r'trace\.logger\("(\w+)"\)', text)) == set(trace.SUBSYSTEMS)
