@@ -138,6 +138,13 @@ def test_a_full_disk_is_told_in_a_line() -> None:
         (["all_reduce", "--json", "/"], "folder"),
         (["all_reduce", "--plot", "/no such folder/rows.svg"], "there is no folder"),
         (["all_reduce", "--plot", "rows.xyz"], ".svg, .png, .pdf"),
+        (["all_reduce", "--sizes", "9" * 400], "less than 2**63 bytes"),
+        (["all_reduce", "--algo", "nope"], "known are: bruck, chain"),
+        (["all_reduce", "--algo", "pairwise"], "--algo pairwise has no all_reduce over 2 ranks; these have: "),
+        (["sendrecv", "--algo", "ring"], "--algo is for collectives"),
+        (["all_reduce", "--proto", "ll128"], "allowed are simple and ll"),
+        (["barrier", "--sizes", "8"], "a barrier has no size"),
+        (["barrier", "--max-bytes", "8"], "a barrier has no size"),
     ],
 )
 def test_errors_of_perf_say_what_is_allowed(args: list[str], expected: str) -> None:
@@ -218,10 +225,29 @@ def test_a_wrong_schedule_is_refused(tmp_path: Path) -> None:
         ["show", "no_such_file.txt"],
         ["show", sys.executable + "/../" + Path(sys.executable).name],
         ["draw", "ring", "--ranks", "300"],
+        ["verify", "ring", "--ranks", "\N{SUPERSCRIPT TWO}"],
+        ["show", "ring", "--load", "no_such_file.py"],
     ],
 )
 def test_schedule_errors(args: list[str]) -> None:
     assert invoke("schedule", *args).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("\n\ndef (", "SyntaxError: invalid syntax (plugin.py, line 3)"),
+        ("import miraccl\n\n1 / 0", "plugin.py, line 3: ZeroDivisionError: division by zero"),
+        ("import no_such_module_at_all", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
+        ("from miraccl.schedule import catalog\ncatalog.get('nope')", "no algorithm is called 'nope'"),
+    ],
+)
+def test_a_plugin_that_fails_is_told_with_its_line(tmp_path: Path, text: str, words: str) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(text)
+    result = invoke("schedule", "show", "ring", "--load", str(plugin))
+    assert result.exit_code == 2
+    assert words in message(result)
 
 
 def test_env_tells_where_a_value_is_from() -> None:

@@ -10,7 +10,9 @@ from click.testing import CliRunner
 
 from miraccl.errors import InvalidUsage
 from miraccl.graph.channel_graph import graph_from_json, graphs_from_xml
-from miraccl.tools import plan_cli
+from miraccl.tools import options, plan_cli
+from miraccl.topo import detect
+from miraccl.topo.detect import detect_machine
 from miraccl.topo.jsonform import system_from_json
 from tests.topo.golden import DATA, TOPOLOGIES
 
@@ -60,6 +62,19 @@ def test_explain_says_why() -> None:
     assert "Why: search" in text
     assert "each searched channel carries both trees" in text
     assert "18 NVLinks of 20.6 GB/s (sm 90)" in " ".join(text.split())  # lines are as wide as the terminal
+
+
+@pytest.mark.parametrize("what", ["--topo", "--accelerators", "NCCL_GRAPH_FILE"])
+def test_endless_files_are_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "MAX_INPUT_BYTES", 1 << 20)
+    monkeypatch.setenv(what.strip("-"), "/dev/zero")
+    with pytest.raises(InvalidUsage, match=r"/dev/zero is larger than 1 MiB, which no \w+"):
+        call("--topo", H100, *((what, "/dev/zero") if what.startswith("-") else ()))
+
+
+def test_cpu_ranks_are_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "detect_machine", lambda: detect_machine(gpus=[], cpu_ranks=2))
+    assert call().startswith("this machine (CPU ranks, planned as if they were GPUs): 1 x 2 GPUs, 2 ranks")
 
 
 def test_json_is_the_plan_alone() -> None:

@@ -93,6 +93,10 @@ def test_check_reports_and_its_status_tells(tmp_path):
     findings = json.loads(call("check", str(broken), "--json", "-", status=1))
     assert findings[0]["severity"] == "error"
     assert findings[0]["line"] == 2
+    assert f"error: line 2: {findings[0]['text']}" in call("check", str(broken), status=1)
+    assert str(broken) not in findings[0]["text"]
+    with pytest.raises(TopologyError, match="/dev/zero: larger than 8388608 bytes"):
+        call("check", A100, "--accelerators", "/dev/zero")
 
 
 def test_diff_and_its_status():

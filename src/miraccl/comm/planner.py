@@ -73,6 +73,12 @@ class Request:
     uneven: bool = False
 
 
+def check_protocol(proto: str) -> None:
+    """Refuse a protocol that CPU ranks do not have; none leaves the choice to them."""
+    if proto and proto.lower() not in ("simple", "ll"):
+        raise InvalidUsage(f"protocol {proto!r} does not exist on CPU ranks; allowed are simple and ll")
+
+
 class Planner:
     """Chooses and keeps plans for one communicator and rank."""
 
@@ -96,8 +102,7 @@ class Planner:
         self._plans: dict[int, Candidate] = {}
         if overrides.algo:
             catalog.get(overrides.algo)  # an unknown name is refused now
-        if overrides.proto and overrides.proto not in ("simple", "ll"):
-            raise InvalidUsage(f"protocol {overrides.proto!r} does not exist on CPU ranks; allowed are simple and ll")
+        check_protocol(overrides.proto)
 
     def candidates(
         self, collective: Collective, block_bytes: int, dtype: DType, op: RedOp = RedOp.SUM, root: int = 0, uneven: bool = False

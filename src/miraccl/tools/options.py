@@ -9,8 +9,10 @@ from typing import Any
 
 import click
 
+from miraccl.errors import InvalidUsage
 from miraccl.params import parse_size
 
+MAX_INPUT_BYTES = 256 << 20  # a ring of 1024 ranks takes 102 MB as text
 MAX_NODES = 16_384  # of a job that is planned: 131,072 GPUs take 9 s and 430 MB
 
 
@@ -97,6 +99,18 @@ class KnownCommands(click.Group):
             hint = f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(known)}"
             raise click.UsageError(f"no command is called {args[0]!r}; {hint}", ctx)
         return super().resolve_command(ctx, args)
+
+
+def read_bytes(path: str, what: str) -> bytes:
+    """A file that an option names, as ``what``; raises ``InvalidUsage`` where it cannot be read or is larger than any of its kind."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_INPUT_BYTES + 1)
+    except OSError as error:
+        raise InvalidUsage(f"the {what} {path} cannot be read: {error.strerror}") from None
+    if len(data) > MAX_INPUT_BYTES:
+        raise InvalidUsage(f"the {what} {path} is larger than {MAX_INPUT_BYTES >> 20} MiB, which no {what} is")
+    return data
 
 
 def write_json(target: str, value: Any) -> None:

@@ -16,10 +16,11 @@ import click
 from miraccl import params
 from miraccl.errors import InvalidUsage
 from miraccl.native.cache import plan_folder
-from miraccl.tools.options import MAX_NODES, Numbers, OutputFile, write_text
+from miraccl.tools.options import MAX_NODES, Numbers, OutputFile, read_bytes, write_text
 
 if TYPE_CHECKING:
     from miraccl.graph.plan_cache import PlanDocument
+    from miraccl.topo.xmlfile import XmlNode
 
 
 @click.command(short_help="Show which algorithm and which channels are chosen, and why.")
@@ -123,12 +124,12 @@ def _document(
         gpus=gpus,
         collnet=collnet,
         fuse=fuse,
-        graph_xml=_read(graph_file, "graph file").decode(errors="replace") if graph_file else "",
+        graph_xml=read_bytes(graph_file, "graph file").decode(errors="replace") if graph_file else "",
     )
     name = topo_file or params.TOPO_FILE.read(environ)
     if not name:  # a detected machine can change, and detecting it is most of the work
         return cached_document(None, "", lambda: _compute(None, "this machine", request, described, depth))
-    parts = [_read(name, "topology file"), *(_read(file, "description") for file in _descriptions(described, environ))]
+    parts = [read_bytes(name, "topology file"), *(read_bytes(file, "description") for file in _descriptions(described, environ))]
     key = plan_key(b"\0".join(parts), request, flavour=f"{depth} {Path(name).name}")
     return cached_document(plan_folder() if cached else None, key, lambda: _compute(name, Path(name).name, request, described, depth))
 
@@ -147,6 +148,8 @@ def _compute(path: str | None, name: str, request: Any, described: Sequence[str]
 
     accelerators = [a for file in described for a in read_accelerators(file)] if described else None
     root = load_topology(path, accelerators=accelerators).root
+    if path is None and not _gpus(root):
+        name += " (CPU ranks, planned as if they were GPUs)"
     notes = PathNotes() if depth == "explain" else None
     made = replace(make_plan(root, request, recorder=notes), name=name)
     result = plan_to_json(made)
@@ -161,15 +164,13 @@ def _compute(path: str | None, name: str, request: Any, described: Sequence[str]
     return result
 
 
+def _gpus(root: XmlNode) -> int:
+    """The number of GPUs that are not the stand-ins of CPU ranks."""
+    return sum(node.name == "gpu" and not node.attrs.get("accelerator", "").startswith("cpu") for node in root.walk())
+
+
 def _graph_xml(document: Mapping[str, Any]) -> str:
     from miraccl.graph.channel_graph import graph_from_json, graphs_to_xml
     from miraccl.topo.jsonform import system_from_json
 
     return graphs_to_xml([graph_from_json(graph) for graph in document["graphs"]], system_from_json(document["system"]))
-
-
-def _read(path: str, what: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise InvalidUsage(f"the {what} {path} cannot be read: {error.strerror}") from None

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from miraccl.errors import InvalidUsage, ScheduleError
-from miraccl.tools.options import KnownCommands, OutputFile, write_json, write_text
+from miraccl.errors import InvalidUsage, MiracclError, ScheduleError
+from miraccl.tools.options import KnownCommands, OutputFile, read_bytes, write_json, write_text
 from miraccl.types import Collective
 
 _COLLECTIVES = tuple(c.label for c in Collective if c is not Collective.SEND_RECV)
@@ -168,9 +168,7 @@ def _build(algo: str, collective: str, ranks: int, root: int, plugin: str | None
         from miraccl.schedule.text import parse
 
         try:
-            return parse(Path(algo).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InvalidUsage(f"the schedule {algo} cannot be read: {error.strerror}") from None
+            return parse(read_bytes(algo, "schedule").decode())
         except UnicodeDecodeError:
             raise InvalidUsage(f"the schedule {algo} is no text") from None
 
@@ -183,15 +181,23 @@ def _load(plugin: str | None) -> None:
     if not plugin:
         return
     import runpy
+    import traceback
 
     if not Path(plugin).is_file():
         raise InvalidUsage(f"there is no file {plugin}")
-    runpy.run_path(plugin, run_name="miraccl_plugin")
+    try:
+        runpy.run_path(plugin, run_name="miraccl_plugin")
+    except MiracclError:
+        raise
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == plugin]
+        line = f", line {frames[-1].lineno}" if frames else ""
+        raise InvalidUsage(f"--load {plugin}{line}: {type(error).__name__}: {error}") from None
 
 
 def _parse_ranks(text: str) -> range:
     first, dash, last = text.partition("-")
-    if not first.isdigit() or (dash and not last.isdigit()):
+    if not first.isdecimal() or (dash and not last.isdecimal()):
         raise InvalidUsage(f"--ranks is a number such as 4 or a range such as 1-33, got {text!r}")
     low, high = int(first), int(last or first)
     if not 1 <= low <= high <= 1024:

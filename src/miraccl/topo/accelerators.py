@@ -28,11 +28,10 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from miraccl.errors import TopologyError
-from miraccl.topo.xmlfile import XmlFile, XmlNode, c_float
+from miraccl.topo.xmlfile import XmlFile, XmlNode, c_float, read_bytes
 
 LINK_ELEMENT = "xlink"
 _KINDS = ("switch", "gpu", "cpu")
@@ -178,10 +177,7 @@ def read_accelerators(path: str | os.PathLike[str]) -> tuple[Accelerator, ...]:
     """The descriptions in a TOML file. Raises ``TopologyError`` naming the file and what is wrong."""
     name = os.fspath(path)
     try:
-        data = Path(path).read_bytes()
-        return parse_accelerators(tomllib.loads(data.decode()), source=name)
-    except OSError as error:
-        raise TopologyError(f"{name}: {error.strerror or error}") from None
+        return parse_accelerators(tomllib.loads(read_bytes(path, "description of accelerators").decode()), source=name)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TopologyError(f"{name}: {error}") from None
 

@@ -81,6 +81,7 @@ def _refused(error: TopologyError) -> Finding:
         mend = "this is the PCI tree only: add a <gpu> element to the <pci> element of each GPU, or let NCCL or detection complete it"
     elif "two GPUs have rank" in text:
         mend = "give each gpu element its own rank"
+    text = re.sub(r"^[^,]*, line \d+: ", "", text)  # where it is stands in front of every finding
     return Finding(severity="error", line=int(match[1]) if match else 0, text=text, mend=mend)
 
 

@@ -295,6 +295,11 @@ def parse_topology(text: str | bytes, *, source: str = "<text>", extra: Mapping[
 
 def read_topology(path: str | os.PathLike[str], *, extra: Mapping[str, tuple[str, ...]] | None = None) -> XmlFile:
     """Read a topology file. What cannot be opened, is no regular file or is too large raises ``TopologyError``."""
+    return parse_topology(read_bytes(path, "topology file"), source=os.fspath(path), extra=extra)
+
+
+def read_bytes(path: str | os.PathLike[str], what: str) -> bytes:
+    """A file that is ``what``; raises ``TopologyError`` where it cannot be opened or is too large for one."""
     name = os.fspath(path)
     try:
         with open(name, "rb") as file:
@@ -302,8 +307,8 @@ def read_topology(path: str | os.PathLike[str], *, extra: Mapping[str, tuple[str
     except OSError as error:
         raise TopologyError(f"{name}: {error.strerror or error}") from None
     if len(data) > MAX_BYTES:
-        raise TopologyError(f"{name}: larger than {MAX_BYTES} bytes, this is no topology file")
-    return parse_topology(data, source=name, extra=extra)
+        raise TopologyError(f"{name}: larger than {MAX_BYTES} bytes, this is no {what}")
+    return data
 
 
 # Writing

@@ -141,6 +141,8 @@ def _check(op: str, options: dict[str, Any]) -> _Request:
         plot.check_target(options["plot_target"])
     if options["redop"] and op not in REDUCING:
         raise click.UsageError(f"--redop is for {', '.join(REDUCING)}; {op} reduces nothing")
+    if op == "barrier" and any(options[name] is not None for name in ("sizes", "min_bytes", "max_bytes")):
+        raise click.UsageError("a barrier has no size: leave --sizes, --min-bytes and --max-bytes out")
     if options["root"] is not None and op not in ROOTED:
         raise click.UsageError(f"--root is for {', '.join(ROOTED)}; {op} has none")
     joined = None if options["ranks"] else launch.detect_ranks()
@@ -161,6 +163,8 @@ def _check(op: str, options: dict[str, Any]) -> _Request:
         raise click.UsageError("--peer-python belongs to --compare")
     if options["persistent"] and op in ("sendrecv", "barrier"):
         raise click.UsageError(f"--persistent: {op} has no persistent form")
+    if not options["devices"].on_gpu:
+        _check_choice(op, nranks, options)
     cases = [
         build_case(op, size, nranks=nranks, dtype=options["dtype"], redop=options["redop"] or "sum", root=root) for size in _sizes(options)
     ]
@@ -173,6 +177,24 @@ def _check(op: str, options: dict[str, Any]) -> _Request:
         ordinals=ordinals,
         device=device,
     )
+
+
+def _check_choice(op: str, nranks: int, options: dict[str, Any]) -> None:
+    """What CPU ranks would refuse, or leave aside for want of such a schedule, after they have been started."""
+    from miraccl.comm.planner import check_protocol
+    from miraccl.schedule import catalog
+    from miraccl.types import Collective
+
+    check_protocol(options["proto"] or "")
+    if not options["algo"]:
+        return
+    algorithm = catalog.get(options["algo"].lower())
+    if op == "sendrecv":
+        raise click.UsageError("--algo is for collectives; a sendrecv is a message")
+    collective = Collective[op.upper()]
+    if not algorithm.supports(collective, nranks):
+        names = ", ".join(other.name for other in catalog.algorithms_for(collective, nranks))
+        raise click.UsageError(f"--algo {algorithm.name} has no {op} over {nranks} ranks; these have: {names}")
 
 
 def _gpus(wanted: devices.Devices) -> tuple[tuple[int, ...], str]:

@@ -23,11 +23,15 @@ from miraccl.tools.perf.measure import Options, Pace, bind_to_core, measure
 from miraccl.tools.perf.spec import Case, Row
 from miraccl.tools.spawn import Context, Outcome, Ranks
 
+_TOLD: tuple[Fault, ...] = ("usage", "peer", "system")  # what a rank says of these is enough without a traceback
 _GRACE = 3.0  # seconds that the other ranks get to end by themselves after a failure
 
 
 class RunFailed(MiracclError):
-    """The measurement could not be finished; ``details`` is the traceback of the rank that failed first, ``fault`` what it said."""
+    """The measurement could not be finished.
+
+    ``fault`` is what the rank that failed first said, ``details`` its traceback where it said nothing.
+    """
 
     def __init__(self, message: str, *, details: str = "", fault: Fault = "system", **where: Any) -> None:
         super().__init__(message, **where)
@@ -191,8 +195,9 @@ class OwnGroup:
             self._ranks.wait(time.monotonic() + _GRACE)
             failure = self._ranks.first_failure()
             assert failure is not None
-            if failure.fault == "usage":
-                raise RunFailed(_tell(failure), fault="usage")
+            for fault in _TOLD:
+                if failure.fault == fault:
+                    raise RunFailed(_tell(failure), fault=fault)
             raise RunFailed(_tell(failure), details=failure.error)
 
     def stop(self) -> None:
