@@ -8,7 +8,7 @@
 if there are enough.  Medians over rounds; the smallest is beside it.
 
 On GPUs (``--devices cuda``, a GPU per rank, PyTorch's tensors) it is the time of the calling thread: calls enqueue and return.  ``launch
-alone`` is what the driver takes of it.
+alone`` is what the driver takes of it: one of ``all_reduce``, and one of two messages.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
     x, y, z = (torch.zeros(8, device="cuda") for _ in range(3))
     right, left = (comm.rank + 1) % comm.nranks, (comm.rank - 1) % comm.nranks
     comm.all_reduce(x)
-    known, address = next(iter(comm._device._launches.values())), x.data_ptr()
+    comm.sendrecv(x, right, y, left)
+    side: Any = comm._device
+    known, messages, address = next(iter(side._launches.values())), next(iter(side._messages._patterns.values())), x.data_ptr()
 
     def exchange(times: int) -> None:
         with miraccl.group():
@@ -76,6 +78,7 @@ def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
     return {
         "empty function": lambda: None,
         "launch alone": lambda: known.run(address, address, 0),
+        "launch alone of a sendrecv": lambda: messages.run(0, 0, 0),
         "all_reduce in place": lambda: comm.all_reduce(x),
         "reduce in place": lambda: comm.reduce(x, 0),
         "reduce out of place": lambda: comm.reduce(x, 0, z),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from miraccl.errors import MiracclError
-from miraccl.executor.cuda import toolkit
+from miraccl.executor.cuda import layout, toolkit
 from miraccl.executor.cuda.messages import Reach
 from miraccl.executor.cuda.source import PACKET_MODES, SHOTS, Frame, KernelSpec, write_source
 from miraccl.types import DType, RedOp
@@ -31,7 +31,8 @@ def packets(mode: str, dtype: DType, frame: Frame, nranks: int = 4, op: RedOp = 
 
 def messages(nranks: int) -> list[KernelSpec]:
     reaches = (Reach(nranks=nranks, multiprocessors=128, frame=frame) for frame in (Frame.LINE, Frame.PAIR))
-    return [reach.spec(bulk) for reach in reaches for bulk in (False, True)]
+    rooms = ((False, layout.few_bytes(nranks)), (False, layout.MANY_BYTES), (True, layout.MANY_BYTES))
+    return [reach.spec(bulk, room) for reach in reaches for bulk, room in rooms]
 
 
 def few() -> list[KernelSpec]:

@@ -278,6 +278,20 @@ def test_arguments_stay_below_the_limit_of_a_launch() -> None:
     assert lower_messages([*everything, message(1, 1)], fixed(8), reach(8)).table is not None
 
 
+@pytest.mark.parametrize(("nranks", "most"), [(2, 448), (8, 1024)])
+def test_launches_of_few_messages_have_short_arguments(nranks: int, most: int) -> None:
+    """Which the driver copies with every launch."""
+    barrier = [message(peer, 0, receives) for peer in range(1, nranks) for receives in (False, True)]
+    to_all = [message(peer, 1000, receives) for peer in range(nranks) for receives in (False, True)]
+    several = [message(1, 1000, receives) for receives in (False, True) for _ in range(6)]
+    for messages in ([message(1, 5)], barrier, to_all, several):
+        lowered = lower_messages(messages, fixed(nranks), reach(nranks))
+        assert lowered.room == layout.few_bytes(nranks)
+        assert len(lowered.args) <= most
+    longest = lower_messages([message(1, 5)] * (len(to_all) + 12 * nranks), fixed(nranks), reach(nranks))
+    assert longest.room == layout.MANY_BYTES
+
+
 def test_parts_of_the_memory_do_not_overlap() -> None:
     for nranks in range(2, layout.MAX_RANKS + 1):
         lanes, rows = layout.message_lanes(nranks), layout.ring_rows(nranks)

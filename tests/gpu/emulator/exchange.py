@@ -42,7 +42,7 @@ def run(machine: Machine, reach: Reach, sends: Sequence[Send], seed: int = 0, on
     rng = np.random.default_rng(seed)
     sources = [_placed(s.nbytes, s.offset, rng.integers(0, 256, s.nbytes, np.uint8)) for s in sends]
     targets = [_placed(s.nbytes if s.expected is None else s.expected, s.out_offset, 0x5A) for s in sends]
-    args, blocks, keep, bulk = [], [], [], False
+    args, blocks, keep, bulk, room = [], [], [], False, 0
     for rank in range(machine.nranks):
         messages = []
         for s, (source, _), (target, _) in zip(sends, sources, targets):
@@ -62,8 +62,10 @@ def run(machine: Machine, reach: Reach, sends: Sequence[Send], seed: int = 0, on
         comes = messages and (only is None or rank in only)
         lanes = (lowered.blocks - lowered.bulk) * lowered.threads
         blocks.append(lowered.bulk + -(-lanes // THREADS) if comes else 0)
-        bulk |= lowered.bulk > 0
-    machine.launch(replace(reach.spec(bulk), threads=THREADS), args, blocks)
+        bulk, room = bulk or lowered.bulk > 0, max(room, lowered.room)
+    for argument in args:  # what follows the messages is not looked at
+        argument.extend(bytes(room))
+    machine.launch(replace(reach.spec(bulk, room), threads=THREADS), args, blocks)
     answers = []
     for s, (source, _), (target, room) in zip(sends, sources, targets):
         outside = room.size - target.size - int((room == 0xA5).sum()) + int((target == 0xA5).sum())

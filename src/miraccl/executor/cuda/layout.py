@@ -20,6 +20,7 @@ bulk     chunks of large messages to this rank; their words           peers
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 MAX_RANKS = 8
@@ -145,8 +146,16 @@ QUEUE = "<BBHIIIHHxxxx"
 TO_PEER, FROM_PEER, TO_SELF, TO_BULK, FROM_BULK = 0, 1, 2, 3, 4
 MAX_QUEUES = 4 * MAX_RANKS - 3  # every peer has up to four
 MAX_MESSAGES = 192  # in the arguments of a launch, which have 4 KiB
-#: what follows Args in struct Exchange: table, queues, lanes, blocks of large messages, -; then the queues and the messages
+#: what follows Args in struct Exchange: table, queues, lanes, blocks of large messages, -; then ``room`` bytes: the queues, the messages
 EXCHANGE_HEAD = "<QIIIxxxx"
+
+
+def few_bytes(nranks: int) -> int:
+    """The room of most launches: for one message to every rank and one from it, and eight more. The driver copies all of it."""
+    return (2 * nranks - 1) * struct.calcsize(QUEUE) + (2 * nranks + 8) * struct.calcsize(MESSAGE)
+
+
+MANY_BYTES = MAX_QUEUES * struct.calcsize(QUEUE) + MAX_MESSAGES * struct.calcsize(MESSAGE)
 #: frame -> (vectors of a group, vectors of the first group of a message)
 GROUPS = {"line": (124, 112), "pair": (64, 63)}
 
@@ -154,7 +163,7 @@ GROUPS = {"line": (124, 112), "pair": (64, 63)}
 def message_defines(nranks: int, frame: str) -> dict[str, int]:
     """The constants of source/p2p.cuh."""
     names = (
-        "LANE_SENT_OFFSET LANE_TAKEN_OFFSET LANE_CREDIT_OFFSET RINGS_OFFSET MAX_QUEUES MAX_MESSAGES HOST_CLAIM HOST_SIZES ERROR_SIZES "
+        "LANE_SENT_OFFSET LANE_TAKEN_OFFSET LANE_CREDIT_OFFSET RINGS_OFFSET HOST_CLAIM HOST_SIZES ERROR_SIZES "
         "WHAT_SEND WHAT_RECV BULK_FROM CHUNK_BYTES BULK_OFFSET BULK_STRIDE BULK_COUNTS_OFFSET BULK_GRANTS_OFFSET BULK_ARRIVED_OFFSET "
         "BULK_FREED_OFFSET"
     )

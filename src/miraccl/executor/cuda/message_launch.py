@@ -59,7 +59,6 @@ class MessageLaunches:
         self._kernels, self._fixed, self._doors = kernels, fixed, doors
         self._patterns: dict[tuple[Any, ...], _Pattern] = {}
         self._tables: list[_Table] = []
-        self._functions: dict[bool, Any] = {}
         self.last_plan: DevicePlan | None = None
 
     def run(self, messages: Sequence[Message], stream: int, fills: bool) -> None:
@@ -89,8 +88,7 @@ class MessageLaunches:
         self.gpu.make_current()
         lowered = lower_messages(messages, self._fixed, self.reach)
         bulk = lowered.bulk > 0
-        if bulk not in self._functions:
-            self._functions[bulk] = self._kernels.function(self.reach.spec(bulk))
+        function = self._kernels.function(self.reach.spec(bulk, lowered.room))
         proto = "simple" if bulk else "ll128" if self.reach.frame is Frame.LINE else "ll"
         workers = f"{lowered.bulk} blocks" if bulk else f"up to {lowered.blocks * lowered.threads // 32} warps"
         reason = f"{len(messages)} messages, {workers}"
@@ -98,7 +96,7 @@ class MessageLaunches:
         if len(self._patterns) >= PATTERNS:
             self._patterns.clear()
             self._doors.forget_messages()
-        launch = self._patterns[key] = _Pattern(self.gpu, self._functions[bulk], plan, lowered)
+        launch = self._patterns[key] = _Pattern(self.gpu, function, plan, lowered)
         if lowered.table is None:
             self._doors.remember_messages(messages, launch.places(), launch, fills)
         return launch

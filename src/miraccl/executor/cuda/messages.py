@@ -67,8 +67,8 @@ class Reach:
         """Bytes from which a message is large; only where two blocks per multiprocessor leave one for every large queue beside lanes."""
         return layout.BULK_FROM if self.multiprocessors >= 2 * (self.nranks - 1) else MAX_BYTES
 
-    def spec(self, bulk: bool = False) -> KernelSpec:
-        """The kernel; ``bulk``: with large messages."""
+    def spec(self, bulk: bool, room: int) -> KernelSpec:
+        """The kernel; ``bulk``: with large messages; ``room`` as in ``Lowered``."""
         return KernelSpec(
             family="bulk" if bulk else "p2p",
             nranks=self.nranks,
@@ -77,6 +77,7 @@ class Reach:
             frame=self.frame,
             threads=32 * WARPS,
             min_blocks=2 if bulk else 1,
+            room=room,
         )
 
 
@@ -90,14 +91,11 @@ class Lowered:
     blocks: int
     threads: int
     bulk: int  # of the blocks, those of large messages
+    room: int  # bytes at the end of ``args`` for queues and messages
 
     def set_table(self, address: int) -> None:
         """Where the kernel finds the table."""
-        struct.pack_into("<Q", self.args, len(self.args) - _body_bytes(), address)
-
-
-def _body_bytes() -> int:
-    return _HEAD.size + layout.MAX_QUEUES * _QUEUE.size + layout.MAX_MESSAGES * _MESSAGE.size
+        struct.pack_into("<Q", self.args, len(self.args) - self.room - _HEAD.size, address)
 
 
 def lower_messages(messages: Sequence[Message], fixed: Fixed, reach: Reach) -> Lowered:
@@ -146,10 +144,12 @@ def _pack(messages: list[Message], order: list[int], heads: list[bytes], warps: 
     bulk = sum(_QUEUE.unpack(head)[2] for head in heads if head[0] in (layout.TO_BULK, layout.FROM_BULK))
     records = bytearray().join(_MESSAGE.pack(m.address, m.nbytes | m.code << layout.TYPE_SHIFT) for m in messages)
     args = pack_args(fixed, count=0)
-    args += _HEAD.pack(0, len(heads), reach.lanes, bulk) + b"".join(heads).ljust(layout.MAX_QUEUES * _QUEUE.size, b"\0")
-    inline = len(messages) <= layout.MAX_MESSAGES
-    start = len(args) if inline else 0
-    args += (records if inline else b"").ljust(layout.MAX_MESSAGES * _MESSAGE.size, b"\0")
+    args += _HEAD.pack(0, len(heads), reach.lanes, bulk)
+    inline, queues = len(messages) <= layout.MAX_MESSAGES, b"".join(heads)
+    start = len(args) + len(queues) if inline else 0
+    body, few = queues + records if inline else queues, layout.few_bytes(reach.nranks)
+    room = few if len(body) <= few and not bulk else layout.MANY_BYTES
+    args += body.ljust(room, b"\0")
     places = {number: start + at * _MESSAGE.size for at, number in enumerate(order)}
     blocks = -(-warps // WARPS) if bulk else max(1, min(warps, reach.multiprocessors))
     return Lowered(
@@ -159,6 +159,7 @@ def _pack(messages: list[Message], order: list[int], heads: list[bytes], warps: 
         blocks=bulk + blocks,
         threads=32 * (WARPS if bulk else max(1, -(-warps // blocks))),
         bulk=bulk,
+        room=room,
     )
 
 

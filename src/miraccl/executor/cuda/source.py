@@ -73,7 +73,8 @@ class KernelSpec:
     ``family`` is ``packets`` (``mode`` one of ``PACKET_MODES``, packets framed as ``frame`` says), ``steps`` (protocol Simple, any
     schedule), ``p2p`` (messages, framed as lines or pairs), ``bulk`` (the same, with large ones among them), ``meet`` (before and after
     the work of copy engines) or ``scale`` (one rank's pre-multiplied sum, as if there were two ranks).  ``threads`` of a block, ``unroll``
-    vectors of a thread at a time, ``min_blocks`` per multiprocessor (limits registers); ``single``: shots of one piece.
+    vectors of a thread at a time, ``min_blocks`` per multiprocessor (limits registers); ``single``: shots of one piece; ``room``: bytes for
+    messages in the arguments.
     """
 
     family: str
@@ -87,6 +88,7 @@ class KernelSpec:
     unroll: int = 1
     min_blocks: int = 1
     single: bool = False
+    room: int = 0
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES or (self.family == "packets") != (self.mode in PACKET_MODES):
@@ -107,7 +109,7 @@ class KernelSpec:
     def name(self) -> str:
         parts = [self.family, self.mode, self.dtype.label if self.reduces else "bytes", self.op.name.lower() if self.reduces else ""]
         parts += [self.frame.value if self.family != "steps" else "", f"n{self.nranks}", f"t{self.threads}u{self.unroll}b{self.min_blocks}"]
-        parts += ["once" if self.single else ""]
+        parts += ["once" if self.single else "", f"r{self.room}" if self.room else ""]
         return "-".join(part for part in parts if part)
 
     @property
@@ -142,7 +144,7 @@ def write_source(spec: KernelSpec, arch: int, machine: str | None = None) -> str
         f"OP_{spec.op.name}": 1,
     }
     if spec.entry == "p2p":
-        constants |= layout.message_defines(spec.nranks, spec.frame.value) | {"BULK": int(spec.family == "bulk")}
+        constants |= layout.message_defines(spec.nranks, spec.frame.value) | {"BULK": int(spec.family == "bulk"), "ROOM": spec.room}
     if spec.mode:
         constants[f"MODE_{spec.mode.upper()}"] = 1
     head = "".join(f"#define {name} {value}\n" for name, value in sorted(constants.items()))

@@ -35,11 +35,10 @@ enum { TO_PEER, FROM_PEER, TO_SELF, TO_BULK, FROM_BULK };
 
 struct Exchange {        // layout.EXCHANGE_HEAD
   Args a;
-  const Message* table;  // null: the messages are in this struct
+  const Message* table;  // null: the messages follow the queues
   u32 nqueues, lanes;    // lanes of a message at most, the same on all ranks
   u32 bulk, unused;      // blocks for large messages; they are the first ones
-  Queue queues[MAX_QUEUES];
-  Message messages[MAX_MESSAGES];
+  u64 room[ROOM / 8];    // the queues, then the messages
 };
 
 #define FULL 0xffffffffu
@@ -368,9 +367,10 @@ __device__ __forceinline__ void receive_bulk(const Exchange& x, const Queue& q, 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) p2p(const __grid_constant__ Exchange x) {
   u32 block = blockIdx.x - x.bulk, blocks = gridDim.x - x.bulk;
   u32 warp = threadIdx.x / 32 * blocks + block, t = threadIdx.x % 32;  // neighbours on different multiprocessors
+  const Queue* queues = (const Queue*)x.room;
   for (u32 i = 0; i < x.nqueues; i++) {
-    const Queue& q = x.queues[i];
-    const Message* list = (x.table ? x.table : x.messages) + q.first;
+    const Queue& q = queues[i];
+    const Message* list = (x.table ? x.table : (const Message*)(queues + x.nqueues)) + q.first;
 #if BULK
     if (blockIdx.x < x.bulk || q.kind >= TO_BULK) {
       if (q.kind < TO_BULK || blockIdx.x < q.begin || blockIdx.x - q.begin >= q.lanes) continue;
