@@ -1,17 +1,23 @@
-"""The program in the README runs, links lead somewhere, and documentation that is generated is what would be generated."""
+"""The program in the README runs, commands are understood as printed, links lead somewhere, and what is generated is up to date."""
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
-from miraccl.tools import env
+from miraccl.tools import cli, env
 from tests.support.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_PLACEHOLDERS = {"N": "2", "OP": "all_reduce"}
 
 
 @pytest.mark.multiprocess
@@ -30,8 +36,50 @@ def test_the_table_of_settings_is_up_to_date() -> None:
     assert env.render_markdown() in text, "run: make docs"
 
 
-def test_links_between_documents_lead_somewhere() -> None:
-    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    for document in documents:
-        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text()):
-            assert (document.parent / target).exists(), f"{document.name} links to {target}, which is not there"
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?://)([^)#]*)(?:#([^)]+))?\)", document.read_text()):
+        linked = document.parent / target if target else document
+        assert linked.exists(), f"{document.name} links to {target}, which is not there"
+        headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_programs_in_documents_are_python(document: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL):
+        ast.parse(block)
+
+
+def _helps(command: click.Command, context: click.Context) -> Iterator[str]:
+    """What ``--help`` prints, of a command and of those in it."""
+    yield command.get_help(context)
+    for name in command.list_commands(context) if isinstance(command, click.Group) else ():
+        inner = command.get_command(context, name)
+        assert inner is not None
+        yield from _helps(inner, click.Context(inner, info_name=name, parent=context))
+
+
+def _commands() -> list[str]:
+    """What follows the word miraccl in lines of documents, examples and help texts that are commands."""
+    files = [*DOCUMENTS, *sorted((ROOT / "examples").glob("*.py"))]
+    texts = [*(file.read_text() for file in files), *_helps(cli.cli, click.Context(cli.cli, info_name="miraccl"))]
+    prefix = r"(?:[A-Z_]+=\S+ )*(?:(?:torchrun|mpirun|srun) .*)?"
+    lines = [line for text in texts for line in re.findall(rf"^(?:    +|\$ )?{prefix}\bmiraccl ([a-z].*)$", text, re.MULTILINE)]
+    found = [re.split(r"[|>]", part)[0] for line in lines for part in line.split("; miraccl ")]
+    inline = [text for file in files[: len(DOCUMENTS)] for text in re.findall(r"`miraccl ([a-z][^`|]*)`", file.read_text())]
+    return sorted({" ".join(shlex.split(text, comments=True)) for text in [*found, *inline]})
+
+
+@pytest.mark.parametrize("command", [command for command in _commands() if command.split()[-1] != "--help"])
+def test_a_command_is_understood_as_printed(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options, names and values; what it says of files and GPUs is not looked at."""
+    monkeypatch.chdir(tmp_path)
+    context, words = click.Context(cli.cli), [_PLACEHOLDERS.get(word, word) for word in shlex.split(command)]
+    found: click.Command = cli.cli
+    while isinstance(found, click.Group) and words:
+        _, inner, words = found.resolve_command(context, words)
+        assert inner is not None
+        found = inner
+    if words:
+        found.make_context(found.name, words)

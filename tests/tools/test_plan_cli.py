@@ -77,6 +77,13 @@ def test_cpu_ranks_are_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call().startswith("this machine (CPU ranks, planned as if they were GPUs): 1 x 2 GPUs, 2 ranks")
 
 
+def test_tables_in_a_file_are_not_broken_at_the_width_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = CliRunner().invoke(plan_cli.plan, ["--topo", H100, "--nodes", "2"]).stdout.splitlines()
+    assert any(line.split() == ["size", "Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce"] for line in lines)
+    assert max(map(len, lines)) > 100
+
+
 def test_json_is_the_plan_alone() -> None:
     data = json.loads(call("--topo", PCIE, "--nodes", "2", "--gpus", "0,1,4", "--json", "-"))
     assert data["topology"] == "pcie8-2s-2nic.xml"

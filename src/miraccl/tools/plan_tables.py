@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ Json = Mapping[str, Any]
 MAX_RANKS = 64
 """Rings of more ranks are cut."""
 MAX_CHANNELS = 16
+_WIDE = 140  # columns: the table of choices fits
 
 _PATTERNS = {
     Pattern.BALANCED_TREE: "balanced tree",
@@ -29,9 +32,15 @@ _PATTERNS = {
 }
 
 
+def _console() -> Console:
+    """As wide as the terminal, or as COLUMNS says; in a file or a pipe wide enough for every table."""
+    wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(highlight=False, width=_WIDE if wide else None)
+
+
 def print_plan(document: Json, console: Console | None = None) -> None:
     """All stages, in the order in which they are decided."""
-    console = console or Console(soft_wrap=False, highlight=False)
+    console = console or _console()
     console.print(f"[bold]{escape(_headline(document))}[/bold]")
     for table in (
         _system(document),
@@ -51,7 +60,7 @@ def print_plan(document: Json, console: Console | None = None) -> None:
 
 def print_explanation(document: Json, console: Console | None = None) -> None:
     """The reasons as sentences, stage by stage."""
-    console = console or Console(highlight=False)
+    console = console or _console()
     for heading, sentences in document["explain"]["sentences"].items():
         _list(console, f"Why: {heading.lower()}", sentences)
 
