@@ -360,6 +360,31 @@ def test_the_hub_ends_when_all_have_left_and_its_port_is_free():
         connect(unique_id, 0, 2, 0.1)
 
 
+def test_what_was_sent_has_been_heard():
+    with job(3) as sessions:
+        may_go, heard = threading.Event(), []
+
+        def slowly(event):
+            if isinstance(event, Notice):
+                may_go.wait(PATIENCE)
+                heard.append(event.from_rank)
+
+        for session in sessions[1:]:
+            session.on_event(slowly)
+        sessions[0].notify({})
+        sessions[0].wait_until_heard(0.01)
+        assert heard == []  # it does not wait for ever
+        sessions[0].wait_until_heard(PATIENCE, without=[1, 2])
+        assert heard == []
+        may_go.set()
+        sessions[0].wait_until_heard(PATIENCE)
+        assert heard == [0, 0]
+        sessions[2].close()
+        sessions[0].notify({})
+        sessions[0].wait_until_heard(PATIENCE)
+        assert heard == [0, 0, 0]
+
+
 # --- status -------------------------------------------------------------------------------------------------------------
 
 

@@ -80,6 +80,42 @@ def mismatch(field: str, odd: int, count: int, ranks_per_host: int) -> dict[str,
         comm.finalize()
 
 
+def ends_at_once(what: str, ranks_per_host: int) -> Any:
+    """The ranks meet in the process of rank 1, which finds a mismatch or hears of it and ends without another word."""
+    act_as_hosts(ranks_per_host)
+    launched = miraccl.init(timeout=20)
+    made = str(miraccl.get_unique_id()) if launched.rank == 1 else ""
+    ident = launched._member.session.all_gather(made.encode(), "id")[1].decode()
+    comm = miraccl.Communicator(launched.nranks, ident, launched.rank, timeout=20)
+    together(launched)
+    try:
+        if what == "messages" and comm.rank == 0:
+            comm.send(np.ones(12, np.int32), 1)
+        elif what == "messages" and comm.rank == 1:
+            comm.recv(np.ones(12, np.float32), 0)
+        elif what == "broadcast":
+            comm.broadcast(np.ones(1200 if comm.rank == 1 else 12), 0)
+        comm.barrier()
+        comm.barrier()
+    except MiracclError as error:
+        return seen(error)
+    return {"type": "none"}
+
+
+def goes_through(victim: int) -> Any:
+    """Ranks 0 and 1 broadcast from rank 0, rank 2 from rank 1: the others are through and gone while rank 2 waits for one of them."""
+    comm = miraccl.init(timeout=20)
+    together(comm)
+    x = np.ones(12)
+    try:
+        comm.broadcast(x, 1 if comm.rank == 2 else 0)
+    except MiracclError as error:
+        return seen(error)
+    if comm.rank != victim:
+        comm.finalize()  # else it ends without
+    return {"type": "none"}
+
+
 def unlike_messages(what: str, ranks_per_host: int) -> Any:
     """Rank 0 sends rank 1 something else than it expects; rank 2 waits for rank 1."""
     act_as_hosts(ranks_per_host)

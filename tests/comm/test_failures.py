@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from miraccl.comm.faults import _parted
+from miraccl.comm.differences import parted
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.tools.spawn import Outcome
 from miraccl.types import Collective
@@ -91,6 +91,22 @@ def test_a_mismatch_of_messages_in_groups(field: str) -> None:
         assert got["op"].startswith(("send/recv", "barrier")), got  # ranks 0 and 2 have gone on
 
 
+@pytest.mark.parametrize("ranks_per_host", [0, 1])
+@pytest.mark.parametrize("what", ["messages", "broadcast"])
+def test_a_rank_that_ends_at_once_does_not_hide_a_mismatch(what: str, ranks_per_host: int) -> None:
+    for got in values(rank_outcomes(fault_ranks.ends_at_once, 3, what, ranks_per_host, timeout=30)):
+        assert got["type"] == "CollectiveMismatch", got
+
+
+@pytest.mark.parametrize("killed", [-1, 1])
+def test_a_mismatch_with_a_rank_that_is_gone(killed: int) -> None:
+    """Its board has stayed: what it called was something else."""
+    got = values(rank_outcomes(fault_ranks.goes_through, 3, killed, timeout=30))
+    assert got[0]["type"] == got[1]["type"] == "none"
+    assert got[2]["type"] == "CollectiveMismatch", got
+    assert "root is" in got[2]["text"]
+
+
 @pytest.mark.parametrize("first", ["others", "split"])
 @pytest.mark.parametrize(("what", "name"), [("all_reduce", "all_reduce"), ("recv", "send_recv")])
 def test_split_against_another_operation(what: str, name: str, first: str) -> None:
@@ -130,7 +146,7 @@ MESSAGE = int(Collective.SEND_RECV) << 16
     ],
 )
 def test_who_has_called_something_else(statuses: list[dict[str, Any]], text: str) -> None:
-    found = _parted(dict(enumerate(statuses)))
+    found = parted(dict(enumerate(statuses)))
     assert found.endswith(text)
     assert bool(found) == bool(text)
 

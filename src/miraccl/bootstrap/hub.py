@@ -42,7 +42,8 @@ _kept: list[Root] = []  # those nobody else owns
 
 @dataclass(kw_only=True)
 class _Line:
-    """A connection of the hub. ``closing``: it ends once ``unsent`` is out; ``linger``: when the other side hangs up, too."""
+    """A connection of the hub. ``closing``: it ends once ``unsent`` is out; ``linger``: when the other side hangs up, too;
+    ``broken``: why nothing can be sent."""
 
     conn: int
     sock: socket.socket
@@ -50,6 +51,7 @@ class _Line:
     closing: bool = False
     linger: bool = False
     shut: bool = False
+    broken: str = ""
     close_by: float = 0.0
 
 
@@ -190,7 +192,7 @@ class Root:
             self._lost(line, f"its connection broke ({error.strerror})")
             return
         if not data:
-            self._lost(line, "its process ended or closed the connection")
+            self._lost(line, line.broken or "its process ended or closed the connection")
         elif not line.closing:
             self._feed(Received(now=time.monotonic(), conn=line.conn, data=data))
 
@@ -231,10 +233,10 @@ class Root:
                 sent = line.sock.send(line.unsent)
             except BlockingIOError:
                 break
-            except OSError as error:
+            except OSError as error:  # what it said before it went is still to be read, and then the end
                 line.unsent.clear()
-                self._lost(line, f"its connection broke ({error.strerror})")
-                return
+                line.broken = f"its connection broke ({error.strerror})"
+                break
             del line.unsent[:sent]
         if line.closing and not line.unsent and not line.linger:
             self._hang_up(line)

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -251,8 +251,8 @@ class Link:
             self._command(NoticeMessage(group=group, rank=self.rank, payload=payload))
             return None
 
-    def ask_status(self, group: int, timeout: float) -> tuple[dict[int, bytes], dict[int, Problem]]:
-        """Answers by rank, and what is known of those that cannot answer."""
+    def ask_status(self, group: int, timeout: float, without: Collection[int] = ()) -> tuple[dict[int, bytes], dict[int, Problem]]:
+        """Answers by rank, and what is known of those that cannot answer; those of ``without`` are not waited for."""
         if self.on_watcher:
             raise InvalidUsage("a callback of a session cannot wait for other ranks; hand the event to another thread", rank=self.rank)
         with self._cond:
@@ -265,7 +265,7 @@ class Link:
                 self._command(StatusAsk(group=group, rank=self.rank, ident=ident))
 
                 def complete() -> bool:
-                    awaited = (r for r in ranks if r != self.rank and r not in self._gone and r not in replies)
+                    awaited = (r for r in ranks if r not in (self.rank, *without) and r not in self._gone and r not in replies)
                     return self._hub_problem is not None or not any(True for _ in awaited)
 
                 self._cond.wait_for(complete, min(timeout, FOREVER))

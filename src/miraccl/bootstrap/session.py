@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from miraccl import trace
@@ -131,6 +131,15 @@ class Session:
             problem = self._link.notify(self._group, data)
             if problem is not None:
                 raise self._error(problem, "notify", 0.0)
+
+    def wait_until_heard(self, timeout: float, without: Collection[int] = ()) -> None:
+        """Returns when the others have dealt with what this rank has sent them, at most after ``timeout`` seconds.
+
+        Those that are gone, or in ``without``, are not waited for.
+        """
+        self._check_open("wait_until_heard")
+        if self._link is not None:  # each answers after what came before the question
+            self._link.ask_status(self._group, timeout, [self._ranks[r] for r in without])
 
     def request_status(self, timeout: float = 1.0) -> dict[int, dict[str, Any]]:
         """What each rank is doing, by rank, after at most ``timeout`` seconds.

@@ -236,9 +236,15 @@ class Fabric:
         }
         return {name: int(words[place // 8]) for name, place in names.items()}
 
-    def history(self) -> dict[int, tuple[int, int]]:
-        """(signature, count) of the last operations by the low bits of their sequence number, as this rank ran them."""
-        words = words_at(self.shm.control + at.CTRL_HISTORY, 2 * at.HISTORY)
+    @property
+    def near(self) -> list[int]:
+        """The ranks whose control pages lie in this process's memory, this rank's first; they stay when a rank has ended."""
+        return [self.rank, *self.shm.peers]
+
+    def history(self, rank: int) -> dict[int, tuple[int, int]]:
+        """(signature, count) of the last operations by the low bits of their sequence number, as a rank of ``near`` ran them."""
+        page = self.shm.control if rank == self.rank else self.shm.peers[rank].address
+        words = words_at(page + at.CTRL_HISTORY, 2 * at.HISTORY)
         entries = [(int(words[2 * i]), int(words[2 * i + 1])) for i in range(at.HISTORY)]
         return {sig & at.SEQ_MASK: (sig, count) for sig, count in entries if sig}
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from miraccl.bootstrap import Event, Notice, PeerLeft, PeerLost, Session
+from miraccl.comm.differences import activity, compared, describe_operation, parted, place, unlike_messages
 from miraccl.comm.fabric import Fabric
 from miraccl.errors import (
     BootstrapError,
@@ -39,6 +40,7 @@ SEND_RECV = "send_recv"
 STATUS_WAIT_S = 1.5
 NOTICE_WAIT_S = 2.0
 NOTICE_FIRST_S = 0.5
+HEARD_WAIT_S = 0.5  # for others to hear of a fault, before it is raised here
 HINT = "this communicator is broken; shrink() makes one of the living ranks"
 
 
@@ -52,6 +54,7 @@ class Faults:
         self.lost: dict[int, str] = {}
         self.left: dict[int, str] = {}
         self.closing = False
+        self._silent: set[int] = set()  # did not answer when they were asked last
         self._told = threading.Event()
         self._lock = threading.Lock()
         self._meeting: dict[str, Any] = {}
@@ -63,7 +66,7 @@ class Faults:
     # ---- what this rank is doing
 
     def status(self) -> dict[str, Any]:
-        history = [[number, sig, count] for number, (sig, count) in self.fabric.history().items()]
+        history = [[number, sig, count] for number, (sig, count) in self.fabric.history(self.rank).items()]
         return {**self.fabric.board(), "history": history, "meeting": self._meeting}
 
     # ---- operations on the control plane
@@ -89,7 +92,7 @@ class Faults:
             self._told.wait(NOTICE_FIRST_S)
         if self.fault is not None:
             return self.fault
-        if isinstance(error, CollectiveTimeout) and (differing := _parted(self._statuses())):
+        if isinstance(error, CollectiveTimeout) and (differing := parted(self._statuses())):
             return self.spread(CollectiveMismatch(differing, rank=self.rank, op=name, hint=HINT), "mismatch")
         return error
 
@@ -111,7 +114,7 @@ class Faults:
             return
         self.lost[rank] = reason
         who = f"rank {rank}" if rank >= 0 else "the launcher"
-        self.settle(PeerDied(f"{who} died: {reason}", rank=self.rank, peer=rank, hint=HINT))
+        self.settle(self._behind(PeerDied(f"{who} died: {reason}", rank=self.rank, peer=rank, hint=HINT)))
 
     def connection_lost(self, rank: int, kind: str, reason: str) -> None:
         """From a transport: a peer that closed in good order has left; everything else is a death."""
@@ -134,7 +137,7 @@ class Faults:
         where: dict[str, Any] = {"rank": self.rank, "op": payload.get("op"), "peer": about, "hint": HINT}
         if kind is CollectiveTimeout:
             where["graph"] = tuple(str(line) for line in payload.get("graph", ()))
-        self.settle(kind(str(payload.get("message", "")), **where))
+        self.settle(self._behind(kind(str(payload.get("message", "")), **where)))
 
     def settle(self, error: MiracclError) -> MiracclError:
         """Make ``error`` the communicator's fault unless it has one; ends all waits of this rank."""
@@ -148,7 +151,7 @@ class Faults:
         return self.fault
 
     def spread(self, error: MiracclError, kind: str) -> MiracclError:
-        """Settle on a fault found here and tell the others."""
+        """Settle on a fault found here and tell the others, who have heard of it when this returns: then this rank may end."""
         settled = self.settle(error)
         if settled is error:
             payload: dict[str, Any] = {"kind": kind, "message": error.message, "op": error.op, "peer": error.peer}
@@ -156,7 +159,21 @@ class Faults:
                 payload["graph"] = list(error.graph)
             with contextlib.suppress(MiracclError):  # the control plane may be gone as well; the others find out by themselves
                 self.session.notify(payload)
+                self.session.wait_until_heard(HEARD_WAIT_S, without=self._silent)
         return settled
+
+    def _behind(self, error: MiracclError, statuses: dict[int, dict[str, Any]] | None = None) -> MiracclError:
+        """What is behind ``error``: a mismatch, where a rank has died, left or aborted after ranks had called different operations.
+
+        The boards of this host's ranks tell, which outlive them, and ``statuses``.
+        """
+        if self.fault is not None or not isinstance(error, PeerDied | CommunicatorAborted):
+            return error
+        now = self.fabric.board()["seq"]
+        for number in sorted(self.fabric.history(self.rank), key=lambda number: (number - now - 1) & at.SEQ_MASK):  # the oldest first
+            if differing := self._compared(number, statuses or {}):
+                return CollectiveMismatch(differing, rank=self.rank, peer=error.peer, op=error.op, hint=HINT)
+        return error
 
     # ---- from the thread that was waiting
 
@@ -171,20 +188,22 @@ class Faults:
             self._told.wait(NOTICE_WAIT_S)
             if self.fault is not None and self.fault.op is None:  # a death: it is told what it has interrupted
                 self.fault.op = op
-            return self.fault or self.settle(CommunicatorAborted("the operation was aborted", rank=self.rank, op=op, hint=HINT))
+            error = CommunicatorAborted("the operation was aborted", rank=self.rank, op=op, hint=HINT)
+            return self.fault or self.settle(self._behind(error))
         if self.fault is not None:
             return self.fault
         if code == at.ERR_TIMEOUT:
             statuses = self._statuses()
-            differing = "" if board["p2p_sig"] else self._compared(board["sig"], statuses)
-            if differing := differing or _parted(statuses):
+            differing = "" if board["p2p_sig"] else self._compared(board["sig"] & at.SEQ_MASK, statuses)
+            if differing := differing or parted(statuses):
                 return self.spread(CollectiveMismatch(differing, rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
             graph = self.wait_for_graph(statuses)
             text = f"rank {self.rank} passed the deadline of {self.fabric.timeout:g} s while waiting for rank {peer} in step {step}"
             return self.spread(CollectiveTimeout(text, graph=graph, rank=self.rank, peer=peer, op=op, hint=HINT), "timeout")
         if code == at.ERR_LEFT:
             text = f"rank {peer} has left the communicator ({self.left.get(peer, 'finalized')}) and will not take part"
-            return self.spread(PeerDied(text, rank=self.rank, peer=peer, op=op, hint=HINT), "died")
+            left = self._behind(PeerDied(text, rank=self.rank, peer=peer, op=op, hint=HINT), self._statuses())
+            return self.spread(left, "mismatch" if isinstance(left, CollectiveMismatch) else "died")
         if code == at.ERR_MISMATCH:
             if describe_signature(want)["collective"] == SEND_RECV and not board["p2p_sig"]:
                 op = "send/recv"  # of a group that has not waited yet: the board shows what was before it
@@ -202,7 +221,7 @@ class Faults:
         """The error of a message that ``peer`` sent and that is not what this rank receives; (signature, elements) of each."""
         if self.fault is not None:
             return self.fault
-        text = _differences({self.rank: _fields(*mine), peer: _fields(*theirs)})
+        text = unlike_messages(self.rank, mine, peer, theirs)
         op = f"send/recv ({mine[1]} x {describe_signature(mine[0])['dtype']})"
         return self.spread(CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
 
@@ -211,33 +230,35 @@ class Faults:
         if SEND_RECV in (describe_signature(want)["collective"], describe_signature(got)["collective"]):
             return self._unlike(peer, want, got)
         statuses = self._statuses()  # a message of an earlier operation than this: that is where ranks parted
-        return self._compared(got, statuses) or self._compared(want, statuses) or self._unlike(peer, want, got)
+        for number in (got & at.SEQ_MASK, want & at.SEQ_MASK):
+            if differing := self._compared(number, statuses):
+                return differing
+        return self._unlike(peer, want, got)
 
-    def _compared(self, sig: int, statuses: dict[int, dict[str, Any]]) -> str:
-        """How the ranks' operations with the sequence number of ``sig`` differ; empty if they do not, as far as is known."""
-        found = {self.rank: self.fabric.history().get(sig & at.SEQ_MASK, (0, 0))}
+    def _compared(self, number: int, statuses: dict[int, dict[str, Any]]) -> str:
+        """How the ranks' operations with this number (``SEQ_MASK``) differ, as far as boards and ``statuses`` tell; else empty."""
+        found = {rank: entry for rank in self.fabric.near if (entry := self.fabric.history(rank).get(number))}
         for rank, answer in statuses.items():
             status = answer.get("status")
             for entry in status.get("history", ()) if isinstance(status, dict) else ():
-                if isinstance(entry, list) and len(entry) == 3 and entry[0] == sig & at.SEQ_MASK:
+                if isinstance(entry, list) and len(entry) == 3 and entry[0] == number:
                     found[rank] = (int(entry[1]), int(entry[2]))
-        return _differences({rank: _fields(s, count) for rank, (s, count) in sorted(found.items()) if s})
+        return compared(found)
 
     def _unlike(self, peer: int, want: int, got: int) -> str:
         """Two ranks whose messages do not belong together."""
         board = self.fabric.board()
         count = board["p2p_count"] if board["p2p_sig"] == want else board["count"] if board["sig"] == want else -1
         same_count = describe_signature(want)["count"] == describe_signature(got)["count"]
-        both = {self.rank: _fields(want, count), peer: _fields(got, count if same_count else -1)}
-        if describe_signature(want)["collective"] != describe_signature(got)["collective"]:
-            both = {rank: {"collective": fields["collective"]} for rank, fields in both.items()}
-        return _differences(both) or "ranks called different operations: the signatures differ"
+        return unlike_messages(self.rank, (want, count), peer, (got, count if same_count else -1))
 
     def _statuses(self) -> dict[int, dict[str, Any]]:
         try:
-            return self.session.request_status(STATUS_WAIT_S)
+            statuses = self.session.request_status(STATUS_WAIT_S)
         except MiracclError:
             return {}
+        self._silent = {rank for rank, answer in statuses.items() if not answer.get("answered")}
+        return statuses
 
     def wait_for_graph(self, statuses: dict[int, dict[str, Any]]) -> tuple[str, ...]:
         """One line per rank: what it is doing, for whom it waits, and where its program is."""
@@ -252,90 +273,5 @@ class Faults:
             elif not answer.get("answered") or not isinstance(board, dict) or "seq" not in board:
                 lines.append(f"rank {rank}: did not answer ({answer.get('reason', 'no status')})")
             else:
-                lines.append(f"rank {rank}: {_activity(board, newest)}{_place(answer)}")
+                lines.append(f"rank {rank}: {activity(board, newest)}{place(answer)}")
         return tuple(lines)
-
-
-def _fields(sig: int, count: int) -> dict[str, str]:
-    """The fields of a signature; ``count`` -1 leaves the hash of the count, of which only the difference is told."""
-    return {**describe_signature(sig), **({"count": str(count)} if count >= 0 else {})}
-
-
-def _differences(fields_of: dict[int, dict[str, str]]) -> str:
-    """Which fields differ between ranks, and who has which value; empty if none does."""
-    parts = []
-    for field in next(iter(fields_of.values()), {}):
-        values: dict[str, list[int]] = {}
-        for rank, fields in sorted(fields_of.items()):
-            values.setdefault(fields.get(field, ""), []).append(rank)
-        if len(values) < 2:
-            continue
-        if all(value.startswith("hash ") for value in values):
-            parts.append(f"{field} differs between " + " and ".join(_ranks(who) for who in values.values()))
-        else:
-            shown = (("another" if value.startswith("hash ") else value, who) for value, who in values.items())
-            parts.append(f"{field} is " + ", ".join(f"{value} on {_ranks(who)}" for value, who in shown))
-    return "ranks called different operations: " + "; ".join(parts) if parts else ""
-
-
-def _parted(statuses: dict[int, dict[str, Any]]) -> str:
-    """Which ranks are in an operation on the control plane while others wait for them in another one, there or elsewhere; empty if none
-    are."""
-    boards = {r: s["status"] for r, s in statuses.items() if isinstance(s.get("status"), dict) and "seq" in s["status"]}
-    at_meeting = {r: board["meeting"] for r, board in boards.items() if isinstance(board.get("meeting"), dict) and board["meeting"]}
-    names: dict[int, dict[str, str]] = {}
-    if len({meeting.get("op") for meeting in at_meeting.values()}) > 1:
-        names = {met: {"collective": str(meeting.get("op"))} for met, meeting in at_meeting.items()}
-    for met, meeting in at_meeting.items():
-        for rank, board in boards.items():
-            if rank in at_meeting or not meeting.get("alone"):
-                continue
-            if board["p2p_sig"]:
-                sig = board["p2p_sig"] if board["state"] == at.STATE_WAITING and board["peer"] == met else 0
-            else:
-                sig = board["sig"] if board["seq"] > boards[met]["seq"] else 0
-            if sig:
-                names[rank], names[met] = {"collective": describe_signature(sig)["collective"]}, {"collective": str(meeting.get("op"))}
-    return _differences(dict(sorted(names.items())))
-
-
-def describe_operation(board: dict[str, int]) -> str:
-    """``all_reduce #17 (1024 x float32, sum)`` for what is on a board."""
-    if board.get("p2p_sig"):
-        fields = describe_signature(board["p2p_sig"])
-        return f"send/recv ({board['p2p_count']} x {fields['dtype']})"
-    if not board.get("sig"):
-        return "no operation yet"
-    fields = describe_signature(board["sig"])
-    if fields["collective"] == "barrier":
-        return f"barrier #{board['seq']}"
-    detail = f"{board['count']} x {fields['dtype']}"
-    if fields["collective"] in ("all_reduce", "reduce_scatter", "reduce"):
-        detail += f", {fields['operator']}"
-    if fields["collective"] in ("broadcast", "reduce", "gather", "scatter"):
-        detail += f", root {fields['root']}"
-    return f"{fields['collective']} #{board['seq']} ({detail})"
-
-
-def _activity(board: dict[str, Any], newest: int) -> str:
-    what = describe_operation(board)
-    if board.get("meeting"):
-        return f"waits in {board['meeting'].get('op')}; its last operation was {what}"
-    if board["state"] == at.STATE_WAITING:
-        return f"waits for rank {board['peer']} in {what}, step {board['step']}"
-    if board["state"] == at.STATE_RUNNING:
-        return f"works on {what}"
-    if board["seq"] < newest:
-        return f"never arrived at operation #{board['seq'] + 1}; its last was {what}"
-    return f"has finished {what}"
-
-
-def _place(answer: dict[str, Any]) -> str:
-    for thread in answer.get("threads", ()):
-        if isinstance(thread, dict) and thread.get("where"):
-            return f"; its program is at {thread['where']}"
-    return ""
-
-
-def _ranks(who: list[int]) -> str:
-    return f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"

@@ -121,11 +121,15 @@ class HubMachine:
         self._groups: dict[int, _Group] = {}
         self._rounds: dict[tuple[int, str, int], _Round] = {}
         self._out: list[Any] = []
+        self._own: set[int] = set()  # connections to the hub's own process
 
     # --- doors ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Connected | Received | Disconnected | Tick | CloseHub) -> list[Any]:
-        """Take one input; the result is ``Send``, ``Drop`` and ``Finished`` records in order."""
+        """Take one input; the result is ``Send``, ``Drop`` and ``Finished`` records in order.
+
+        Those for the hub's own process come last: it may end as soon as it has heard.
+        """
         if self._log is not None:
             self._log.append(event)
         self._out = []
@@ -142,7 +146,7 @@ class HubMachine:
         else:
             self._tick(event.now)
         self._finish_if_done(event.now)
-        return self._out
+        return sorted(self._out, key=lambda output: 2 if isinstance(output, Finished) else int(output.conn in self._own))
 
     def may_accept(self, now: float) -> bool:
         """Whether the next connection may be accepted now, or had better wait some milliseconds in the kernel's queue."""
@@ -258,6 +262,8 @@ class HubMachine:
     def _join(self, peer: _Peer, join: Join, now: float) -> None:
         rank, nranks = peer.hello.rank, peer.hello.nranks
         peer.join = join
+        if join.token == self._token:
+            self._own.add(peer.conn)
         if self._failure is not None:
             self._linger_until = max(self._linger_until, now + join.timeout)
             self._refuse(peer, self._failure, now)
@@ -498,6 +504,5 @@ class HubMachine:
                 self._send_body(peer, body)
 
     def _listeners(self, ranks: Iterable[int]) -> list[_Peer]:
-        """Those of the ranks that are here, last those of the hub's own process: it may end as soon as they have heard."""
-        here = [self._ranks[rank] for rank in ranks if rank in self._ranks]
-        return sorted(here, key=lambda peer: peer.join is not None and peer.join.token == self._token)
+        """Those of the ranks that are here."""
+        return [self._ranks[rank] for rank in ranks if rank in self._ranks]

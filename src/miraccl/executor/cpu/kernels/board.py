@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout as at
-from miraccl.native.intrinsics import inline, load, store, store_release
+from miraccl.native.intrinsics import inline, load, load_acquire, store, store_release
 
 
 @inline
@@ -15,9 +15,10 @@ def begin_operation(ctx: int, template: int, count: int) -> int:
     sig = template | (seq & at.SEQ_MASK)
     store(ctrl + at.BOARD_SIG, sig)
     store(ctrl + at.BOARD_COUNT, count)
-    entry = ctrl + at.CTRL_HISTORY + (seq & (at.HISTORY - 1)) * 16
-    store(entry, sig)
-    store(entry + 8, count)
+    if load_acquire(ctrl + at.CTRL_ABORT) == 0:  # else it is not run, and others are not compared with it
+        entry = ctrl + at.CTRL_HISTORY + (seq & (at.HISTORY - 1)) * 16
+        store(entry, sig)
+        store(entry + 8, count)
     store_release(ctrl + at.BOARD_SEQ, seq)
     store_release(ctrl + at.BOARD_STATE, at.STATE_RUNNING)
     return sig

@@ -265,12 +265,12 @@ def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
         if load_acquire(address) >= target:
             break
         if nap > 1000000 or now_ns(ctx) - now > 900000:  # slept in vain: look around
-            if load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0 and load_acquire(address) < target:
-                result = fail(ctx, at.ERR_LEFT, peer, 0, 0)
-                break
             other = differs(ctx, peer)
             if other != 0:
                 result = fail(ctx, at.ERR_MISMATCH, peer, load(ctrl + at.BOARD_SIG), other)
+                break
+            if load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0 and load_acquire(address) < target:
+                result = fail(ctx, at.ERR_LEFT, peer, 0, 0)
                 break
             if interrupted(ctx):
                 result = fail(ctx, at.ERR_INTERRUPTED, peer, 0, 0)
