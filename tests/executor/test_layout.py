@@ -43,7 +43,8 @@ def test_fifo_is_the_one_of_the_transports() -> None:
     assert fifo.WORD_MODE * words == at.POST_MODE
     assert fifo.WORD_ADDRESS * words == at.POST_ADDR
     assert fifo.WORD_INLINE * words == at.POST_INLINE
-    shared = {"SLOT", "INLINE", "WINDOW", "ADDRESS", "LANDED", "OVERSIZE", "SIGNAL"}
+    assert fifo.RETURNED_OFFSET == fifo.TAIL_OFFSET + at.TAIL_RETURNED
+    shared = {"SLOT", "INLINE", "WINDOW", "ADDRESS", "LANDED", "OVERSIZE", "SIGNAL", "MOVED"}
     assert {mode.name for mode in fifo.Mode} == shared
     for mode in fifo.Mode:
         assert getattr(at, f"MODE_{mode.name}") == mode

@@ -18,7 +18,7 @@ def test_numbers_of_the_layout():
     assert (fifo.NSLOTS, fifo.LINE_BYTES, fifo.INLINE_BYTES) == (8, 64, 32)
     assert (fifo.POST_OFFSET, fifo.WANT_OFFSET, fifo.TAIL_OFFSET, fifo.SLOTS_OFFSET) == (0, 512, 1024, 4096)
     assert (fifo.WORD_FLAG, fifo.WORD_SIGNATURE, fifo.WORD_NBYTES, fifo.WORD_MODE, fifo.WORD_ADDRESS) == (0, 1, 2, 3, 4)
-    assert [mode.name for mode in sorted(Mode)] == ["SLOT", "INLINE", "WINDOW", "ADDRESS", "LANDED", "OVERSIZE", "SIGNAL"]
+    assert [mode.name for mode in sorted(Mode)] == ["SLOT", "INLINE", "WINDOW", "ADDRESS", "LANDED", "OVERSIZE", "SIGNAL", "MOVED"]
 
 
 def test_compiled_code_uses_the_same_numbers():

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,10 +25,14 @@ from miraccl.executor.cpu.context import call_kernel, fold_kernel
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.types import DType, RedOp
 
+T = TypeVar("T")
+
 SINGLE_COPY_SIZES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
 PATIENCE = 6
 DISTURBED = 0.02  # share of a repetition that a rank spends waiting for a core
 CLEAR_GAIN = 0.9  # a single copy has to take less than this share of the time of two copies
+SWAP_SIZES = (8 << 10, 128 << 10)  # blocks of the exchanges that tell whether slots had better change hands
+SWAP_GAIN = 0.97  # each takes less than this share of the time then
 
 
 def waited_for_a_core_s() -> float:
@@ -77,7 +82,7 @@ def measure_folds(constants: Constants) -> Constants:
     return replace(constants, fold=tuple(folds))
 
 
-def _repeat(action: Callable[[int], object], n: int, calls: int) -> None:
+def _repeat(action: Callable[[T], object], n: T, calls: int) -> None:
     for _ in range(calls):
         action(n)
 
@@ -128,14 +133,15 @@ def measure_ranks(comm: Communicator, constants: Constants) -> Constants:
         copies.append(round(count * x.nbytes / _together(comm, partial(_stream, comm, x, count), 6), 1))
     small = np.zeros(1, np.float32)
     latency = _together(comm, _round_trips(comm, small, 200), 8) / 400
-    single = _single_copy_from(comm)
+    single, swaps = _single_copy_from(comm), _swaps_slots(comm)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:1])
     for word, value in ((at.CTX_SPIN, CROWDED.spin), (at.CTX_YIELDS, CROWDED.yields), (at.CTX_STEP_ASIDE, 0)):
         comm._member.context.set(word, value)
     switch = _together(comm, _round_trips(comm, small, 50), 5) / 100
     os.sched_setaffinity(0, cores)
-    return replace(constants, copy=tuple(copies), latency_us=round(latency, 4), switch_us=round(switch, 3), single_copy_from=single)
+    constants = replace(constants, copy=tuple(copies), latency_us=round(latency, 4), switch_us=round(switch, 3))
+    return replace(constants, single_copy_from=single, swap_slots=swaps)
 
 
 def _single_copy_from(comm: Communicator) -> int:
@@ -156,6 +162,22 @@ def _single_copy_from(comm: Communicator) -> int:
             break
         verdict[0] = size
     return int(verdict[0])
+
+
+def _swaps_slots(comm: Communicator) -> bool:
+    """Whether exchanges are clearly faster where slots change hands."""
+    verdict = np.ones(1, np.int64)
+    for size in SWAP_SIZES:
+        x = np.zeros(size // 4, np.float32)
+        action = partial(_repeat, partial(comm.all_gather, x), np.zeros(2 * len(x), np.float32), 50)
+        times = []
+        for on in (0, 1):
+            comm._member.context.set(at.CTX_SWAP, on)
+            action()  # the slots find their places
+            times.append(_together(comm, action, 5))
+        verdict &= times[1] < SWAP_GAIN * times[0]
+    comm.broadcast(verdict)
+    return bool(verdict[0])
 
 
 def main() -> None:

@@ -127,6 +127,7 @@ class Member:
             addressable=self.fabric.addressable,
         )
         self.context.set(at.CTX_P2P_DIRECT, self.planner.single_copy)
+        self.context.set(at.CTX_SWAP, int(self.constants.swap_slots))
         self._worker = Worker(f"miraccl-work-{session.name}", lambda on: self.look_before_running(REASON_PENDING, on))
         self._runs: dict[Request, Run] = {}
         self._exchange = Exchange(self.rank, self.context.wires, self.context.door("exchange", Collective.SEND_RECV))

@@ -24,12 +24,14 @@ class Constants:
 
     ``copy`` and ``fold`` are bandwidths for working sets of ``sizes`` bytes; ``fold`` counts the bytes of the result.
     ``single_copy_from`` is the block size from which reading the peer's private memory beats two copies, -1 if it never does.
+    ``swap_slots``: ranks that exchange messages are faster where slots change hands (``executor.cpu.kernels.slots``).
     """
 
     sizes: tuple[int, ...] = (16 << 10, 256 << 10, 1 << 20, 4 << 20, 64 << 20)
     copy: tuple[float, ...] = (60000.0, 50000.0, 40000.0, 30000.0, 12000.0)
     fold: tuple[float, ...] = (50000.0, 40000.0, 35000.0, 25000.0, 9000.0)
     single_copy_from: int = -1
+    swap_slots: bool = False
     latency_us: float = 0.08
     switch_us: float = 3.0
     step_us: float = 0.012

@@ -11,7 +11,7 @@ from miraccl import trace
 from miraccl.comm.model import Constants
 from miraccl.native import cache
 
-CACHE_FILE = "cpu-constants-2.json"
+CACHE_FILE = "cpu-constants-3.json"
 MEASURING = "MIRACCL_MEASURING"  # set in the processes that measure
 LIMIT_S = 30.0
 

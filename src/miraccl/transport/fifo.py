@@ -47,6 +47,9 @@ POST_OFFSET: Final = 0
 WANT_OFFSET: Final = POST_OFFSET + NSLOTS * LINE_BYTES
 TAIL_OFFSET: Final = WANT_OFFSET + NSLOTS * LINE_BYTES
 """The tail has 128 bytes to itself: the prefetcher of x86 fetches pairs of lines."""
+RETURNED_OFFSET: Final = TAIL_OFFSET + WORD_BYTES
+"""Which slots came back for the last messages, a byte each: 0 the message's own, else 1 + a number.  Numbers below NSLOTS are slots of this
+FIFO's memory, those from NSLOTS on of the FIFO the other way."""
 SLOTS_OFFSET: Final = PAGE_BYTES
 
 
@@ -67,6 +70,8 @@ class Mode(enum.IntEnum):
     """Nowhere: larger than the room that the receiver gave.  Not an answer to hope for: the ranks disagree on the operation."""
     SIGNAL = 6
     """No payload: words 4 and 5 say where the sender's buffers lie (shared memory only)."""
+    MOVED = 7
+    """In the slot whose number is in word 4: slots have changed hands (shared memory, between compiled executors only)."""
 
 
 def fifo_bytes(slot_bytes: int) -> int:

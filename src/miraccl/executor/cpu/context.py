@@ -192,8 +192,20 @@ class Context:
             (at.CONN_BELL_FD, wire.bell),
             (at.CONN_ASLEEP, wire.asleep),
         )
-        send = ((at.CONN_POSTS, wire.send_posts), (at.CONN_SLOTS, wire.send_slots), (at.CONN_TAIL_ADDR, wire.send_tail))
-        recv = ((at.CONN_POSTS, wire.recv_posts), (at.CONN_SLOTS, wire.recv_slots), (at.CONN_TAIL_ADDR, wire.recv_tail))
+        send = (
+            (at.CONN_POSTS, wire.send_posts),
+            (at.CONN_SLOTS, wire.send_slots),
+            (at.CONN_OTHER, wire.recv_slots),
+            (at.CONN_TAIL_ADDR, wire.send_tail),
+            (at.CONN_FREE, sum(number << 8 * number for number in range(at.NSLOTS))),
+            (at.CONN_NFREE, at.NSLOTS),
+        )
+        recv = (
+            (at.CONN_POSTS, wire.recv_posts),
+            (at.CONN_SLOTS, wire.recv_slots),
+            (at.CONN_OTHER, wire.send_slots),
+            (at.CONN_TAIL_ADDR, wire.recv_tail),
+        )
         for table, fields in ((self._send, send), (self._recv, recv)):
             for place, value in (*common, *fields):
                 table[peer, place // 8] = value

@@ -17,6 +17,8 @@ POST_FLAG, POST_SIG, POST_BYTES, POST_MODE, POST_ADDR, POST_ADDR2 = 0, 8, 16, 24
 POST_INLINE = 32
 INLINE_BYTES = 32
 MODE_SLOT, MODE_INLINE, MODE_WINDOW, MODE_ADDRESS, MODE_LANDED, MODE_OVERSIZE, MODE_SIGNAL = 0, 1, 2, 3, 4, 5, 6
+MODE_MOVED = 7  # in the slot whose number is in POST_ADDR (kernels.slots)
+TAIL_RETURNED = 8  # after the tail: which slots came back for the last messages, a byte each
 
 # ---- control page, one a rank, mapped by all ranks of the host
 CTRL_SLEEP = 0  # 1 while the rank sleeps on its doorbell
@@ -65,6 +67,7 @@ CTX_PAIR = 376  # memory of two entries of an exchange: the send and the receive
 CTX_FALSE = 384  # address of the object, as CTX_NONE
 CTX_NAPS = 392  # how many waits sleep without a yield before
 CTX_GROUPS = 400  # address of a 32-bit word that is not 0 while a thread has a group open: Python must look
+CTX_SWAP = 408  # 1: a slot that was read may be kept and another one given back (kernels.slots)
 CTX_SIZE = 512
 CPU_SET_BYTES = 128  # glibc's cpu_set_t: 1024 CPUs
 
@@ -76,7 +79,9 @@ CONN_WANTS, CONN_BELL_FD, CONN_ASLEEP, CONN_LAST_DIRECT = 80, 88, 96, 104
 CONN_PEER_IN, CONN_PEER_OUT, CONN_PEER_MODES = 112, 120, 128  # from the peer's last SIGNAL
 CONN_PEER_PRIVATE = 144  # as PEER_MODES, also for a peer in the same process, whose private memory can be addressed
 CONN_DIRECT = 136  # send: 1 if the peer can read this process's private memory
-CONN_SIZE = 192
+CONN_OTHER = 152  # slots of the FIFO the other way
+CONN_FREE, CONN_NFREE, CONN_WARM, CONN_SENT, CONN_RETURNED = 160, 168, 176, 184, 192  # see kernels.slots
+CONN_SIZE = 256
 DIRECT_PIECE = 4096  # bytes of a piece below which a copy is always cheaper than having it read by the peer
 NET_PIECE = 8 << 20  # bytes of a message of send/recv between hosts; longer ones are several messages
 KIND_NONE, KIND_SHM, KIND_NET, KIND_SELF = 0, 1, 2, 3

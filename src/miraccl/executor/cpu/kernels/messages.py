@@ -9,12 +9,12 @@ takes what it finds.  A sender that posted an address may not return before the 
 from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.slots import give_back, post_line, received_slot, see_tail, slot_address, use_slot
 from miraccl.executor.cpu.kernels.waiting import fail, wait, wake
 from miraccl.native.intrinsics import (
     fence,
     inline,
     load,
-    load_acquire,
     memcpy,
     process_vm_readv,
     process_vm_writev,
@@ -30,29 +30,16 @@ def connection(ctx: int, table: int, peer: int) -> int:
 
 
 @inline
-def post_line(conn: int) -> int:
-    return load(conn + at.CONN_POSTS) + (load(conn + at.CONN_COUNT) & (at.NSLOTS - 1)) * at.LINE
-
-
-@inline
-def slot(conn: int) -> int:
-    return load(conn + at.CONN_SLOTS) + (load(conn + at.CONN_COUNT) & (at.NSLOTS - 1)) * load(conn + at.CONN_SLOT_BYTES)
-
-
-@inline
 def acquire(ctx: int, conn: int, peer: int) -> int:
     """Wait until the next line and slot of a send connection are free."""
     need = load(conn + at.CONN_COUNT) - (at.NSLOTS - 1)
     if load(conn + at.CONN_TAIL) >= need:
         return at.OK
-    address = load(conn + at.CONN_TAIL_ADDR)
-    tail = load_acquire(address)
-    if tail < need:
-        code = wait(ctx, address, need, peer)
+    if see_tail(conn) < need:
+        code = wait(ctx, load(conn + at.CONN_TAIL_ADDR), need, peer)
         if code != at.OK:
             return code
-        tail = load_acquire(address)
-    store(conn + at.CONN_TAIL, tail)
+        see_tail(conn)
     return at.OK
 
 
@@ -67,6 +54,12 @@ def post(ctx: int, conn: int, sig: int, nbytes: int, mode: int) -> None:
     store(conn + at.CONN_COUNT, count)
     store_release(line + at.POST_FLAG, count)
     wake(ctx, conn)
+
+
+@inline
+def post_slot(ctx: int, conn: int, sig: int, nbytes: int) -> None:
+    """Publish what is in ``slot(conn)``."""
+    post(ctx, conn, sig, nbytes, use_slot(conn))
 
 
 @inline
@@ -103,9 +96,8 @@ def drain(ctx: int, conn: int, peer: int) -> int:
     last = load(conn + at.CONN_LAST_DIRECT)
     if load(conn + at.CONN_TAIL) >= last:
         return at.OK
-    address = load(conn + at.CONN_TAIL_ADDR)
-    code = wait(ctx, address, last, peer)
-    store(conn + at.CONN_TAIL, load_acquire(address))
+    code = wait(ctx, load(conn + at.CONN_TAIL_ADDR), last, peer)
+    see_tail(conn)
     return code
 
 
@@ -123,6 +115,7 @@ def receive(ctx: int, conn: int, peer: int, sig: int) -> int:
 
 @inline
 def consume(ctx: int, conn: int) -> None:
+    give_back(ctx, conn)
     count = load(conn + at.CONN_COUNT) + 1
     store(conn + at.CONN_COUNT, count)
     store_release(load(conn + at.CONN_TAIL_ADDR), count)
@@ -144,8 +137,8 @@ def local_payload(ctx: int, conn: int) -> int:
     """The address here of the payload just received, or 0 if it lies in another process's private memory."""
     line = post_line(conn)
     mode = load(line + at.POST_MODE)
-    if mode == at.MODE_SLOT:
-        return slot(conn)
+    if mode == at.MODE_SLOT or mode == at.MODE_MOVED:
+        return slot_address(conn, received_slot(conn))
     if mode == at.MODE_INLINE:
         return line + at.POST_INLINE
     if mode == at.MODE_WINDOW:

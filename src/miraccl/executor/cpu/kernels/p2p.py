@@ -20,12 +20,12 @@ from miraccl.executor.cpu.kernels.messages import (
     drain,
     post,
     post_address,
-    post_line,
+    post_slot,
     receive,
-    slot,
     take,
     want,
 )
+from miraccl.executor.cpu.kernels.slots import post_line, slot
 from miraccl.executor.cpu.kernels.waiting import expired, fail, futex_wait, interrupted, may_yield, now_ns, release_gil, yield_core
 from miraccl.native.intrinsics import (
     MEMBARRIER_GLOBAL_EXPEDITED,
@@ -83,7 +83,7 @@ def put_piece(ctx: int, peer: int, address: int, nbytes: int, sig: int, total: i
         post_address(ctx, conn, sig, address, nbytes)
     else:
         memcpy(slot(conn), address, nbytes)
-        post(ctx, conn, sig, nbytes, at.MODE_SLOT)
+        post_slot(ctx, conn, sig, nbytes)
     return at.OK
 
 

@@ -17,14 +17,14 @@ from miraccl.executor.cpu.kernels.messages import (
     local_payload,
     post,
     post_address,
-    post_line,
+    post_slot,
     read_remote,
     receive,
-    slot,
     take,
     want,
     write_remote,
 )
+from miraccl.executor.cpu.kernels.slots import post_line, slot
 from miraccl.executor.cpu.kernels.waiting import fail
 from miraccl.native.intrinsics import call4, inline, load, memcpy, store
 from miraccl.schedule.ir import Buffer, Op
@@ -120,13 +120,13 @@ def send(ctx: int, run: int, peer: int, buffer: int, index: int, chunks: int, rn
             post(ctx, conn, sig, size, at.MODE_INLINE)
         else:
             memcpy(slot(conn), start + offset, size)
-            post(ctx, conn, sig, size, at.MODE_SLOT)
+            post_slot(ctx, conn, sig, size)
         return at.OK
     piece = load(run + at.RUN_ROUND_BYTES)
     for i in range(chunks):
         offset, length = extent(run, buffer, index + i, rnd)
         memcpy(slot(conn) + i * piece, start + offset, length)
-    post(ctx, conn, sig, size, at.MODE_SLOT)
+    post_slot(ctx, conn, sig, size)
     return at.OK
 
 
@@ -196,7 +196,7 @@ def reduce_onward(ctx: int, run: int, step: int, conn: int, peer: int, rnd: int,
             code = fold_message(ctx, run, conn, peer, slot(out) + i * piece, base(run, buffer) + own, i * piece, length)
             if code != at.OK:
                 return code
-    post(ctx, out, load(run + at.RUN_SIG), size, at.MODE_SLOT)
+    post_slot(ctx, out, load(run + at.RUN_SIG), size)
     return at.OK
 
 

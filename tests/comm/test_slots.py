@@ -1,0 +1,98 @@
+"""Slots that change hands: every message arrives whole whatever its way, no slot is lost or has two owners, and exchanges do use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miraccl import Communicator
+from miraccl.executor.cpu.context import words_at
+from miraccl.executor.cpu.kernels import layout as at
+from tests.comm import cases
+from tests.comm.test_life import in_threads
+
+PIECE = 64 << 10  # of a message between two ranks of a host
+
+
+def bytes_of(word: int) -> list[int]:
+    return list(int(word).to_bytes(8, "little"))
+
+
+def slots_of(comm: Communicator, peer: int) -> list[int]:
+    """Numbers of the slots that this rank may use towards a peer, once all it sent has been taken."""
+    row = comm._member.context._send[peer]
+    returned = bytes_of(words_at(int(row[at.CONN_TAIL_ADDR // 8]) + at.TAIL_RETURNED, 1)[0])
+    sent = bytes_of(row[at.CONN_SENT // 8])
+    free = bytes_of(row[at.CONN_FREE // 8])[: int(row[at.CONN_NFREE // 8])]
+    return free + [(other or own) - 1 for own, other in zip(sent, returned, strict=True) if own]
+
+
+def message(source: int, number: int, nbytes: int) -> np.ndarray:
+    return np.random.default_rng((source, number)).integers(0, 256, nbytes, np.uint8)
+
+
+def converse(comm: Communicator, swap: int, seed: int) -> list[list[int]]:
+    """Two ranks do the same random program of messages one way, in bursts and both ways at once; the slots each has after every part."""
+    comm._member.context.set(at.CTX_SWAP, swap)
+    rng, peer, owned, number = np.random.default_rng(seed), 1 - comm.rank, [], 0
+
+    def send(nbytes: int) -> None:
+        comm.send(message(comm.rank, number, nbytes), peer)
+
+    def receive(nbytes: int) -> None:
+        got = np.zeros(nbytes, np.uint8)
+        comm.recv(got, peer)
+        assert np.array_equal(got, message(peer, number, nbytes))
+
+    for _ in range(60):
+        nbytes = int(rng.choice([0, 8, 33, 4096, PIECE - 1, PIECE, 3 * PIECE + 5, 11 * PIECE]))
+        way, burst = int(rng.integers(3)), int(rng.integers(1, 12)) if nbytes <= PIECE else 1
+        for _ in range(burst):
+            number += 1
+            if way == 2:
+                out = np.zeros((2, nbytes), np.uint8)
+                comm.all_gather(message(comm.rank, number, nbytes), out)
+                assert all(np.array_equal(out[rank], message(rank, number, nbytes)) for rank in range(2))
+            elif way == comm.rank:
+                send(nbytes)
+            else:
+                receive(nbytes)
+        comm.barrier()  # everything has been taken
+        owned.append(slots_of(comm, peer))
+        comm.barrier()
+    return owned
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_messages_arrive_and_every_slot_has_one_owner(seed: int) -> None:
+    first, second = in_threads(2, lambda comm: converse(comm, 1, seed))
+    for mine, theirs in zip(first, second, strict=True):
+        assert sorted(mine + [number ^ at.NSLOTS for number in theirs]) == list(range(2 * at.NSLOTS))
+        assert len(mine) == at.NSLOTS
+    assert any(number >= at.NSLOTS for owned in first for number in owned)
+
+
+def test_slots_stay_where_they_are_unless_told() -> None:
+    for owned in in_threads(2, lambda comm: converse(comm, 0, 5)):
+        assert all(sorted(numbers) == list(range(at.NSLOTS)) for numbers in owned)
+
+
+def test_ranks_need_not_agree() -> None:
+    """One rank keeps what it reads, the other gives every slot back."""
+    first, second = in_threads(2, lambda comm: converse(comm, comm.rank, 6))
+    assert all(len(mine) == len(theirs) == at.NSLOTS for mine, theirs in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("nranks", [2, 3, 4])
+def test_collectives(nranks: int) -> None:
+    def perform(comm: Communicator) -> Any:
+        comm._member.context.set(at.CTX_SWAP, 1)
+        rng = np.random.default_rng(nranks)
+        for _ in range(30):
+            counts = [0, 1, 5, 129, 5000, 70_000]
+            case = cases.random_case(rng, comm.nranks, counts, [*cases.EVEN, *cases.UNEVEN], ordered=lambda case: False)
+            cases.perform(comm, case)
+
+    in_threads(nranks, perform)
