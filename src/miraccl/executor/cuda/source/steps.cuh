@@ -113,28 +113,34 @@ __device__ __forceinline__ Vec load_raw(const T* p, u64 i) {
 }
 __device__ __forceinline__ void store_raw(T* p, u64 i, const Vec& v) { *(uint4*)(p + i) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]); }
 
+template <int U> __device__ __forceinline__ void read_source(const Move& m, int s, u64 first, u64 stride, Vec (&v)[U]) {
+#pragma unroll
+  for (int u = 0; u < U; u++) v[u] = load_raw(m.src[s], (first + u * stride) * ELEMS);
+}
+template <int U> __device__ __forceinline__ void own_source(const Args& a, const Move& m, int s, Vec (&v)[U]) {
+  if (m.own != s) return;
+#pragma unroll
+  for (int u = 0; u < U; u++) v[u] = own_vec(a, v[u]);
+}
+// The second source is on its way before the first is needed.
 template <int U> __device__ __forceinline__ void move_vectors(const Args& a, const Move& m, u64 first, u64 stride) {
   Vec v[U];
-#pragma unroll
-  for (int u = 0; u < U; u++) v[u] = load_raw(m.src[0], (first + u * stride) * ELEMS);
-  if (m.own == 0) {
-#pragma unroll
-    for (int u = 0; u < U; u++) v[u] = own_vec(a, v[u]);
-  }
+  read_source<U>(m, 0, first, stride, v);
+#if REDUCES
+  Vec w[U];
+  if (m.nsrc > 1) read_source<U>(m, 1, first, stride, w);
+#endif
+  own_source<U>(a, m, 0, v);
 #if REDUCES
   if (m.nsrc > 1) {
     Sum sum[U];
 #pragma unroll
     for (int u = 0; u < U; u++) sum[u].begin(v[u]);
     for (int s = 1; s < m.nsrc; s++) {
+      if (s > 1) read_source<U>(m, s, first, stride, w);
+      own_source<U>(a, m, s, w);
 #pragma unroll
-      for (int u = 0; u < U; u++) v[u] = load_raw(m.src[s], (first + u * stride) * ELEMS);
-      if (m.own == s) {
-#pragma unroll
-        for (int u = 0; u < U; u++) v[u] = own_vec(a, v[u]);
-      }
-#pragma unroll
-      for (int u = 0; u < U; u++) sum[u].add(v[u]);
+      for (int u = 0; u < U; u++) sum[u].add(w[u]);
     }
 #pragma unroll
     for (int u = 0; u < U; u++) v[u] = m.whole ? sum[u].end() : sum[u].partial();
