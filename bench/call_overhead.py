@@ -7,13 +7,14 @@
 ``one rank`` is the cost of the call itself: arguments read, plan looked up, compiled code entered.  The ranks run on their own cores
 if there are enough.  Medians over rounds; the smallest is beside it.
 
-On GPUs (``--devices cuda``, a GPU per rank, PyTorch's tensors) it is the time of the calling thread: calls enqueue and return.  ``launch
-alone`` is what the driver takes of it: one of ``all_reduce``, and one of two messages.
+On GPUs (``--devices cuda``, a GPU per rank, PyTorch's tensors, and CuPy's arrays if it is there) it is the time of the calling thread:
+calls enqueue and return.  ``launch alone`` is what the driver takes of it: one of ``all_reduce``, and one of two messages.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import time
 from collections.abc import Callable
 from typing import Any
@@ -63,11 +64,11 @@ def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
     side: Any = comm._device
     known, messages, address = next(iter(side._launches.values())), next(iter(side._messages._patterns.values())), x.data_ptr()
 
-    def exchange(times: int) -> None:
+    def exchange(times: int, sent: Any = x, got: Any = y) -> None:
         with miraccl.group():
             for _ in range(times):
-                comm.send(x, right)
-                comm.recv(y, left)
+                comm.send(sent, right)
+                comm.recv(got, left)
 
     def one_way() -> None:
         if comm.rank == 0:
@@ -75,7 +76,7 @@ def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
         elif comm.rank == 1:
             comm.recv(x, 0)
 
-    return {
+    rows = {
         "empty function": lambda: None,
         "launch alone": lambda: known.run(address, address, 0),
         "launch alone of a sendrecv": lambda: messages.run(0, 0, 0),
@@ -88,6 +89,16 @@ def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
         "group of a send and a recv": lambda: exchange(1),
         "group of 2 sends and 2 recvs": lambda: exchange(2),
     }
+    if importlib.util.find_spec("cupy"):
+        import cupy
+
+        cupy.cuda.Device(comm.local_rank).use()
+        a, b = cupy.zeros(8, cupy.float32), cupy.zeros(8, cupy.float32)
+        rows["CuPy: all_reduce in place"] = lambda: comm.all_reduce(a)
+        rows["CuPy: all_reduce out of place"] = lambda: comm.all_reduce(a, b)
+        rows["CuPy: sendrecv"] = lambda: comm.sendrecv(a, right, b, left)
+        rows["CuPy: group of a send and a recv"] = lambda: exchange(1, a, b)
+    return rows
 
 
 def rank_main(context: Context, devices: str, rounds: int, calls: int) -> dict[str, list[float]]:

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import gc
 import threading
-import types
 import weakref
 from typing import Any
 
@@ -16,74 +15,12 @@ import pytest
 import miraccl
 from miraccl.comm import group as groups
 from miraccl.executor.cuda.doors import layout as at
-from miraccl.executor.cuda.doors.table import CALLS, Doors, group_builtins
-from miraccl.executor.cuda.messages import Message
+from miraccl.executor.cuda.doors.table import CALLS
 from miraccl.types import Collective, DType, PreMulSum, RedOp
-from tests.gpu.fake_launch import SHAPE, Driver
+from tests.gpu.door_side import Side
+from tests.gpu.fake_launch import SHAPE
 
-DL_CPU = 1
 F32, I64 = DType.FLOAT32, DType.INT64
-
-
-class Side:
-    """The doors of rank 0 of two as a communicator has them, on tensors in CPU memory, whose stream is 0."""
-
-    def __init__(self) -> None:
-        self.abort, self.order, self.cpu_plan = ctypes.c_uint32(0), ctypes.c_int64(7), ctypes.c_int64(9)
-        self.handed_over: list[tuple[int, list[tuple[Any, int, bool]]]] = []
-        address = groups.address()
-        groups.hasten(*group_builtins(address))
-        abort, order = ctypes.addressof(self.abort), ctypes.addressof(self.order)
-        self.doors = Doors(0, 2, 0, abort=abort, order=order, own=7, groups=address, hand_over=self.hand_over)
-        self.doors._put(at.STATE_DEVICE, DL_CPU)
-        self.doors.also_clear(ctypes.addressof(self.cpu_plan))
-        self.doors.stream = 0
-        self.driver = Driver()
-        self.door = {name: self.doors.door(name, notes=True) for name in CALLS}
-
-    def hand_over(self, group: groups.Group) -> None:
-        """What Python makes of calls that are noted."""
-        self.handed_over.append(self.doors.take_notes())
-
-    def remember(self, collective: Collective, dtype: DType, count: int, op: Any = RedOp.SUM, root: int = 0, fills: bool = False) -> Any:
-        """A launch whose function is its number."""
-        made: Any = types.SimpleNamespace(block=self.driver.block(count))
-        self.doors.remember(collective, dtype, count, op, root, made, fills)
-        return made
-
-    def remember_messages(self, number: int, *messages: tuple[bool, int, int, DType], fills: bool = False) -> Any:
-        """A launch with this function for messages (received, peer, elements, type), whose addresses stand in its argument the other way
-        around."""
-        made: Any = types.SimpleNamespace(block=self.driver.block(number, len(messages)))
-        argument = ctypes.c_uint64.from_address(made.block + 8 * at.ARGUMENT).value
-        places = [argument + 8 * (len(messages) - 1 - place) for place in range(len(messages))]
-        rows = [Message(receives, peer, 0, count * dtype.itemsize, int(dtype)) for receives, peer, count, dtype in messages]
-        self.doors.remember_messages(rows, places, made, fills)
-        return made
-
-    def all_reduce(self, x: Any, out: Any = None, op: Any = RedOp.SUM, stream: Any = None) -> int:
-        return self.door["all_reduce"](x, out, op, False, stream)
-
-    def broadcast(self, x: Any, root: Any) -> int:
-        return self.door["broadcast"](x, None, root, False, None)
-
-    def reduce(self, x: Any, root: Any, out: Any = None, op: Any = RedOp.SUM) -> int:
-        return self.door["reduce"](x, out, op, False, None, root)
-
-    def all_gather(self, x: Any, out: Any) -> int:
-        return self.door["all_gather"](x, out, None, False, None)
-
-    def reduce_scatter(self, x: Any, out: Any, op: Any) -> int:
-        return self.door["reduce_scatter"](x, out, op, False, None)
-
-    def send(self, x: Any, peer: Any = 1, async_op: Any = False, stream: Any = None) -> int:
-        return self.door["send"](x, peer, async_op, stream)
-
-    def recv(self, x: Any, peer: Any = 1) -> int:
-        return self.door["recv"](x, peer, False, None)
-
-    def sendrecv(self, x: Any, out: Any, dst: Any = 1, src: Any = 1) -> int:
-        return self.door["sendrecv"](x, dst, out, src, False, None)
 
 
 @pytest.fixture
@@ -477,7 +414,6 @@ def test_another_stream_thread_or_communicator_does_not_join(grouping: Side) -> 
     import torch
 
     x, other, answers = torch.zeros(12), Side(), list[Any]()
-    other.remember_messages(1, (False, 1, 12, F32))
 
     def beside() -> None:
         answers.append(grouping.send(x))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +25,7 @@ from miraccl.executor.cuda.doors import layout as at
 from miraccl.types import RedOp
 from tests.gpu import emulated_ranks
 from tests.gpu.emulator import compile_kernel
+from tests.gpu.fake_cuda import FakeArray
 
 DL_CPU, NO_DEVICE = 1, -1
 
@@ -133,6 +137,46 @@ def collectives() -> None:
         assert comm.last_plan is not plan
         comm.all_gather(mine, out)
         assert comm.last_plan is plan
+
+
+class Array(FakeArray):
+    """In the memory of the emulated GPU, with the attributes of CuPy's arrays."""
+
+    def __init__(self, cuda: Any, array: Any) -> None:
+        super().__init__(cuda, array)
+        self._attributes = types.SimpleNamespace(ptr=self.memory.address, device_id=0)
+
+    data = property(lambda self: self._attributes)
+    size = property(lambda self: self.array.size)
+    dtype = property(lambda self: self.array.dtype)
+    _c_contiguous = True
+
+
+def arrays() -> None:
+    """CuPy's beside tensors: what one has done a door knows of the other."""
+    with started() as me:
+        comm, n, rank = me.comm, me.nranks, me.rank
+        streams = types.SimpleNamespace(get_current_stream=lambda: types.SimpleNamespace(ptr=0))
+        sys.modules["cupy"] = types.SimpleNamespace(ndarray=Array, cuda=streams)  # type: ignore[assignment]
+        everybody = [me.data(r, 500) for r in range(n)]
+        for turn in range(2):
+            x, out = Array(me.cuda, everybody[rank]), Array(me.cuda, np.zeros(500, np.float32))
+            assert comm.all_reduce(x, out) is out
+            assert me.through_a_door() == (turn == 1)
+            me.same(torch.from_numpy(out.array), torch.from_numpy(sum(everybody)))
+            summed = torch.from_numpy(everybody[rank].copy())
+            assert comm.all_reduce(summed) is summed
+            assert me.through_a_door()
+            me.same(summed, torch.from_numpy(sum(everybody)))
+            assert comm.sendrecv(x, me.right, out, me.left) is out
+            assert me.through_a_door() == (turn == 1)
+            me.same(torch.from_numpy(out.array), torch.from_numpy(everybody[me.left]))
+            got = torch.zeros(500)
+            with miraccl.group():
+                comm.send(x, me.left)
+                comm.recv(got, me.right)
+            assert me.through_a_door()  # between two ranks this is what sendrecv has made known
+            me.same(got, torch.from_numpy(everybody[me.right]))
 
 
 def messages() -> None:

@@ -29,6 +29,10 @@ def test_collectives() -> None:
     run(door_ranks.collectives, 3)
 
 
+def test_arrays_of_cupy() -> None:
+    run(door_ranks.arrays, 2)
+
+
 def test_messages() -> None:
     run(door_ranks.messages, 2)
 

@@ -323,6 +323,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         if stream is None:
             if self._current_stream is None:
                 self._current_stream = find_current_stream()
+                self._doors.ask_for_stream(self._current_stream)
             return self._current_stream(self.gpu.ordinal)
         return number_of(stream)
 
@@ -339,6 +340,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         """
         if self.closed or self._host[layout.HOST_ABORT]:
             self.check(name)
+        self._doors.learn_types()
         number = self._stream_number(stream)
         if number != self._doors.stream:
             self._change_stream(number)

@@ -5,6 +5,7 @@ Only headers are read; nothing is copied.  PyTorch is recognised without being i
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -113,7 +114,7 @@ def device_view(thing: Any, name: str, where: str, stream: Any = None, gpu: Gpu 
     immutable = type(thing).__module__.partition(".")[0] in IMMUTABLE
     interface = None if immutable else getattr(thing, "__cuda_array_interface__", None)
     if interface is not None:
-        view = _view_interface(interface, name, where)
+        view = _view_interface(thing, interface, name, where)
         if gpu is not None and view.count and (owner := gpu.owner(view.address)) != gpu.ordinal:
             raise _elsewhere(name, where, owner, gpu)
         return view
@@ -171,14 +172,23 @@ def _view_tensor(tensor: Any, torch: Any, name: str, where: str, gpu: Gpu | None
     return DeviceMemory(tensor.data_ptr(), tensor.numel(), dtype)
 
 
-def _view_interface(interface: dict[str, Any], name: str, where: str) -> DeviceMemory:
+def _named(thing: Any, typestr: str) -> DType | None:
+    """The dtype of an array that gives it as ``typestr``; for bfloat16 and 8-bit floats NumPy has no code that says what they are."""
+    with contextlib.suppress(TypeError):
+        dtype = np.dtype(typestr)
+        if dtype.kind != "V" or dtype.name in DTYPE_NAMES:
+            found = DTYPE_NAMES.get(dtype.name) if dtype.isnative else None
+            if found is not None:
+                _typestrs[typestr] = found
+            return found
+    return DTYPE_NAMES.get(getattr(getattr(thing, "dtype", None), "name", ""))
+
+
+def _view_interface(thing: Any, interface: dict[str, Any], name: str, where: str) -> DeviceMemory:
     shape, typestr = interface["shape"], interface["typestr"]
     dtype = _typestrs.get(typestr)
-    if dtype is None:
-        try:
-            dtype = _typestrs[typestr] = DTYPE_NAMES[np.dtype(typestr).name]
-        except (TypeError, KeyError):
-            raise InvalidUsage(f"{where}: {name} has type {typestr!r}; allowed are {ALLOWED}") from None
+    if dtype is None and (dtype := _named(thing, typestr)) is None:
+        raise InvalidUsage(f"{where}: {name} has type {typestr!r}; allowed are {ALLOWED}")
     strides, size, expected = interface.get("strides"), dtype.itemsize, dtype.itemsize
     if strides is not None:
         for length, stride in zip(reversed(shape), reversed(strides)):

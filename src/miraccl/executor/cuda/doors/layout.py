@@ -32,8 +32,8 @@ DOOR_WORDS = 9
 
 # the state of a communicator
 STATE_ABORT = 0  # address of a 32-bit word that is not 0 when something is wrong
-STATE_TYPE = 8  # the type of the tensors that are looked at, 0 where there is none
-STATE_VIEW, STATE_CURRENT = 16, 24  # functions of that type: dltensor_from_py_object_no_sync, current_work_stream
+STATE_TYPE = 8  # PyTorch's type of tensors, 0 where there is none that can be looked at
+STATE_VIEW, STATE_CURRENT = 16, 24  # functions of that type: dltensor_from_py_object_no_sync, current_work_stream; 0: ASK is asked
 STATE_DEVICE = 32  # DLDevice of this GPU
 STATE_STREAM = 40  # of the last operation
 STATE_ORDER, STATE_SELF = 48, 56  # address of a word that has the second value if no other communicator filled the GPU last
@@ -47,17 +47,23 @@ STATE_CLOSED = 128  # the word that ABORT points to in the end
 STATE_NOTED, STATE_NOTED_STREAM = 136, 144  # how many messages of a group are noted, and for which stream
 STATE_NOTES = 152  # a list of their arrays
 STATE_HAND_OVER = 160  # an object, which GROUPS_NOTED is to have while any are noted
+STATE_ASK, STATE_ORDINAL = 168, 176  # a Python function for the current stream, 0 where none is needed yet, and its argument
 STATE_OPS = 184  # the objects that are operators, by number
 NOPS = 5
+STATE_ARRAY_TYPE = 224  # CuPy's type of arrays, likewise
 STATE_VIEWS = 256  # room for two DLTensors and a stream
 STATE_DTYPES = 384  # the DLDataTypes that are known
 NDTYPES = 12
+STATE_ARRAY_DTYPES = 480  # objects that are NumPy's dtypes, each with its DLDataType
+STATE_NAMES = STATE_ARRAY_DTYPES + NDTYPES * 16  # strings: attributes of CuPy's arrays and, from PTR on, of their memory
+NAMES = ("_c_contiguous", "size", "dtype", "data", "ptr", "device_id")
+NAME_CONTIGUOUS, NAME_SIZE, NAME_DTYPE, NAME_DATA, NAME_PTR, NAME_DEVICE = (STATE_NAMES + 8 * number for number in range(len(NAMES)))
 
 # a message of a call: what (``what_of``), elements, address; of a remembered launch: the same with the address's place in the argument
 MESSAGE_WHAT, MESSAGE_COUNT, MESSAGE_ADDRESS = 0, 8, 16
 MESSAGE_BYTES = 24
 MOST_MESSAGES = 64  # of a launch
-STATE_CALL = 512  # the messages of a call,
+STATE_CALL = STATE_NAMES + 8 * len(NAMES)  # the messages of a call,
 STATE_GROUP = STATE_CALL + 2 * MESSAGE_BYTES  # those that are noted
 
 # a row of the table of launches; MESSAGES is the address of those of a launch that has some, else 0. Their number is COUNT then.

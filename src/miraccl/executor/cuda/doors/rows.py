@@ -6,7 +6,8 @@ A launch is there only if a call like this one has been checked before; what dif
 from __future__ import annotations
 
 from miraccl.executor.cuda.doors import layout as at
-from miraccl.executor.cuda.doors.tensors import address, data_type, elements, item_size, may_go_on, rank_of
+from miraccl.executor.cuda.doors.arrays import item_size
+from miraccl.executor.cuda.doors.tensors import address, data_type, elements, may_go_on, rank_of
 from miraccl.native.intrinsics import inline, load, load32, store
 
 key_of = inline(at.key_of)

@@ -1,8 +1,8 @@
 """The doors of a communicator on GPU memory, and the launches that they find.
 
 A call whose launch has been prepared needs nothing of Python but the addresses of tensors and the current stream, and the type of the
-tensors tells these to compiled code: ``__dlpack_c_exchange_api__`` (DLPack 1.3; PyTorch has it from 2.10 on).  Doors know PyTorch's
-tensors; all other arrays, and all that is not as the last time, go the long way.
+tensors tells these to compiled code: ``__dlpack_c_exchange_api__`` (DLPack 1.3; PyTorch has it from 2.10 on).  CuPy's arrays are asked for
+their attributes.  All other arrays, and all that is not as the last time, go the long way.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.launch import Launch
 from miraccl.executor.cuda.messages import Message
 from miraccl.native.capsules import pointer_of
+from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DL_TYPES, Collective, DType, RedOp
 
 Door = Callable[..., int]
@@ -68,10 +69,11 @@ class Doors:
         memory = np.zeros(at.STATE_BYTES // 8, np.int64)
         self._address = int(memory.ctypes.data)
         self._state = memory.data  # whose words are read and written in a fraction of the time that NumPy takes
-        self._kept: list[Any] = [hand_over]
+        self._kept: list[Any] = [hand_over, ordinal]
         self._launches: dict[int, tuple[Launch, Any]] = {}  # by the address of their block: those in the table, with their messages
         self._notes: list[Any] = []
         self._no_cpu_plan = np.zeros(1, np.int64)
+        self._unknown = {"torch": self._learn_torch, "cupy": self._learn_cupy}
         for where, value in (
             (at.STATE_ABORT, abort),
             (at.STATE_DEVICE, ordinal << 32 | at.DL_CUDA),
@@ -88,6 +90,8 @@ class Doors:
             (at.STATE_CLOSED, 1),
             (at.STATE_NOTES, id(self._notes)),
             (at.STATE_HAND_OVER, id(hand_over)),
+            (at.STATE_ORDINAL, id(ordinal)),
+            *((at.STATE_NAMES + 8 * number, id(name)) for number, name in enumerate(at.NAMES)),
             *((at.STATE_OPS + 8 * number, id(op)) for number, op in enumerate(_OPERATORS)),
             *((at.STATE_DTYPES + 8 * number, dtype) for number, dtype in enumerate(_DL_DTYPES.values())),
         ):
@@ -122,6 +126,42 @@ class Doors:
         many_in, many_out, in_place = SHAPES[collective]
         third = (at.THIRD_OPERATOR if collective.reduces else 0) | (at.THIRD_ROOT if collective.rooted else 0)
         return int(collective), self._nranks if many_in else 1, self._nranks if many_out else 1, third, int(in_place)
+
+    # ---- what is looked at
+
+    def learn_types(self) -> None:
+        """Look at tensors and arrays of libraries that are there by now."""
+        for name in [name for name in self._unknown if name in sys.modules]:
+            if self._unknown[name](sys.modules[name]):
+                del self._unknown[name]
+
+    def _learn_torch(self, torch: Any) -> bool:
+        """False while it is not known yet what PyTorch offers."""
+        kind = getattr(torch, "Tensor", None)
+        capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
+        if type(capsule).__name__ == "PyCapsule":
+            table = pointer_of(capsule, b"dlpack_exchange_api")
+            if ctypes.c_uint32.from_address(table + at.API_MAJOR).value == at.DL_MAJOR:
+                self._put(at.STATE_VIEW, ctypes.c_int64.from_address(table + at.API_VIEW).value)
+                if not self._state[at.STATE_ASK // 8]:
+                    self._put(at.STATE_CURRENT, ctypes.c_int64.from_address(table + at.API_CURRENT).value)
+                self._put(at.STATE_TYPE, id(kind))
+        return kind is not None
+
+    def _learn_cupy(self, cupy: Any) -> bool:
+        """The same of CuPy."""
+        kind = getattr(cupy, "ndarray", None)
+        if kind is not None and all(hasattr(kind, name) for name in at.NAMES[: at.NAMES.index("ptr")]):
+            for number, (code, dtype) in enumerate(NUMPY_DTYPE.items()):
+                self._put(at.STATE_ARRAY_DTYPES + 16 * number, id(dtype))
+                self._put(at.STATE_ARRAY_DTYPES + 16 * number + 8, _DL_DTYPES[code])
+            self._put(at.STATE_ARRAY_TYPE, id(kind))
+        return kind is not None
+
+    def ask_for_stream(self, ask: Callable[[int], int]) -> None:
+        """How the current stream is found, where the type of tensors does not tell."""
+        self._kept.append(ask)
+        self._put(at.STATE_ASK, id(ask))
 
     def also_clear(self, word: int) -> None:
         """Set the word at this address to 0 with each operation that goes through a door."""
@@ -169,7 +209,7 @@ class Doors:
 
     def _enter(self, key: int, count: int, launch: Launch, fills: bool, messages: Any) -> None:
         """An older entry in the places of a new one is replaced."""
-        if not launch.block or not self._knows_tensors():
+        if not launch.block:
             return
         hashed = at.mix(at.mix(0, key), count)
         rows = [(at.STATE_TABLE + at.slot_of(hashed, probe) * at.ROW_BYTES) // 8 for probe in range(at.PROBES)]
@@ -210,18 +250,3 @@ class Doors:
     def went_another_way(self) -> None:
         """The last operation did not go through a door."""
         self._put(at.STATE_LAST, 0)
-
-    def _knows_tensors(self) -> bool:
-        """Whether PyTorch is there and offers what doors need; its type is asked for once."""
-        torch = sys.modules.get("torch")
-        if self._state[at.STATE_TYPE // 8] == 0 and torch is not None:
-            capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-            if type(capsule).__name__ != "PyCapsule":
-                return False
-            table = pointer_of(capsule, b"dlpack_exchange_api")
-            if ctypes.c_uint32.from_address(table + at.API_MAJOR).value != at.DL_MAJOR:
-                return False
-            self._put(at.STATE_VIEW, ctypes.c_int64.from_address(table + at.API_VIEW).value)
-            self._put(at.STATE_CURRENT, ctypes.c_int64.from_address(table + at.API_CURRENT).value)
-            self._put(at.STATE_TYPE, id(torch.Tensor))
-        return bool(self._state[at.STATE_TYPE // 8])

@@ -1,5 +1,5 @@
 """Kernel source: what doors see of their arguments: PyTorch's tensors, through the functions that their type offers to compiled code
-(DLPack 1.3, "C Exchange API"), numbers and streams."""
+(DLPack 1.3, "C Exchange API"), CuPy's arrays (``doors.arrays``), numbers and streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from llvmlite import ir
 from numba.extending import intrinsic
 
 from miraccl.executor.cuda.doors import layout as at
-from miraccl.native.intrinsics import I64, PyErr_Clear, PyLong_AsLong, inline, load, load32
+from miraccl.executor.cuda.doors.arrays import taken, view_array
+from miraccl.native.intrinsics import I64, PyErr_Clear, PyLong_AsLong, PyObject_Vectorcall, inline, load, load32
 
 
 def _emit_call(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -57,9 +58,15 @@ def ask_stream(typingctx: Any, function: Any, device: Any, where: Any) -> Any:
 
 @inline
 def elements(state: int, thing: int, view: int) -> int:
-    """Look at a tensor on this GPU that is contiguous: its elements, -1 for anything else."""
-    if load(thing + at.OB_TYPE) != load(state + at.STATE_TYPE):
-        return -1
+    """Look at a tensor or array on this GPU that is contiguous: its elements, -1 for anything else."""
+    kind = load(thing + at.OB_TYPE)
+    if kind == load(state + at.STATE_TYPE):
+        return view_tensor(state, thing, view)
+    return view_array(state, thing, view) if kind == load(state + at.STATE_ARRAY_TYPE) else -1
+
+
+@inline
+def view_tensor(state: int, thing: int, view: int) -> int:
     if call2(load(state + at.STATE_VIEW), thing, view) != 0:
         PyErr_Clear()
         return -1
@@ -86,11 +93,6 @@ def data_type(view: int) -> int:
 
 
 @inline
-def item_size(dtype: int) -> int:
-    return (dtype >> 8 & 255) >> 3
-
-
-@inline
 def number_of(state: int, given: int) -> int:
     """An int that is not negative, -1 for anything else."""
     if load(given + at.OB_TYPE) != load(state + at.STATE_INT_TYPE):
@@ -113,6 +115,9 @@ def stream_of(state: int, given: int) -> int:
     """The stream of a call as a number: an int of the caller's, the current one for None; -1 for anything else."""
     if given != load(state + at.STATE_NONE):
         return number_of(state, given)
+    if load(state + at.STATE_CURRENT) == 0:
+        ask = load(state + at.STATE_ASK)
+        return taken(PyObject_Vectorcall(ask, state + at.STATE_ORDINAL, 1, 0)) if ask != 0 else -1
     place = state + at.STATE_VIEWS + 2 * at.DL_BYTES
     if ask_stream(load(state + at.STATE_CURRENT), load(state + at.STATE_DEVICE), place) != 0:
         PyErr_Clear()

@@ -1,0 +1,283 @@
+"""Doors on GPU memory and CuPy's arrays: what is asked of them, and what goes the long way. They stand in CPU memory here."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import miraccl
+from miraccl.executor.cuda.doors import table
+from miraccl.schedule.reduction import NUMPY_DTYPE
+from miraccl.types import Collective, DType, RedOp
+from tests.gpu.door_side import Side
+from tests.gpu.fake_launch import SHAPE
+
+F32, I64 = DType.FLOAT32, DType.INT64
+
+
+class Memory:
+    """As CuPy's ``MemoryPointer``."""
+
+    def __init__(self, ptr: Any, device_id: Any) -> None:
+        self.ptr, self.device_id = ptr, device_id
+
+
+class Array:
+    """An array as doors see CuPy's; whatever is given wrong is looked at all the same."""
+
+    __slots__ = ("_c_contiguous", "array", "data", "dtype", "size")
+
+    def __init__(self, array: np.ndarray, device: Any = 0, **wrong: Any) -> None:
+        self.array, self.size, self.dtype = array, array.size, array.dtype
+        self._c_contiguous = array.flags.c_contiguous
+        self.data = Memory(array.ctypes.data, device)
+        for name, value in wrong.items():
+            setattr(self, name, value)
+
+
+def pretended() -> tuple[Any, Callable[..., Any]]:
+    """A library like CuPy, and what makes an array of it."""
+    return types.SimpleNamespace(ndarray=Array), Array
+
+
+def real() -> tuple[Any, Callable[..., Any]]:
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+    def make(array: np.ndarray, device: int = 0) -> Any:
+        base = array if array.base is None else array.base
+        memory = cupy.cuda.UnownedMemory(base.ctypes.data, base.nbytes, base, device)
+        pointer = cupy.cuda.MemoryPointer(memory, array.ctypes.data - base.ctypes.data)
+        return cupy.ndarray(array.shape, array.dtype, pointer, array.strides)
+
+    return cupy, make
+
+
+class Without(Side):
+    """A side in a process that has no PyTorch: streams are asked of a Python function."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cupy: Any) -> None:
+        monkeypatch.setattr(table, "sys", types.SimpleNamespace(modules={"cupy": cupy}))
+        super().__init__()
+        self.stream: Any = 0
+        self.asked: list[int] = []
+        self.doors.ask_for_stream(self.ask)
+
+    def ask(self, ordinal: int) -> Any:
+        self.asked.append(ordinal)
+        if isinstance(self.stream, Exception):
+            raise self.stream
+        return self.stream
+
+
+@pytest.fixture(params=[pretended, real])
+def library(request: pytest.FixtureRequest) -> tuple[Any, Callable[..., Any]]:
+    made: tuple[Any, Callable[..., Any]] = request.param()
+    return made
+
+
+@pytest.fixture
+def make(library: tuple[Any, Callable[..., Any]]) -> Callable[..., Any]:
+    return library[1]
+
+
+@pytest.fixture
+def side(monkeypatch: pytest.MonkeyPatch, library: tuple[Any, Callable[..., Any]]) -> Without:
+    return Without(monkeypatch, library[0])
+
+
+def zeros(count: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(count, dtype)
+
+
+def test_arrays_find_the_launch(side: Without, make: Callable[..., Any]) -> None:
+    host, out, both = zeros(24), zeros(12), zeros(24)
+    side.remember(Collective.ALL_REDUCE, F32, 12)
+    side.remember(Collective.ALL_GATHER, F32, 12)
+    side.remember(Collective.REDUCE, F32, 12, RedOp.MAX, 1)
+    for part in (host[:12], host[12:], host[5:17].reshape(3, 4), host[3:15].reshape(1, 12, 1)):
+        assert side.all_reduce(make(part)) == 0
+        assert side.driver.seen[-1] == (12, 0, *SHAPE, 0, part.ctypes.data, part.ctypes.data)
+    assert side.all_reduce(make(host[:12]), make(out)) == 0
+    assert side.driver.seen[-1][-2:] == (host.ctypes.data, out.ctypes.data)
+    assert side.all_gather(make(out), make(both)) == 0
+    assert side.driver.seen[-1][-2:] == (out.ctypes.data, both.ctypes.data)
+    assert side.reduce(make(out), 1, op=RedOp.MAX) == 0
+    assert side.all_reduce(make(host[:12]), make(host[6:18])) == 1
+    assert side.all_reduce(make(host[:11])) == side.all_reduce(make(zeros(12, np.int32))) == 1
+    assert set(side.asked) == {0}
+    assert len(side.driver.seen) == 7
+
+
+@pytest.mark.parametrize("code", list(DType))
+def test_every_type_is_known(side: Without, make: Callable[..., Any], code: DType) -> None:
+    side.remember(Collective.ALL_REDUCE, code, 8)
+    for other in DType:
+        assert side.all_reduce(make(zeros(8, NUMPY_DTYPE[other]))) == int(other is not code)
+
+
+def test_arrays_that_go_the_long_way(side: Without, make: Callable[..., Any]) -> None:
+    kind = type(make(zeros(12)))
+    wrong = [
+        make(zeros(24)[::2]),
+        make(zeros(12).reshape(3, 4).T),
+        make(zeros(12, np.complex64)),
+        make(zeros(12, np.bool_)),
+        make(zeros(12, np.int64).view(np.longlong)),
+        make(zeros(12), 1),
+        make(zeros(13).view(np.uint8)[1:49].view(np.float32)),
+        make(zeros(0)),
+        np.zeros(12, np.float32),
+        kind,
+        None,
+    ]
+    wrong.append(make(np.zeros(12, ">f4")) if kind is Array else None)
+    side.remember(Collective.ALL_REDUCE, F32, 12)
+    side.remember(Collective.ALL_REDUCE, I64, 12)
+    side.remember_messages(3, (False, 1, 12, F32), (True, 1, 12, F32))
+    x = make(zeros(12))
+    for thing in wrong:
+        assert side.all_reduce(thing) == side.send(thing) == side.sendrecv(thing, x) == side.sendrecv(x, thing) == 1
+        assert side.all_reduce(x, thing) == 1 or thing is None
+    side.driver.seen.clear()
+    assert side.all_reduce(x) == side.sendrecv(x, make(zeros(12))) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"size": None},
+        {"size": -1},
+        {"size": 1 << 70},
+        {"size": "12"},
+        {"dtype": "float32"},
+        {"_c_contiguous": 0},
+        {"_c_contiguous": None},
+        {"data": None},
+        {"data": Memory(None, 0)},
+        {"data": Memory(-8, 0)},
+        {"data": Memory(64, None)},
+        {"data": Memory(64, 1 << 32)},
+    ],
+)
+def test_attributes_of_another_kind(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]) -> None:
+    """A version of CuPy that has them otherwise is no worse than one without; no exception is left behind."""
+    side = Without(monkeypatch, pretended()[0])
+    side.remember(Collective.ALL_REDUCE, F32, 12)
+    bad = Array(zeros(12), **wrong)
+    assert side.all_reduce(bad) == side.all_reduce(Array(zeros(12)), bad) == 1
+    for name in wrong:
+        delattr(bad, name)
+    assert side.all_reduce(bad) == side.send(bad) == 1
+    assert side.all_reduce(Array(zeros(12))) == 0
+
+
+def test_a_library_without_these_attributes_goes_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other:
+        size = dtype = data = None
+
+    side = Without(monkeypatch, types.SimpleNamespace(ndarray=Other))
+    assert side.all_reduce(Other()) == 1
+
+
+def test_the_stream_is_asked_for(side: Without, make: Callable[..., Any]) -> None:
+    x = make(zeros(12))
+    side.remember(Collective.ALL_REDUCE, F32, 12)
+    for wrong in (5, None, "0", -1, 1 << 70, ZeroDivisionError()):
+        side.stream = wrong
+        assert side.all_reduce(x) == 1
+    assert len(side.asked) == 6
+    side.doors.stream = side.stream = 5
+    assert side.all_reduce(x) == 0
+    assert side.driver.seen[-1][-3] == 5
+    assert side.all_reduce(x, stream=5) == 0
+    assert len(side.asked) == 7
+
+
+def test_arrays_in_groups(side: Without, make: Callable[..., Any]) -> None:
+    x, y = zeros(12), zeros(7, np.int64)
+    side.remember_messages(4, (False, 1, 12, F32), (True, 1, 7, I64), (True, 0, 12, F32))
+    with miraccl.group():
+        assert side.send(make(x)) == side.recv(make(y)) == side.recv(make(x), 0) == 0
+    assert side.driver.seen == [(4, 0, *SHAPE, 0, x.ctypes.data, y.ctypes.data, x.ctypes.data)]
+
+
+def test_references_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    side, size, ptr = Without(monkeypatch, pretended()[0]), 100_000, zeros(100_000).ctypes.data
+    side.remember(Collective.ALL_REDUCE, F32, size)
+    memory = Memory(ptr, 0)
+    good = Array(zeros(size), size=size, data=memory)
+    bad = Array(zeros(size), size=size, data=Memory(ptr + 1, 0))
+    watched = (size, ptr, memory, good.dtype, good, side.ask)
+    counts = [sys.getrefcount(thing) for thing in watched]
+    for _ in range(100):
+        assert side.all_reduce(good) == 0
+        assert side.all_reduce(bad) == 1
+    side.asked.clear()
+    assert [sys.getrefcount(thing) for thing in watched] == counts
+
+
+# ---- beside PyTorch
+
+
+def test_tensors_and_arrays(monkeypatch: pytest.MonkeyPatch, library: tuple[Any, Callable[..., Any]]) -> None:
+    """Whichever library comes first: one table of launches, and PyTorch's stream where doors knew of it at the first operation."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip(f"tensors of PyTorch {torch.__version__} have no interface for compiled code")
+    cupy, make = library
+    modules: dict[str, Any] = {}
+    monkeypatch.setattr(table, "sys", types.SimpleNamespace(modules=modules))
+    asked: list[int] = []
+
+    def ask(ordinal: int) -> int:
+        asked.append(ordinal)
+        return 0
+
+    tensor, array = torch.zeros(12), make(zeros(12))
+    for first, second in (("torch", "cupy"), ("cupy", "torch")):
+        things = {"torch": tensor, "cupy": array}
+        modules.clear()
+        asked.clear()
+        side = Side()
+        side.remember(Collective.ALL_REDUCE, F32, 12)
+        assert side.all_reduce(tensor) == side.all_reduce(array) == 1
+        modules[first] = types.SimpleNamespace()  # which is being imported
+        side.doors.learn_types()
+        modules[first] = {"torch": torch, "cupy": cupy}[first]
+        side.doors.learn_types()
+        side.doors.ask_for_stream(ask)
+        assert side.all_reduce(things[first]) == 0
+        assert side.all_reduce(things[second]) == 1
+        modules[second] = {"torch": torch, "cupy": cupy}[second]
+        side.doors.learn_types()
+        assert side.all_reduce(tensor) == side.all_reduce(array) == side.all_reduce(tensor, make(zeros(12))) == 0
+        assert bool(asked) == (first == "cupy")
+
+
+# ---- the long way
+
+
+def test_types_that_numpy_has_no_code_for() -> None:
+    """CuPy's arrays of bfloat16 say "<V2"; bytes in another order are no number."""
+    from miraccl.comm.device.memory import device_view
+    from miraccl.errors import InvalidUsage
+
+    class Other:
+        def __init__(self, dtype: Any) -> None:
+            self.dtype = np.dtype(dtype)
+
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            return {"shape": (4,), "typestr": self.dtype.str, "data": (4096, False), "version": 3}
+
+    for code, dtype in NUMPY_DTYPE.items():
+        assert device_view(Other(dtype), "x", "a test").dtype is code
+    for wrong in (">f4", "V2", np.complex64, ml_dtypes.float8_e4m3fnuz):
+        with pytest.raises(InvalidUsage, match="x has type"):
+            device_view(Other(wrong), "x", "a test")
