@@ -54,7 +54,9 @@ def test_programs_in_documents_are_python(document: Path) -> None:
 def _helps(command: click.Command, context: click.Context) -> Iterator[str]:
     """What ``--help`` prints, of a command and of those in it."""
     yield command.get_help(context)
-    for name in command.list_commands(context) if isinstance(command, click.Group) else ():
+    if not isinstance(command, click.Group):
+        return
+    for name in command.list_commands(context):
         inner = command.get_command(context, name)
         assert inner is not None
         yield from _helps(inner, click.Context(inner, info_name=name, parent=context))
