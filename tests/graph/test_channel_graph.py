@@ -42,7 +42,7 @@ def channel_graphs(draw: st.DrawFn) -> tuple[ChannelGraph, System]:
     steps = 1 if kind is GraphKind.NVLS else ngpus
     graph = ChannelGraph(
         kind=kind,
-        pattern=draw(st.sampled_from(Pattern)),
+        pattern=Pattern.TREE if kind is GraphKind.TREE and ngpus == 1 else draw(st.sampled_from(Pattern)),
         bw_intra=draw(floats),
         bw_inter=draw(floats),
         latency_inter=draw(floats),
@@ -115,6 +115,14 @@ GRAPH = (
     '<graph id="0" pattern="4" crossnic="0" nchannels="1" speedintra="1" speedinter="1" typeintra="NVL" typeinter="PIX" samechannels="1">'
 )
 
+NVLS = GRAPH.replace('id="0" pattern="4"', 'id="3" pattern="5"')
+GPU0, GPU1 = '<gpu dev="0"/>', '<gpu dev="0x1"/>'
+CHANNEL = f"<channel>{GPU0}{GPU1}</channel>"
+
+
+def file_of(graph: str, *channels: str) -> str:
+    return f'<graphs version="1">{graph}{"".join(channels)}</graph></graphs>'
+
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
@@ -122,18 +130,34 @@ GRAPH = (
         ("", "not XML"),
         ('<system version="1"/>', "begins with <system>"),
         ('<graphs version="2"/>', "version '2'"),
-        (f'<graphs version="1">{GRAPH}</graph></graphs>', "announces 1 channels and holds 0"),
-        (f'<graphs version="1">{GRAPH}<channel><gpu dev="9"/></channel></graph></graphs>', "names GPU 0x9"),
-        (f'<graphs version="1">{GRAPH}<channel><gpu/></channel></graph></graphs>', "invalid literal"),
+        (file_of(GRAPH), "announces 1 channels and holds 0"),
+        (file_of(GRAPH.replace('nchannels="1"', 'nchannels="-1"'), CHANNEL, CHANNEL), "announces -1 channels and holds 2"),
+        (file_of(GRAPH, '<channel><gpu dev="9"/></channel>'), "names GPU 0x9"),
+        (file_of(GRAPH, "<channel><gpu/></channel>"), "invalid literal"),
+        (file_of(GRAPH, "<channel/>"), "holds the GPUs of ranks none; wanted is each of the 2 GPUs once"),
+        (file_of(GRAPH, f"<channel>{GPU0}</channel>"), "channel 0 of the ring graph of the file holds the GPUs of ranks 1; wanted"),
+        (file_of(GRAPH, f"<channel>{GPU0}{GPU0}</channel>"), "ranks 1 1; wanted"),
+        (file_of(NVLS, "<channel/>"), "channel 0 of the nvls graph of the file names no GPU"),
         ('<graphs version="1"><graph id="0"/></graphs>', "'nchannels' is missing"),
-        (f'<graphs version="1">{GRAPH.replace("NVL", "FAR")}<channel/></graph></graphs>', "'FAR' is missing or not a path type"),
-        (f'<graphs version="1">{GRAPH.replace("id=" + chr(34) + "0", "id=" + chr(34) + "7")}</graph></graphs>', "7"),
+        (file_of(GRAPH.replace("NVL", "FAR"), CHANNEL), "'FAR' is missing or not a path type"),
+        (file_of(GRAPH.replace('speedintra="1"', 'speedintra="nan"'), CHANNEL), "'nan' is no speed"),
+        (file_of(GRAPH.replace('speedinter="1"', 'speedinter="-1"'), CHANNEL), "'-1' is no speed"),
+        (file_of(GRAPH.replace('id="0"', 'id="7"')), "7"),
         ('<!DOCTYPE g [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;">]><graphs version="1">&b;</graphs>', "document type"),
     ],
 )
 def test_a_wrong_file_is_refused_with_a_reason(text: str, complaint: str) -> None:
     with pytest.raises(TopologyError, match=complaint):
         graphs_from_xml(text, machine(2, 0))
+
+
+def test_a_tree_of_one_gpu_has_one_pattern() -> None:
+    tree = GRAPH.replace('id="0" pattern="4"', 'id="1" pattern="{}"')
+    text = file_of(tree, f"<channel>{GPU0}</channel>")
+    assert graphs_from_xml(text.format(3), machine(1, 0))[GraphKind.TREE].intra == ((0,),)
+    for pattern in (1, 2):
+        with pytest.raises(TopologyError, match=f"has one GPU; pattern {pattern} needs two, a tree on one GPU is pattern 3"):
+            graphs_from_xml(text.format(pattern), machine(1, 0))
 
 
 def test_comments_are_allowed() -> None:

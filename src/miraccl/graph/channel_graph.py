@@ -13,6 +13,7 @@ Rules kept here
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -245,16 +246,20 @@ def _graph_from_element(element: ElementTree.Element, system: System) -> Channel
     try:
         kind = GraphKind(int(element.attrib["id"], 0))
         count = int(element.attrib["nchannels"], 0)
-        channels = [_channel_from_element(channel, kind, system) for channel in element][:count]
-        if len(channels) < count:
+        pattern = Pattern(int(element.attrib["pattern"], 0))
+        channels = [_channel_from_element(channel, kind, system) for channel in element]
+        if not 0 <= count <= len(channels):
             raise TopologyError(f"the {kind.label} graph of the file announces {count} channels and holds {len(channels)}")
+        channels = channels[:count]
+        for number, (ranks, _) in enumerate(channels):
+            _check_channel(ranks, number, kind, pattern, system)
         start = start_graph(kind, count)
         return ChannelGraph(
             kind=kind,
-            pattern=Pattern(int(element.attrib["pattern"], 0)),
-            bw_intra=f32(float(element.attrib["speedintra"])),
-            bw_inter=f32(float(element.attrib["speedinter"])),
-            latency_inter=f32(float(element.get("latencyinter", "0"))),
+            pattern=pattern,
+            bw_intra=_amount(element.attrib["speedintra"]),
+            bw_inter=_amount(element.attrib["speedinter"]),
+            latency_inter=_amount(element.get("latencyinter", "0")),
             type_intra=PathType[element.attrib["typeintra"]],
             type_inter=PathType[element.attrib["typeinter"]],
             same_channels=int(element.attrib["samechannels"], 0),
@@ -270,6 +275,28 @@ def _graph_from_element(element: ElementTree.Element, system: System) -> Channel
         if isinstance(error, TopologyError):
             raise
         raise TopologyError(f"a <graph> of the file: {error}") from None
+
+
+def _check_channel(ranks: Sequence[int], number: int, kind: GraphKind, pattern: Pattern, system: System) -> None:
+    """An NVLS channel has a head; every other one holds each GPU once, and only pattern TREE fits on one."""
+    name = f"channel {number} of the {kind.label} graph of the file"
+    if kind is GraphKind.NVLS:
+        if not ranks:
+            raise TopologyError(f"{name} names no GPU")
+        return
+    if sorted(ranks) != sorted(gpu.rank for gpu in system.gpus):
+        given = " ".join(map(str, ranks)) or "none"
+        raise TopologyError(f"{name} holds the GPUs of ranks {given}; wanted is each of the {len(system.gpus)} GPUs once")
+    if kind is GraphKind.TREE and len(ranks) == 1 and pattern is not Pattern.TREE:
+        raise TopologyError(f"{name} has one GPU; pattern {int(pattern)} needs two, a tree on one GPU is pattern {int(Pattern.TREE)}")
+
+
+def _amount(text: str) -> float:
+    """GB/s or us."""
+    value = f32(float(text))
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{text!r} is no speed and no latency")
+    return value
 
 
 def _channel_from_element(element: ElementTree.Element, kind: GraphKind, system: System) -> tuple[tuple[int, ...], tuple[int, ...]]:
