@@ -32,6 +32,11 @@ def test_a_rank_that_waits_alone_is_told(how: str, monkeypatch: pytest.MonkeyPat
     assert run_cases([{"failure": how}], 2) == [["", ""]]
 
 
+@pytest.mark.parametrize("how", ["death", "death while it works"])
+def test_a_rank_outlives_another(how: str) -> None:
+    assert run_cases([{"failure": how}], 2) == [["", ""]]
+
+
 def test_ranks_that_call_different_operations_are_told() -> None:
     assert run_cases([{"failure": "mismatch"}], 2) == [["", ""]]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -135,6 +136,8 @@ class Rank:
                 still_usable = float((self.torch.ones(10, device="cuda") * 2).sum()) == 20
                 return "" if error.peer != self.comm.rank and still_usable else f"unexpected: {error}"
             return "different sizes were not noticed"
+        if how.startswith("death"):
+            return self.outlive(working=how == "death while it works")
         if self.comm.rank != 0:
             return ""
         x = self.torch.ones(1000, device="cuda")
@@ -148,6 +151,25 @@ class Rank:
         except CommunicatorAborted as error:
             return "" if how == "abort" else f"unexpected: {error}"
         return "the wait ended without an error"
+
+    def outlive(self, working: bool) -> str:
+        """Rank 1 is killed before an operation, or while its GPU and that of rank 0 are at work; rank 0 is told, and its GPU is usable."""
+        from miraccl.errors import PeerDied
+
+        x, begin = self.torch.ones(4 << 20, device="cuda"), time.monotonic()
+        try:
+            for _ in range(300 if working else 0):
+                self.comm.all_reduce(x)
+            if self.comm.rank == 1:
+                print("RESULT " + json.dumps([""]), flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.comm.all_reduce(x)
+            self.comm.synchronize()
+        except PeerDied as error:
+            waited = time.monotonic() - begin
+            still_usable = float((self.torch.ones(10, device="cuda") * 2).sum()) == 20
+            return "" if error.peer == 1 and still_usable and waited < 30 else f"unexpected: {error} after {waited:.1f} s"
+        return "nobody was missed"
 
     def through_communicator(self) -> str:
         """The public way: ``Communicator`` hands tensors to the GPU side, arrays to the CPU side."""
