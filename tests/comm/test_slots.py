@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import miraccl
 from miraccl import Communicator
 from miraccl.executor.cpu.context import words_at
 from miraccl.executor.cpu.kernels import layout as at
@@ -14,6 +15,12 @@ from tests.comm import cases
 from tests.comm.test_life import in_threads
 
 PIECE = 64 << 10  # of a message between two ranks of a host
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """The engine is there before a deadline runs; to compile it takes a busy machine a minute."""
+    miraccl.init().finalize()
 
 
 def bytes_of(word: int) -> list[int]:
