@@ -307,6 +307,21 @@ def killed(phase: str, victim: int, path: str, ranks_per_host: int) -> Any:
     return result
 
 
+def killed_while_shrinking(path: str) -> Any:
+    """Rank 1 is killed when the others are at shrink() already, without having noticed; they go on without it."""
+    comm = miraccl.init(timeout=30)
+    together(comm)
+    if comm.rank == 1:
+        others = [r for r in range(comm.nranks) if r != 1]
+        session, calls = comm._member.session, {""}
+        while calls != {"shrink"}:
+            status = session.request_status(10)
+            calls = {thread["call"] for r in others for thread in status[r]["threads"][:1]}
+        die(path)
+    smaller = comm.shrink()
+    return {"shrunk": [smaller.rank, smaller.nranks, float(smaller.all_reduce(np.ones(3))[0])]}
+
+
 def hub_in_rank_0(path: str) -> Any:
     """Ranks that meet at an id made by rank 0, which is killed."""
     rank, nranks = int(os.environ["MIRACCL_RANK"]), int(os.environ["MIRACCL_NRANKS"])

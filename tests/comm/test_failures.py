@@ -217,6 +217,11 @@ def test_a_rank_that_ends_early(how: str, ranks_per_host: int) -> None:
         assert "has left the communicator" in got[0]["text"]
 
 
+def test_a_rank_dies_while_the_others_shrink(tmp_path: Path) -> None:
+    got = values(rank_outcomes(fault_ranks.killed_while_shrinking, 4, str(tmp_path / "death"), timeout=40), but=1)
+    assert [value["shrunk"] for value in got] == [[rank, 3, 3.0] for rank in range(3)]
+
+
 def test_the_hub_dies_with_its_rank(tmp_path: Path) -> None:
     """Rank 0 holds the meeting point and is killed: the others raise as well, and cannot go on together."""
     got = values(rank_outcomes(fault_ranks.hub_in_rank_0, 3, str(tmp_path / "death"), timeout=40), but=0)

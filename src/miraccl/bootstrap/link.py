@@ -275,6 +275,11 @@ class Link:
                 absent |= {r: self._hub_problem for r in ranks if r not in absent}
             return dict(replies), absent
 
+    def gone(self, group: int) -> list[int]:
+        """Ranks of the group, by their numbers in the world, that have died or left it, as far as is known here."""
+        with self._cond:
+            return [rank for rank in self._view_ranks[group] if rank in self._gone or (group, rank) in self._left]
+
     def _group_problem(self, group: int) -> Problem | None:
         for rank in self._view_ranks[group]:
             problem = self._gone.get(rank) or self._left.get((group, rank))

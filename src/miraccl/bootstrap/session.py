@@ -132,6 +132,10 @@ class Session:
             if problem is not None:
                 raise self._error(problem, "notify", 0.0)
 
+    def gone(self) -> frozenset[int]:
+        """The ranks that have died or left, as far as the control plane has told."""
+        return frozenset(self._of_world[rank] for rank in self._link.gone(self._group)) if self._link is not None else frozenset()
+
     def wait_until_heard(self, timeout: float, without: Collection[int] = ()) -> None:
         """Returns when the others have dealt with what this rank has sent them, at most after ``timeout`` seconds.
 

@@ -12,7 +12,7 @@ from miraccl.comm.meeting import meet_by_id
 from miraccl.comm.member import Member, Options
 from miraccl.comm.operations import SUM, Operations
 from miraccl.comm.planner import Candidate
-from miraccl.errors import MiracclError
+from miraccl.errors import BootstrapError, MiracclError, PeerDied
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.types import Collective, DType
 
@@ -131,9 +131,16 @@ class Communicator(Operations):
         return None if session is None else Communicator.from_session(session, options, parent=self)
 
     def shrink(self) -> Communicator:
-        """A communicator of the ranks that live, after this one broke. Collective over the living."""
+        """A communicator of the ranks that live, after this one broke. Collective over the living; who dies meanwhile is left out, too."""
+        member = self._member
         self._splits += 1
-        return Communicator.from_session(self._member.living(self._splits), self._member.options, parent=self)
+        while True:
+            ranks = member.living()
+            try:
+                return Communicator.from_session(member.among(ranks, self._splits), member.options, parent=self)
+            except (PeerDied, BootstrapError):
+                if not member.fewer_live(ranks):
+                    raise
 
     def abort(self, reason: str = "abort() was called") -> None:
         """End the communicator now, on all ranks: whoever waits raises ``CommunicatorAborted``. Any thread may call it."""

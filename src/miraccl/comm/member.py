@@ -25,7 +25,7 @@ from miraccl.comm.arguments import data_type
 from miraccl.comm.calls import Call, Place, barrier
 from miraccl.comm.exchange import Entry, Exchange, Transfer
 from miraccl.comm.fabric import Beliefs, Fabric
-from miraccl.comm.faults import Faults
+from miraccl.comm.faults import NOTICE_FIRST_S, Faults
 from miraccl.comm.model import Constants, Shape, default_block_bytes
 from miraccl.comm.planner import Overrides, Planner, Request
 from miraccl.comm.tuning import load_constants
@@ -323,11 +323,21 @@ class Member:
         chosen = sorted((int(k), r) for r, (c, k) in enumerate(everyone) if c == str(int(color)))
         return self.session.sub([r for _, r in chosen], f"{self.session.name}/{number}:{color}"), self.options
 
-    def living(self, number: int) -> Session:
-        """The session of the ranks that have neither died nor left."""
-        gone = {*self.faults.lost, *self.faults.left}
-        ranks = [r for r in range(self.nranks) if r not in gone]
+    def living(self) -> list[int]:
+        """The ranks that have neither died nor left."""
+        gone = {*self.faults.lost, *self.faults.left, *self.session.gone()}
+        return [r for r in range(self.nranks) if r not in gone]
+
+    def among(self, ranks: list[int], number: int) -> Session:
+        """The session of the ranks that live, for a communicator that is made of them."""
         return self.session.sub(ranks, f"{self.session.name}/shrink{number}:{','.join(map(str, ranks))}")
+
+    def fewer_live(self, ranks: list[int]) -> bool:
+        """Whether one of ``ranks``, of which this is one, is gone; a connection may break before the control plane tells that."""
+        deadline = time.monotonic() + NOTICE_FIRST_S
+        while self.living() == ranks and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return self.living() != ranks
 
     # ---- end
 
