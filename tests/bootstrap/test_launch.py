@@ -345,6 +345,15 @@ def test_an_earlier_job_of_the_same_port_and_secret_is_passed_by():
     _close(first)
 
 
+def test_a_rank_0_that_nobody_comes_to_tells_of_the_port_that_was_taken():
+    """As of two ranks 0, each of which waits at a port of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        first = _ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))[0]
+        with pytest.raises(BootstrapError, match=rf"rank 1 of 2 never arrived .* port \d+, for {port} was taken; is there another rank 0\?"):
+            meet(detect_launch(first), 0.1)
+
+
 def test_a_wrong_secret_is_no_member():
     port = str(free_port())
     environs = _ranks(3, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)

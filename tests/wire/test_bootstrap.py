@@ -122,6 +122,17 @@ def test_the_hub_can_know_nranks_from_the_start():
     assert member.got(Refused)[0].text == "rank 0 was started with nranks=3, the hub with nranks=2"
 
 
+def test_a_rank_of_another_job_size_that_comes_first_does_not_hide_why_from_those_who_come_later():
+    net = Net(nranks=2)
+    net.member(1, 3)
+    net.run()
+    assert not net.finished
+    own = net.member(0, 2)
+    net.run()
+    assert own.got(Refused)[0].text == "rank 1 was started with nranks=3, the hub with nranks=2"
+    assert net.finished
+
+
 def test_missing_ranks_are_named_at_the_deadline_of_the_first():
     net = Net()
     members = [net.member(rank, 8, timeout=10.0 + rank) for rank in (0, 1, 3, 4, 6, 7)]

@@ -35,7 +35,7 @@ from miraccl.bootstrap.join import connect, join_job
 from miraccl.bootstrap.runtime_file import forget_id, job_of_parent, publish_id, wait_for_id
 from miraccl.bootstrap.session import Session, solo
 from miraccl.bootstrap.unique_id import UniqueId
-from miraccl.errors import InvalidUsage, SystemFailure
+from miraccl.errors import BootstrapError, InvalidUsage, SystemFailure
 
 _log = trace.logger("bootstrap")
 #: Rank 0 listens at the first free port of MASTER_PORT..MASTER_PORT+32; torchrun's own store usually has the first.
@@ -77,7 +77,7 @@ class Launch:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.nranks:
-            raise InvalidUsage(f"{self.launcher}: rank {self.rank} of {self.nranks} ranks; ranks are 0..nranks-1")
+            raise InvalidUsage(f"{self.launcher}: rank {self.rank} of {self.nranks}", hint=f"ranks are 0 to {self.nranks - 1}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +311,9 @@ def _meet_at_port(launch: Launch, point: PortPoint, timeout: float, session_time
     except BaseException as error:
         if root is not None:
             root.close(f"rank 0 gave up: {type(error).__name__}")
+            first, mine = point.ports.start, root.addresses[0][1]
+            if isinstance(error, BootstrapError) and error.hint is None and mine != first:
+                error.hint = f"this rank 0 listens at port {mine}, for {first} was taken; is there another rank 0?"
         raise
 
 

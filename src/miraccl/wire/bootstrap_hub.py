@@ -274,6 +274,7 @@ class HubMachine:
             first = f"{self._nranks_said_by or 'the hub'} with nranks={self.nranks}"
             refused = Refused(code=Refusal.NRANKS, text=f"rank {rank} was started with nranks={nranks}, {first}", ranks=(rank,))
             if self.state is MeetingState.GATHERING:
+                self._linger_until = now + join.timeout
                 self._fail(refused, now)
             self._refuse(peer, refused, now)
             return
