@@ -118,6 +118,11 @@ def several_backends(path: str) -> None:
             assert isinstance(pair._get_backend(torch.device("cuda")), dist.ProcessGroupGloo)
             with refused("other libraries"):
                 pair.split_group([0, 1])
+        if not dist.is_nccl_available():
+            before = _open_files()
+            with refused("this build of PyTorch has no NCCL"):
+                dist.new_group(backend="cpu:miraccl,cuda:nccl")
+            _wait_until_closed(before)  # what had been made of the group
         with refused("meta", "init_process_group"):
             dist.all_reduce(torch.ones(1, device="meta"))
 
@@ -134,10 +139,15 @@ def descriptors(path: str) -> None:
         assert len(during) - len(before) <= len(several) * (4 if rank else 32)  # rank 0 has the meeting point
         for group in several:
             dist.destroy_process_group(group)
-        limit = time.monotonic() + LIMIT.total_seconds()
-        while len(_open_files()) > len(before):  # the meeting points end when all ranks have left
-            assert time.monotonic() < limit, (before, _open_files())
-            time.sleep(0.001)
+        _wait_until_closed(before)
+
+
+def _wait_until_closed(before: list[str]) -> None:
+    """Meeting points end when all ranks have left."""
+    limit = time.monotonic() + LIMIT.total_seconds()
+    while len(_open_files()) > len(before):
+        assert time.monotonic() < limit, (before, _open_files())
+        time.sleep(0.001)
 
 
 def _open_files() -> list[str]:

@@ -63,6 +63,8 @@ class Elsewhere:
             options = options or dist.ProcessGroupNCCL.Options()
             options._timeout, options.global_ranks_in_group, options.group_name = timeout, global_ranks, name
             return kind.NCCL, dist.ProcessGroupNCCL(store, rank, size, options)
+        if backend in ("gloo", "nccl"):
+            raise InvalidUsage(f"this build of PyTorch has no {backend.upper()}", hint="a build for CUDA has NCCL")
         plugin = dist.Backend._plugins.get(backend.upper())
         if plugin is None or plugin.extended_api:
             raise InvalidUsage(f"a group with miraccl for one device cannot have {backend!r} for another", hint="gloo and nccl can")

@@ -42,17 +42,22 @@ def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
     elsewhere = None
     if others:
         place = dist.PrefixStore(f"{NAME}/elsewhere/", store)
-        with as_backend_errors():
-            elsewhere = Elsewhere(
-                others,
-                place,
-                rank,
-                size,
-                timeout=timeout,
-                options=backend_options,
-                global_ranks=opts.global_ranks_in_group,
-                name=opts.group_id,
-            )
+        try:
+            with as_backend_errors():
+                elsewhere = Elsewhere(
+                    others,
+                    place,
+                    rank,
+                    size,
+                    timeout=timeout,
+                    options=backend_options,
+                    global_ranks=opts.global_ranks_in_group,
+                    name=opts.group_id,
+                )
+        except BaseException:
+            mail.finalize()
+            comm.finalize()
+            raise
     return ProcessGroupMiraccl(store, comm, mail, elsewhere)
 
 
