@@ -350,7 +350,8 @@ def test_a_rank_0_that_nobody_comes_to_tells_of_the_port_that_was_taken():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         first = _ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))[0]
-        with pytest.raises(BootstrapError, match=rf"rank 1 of 2 never arrived .* port \d+, for {port} was taken; is there another rank 0\?"):
+        told = rf"rank 1 of 2 never arrived .* port \d+, for {port} was taken; is there another rank 0\?"
+        with pytest.raises(BootstrapError, match=told):
             meet(detect_launch(first), 0.1)
 
 
