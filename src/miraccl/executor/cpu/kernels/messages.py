@@ -115,7 +115,13 @@ def receive(ctx: int, conn: int, peer: int, sig: int) -> int:
 
 @inline
 def consume(ctx: int, conn: int) -> None:
-    give_back(ctx, conn)
+    consume_part(ctx, conn, load(ctx + at.CTX_SWAP) != 0)
+
+
+@inline
+def consume_part(ctx: int, conn: int, swaps: bool) -> None:
+    """The same, where ``swaps`` says whether the message's slot may be kept."""
+    give_back(ctx, conn, swaps)
     count = load(conn + at.CONN_COUNT) + 1
     store(conn + at.CONN_COUNT, count)
     store_release(load(conn + at.CONN_TAIL_ADDR), count)

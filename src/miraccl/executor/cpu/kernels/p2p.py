@@ -16,7 +16,7 @@ from miraccl.executor.cpu.kernels.messages import (
     acquire,
     can_post_address,
     connection,
-    consume,
+    consume_part,
     drain,
     post,
     post_address,
@@ -25,7 +25,7 @@ from miraccl.executor.cpu.kernels.messages import (
     take,
     want,
 )
-from miraccl.executor.cpu.kernels.slots import post_line, slot
+from miraccl.executor.cpu.kernels.slots import MOST, post_line, slot
 from miraccl.executor.cpu.kernels.waiting import expired, fail, futex_wait, interrupted, may_yield, now_ns, release_gil, yield_core
 from miraccl.native.intrinsics import (
     MEMBARRIER_GLOBAL_EXPEDITED,
@@ -95,13 +95,23 @@ def announce(ctx: int, peer: int, address: int, nbytes: int) -> None:
 
 
 @inline
-def take_piece(ctx: int, peer: int, address: int, nbytes: int, sig: int) -> int:
-    announce(ctx, peer, address, nbytes)
-    return take_announced(ctx, peer, address, nbytes, sig)
+def piece_bytes(ctx: int, peer: int) -> int:
+    """Both ends of a pair have slots of the same size; network FIFOs send larger pieces, straight from and to the user's memory."""
+    conn = connection(ctx, at.CTX_SEND, peer)
+    if load(conn + at.CONN_KIND) == at.KIND_NET:
+        return at.NET_PIECE
+    return load(conn + at.CONN_SLOT_BYTES)
 
 
 @inline
-def take_announced(ctx: int, peer: int, address: int, nbytes: int, sig: int) -> int:
+def take_piece(ctx: int, peer: int, address: int, nbytes: int, sig: int, total: int) -> int:
+    """A piece of a message that comes alone: where that is long, for a time everything goes one way, and swapping slots does not pay."""
+    announce(ctx, peer, address, nbytes)
+    return take_announced(ctx, peer, address, nbytes, sig, total <= MOST * piece_bytes(ctx, peer))
+
+
+@inline
+def take_announced(ctx: int, peer: int, address: int, nbytes: int, sig: int, may_swap: bool) -> int:
     conn = connection(ctx, at.CTX_RECV, peer)
     code = receive(ctx, conn, peer, sig)
     if code != at.OK:
@@ -111,17 +121,8 @@ def take_announced(ctx: int, peer: int, address: int, nbytes: int, sig: int) -> 
         return fail(ctx, at.ERR_SIZE, peer, nbytes, size)
     code = take(ctx, conn, peer, address, size)
     if code == at.OK:
-        consume(ctx, conn)
+        consume_part(ctx, conn, may_swap and load(ctx + at.CTX_SWAP) != 0)
     return code
-
-
-@inline
-def piece_bytes(ctx: int, peer: int) -> int:
-    """Both ends of a pair have slots of the same size; network FIFOs send larger pieces, straight from and to the user's memory."""
-    conn = connection(ctx, at.CTX_SEND, peer)
-    if load(conn + at.CONN_KIND) == at.KIND_NET:
-        return at.NET_PIECE
-    return load(conn + at.CONN_SLOT_BYTES)
 
 
 def _one_message(ctx: int, receives: bool, peer: int, address: int, count: int, dtype: int) -> int:
@@ -138,7 +139,7 @@ def _one_message(ctx: int, receives: bool, peer: int, address: int, count: int, 
     while True:
         size = min(piece, nbytes - start)
         if receives:
-            code = take_piece(ctx, peer, address + start, size, sig)
+            code = take_piece(ctx, peer, address + start, size, sig, nbytes)
         else:
             code = put_piece(ctx, peer, address + start, size, sig, nbytes)
         if code != at.OK:
@@ -205,7 +206,7 @@ def go(ctx: int, op: int) -> int:
         if load(conn + at.CONN_LAST_DIRECT) == load(conn + at.CONN_COUNT):
             store(op + at.OP_MARK, load(conn + at.CONN_COUNT))
     else:
-        code = take_announced(ctx, peer, address, size, load(op + at.OP_SIG))
+        code = take_announced(ctx, peer, address, size, load(op + at.OP_SIG), True)
     store(op + at.OP_DONE, done + 1)
     return code
 

@@ -20,7 +20,8 @@ from miraccl.native.intrinsics import inline, load, load_acquire, store, store_r
 #: Slots that are used before one that has just been read: an exchange of 128 KiB takes 13.6 us through slots of 64 KiB that were read just
 #: before, and 10.7 through those read one slot earlier, which have left the first-level cache (Intel Emerald Rapids).
 REST = 2
-#: None behind so many has been read: with all eight, ping-pong of 1 MiB was a fifth slower (second-level cache of 2 MiB).
+#: None behind so many has been read, nor are slots swapped for longer messages that come alone: ping-pong of 1 MiB was a fifth slower with
+#: all eight (second-level cache of 2 MiB), and with four that of 384 KiB to 2 MiB up to a quarter in one run of two.
 MOST = 4
 
 
@@ -124,11 +125,11 @@ def swap(ctx: int, conn: int) -> int:
 
 
 @inline
-def give_back(ctx: int, conn: int) -> None:
-    """Say which slot comes back for the message just received; its sender looks once the tail has moved."""
+def give_back(ctx: int, conn: int, swaps: bool) -> None:
+    """Say which slot comes back for the message just received, another one only if ``swaps``; its sender looks once the tail has moved."""
     mode, returned, number = load(post_line(conn) + at.POST_MODE), load(conn + at.CONN_RETURNED), 0
     if mode == at.MODE_SLOT or mode == at.MODE_MOVED:
-        if load(ctx + at.CTX_SWAP) != 0 and load(conn + at.CONN_KIND) == at.KIND_SHM:
+        if swaps and load(conn + at.CONN_KIND) == at.KIND_SHM:
             number = swap(ctx, conn)
     elif returned == 0:
         return
