@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import os
 import shlex
@@ -21,6 +22,7 @@ from miraccl.tools import cli, doctor, doctor_gpu, env
 from miraccl.tools.findings import Finding
 from miraccl.tools.schedule_draw import compute_timeline, draw_svg
 from miraccl.types import Collective
+from tests.topo.golden import TOPOLOGIES
 
 
 def invoke(*args: str, env: dict[str, str] | None = None) -> Result:
@@ -248,6 +250,54 @@ def test_a_plugin_that_fails_is_told_with_its_line(tmp_path: Path, text: str, wo
     result = invoke("schedule", "show", "ring", "--load", str(plugin))
     assert result.exit_code == 2
     assert words in message(result)
+
+
+def test_schedules_are_simulated_on_links_and_machines(tmp_path: Path) -> None:
+    rows = json.loads(invoke("schedule", "simulate", "ring", "-r", "4", "-s", "8,4M", "--bandwidth", "100", "--json", "-").output)
+    assert [row["bytes"] for row in rows] == [8, 4 << 20]
+    assert rows[1]["time_us"] == pytest.approx(12 * ((1 << 19) / 1e5 + 1), rel=1e-6)  # two rounds of 6 messages
+    text = invoke("schedule", "simulate", "two_shot", "--topo", str(TOPOLOGIES / "nvidia-dgxh100.xml"), "--nodes", "2", "-s", "1M").output
+    assert "two_shot all_reduce over 16 ranks, 128 links" in text
+    assert "PCI GPU/0-1b000 to PCI/0-15000@0, " in text
+    assert "over 4 ranks" in invoke("schedule", "simulate", "dissemination", "-c", "barrier").output
+
+
+def test_a_simulated_run_is_a_trace(tmp_path: Path) -> None:
+    target = tmp_path / "run.json"
+    assert invoke("schedule", "simulate", "ring", "-r", "3", "-s", "3000", "--trace", str(target)).exit_code == 0
+    events = [event for event in json.loads(target.read_text())["traceEvents"] if event["ph"] == "X"]
+    steps = [event for event in events if event["name"] != "wait"]
+    assert len(steps) == sum(len(steps) for channel in catalog.build("ring", Collective.ALL_REDUCE, 3).channels for steps in channel)
+    for rank in range(3):
+        mine = sorted((event for event in events if event["pid"] == rank), key=lambda event: event["ts"])
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-9 for a, b in itertools.pairwise(mine)), "waits and steps follow one another"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--mesh", "--topo", "x.xml"], "without --topo"),
+        (["--nodes", "2"], "belong to --topo"),
+        (["--topo", "no_such.xml"], "No such file"),
+        (["--topo", str(TOPOLOGIES / "nvidia-dgxh100.xml"), "-r", "4"], "the machine has 8 ranks"),
+        (["--bandwidth", "0"], "x>0"),
+        (["--bandwidth", "nan"], "finite"),
+        (["--slot", "0"], "--slot is at least 1 byte"),
+        (["--slot", "1", "--sizes", "1G"], "take larger slots"),
+    ],
+)
+def test_errors_of_simulate_say_what_is_allowed(args: list[str], words: str) -> None:
+    result = invoke("schedule", "simulate", "ring", *args)
+    assert result.exit_code == 2
+    assert words in message(result)
+
+
+def test_a_wrong_schedule_is_not_simulated(tmp_path: Path) -> None:
+    text = tmp_path / "wrong.txt"
+    text.write_text('schedule "wrong" broadcast nranks 2\nchannel 0\nrank 0\nrank 1\n')
+    result = invoke("schedule", "simulate", str(text))
+    assert result.exit_code == 2
+    assert "output[0] of rank 0 is never written" in message(result)
 
 
 def test_env_tells_where_a_value_is_from() -> None:

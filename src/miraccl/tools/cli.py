@@ -24,7 +24,7 @@ COMMANDS = {
     "run": ("miraccl.tools.run:run", "Start ranks of a program, on one host or several."),
     "topo": ("miraccl.tools.topo_cli:topo", "Show, read and compare the topology of machines."),
     "plan": ("miraccl.tools.plan_cli:plan", "Show which algorithm and which channels are chosen, and why."),
-    "schedule": ("miraccl.tools.schedule_cli:schedule", "Show, prove and draw the steps of an algorithm."),
+    "schedule": ("miraccl.tools.schedule_cli:schedule", "Show, prove, draw and simulate the steps of an algorithm."),
     "env": ("miraccl.tools.env:env", "List every setting, its value and where that came from."),
     "doctor": ("miraccl.tools.doctor:doctor", "Check what this machine offers and what is missing."),
 }

@@ -1,7 +1,8 @@
-"""``miraccl schedule``: look at algorithms as the steps they are."""
+"""``miraccl schedule``: look at algorithms as the steps they are, and run them on links that one does not have."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,15 +11,15 @@ from typing import Any
 import click
 
 from miraccl.errors import InvalidUsage, MiracclError, ScheduleError
-from miraccl.tools.options import KnownCommands, OutputFile, read_bytes, write_json, write_text
+from miraccl.tools.options import Finite, KnownCommands, Numbers, OutputFile, Size, Sizes, read_bytes, write_json, write_text
 from miraccl.types import Collective
 
 _COLLECTIVES = tuple(c.label for c in Collective if c is not Collective.SEND_RECV)
 
 
-@click.group(cls=KnownCommands, short_help="Show, prove and draw algorithms.")
+@click.group(cls=KnownCommands, short_help="Show, prove, draw and simulate algorithms.")
 def schedule() -> None:
-    """Show, prove and draw the steps of an algorithm.
+    """Show, prove, draw and simulate the steps of an algorithm.
 
     A schedule says, for every channel and rank, which primitive acts on which chunk in which order; it is what runs. ALGO is the
     name of an algorithm, or a file with a schedule in the text form that `show` prints.
@@ -29,6 +30,7 @@ def schedule() -> None:
       miraccl schedule show ring --collective all_reduce --ranks 3
       miraccl schedule verify two_shot --collective all_reduce --ranks 1-33
       miraccl schedule draw ring --collective all_gather --ranks 4 --out ring.svg
+      miraccl schedule simulate ring --ranks 8 --bandwidth 360
     """
 
 
@@ -153,6 +155,64 @@ def draw(algo: str, collective: str, ranks: int, root: int, plugin: str | None, 
     from miraccl.tools.schedule_draw import draw_svg
 
     write_text(out, draw_svg(_build(algo, collective, ranks, root, plugin)))
+
+
+@schedule.command(short_help="Run an algorithm on virtual links and a virtual clock.")
+@_options
+@click.option("-r", "--ranks", type=click.IntRange(1, 256), help="Number of ranks.  [default: 4, or those of --topo]")
+@click.option("-s", "--sizes", type=Sizes(), default="8,1K,256K,4M,64M", show_default=True, help="Sizes in bytes, with K, M, G.")
+@click.option("--topo", "topo_file", type=click.Path(), help="Topology file: the links are those of this machine, its GPUs the ranks.")
+@click.option("--nodes", type=click.IntRange(1, 64), default=1, show_default=True, help="Such machines in the job.")
+@click.option("--gpus", type=Numbers(), metavar="0,2,...", help="Only the GPUs with these device numbers.")
+@click.option("--bandwidth", type=Finite(0, min_open=True), help="Without --topo: GB/s of each rank to and from a switch.  [default: 100]")
+@click.option("--mesh", is_flag=True, help="Without --topo: a link of its own between any two ranks instead of a switch.")
+@click.option("--latency", type=Finite(0), help="us from the last byte sent until it is seen; nets add their own.  [default: 1]")
+@click.option("--memory", type=Finite(0, min_open=True), help="GB/s of a rank's memory; without it copies and additions take no time.")
+@click.option("--slot", type=Size(), default="512K", show_default=True, help="Bytes of a chunk that move in a round.")
+@click.option("--fifo-depth", type=click.IntRange(1), default=8, show_default=True, help="Messages that a FIFO holds.")
+@click.option("--trace", "trace_file", type=OutputFile(), metavar="FILE", help="Write the last size as a trace for Perfetto; - is stdout.")
+@click.option("--json", "json_target", type=OutputFile(), metavar="FILE", help="Write the rows as JSON; - is standard output.")
+def simulate(algo: str, collective: str, ranks: int | None, root: int, plugin: str | None, **options: Any) -> None:
+    """Run ALGO on virtual links and a virtual clock, and print times as `miraccl perf` does.
+
+    What crosses a link at the same time shares its bandwidth; FIFOs fill, ranks wait, rounds overlap. Nothing else takes time, so the
+    figures say what the schedule makes of the links, not what a library costs. The schedule is proved right first.
+
+    \b
+    Examples:
+      miraccl schedule simulate ring --ranks 8 --sizes 1K,1M,64M --bandwidth 360
+      miraccl schedule simulate two_shot --topo dgx-h100.xml --nodes 2
+      miraccl schedule simulate my_algo --load my_algo.py --sizes 16M --trace run.json
+    """
+    from miraccl.schedule.verify import verify as prove
+    from miraccl.tools import schedule_simulate as simulation
+
+    if options["topo_file"]:
+        if options["bandwidth"] or options["mesh"]:
+            raise InvalidUsage("--bandwidth and --mesh are for links without --topo")
+        links = simulation.read_machine(options["topo_file"], options["nodes"], options["gpus"], options["latency"])
+        if ranks not in (None, links.nranks):
+            raise InvalidUsage(f"--ranks {ranks}: the machine has {links.nranks} ranks; choose them with --gpus and --nodes")
+        built = _build(algo, collective, links.nranks, root, plugin)
+    else:
+        if options["nodes"] > 1 or options["gpus"]:
+            raise InvalidUsage("--nodes and --gpus belong to --topo")
+        built = _build(algo, collective, ranks or 4, root, plugin)
+        links = simulation.uniform(built.nranks, options["bandwidth"] or 100.0, options["latency"], direct=options["mesh"])
+    if options["slot"] < 1:
+        raise InvalidUsage("--slot is at least 1 byte")
+    prove(built, fifo_depth=options["fifo_depth"])
+    memory = options["memory"] or math.inf
+    depth = options["fifo_depth"]
+    records, outcome = simulation.measure(
+        built, links, options["sizes"], slot_bytes=options["slot"], fifo_depth=depth, memory_bandwidth=memory
+    )
+    if options["trace_file"]:
+        write_json(options["trace_file"], simulation.trace(built, outcome))
+    if options["json_target"]:
+        write_json(options["json_target"], records)
+    elif options["trace_file"] != "-":
+        print(simulation.table(built, links, records))
 
 
 def _is_file(algo: str) -> bool:

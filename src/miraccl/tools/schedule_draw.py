@@ -1,7 +1,7 @@
 """A schedule as a picture: one lane per rank, one box per step, one arrow per message, time from left to right.
 
 Time is logical: every step takes one unit once its messages are there, messages take none, FIFOs never fill.  The picture shows
-who waits for whom and how long the longest chain is; for real times there is ``miraccl.sim``.
+who waits for whom and how long the longest chain is; for times on links of a bandwidth and a latency there is ``miraccl.sim``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,128 @@
+"""Virtual links: what messages between two ranks cross, how fast that is and how long the way is.
+
+A route is a list of links with a latency.  Links have one direction; whatever crosses one at the same time shares it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from miraccl.errors import InvalidUsage, TopologyError
+from miraccl.topo.analyse import Topology
+from miraccl.topo.records import PathType
+
+#: us; from a store to the load that sees it, where nothing else is said: the order of NVLink and of cores of a host
+LATENCY_US = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """``links``: numbers of the links in the order of travel; ``latency_us``: from the last byte sent until the receiver sees it."""
+
+    links: tuple[int, ...]
+    latency_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """``names[l]`` and ``bandwidths[l]`` (GB/s, one direction) of link l; ``routes[a, b]`` from rank a to rank b, of different ranks."""
+
+    nranks: int
+    names: tuple[str, ...]
+    bandwidths: tuple[float, ...]
+    routes: Mapping[tuple[int, int], Route]
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.bandwidths):
+            raise InvalidUsage(f"{len(self.names)} links have {len(self.bandwidths)} bandwidths")
+        for name, bandwidth in zip(self.names, self.bandwidths, strict=True):
+            if not 0 < bandwidth < math.inf:
+                raise InvalidUsage(f"the bandwidth of {name} is {bandwidth:g} GB/s; it is a finite number greater than 0")
+        for (sender, receiver), route in self.routes.items():
+            if not 0 <= route.latency_us < math.inf:
+                raise InvalidUsage(f"the latency from rank {sender} to rank {receiver} is {route.latency_us:g} us; it is finite, 0 or more")
+
+    def route(self, sender: int, receiver: int) -> Route:
+        found = self.routes.get((sender, receiver))
+        if found is None:
+            raise InvalidUsage(f"no link leads from rank {sender} to rank {receiver}")
+        return found
+
+
+def _pairs(nranks: int) -> Iterator[tuple[int, int]]:
+    return ((a, b) for a in range(nranks) for b in range(nranks) if a != b)
+
+
+def switch(nranks: int, bandwidth: float, latency_us: float = LATENCY_US) -> Links:
+    """Every rank has a link of ``bandwidth`` GB/s each way to a switch that never blocks: NVSwitch, or hosts around one switch."""
+    names = [f"{way} rank {rank}" for way in ("out of", "into") for rank in range(nranks)]
+    routes = {(a, b): Route((a, nranks + b), latency_us) for a, b in _pairs(nranks)}
+    return Links(nranks=nranks, names=tuple(names), bandwidths=(bandwidth,) * len(names), routes=routes)
+
+
+def mesh(nranks: int, bandwidth: float, latency_us: float = LATENCY_US) -> Links:
+    """A link of its own from each rank to each other one."""
+    pairs = list(_pairs(nranks))
+    routes = {pair: Route((number,), latency_us) for number, pair in enumerate(pairs)}
+    return Links(
+        nranks=nranks,
+        names=tuple(f"rank {a} to rank {b}" for a, b in pairs),
+        bandwidths=(bandwidth,) * len(pairs),
+        routes=routes,
+    )
+
+
+def machine(topology: Topology, latency_us: float = LATENCY_US) -> Links:
+    """The links of a topology, of as many nodes as it was analysed for, with the routes NCCL's paths take.
+
+    Between nodes a message goes by the nearest net of the sender and that of the receiver, with an ideal network between the two.  Its
+    latency there is that of the net (as the topology says) besides ``latency_us``.
+    """
+    system, paths = topology.system, topology.paths
+    if len(topology.domains) > 1:
+        raise TopologyError(
+            f"only the network joins {len(topology.domains)} groups of GPUs of this machine, which is not simulated; take one of them"
+        )
+    size, gpus = len(system.links), len(system.gpus)
+    nodes = topology.nranks // gpus
+    names, bandwidths = [], []
+    for node in range(nodes):
+        tail = f"@{node}" if nodes > 1 else ""
+        for source, link in zip(system.link_source, system.links, strict=True):
+            names.append(f"{link.type.name} {system.nodes[source].name} to {system.nodes[link.target].name}{tail}")
+            bandwidths.append(link.bw)
+    place = {gpu.rank: position for position, gpu in enumerate(system.gpus)}
+    positions = [place[rank] for rank in sorted(place)]
+    nearest = [_nearest_net(topology, position) for position in positions] if nodes > 1 else []
+    routes: dict[tuple[int, int], Route] = {}
+    for a, b in _pairs(topology.nranks):
+        (from_node, x), (to_node, y) = divmod(a, gpus), divmod(b, gpus)
+        if from_node == to_node:
+            path = paths.gpu_gpu(positions[x], positions[y])
+            if path.type >= PathType.NET or not path.hops:
+                raise TopologyError(f"only the network joins GPUs {x} and {y} of this machine, which is not simulated; take one of them")
+            routes[a, b] = Route(tuple(from_node * size + hop for hop in path.hops), latency_us)
+            continue
+        out = [from_node * size + hop for hop in paths.gpu_net(positions[x], nearest[x]).hops]
+        back = [to_node * size + hop for hop in paths.net_gpu(nearest[y], positions[y]).hops]
+        net = max(system.nets[nearest[x]].latency, system.nets[nearest[y]].latency)
+        routes[a, b] = Route((*out, *back), latency_us + net)
+    used = sorted({link for route in routes.values() for link in route.links})
+    number = {link: index for index, link in enumerate(used)}
+    return Links(
+        nranks=topology.nranks,
+        names=tuple(names[link] for link in used),
+        bandwidths=tuple(bandwidths[link] for link in used),
+        routes={pair: Route(tuple(number[link] for link in route.links), route.latency_us) for pair, route in routes.items()},
+    )
+
+
+def _nearest_net(topology: Topology, gpu: int) -> int:
+    """Position of the net that a GPU reaches best: nearest by type, then widest, then first."""
+    system, paths = topology.system, topology.paths
+    reached = [(paths.gpu_net(gpu, net).type, -paths.gpu_net(gpu, net).bw, net) for net in range(len(system.nets))]
+    if not reached or min(reached)[0] >= PathType.DIS:
+        raise TopologyError(f"GPU {gpu} reaches no net, which several nodes need")
+    return min(reached)[2]
