@@ -156,33 +156,68 @@ def unlike_messages_of_groups(what: str) -> Any:
     return {"type": "none"}
 
 
-def split_against(what: str, first: str) -> Any:
-    """Rank 1 calls split, the others ``what``; ``first`` is who passes its deadline, long before the other would."""
-    comm = miraccl.init(timeout=1.0 if first == "others" and what != "abort" else 600)
+def split_against(what: str, ranks_per_host: int) -> Any:
+    """Rank 1 calls split, the others ``what``; all have time, but for what is not decided before the deadline."""
+    act_as_hosts(ranks_per_host)
+    comm = miraccl.init(timeout=1.0 if what == "async" else 600)
     together(comm)
     comm.all_reduce(np.ones(3))
     session = comm._member.session
-    session.timeout = 600 if first == "others" else 0.5
+    session.timeout = 600
+    x, large = np.ones(3), np.ones(300_000)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: comm.all_reduce(x),
+        "async": lambda: comm.all_reduce(x, async_op=True).wait(),
+        "broadcast": lambda: comm.broadcast(x, 1),
+        "barrier": comm.barrier,
+        "recv": lambda: comm.recv(x, 1),
+        "send": lambda: comm.send(large, 1),
+        "sendrecv": lambda: comm.sendrecv(x, 1, x.copy(), 1),
+        "abort": lambda: comm.abort("for a test"),
+    }
     try:
         if comm.rank == 1:
-            if first == "split":
-                until(lambda told: told[0]["state"] == told[2]["state"] == at.STATE_WAITING, session)
             comm.split(0)
         else:
-            if first == "others" and (what != "abort" or comm.rank == 0):  # who aborts ends the meeting that another one would look for
+            if what == "async" or (what == "abort" and comm.rank == 0):  # who aborts ends the meeting that another one would look for
                 until(lambda told: bool(told[1]["meeting"]), session)
-            if what == "all_reduce":
-                comm.all_reduce(np.ones(3))
-            elif what == "recv":
-                comm.recv(np.ones(3), 1)
-            elif comm.rank == 0:
-                comm.abort("for a test")
+            if what != "abort" or comm.rank == 0:
+                calls[what]()
             comm.barrier()
     except MiracclError as error:
         return seen(error)
     finally:
         comm.finalize()
     return {"type": "none"}
+
+
+def split_after_an_operation_of_another_thread() -> float:
+    """Rank 0 has begun an operation in the background that the others call after split, in which they wait long enough to tell."""
+    with miraccl.init(timeout=20) as comm:
+        x = np.ones(3)
+        if comm.rank == 0:
+            work = comm.all_reduce(x, async_op=True)
+            wait_until(lambda: bool(comm._member.context.met[1:, 0].all()))
+            time.sleep(0.2)  # in which the operation looks whether somebody waits for this rank, and goes on
+        part = comm.split(0)
+        work.wait() if comm.rank == 0 else comm.all_reduce(x)
+        assert part is not None
+        part.all_reduce(x)
+        comm.all_reduce(x)  # nothing is left of what was told
+        part.finalize()
+        return float(x[0])
+
+
+def split_against_another_meeting() -> Any:
+    """Rank 1 calls split, the others something else on the control plane."""
+    with miraccl.init(timeout=600) as comm:
+        together(comm)
+        comm._member.session.timeout = 600
+        try:
+            comm.split(0) if comm.rank == 1 else comm._member.meet("something else", "other", b"")
+        except MiracclError as error:
+            return seen(error)
+        return {"type": "none"}
 
 
 def until(right: Callable[[dict[int, dict[str, Any]]], bool], session: Any) -> None:

@@ -107,18 +107,32 @@ def test_a_mismatch_with_a_rank_that_is_gone(killed: int) -> None:
     assert "root is" in got[2]["text"]
 
 
-@pytest.mark.parametrize("first", ["others", "split"])
-@pytest.mark.parametrize(("what", "name"), [("all_reduce", "all_reduce"), ("recv", "send_recv")])
-def test_split_against_another_operation(what: str, name: str, first: str) -> None:
-    """Every rank is told the same, and the one in split at once, whatever its own deadline is."""
-    for got in values(rank_outcomes(fault_ranks.split_against, 3, what, first, timeout=60)):
+SPLIT_AGAINST = [(what, what, hosts) for what in ("all_reduce", "broadcast", "barrier") for hosts in (0, 1)]
+SPLIT_AGAINST += [("recv", "send_recv", 0), ("recv", "send_recv", 1), ("sendrecv", "send_recv", 0), ("send", "send_recv", 0)]
+
+
+@pytest.mark.parametrize(("what", "name", "ranks_per_host"), [*SPLIT_AGAINST, ("async", "all_reduce", 0)])
+def test_split_against_another_operation(what: str, name: str, ranks_per_host: int) -> None:
+    """Every rank is told the same, at once where it is certain: the deadlines of all are far away."""
+    for got in values(rank_outcomes(fault_ranks.split_against, 3, what, ranks_per_host, timeout=60)):
         assert got["type"] == "CollectiveMismatch", got
         assert "split on rank 1" in got["text"]
         assert f"{name} on rank" in got["text"]
 
 
+def test_split_against_another_operation_on_the_control_plane() -> None:
+    for got in values(rank_outcomes(fault_ranks.split_against_another_meeting, 3, timeout=60)):
+        assert got["type"] == "CollectiveMismatch", got
+        assert "split on rank 1" in got["text"]
+        assert "something else on rank" in got["text"]
+
+
+def test_split_beside_an_operation_in_the_background() -> None:
+    assert run_ranks(fault_ranks.split_after_an_operation_of_another_thread, 3, timeout=40) == [27.0] * 3
+
+
 def test_an_abort_ends_split() -> None:
-    for got in values(rank_outcomes(fault_ranks.split_against, 3, "abort", "others", timeout=60)):
+    for got in values(rank_outcomes(fault_ranks.split_against, 3, "abort", 0, timeout=60)):
         assert got["type"] == "CommunicatorAborted", got
         assert "for a test" in got["text"]
 

@@ -19,10 +19,8 @@ from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.member import Options
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, InvalidUsage, MiracclError
-from miraccl.executor.cpu.kernels import layout as at
 from miraccl.types import PreMulSum, RedOp
 from tests.comm.fault_ranks import seen as told_by
-from tests.comm.fault_ranks import until
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import FakeArray, place, seen
 from tests.gpu.fake_ranks import session
@@ -551,28 +549,32 @@ def mismatch() -> str:
         return outcome(me)
 
 
-def set_up_against(what: str, first: str) -> dict[str, Any]:
-    """Rank 1 begins with GPU memory, the others call ``what``; ``first`` is who passes its deadline, long before the other would."""
+def set_up_against(what: str, where: str) -> dict[str, Any]:
+    """Rank 1 begins with GPU memory, or asks for window memory or ends once all have, and the others call ``what``; all have time."""
     with session() as world:
-        soon = (world.rank == 1) == (first == "rank 1")
-        deadline = 1.0 if soon and what != "abort" else 600.0
-        me = Rank(world, deadline)
-        world.barrier("test")
+        me = Rank(world, 600.0)
+        world.timeout = 600.0
         me.comm.all_reduce(np.ones(3))
-        world.timeout = deadline
-        here = [1] if me.rank != 1 else [0, 2]  # those who have to be in their operation before this rank's deadline runs
-        if soon and (what != "abort" or me.rank == 0):  # who aborts ends the meeting that another one would look for
-            until(lambda told: all(told[r]["meeting"] or told[r]["state"] == at.STATE_WAITING for r in here), world)
         x = me.put(np.ones(3))
+        if where != "set-up":
+            me.comm.all_reduce(x)
+            me.synchronize()
+        world.barrier("test")
         calls: dict[str, Callable[[], Any]] = {
             "all_reduce": lambda: me.comm.all_reduce(np.ones(3)),
+            "barrier": me.comm.barrier,
             "recv": lambda: me.comm.recv(np.ones(3), 1),
+            "send": lambda: me.comm.send(np.ones(300_000), 1),
             "split": lambda: me.comm.split(0),
             "abort": lambda: me.comm.abort("for a test") if me.rank == 0 else me.comm.barrier(),
+            "set-up": lambda: me.comm.all_reduce(x),
+            "window": lambda: me.comm.empty(10, "float32", device="cuda"),
+            "finalize": me.comm.finalize,
         }
         try:
-            me.comm.all_reduce(x) if me.rank == 1 else calls[what]()
-            me.comm.barrier()
+            calls[where if me.rank == 1 else what]()
+            if me.rank != 1 or where != "finalize":
+                me.comm.barrier()
         except MiracclError as error:
             return told_by(error)
         finally:

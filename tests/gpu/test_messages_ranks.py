@@ -117,18 +117,29 @@ def test_a_mismatch_names_both_messages() -> None:
     assert "rank 0 sends 100000 x int32 (400000 bytes) where rank 1 receives 100 x float32" in first
 
 
-@pytest.mark.parametrize("first", ["others", "rank 1"])
-@pytest.mark.parametrize(("what", "name"), [("all_reduce", "all_reduce"), ("recv", "send_recv"), ("split", "split")])
-def test_the_first_operation_on_gpus_against_another_one(what: str, name: str, first: str) -> None:
-    """The GPU side is made on the control plane: whoever calls something else meanwhile is told so, as everybody, at the first deadline."""
-    for got in run(emulated_ranks.set_up_against, 3, what, first):
+CONTROL_PLANE = {"set-up": "the first operation on GPU memory", "window": "empty on GPUs"}
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "barrier", "recv", "send", "split"])
+@pytest.mark.parametrize("where", ["set-up", "window"])
+def test_the_control_plane_of_gpus_against_another_operation(where: str, what: str) -> None:
+    """The GPU side and window memory are made on the control plane: whoever calls something else meanwhile is told so, as everybody."""
+    for got in run(emulated_ranks.set_up_against, 3, what, where):
         assert got["type"] == "CollectiveMismatch", got
-        assert "the first operation on GPU memory on rank 1" in got["text"]
-        assert f"{name} on rank" in got["text"]
+        assert f"{CONTROL_PLANE[where]} on rank 1" in got["text"]
+        assert f"{'send_recv' if what in ('send', 'recv') else what} on rank" in got["text"]
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "recv"])
+def test_a_rank_that_ends_is_known_to_have_left(what: str) -> None:
+    """It waits for the others before it gives its GPU memory back, but takes part in nothing."""
+    got = run(emulated_ranks.set_up_against, 3, what, "finalize")
+    assert [answer["type"] for answer in got] == ["PeerDied", "none", "PeerDied"]
+    assert "rank 1 has left the communicator" in got[0]["text"]
 
 
 def test_an_abort_ends_the_first_operation_on_gpus() -> None:
-    for got in run(emulated_ranks.set_up_against, 3, "abort", "others"):
+    for got in run(emulated_ranks.set_up_against, 3, "abort", "set-up"):
         assert got["type"] == "CommunicatorAborted", got
         assert "for a test" in got["text"]
 

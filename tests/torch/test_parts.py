@@ -56,6 +56,18 @@ def test_a_lane_is_not_idle_before_its_last_work_has_ended() -> None:
     assert lane.close(LIMIT_S)
 
 
+def test_a_lane_tells_while_it_runs_beside_the_program() -> None:
+    told: list[bool] = []
+    lane, go = Lane("test", told.append), threading.Event()
+    lane.run("on the caller's thread", lambda: None)
+    works = [lane.submit(Work("test", []), lambda: go.wait(LIMIT_S)) for _ in range(3)]
+    assert told == [True]
+    go.set()
+    assert all(work.wait() for work in works)
+    assert lane.close(LIMIT_S)
+    assert told == [True, False]
+
+
 def test_callbacks_run_on_the_lane_and_may_wait_for_what_they_start() -> None:
     lane = Lane("test")
     begin = threading.Event()

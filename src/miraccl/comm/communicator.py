@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from miraccl.bootstrap import Session, UniqueId
+from miraccl.comm.control import FINALIZE
 from miraccl.comm.meeting import meet_by_id
 from miraccl.comm.member import Member, Options
 from miraccl.comm.operations import SUM, Operations
@@ -157,7 +158,10 @@ class Communicator(Operations):
             return
         if self._background is not None:
             self._background.close()
-        untold = self._device.close() if self._device is not None else None
+        untold = None
+        if self._device is not None:
+            with self._member.faults.control.attend(FINALIZE):  # it waits for the other ranks
+                untold = self._device.close()
         self._member.finalize()
         if untold is not None:
             raise untold

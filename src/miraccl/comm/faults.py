@@ -12,7 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from miraccl.bootstrap import Event, Notice, PeerLeft, PeerLost, Session
-from miraccl.comm.differences import activity, compared, describe_operation, parted, place, unlike_messages
+from miraccl.comm import control
+from miraccl.comm.control import Control
+from miraccl.comm.differences import activity, compared, describe_operation, differences, parted, place, unlike_messages
 from miraccl.comm.fabric import Fabric
 from miraccl.errors import (
     BootstrapError,
@@ -47,17 +49,19 @@ HINT = "this communicator is broken; shrink() makes one of the living ranks"
 class Faults:
     """The fault of one communicator on one rank, if it has one."""
 
-    def __init__(self, session: Session, fabric: Fabric) -> None:
+    def __init__(self, session: Session, fabric: Fabric, alone: Callable[[], bool]) -> None:
+        """``alone``: see ``control``."""
         self.session, self.fabric = session, fabric
         self.rank, self.nranks = session.rank, session.nranks
         self.fault: MiracclError | None = None
         self.lost: dict[int, str] = {}
         self.left: dict[int, str] = {}
         self.closing = False
+        self._unheard = False
         self._silent: set[int] = set()  # did not answer when they were asked last
         self._told = threading.Event()
         self._lock = threading.Lock()
-        self._meeting: dict[str, Any] = {}
+        self.control = Control(session, fabric, alone)
         session.status_provider = self.status
         session.on_event(self._on_event)
         for event in list(fabric.early):
@@ -67,34 +71,36 @@ class Faults:
 
     def status(self) -> dict[str, Any]:
         history = [[number, sig, count] for number, (sig, count) in self.fabric.history(self.rank).items()]
-        return {**self.fabric.board(), "history": history, "meeting": self._meeting}
+        return {**self.fabric.board(), "history": history, "meeting": self.control.now}
 
     # ---- operations on the control plane
 
-    def meet(self, name: str, tag: str, data: bytes, alone: bool) -> list[bytes]:
-        """``session.all_gather`` as an operation ``name`` of the communicator, which its fault ends; ``alone``: nothing else of this rank
-        is under way.
-
-        Other ranks are told of it: who waits meanwhile for this rank in another operation is not late, but has called something else.
-        """
-        self._meeting = {"op": name, "tag": tag, "alone": alone}
-        try:
-            if self.fault is not None:
-                raise self.fault
-            return self.session.all_gather(data, tag)
-        except MiracclError as error:
-            raise self._explain_meeting(error, name) from None
-        finally:
-            self._meeting = {}
+    def meet(self, name: str, tag: str, data: bytes) -> list[bytes]:
+        """``session.all_gather`` as an operation ``name`` of the communicator, which its fault ends."""
+        with self.control.attend(name, tag):
+            try:
+                if self.fault is not None:
+                    raise self.fault
+                self._compare_meetings()
+                return self.control.gather(tag, data)
+            except MiracclError as error:
+                raise self._explain_meeting(error, name) from None
 
     def _explain_meeting(self, error: MiracclError, name: str) -> MiracclError:
         if isinstance(error, BootstrapError | PeerDied):  # a rank is gone, perhaps with a fault of which the notice is under way
             self._told.wait(NOTICE_FIRST_S)
         if self.fault is not None:
+            self._let_hear()
             return self.fault
         if isinstance(error, CollectiveTimeout) and (differing := parted(self._statuses())):
             return self.spread(CollectiveMismatch(differing, rank=self.rank, op=name, hint=HINT), "mismatch")
         return error
+
+    def _compare_meetings(self) -> None:
+        """Another rank is in another operation on the control plane, which is as good as any signature."""
+        if ops := self.control.others():
+            text = differences({rank: {"collective": op} for rank, op in sorted(ops.items())})
+            self.spread(CollectiveMismatch(text, rank=self.rank, op=ops[self.rank], hint=HINT), "mismatch")
 
     # ---- from the watcher's thread
 
@@ -129,6 +135,10 @@ class Faults:
             timer.start()
 
     def _noticed(self, source: int, payload: dict[str, Any]) -> None:
+        if payload.get("kind") == control.KIND:
+            self.control.hear(source, payload)
+            self._compare_meetings()
+            return
         kind = _KINDS.get(str(payload.get("kind")))
         if kind is None:
             return
@@ -146,7 +156,7 @@ class Faults:
                 self.fault = error
         self._told.set()
         self.fabric.set_abort(at.ERR_ABORTED)
-        if tag := self._meeting.get("tag"):
+        if tag := self.control.now.get("tag"):
             self.session.end_gather(tag, "the communicator is broken")
         return self.fault
 
@@ -159,8 +169,16 @@ class Faults:
                 payload["graph"] = list(error.graph)
             with contextlib.suppress(MiracclError):  # the control plane may be gone as well; the others find out by themselves
                 self.session.notify(payload)
-                self.session.wait_until_heard(HEARD_WAIT_S, without=self._silent)
+                self._unheard = True
+            self._let_hear()
         return settled
+
+    def _let_hear(self) -> None:
+        """Wait until the others have heard of the fault; the watcher cannot, so whoever it wakes does."""
+        if self._unheard:
+            with contextlib.suppress(MiracclError):
+                self.session.wait_until_heard(HEARD_WAIT_S, without=self._silent)
+                self._unheard = False
 
     def _behind(self, error: MiracclError, statuses: dict[int, dict[str, Any]] | None = None) -> MiracclError:
         """What is behind ``error``: a mismatch, where a rank has died, left or aborted after ranks had called different operations.
@@ -200,7 +218,9 @@ class Faults:
             graph = self.wait_for_graph(statuses)
             text = f"rank {self.rank} passed the deadline of {self.fabric.timeout:g} s while waiting for rank {peer} in step {step}"
             return self.spread(CollectiveTimeout(text, graph=graph, rank=self.rank, peer=peer, op=op, hint=HINT), "timeout")
-        if code == at.ERR_LEFT:
+        if code == at.ERR_PARTED and self.control.told_by(peer) != control.FINALIZE:
+            return self.spread(self._parted(peer, op), "mismatch")
+        if code in (at.ERR_LEFT, at.ERR_PARTED):
             text = f"rank {peer} has left the communicator ({self.left.get(peer, 'finalized')}) and will not take part"
             left = self._behind(PeerDied(text, rank=self.rank, peer=peer, op=op, hint=HINT), self._statuses())
             return self.spread(left, "mismatch" if isinstance(left, CollectiveMismatch) else "died")
@@ -216,6 +236,13 @@ class Faults:
             hint = "MIRACCL_CMA_DISABLE=1 avoids process_vm_readv"
             return self.spread(SystemFailure(text, rank=self.rank, peer=peer, op=op, hint=hint), "system")
         return self.spread(MiracclError(f"the engine returned {code}", rank=self.rank, op=op), "system")
+
+    def _parted(self, peer: int, op: str) -> MiracclError:
+        """The error of a wait for a rank that waits on the control plane."""
+        statuses, board = self._statuses(), self.fabric.board()
+        names = {peer: self.control.told_by(peer), self.rank: describe_signature(board["p2p_sig"] or board["sig"])["collective"]}
+        text = parted(statuses) or differences({rank: {"collective": name} for rank, name in sorted(names.items())})
+        return CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT)
 
     def unlike_messages(self, peer: int, mine: tuple[int, int], theirs: tuple[int, int]) -> MiracclError:
         """The error of a message that ``peer`` sent and that is not what this rank receives; (signature, elements) of each."""

@@ -35,7 +35,7 @@ from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.lower import Run
 from miraccl.types import Collective, DType
 
-REASON_PENDING, REASON_CLOSED, REASON_OPEN = 1, 2, 4
+REASON_PENDING, REASON_CLOSED, REASON_OPEN = at.BUSY_PENDING, 2, 4
 MAX_RUNS = 2048
 CLOSE_WAIT_S = 10.0
 
@@ -112,7 +112,7 @@ class Member:
             raise
         self.context = self.fabric.context
         self.constants = Constants.from_json(self.fabric.constants_text)
-        self.faults = Faults(session, self.fabric)
+        self.faults = Faults(session, self.fabric, self.waits_only)
         hosts = self.fabric.hosts if len(set(self.fabric.hosts)) > 1 else ()
         self.planner = Planner(
             rank=self.rank,
@@ -307,7 +307,11 @@ class Member:
 
     def meet(self, name: str, tag: str, data: bytes) -> list[bytes]:
         """Everybody's ``data``, from an operation ``name`` of all ranks on the control plane."""
-        return self.faults.meet(name, tag, data, alone=not self._worker.pending and not self._exchange.open)
+        return self.faults.meet(name, tag, data)
+
+    def waits_only(self) -> bool:
+        """Whether nothing of this rank is under way beside its program."""
+        return not self._worker.pending and not self._exchange.open and not self.context.get(at.CTX_ASIDE)
 
     def split(self, color: int | None, key: int, number: int) -> tuple[Session | None, Options]:
         """The session of this rank's color."""

@@ -31,6 +31,12 @@ def set_timeout(comm: Communicator, seconds: float) -> None:
     comm._member.context.set(at.CTX_TIMEOUT_NS, int(seconds * 1e9))
 
 
+def run_beside(comm: Communicator, on: bool) -> None:
+    """Whether other threads than that of the program are inside the communicator, so that one that waits there keeps nothing else from
+    running."""
+    comm._member.context.set(at.CTX_ASIDE, int(on))
+
+
 @contextmanager
 def deadline(comm: Communicator, seconds: float | None) -> Iterator[None]:
     """Inside the block, ``seconds`` is the deadline of operations; None: the communicator's own."""

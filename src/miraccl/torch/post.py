@@ -24,7 +24,7 @@ from miraccl.comm.arguments import Array
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.exchange import Entry
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
-from miraccl.torch.channel import Wire, as_bytes, set_timeout, timeout_of
+from miraccl.torch.channel import Wire, as_bytes, run_beside, set_timeout, timeout_of
 
 SLICE_S = 0.005
 #: A rank that waits for any other cannot sleep on one bell; it looks again after ever longer naps.
@@ -68,6 +68,7 @@ class Post:
         self.comm = comm
         self.timeout = timeout_of(comm)
         self._wire = Wire(comm)
+        run_beside(comm, True)
         self._turn = threading.RLock()
         self._counting = threading.Lock()
         self._waiting = 0

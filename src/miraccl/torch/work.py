@@ -97,8 +97,9 @@ class Work(dist.Work):
 class Lane:
     """One thread for the asynchronous operations of a group, started when it is first needed."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, beside: Callable[[bool], None] = lambda _: None) -> None:
+        """``beside`` is called with True before the first pending operation and with False after the last."""
+        self._name, self._beside = name, beside
         self._queue: queue.SimpleQueue[tuple[Work, Action] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._turn = threading.RLock()
@@ -134,7 +135,7 @@ class Lane:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
-        self._pending += 1
+        self._count(1)
         self._queue.put((work, action))
 
     def _run(self, action: Action) -> Exception | None:
@@ -159,11 +160,16 @@ class Lane:
         with self._lock:
             fulfil = work.settle(error)
             if not fulfil:
-                self._pending -= 1
+                self._count(-1)
         if fulfil:
             work.fulfil()
             with self._lock:
-                self._pending -= 1
+                self._count(-1)
+
+    def _count(self, more: int) -> None:
+        self._pending += more
+        if self._pending == 0 or self._pending == more:
+            self._beside(self._pending > 0)
 
     def close(self, timeout: float) -> bool:
         """End the thread after what is pending; False if that takes longer than ``timeout`` seconds."""

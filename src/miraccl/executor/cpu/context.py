@@ -19,6 +19,7 @@ from miraccl import native
 from miraccl.executor.cpu import arrays
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.lower import Run, Words
+from miraccl.native import atomics
 from miraccl.types import Collective, DType, RedOp
 
 ENGINE = "miraccl.executor.cpu.kernels.engine"
@@ -132,6 +133,7 @@ class Context:
         self._pair = np.zeros(2 * at.OP_SIZE // 8, np.int64)
         self._masks = np.zeros(2 * at.CPU_SET_BYTES // 8, np.int64)
         self.gone = np.zeros(nranks, np.int64)
+        self.met = np.zeros((nranks, at.MET_SIZE // 8), np.int64)
         self._keep = np.zeros(at.BLOCK, np.int64)
         self._dtypes = arrays.descriptor_addresses()
         self._plans = np.full((PLAN_SLOTS, at.PLAN_SIZE // 8), -1, np.int64)
@@ -159,6 +161,7 @@ class Context:
             (at.CTX_OPERATE, _engine("operate")),
             (at.CTX_STEP_ASIDE, int(policy.step_aside)),
             (at.CTX_GONE, self.gone.ctypes.data),
+            (at.CTX_MET, self.met.ctypes.data),
             (at.CTX_KEEP, self._keep.ctypes.data),
             (at.CTX_PLANS, self._plans.ctypes.data),
             (at.CTX_PLANS_MASK, PLAN_SLOTS - 1),
@@ -229,6 +232,16 @@ class Context:
             raise KeyboardInterrupt
         _restore_exception(*kept)  # ctypes finds the exception set when the call returns, and raises it
         raise AssertionError("unreachable")
+
+    def meets(self, rank: int, seq: int, sent: int) -> None:
+        """A rank waits on the control plane; its last operation was ``seq``, and it has sent ``sent`` messages here (-1: unknown)."""
+        row = self.met[rank]
+        row[at.MET_SEQ // 8], row[at.MET_SENT // 8] = seq, sent
+        atomics.store_release(int(row.ctypes.data) + at.MET_TOLD, 1)
+
+    def sent(self) -> list[int]:
+        """How many messages have been posted to each rank."""
+        return [int(count) for count in self._send[:, at.CONN_COUNT // 8]]
 
     def private_bytes(self) -> int:
         """Bytes of the context's own arrays and of all runs."""

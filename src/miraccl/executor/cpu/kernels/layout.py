@@ -44,6 +44,7 @@ CTX_PLANS, CTX_PLANS_MASK = 128, 136  # the table of plans
 CTX_DTYPES = 144  # table of descriptor addresses, one a DType
 CTX_ARRAY_TYPE, CTX_NONE, CTX_INT_TYPE, CTX_REDOP_TYPE = 152, 160, 168, 176
 CTX_BUSY = 184  # not 0: Python must look (pending asynchronous work, closed)
+BUSY_PENDING = 1  # the bit of it for asynchronous work
 CTX_ERR, CTX_ERR_PEER, CTX_ERR_STEP, CTX_ERR_WANT, CTX_ERR_GOT = 192, 200, 208, 216, 224
 CTX_WINDOW, CTX_WINDOW_END = 232, 240  # this rank's window memory
 CTX_DEADLINE = 248  # of the operation under way; 0: not yet computed
@@ -68,7 +69,10 @@ CTX_FALSE = 384  # address of the object, as CTX_NONE
 CTX_NAPS = 392  # how many waits sleep without a yield before
 CTX_GROUPS = 400  # address of a 32-bit word that is not 0 while a thread has a group open: Python must look
 CTX_SWAP = 408  # 1: a slot that was read may be kept and another one given back (kernels.slots)
+CTX_MET = 416  # table of what ranks have told that wait on the control plane, MET_SIZE bytes each
+CTX_ASIDE = 424  # not 0: operations run beside this rank's program, which may meanwhile come to the control plane
 CTX_SIZE = 512
+MET_TOLD, MET_SEQ, MET_SENT, MET_SIZE = 0, 8, 16, 24  # SEQ: the rank's last operation; SENT: messages to this rank, -1 unknown
 CPU_SET_BYTES = 128  # glibc's cpu_set_t: 1024 CPUs
 
 # ---- connection, one a direction and peer, private
@@ -117,6 +121,7 @@ OP_SIZE = 96
 # ---- results of a kernel
 OK, NEED_PLAN, BUSY = 0, 1, 2
 ERR_ABORTED, ERR_TIMEOUT, ERR_MISMATCH, ERR_SIZE, ERR_LEFT, ERR_CMA, ERR_INTERRUPTED = 10, 11, 12, 13, 14, 15, 16
+ERR_PARTED = 17  # the peer waits for this rank on the control plane
 
 # ---- what compiled code reads of a NumPy array: PyArrayObject_fields of numpy/core/include/numpy/ndarraytypes.h, part of NumPy's
 # ABI since 1.7; ``executor.cpu.arrays`` checks it on a probe before it is used

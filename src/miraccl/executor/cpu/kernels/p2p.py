@@ -26,7 +26,17 @@ from miraccl.executor.cpu.kernels.messages import (
     want,
 )
 from miraccl.executor.cpu.kernels.slots import MOST, post_line, slot
-from miraccl.executor.cpu.kernels.waiting import expired, fail, futex_wait, interrupted, may_yield, now_ns, release_gil, yield_core
+from miraccl.executor.cpu.kernels.waiting import (
+    expired,
+    fail,
+    futex_wait,
+    interrupted,
+    may_yield,
+    never_comes,
+    now_ns,
+    release_gil,
+    yield_core,
+)
 from miraccl.native.intrinsics import (
     MEMBARRIER_GLOBAL_EXPEDITED,
     SYS_MEMBARRIER,
@@ -278,6 +288,9 @@ def _sleep_any(ctx: int, table: int, count: int) -> int:
             break
         if load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0 and not ready(ctx, table, count):
             result = fail(ctx, at.ERR_LEFT, peer, 0, 0)
+            break
+        if never_comes(ctx, peer, load(op + at.OP_KIND) == 0) and not ready(ctx, table, count):
+            result = fail(ctx, at.ERR_PARTED, peer, 0, 0)
             break
         if interrupted(ctx):
             result = fail(ctx, at.ERR_INTERRUPTED, peer, 0, 0)

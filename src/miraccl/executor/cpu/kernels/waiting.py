@@ -152,6 +152,25 @@ def differs(ctx: int, peer: int) -> int:
 
 
 @inline
+def never_comes(ctx: int, peer: int, sends: bool) -> bool:
+    """Whether the peer, for which this rank waits, waits for it on the control plane, and nothing of the peer can be under way.
+
+    A word that is waited for is to be looked at after this: it may have come before.  What goes to other hosts comes later than the
+    control plane tells, so there it counts that the peer has not begun this operation, or that all of its messages are here.
+    """
+    row = load(ctx + at.CTX_MET) + peer * at.MET_SIZE
+    if load_acquire(row + at.MET_TOLD) == 0 or load(ctx + at.CTX_ASIDE) != 0 or load(ctx + at.CTX_BUSY) & at.BUSY_PENDING != 0:
+        return False
+    near = load(load(ctx + at.CTX_CTRLS) + 8 * peer) != 0
+    if sends and not near:
+        return False
+    ctrl = load(ctx + at.CTX_CTRL)
+    if load(ctrl + at.BOARD_P2P_SIG) == 0:
+        return load(row + at.MET_SEQ) < load(ctrl + at.BOARD_SEQ)
+    return near or load(row + at.MET_SENT) == load(load(ctx + at.CTX_RECV) + peer * at.CONN_SIZE + at.CONN_COUNT)
+
+
+@inline
 def expired(ctx: int, now: int) -> bool:
     deadline = load(ctx + at.CTX_DEADLINE)
     if deadline == 0:
@@ -271,6 +290,10 @@ def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
                 break
             if load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0 and load_acquire(address) < target:
                 result = fail(ctx, at.ERR_LEFT, peer, 0, 0)
+                break
+            sends = address == load(load(ctx + at.CTX_SEND) + peer * at.CONN_SIZE + at.CONN_TAIL_ADDR)
+            if never_comes(ctx, peer, sends) and load_acquire(address) < target:
+                result = fail(ctx, at.ERR_PARTED, peer, 0, 0)
                 break
             if interrupted(ctx):
                 result = fail(ctx, at.ERR_INTERRUPTED, peer, 0, 0)
