@@ -360,6 +360,31 @@ def test_the_hub_ends_when_all_have_left_and_its_port_is_free():
         connect(unique_id, 0, 2, 0.1)
 
 
+def test_a_hub_of_many_jobs_lets_the_same_ranks_meet_again_also_before_they_have_left():
+    unique_id, root = create_root(nranks=2, hosts=["127.0.0.1"], many=True)
+
+    def meet() -> list[Session]:
+        sessions = in_threads([lambda r=r: connect(unique_id, r, 2, PATIENCE, session_timeout=PATIENCE) for r in range(2)])
+        assert all(isinstance(session, Session) for session in sessions), sessions
+        return sessions
+
+    first, second = meet(), meet()
+    first[1].close()
+    inbox = Inbox(second[0])
+    third = meet()
+    for name, sessions in ((b"second", second), (b"third", third)):
+        assert in_threads([lambda s=s, n=name: s.all_gather(n, "x") for s in sessions]) == [[name] * 2] * 2
+    assert inbox.empty()  # rank 1 has left the first job only
+    for session in (first[0], *second, *third):
+        session.close()
+    assert isinstance(in_threads([lambda: connect(unique_id, 0, 2, 0.1)])[0], BootstrapError)  # the next job fails alone
+    last = meet()
+    root.close()
+    assert root.join(PATIENCE)
+    with pytest.raises(BootstrapError, match="closed by its owner"):
+        last[0].all_gather(b"", "x")
+
+
 def test_what_was_sent_has_been_heard():
     with job(3) as sessions:
         may_go, heard = threading.Event(), []

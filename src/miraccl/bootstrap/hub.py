@@ -1,20 +1,22 @@
 """The hub of a job: one thread with the listening sockets, around ``wire.bootstrap_hub.HubMachine``.
 
 It lives in the process that made the unique id, serves one job, and ends when all ranks have left.  Who made it owns it (``Root.close``,
-``Root.join``); at the end of the interpreter it is given a moment for ranks that are about to leave as well.
+``Root.join``); at the end of the interpreter it is given a moment for ranks that are about to leave as well.  One that a launcher holds
+serves many jobs, a machine each: newcomers belong to the job whose ranks still arrive, and it ends when it is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from miraccl import trace
@@ -24,7 +26,7 @@ from miraccl.bootstrap.interfaces import choose_addresses
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.wire.auth import NONCE_BYTES, SECRET_BYTES
-from miraccl.wire.bootstrap import CloseHub, Connected, Disconnected, Drop, Finished, Received, Send, Tick
+from miraccl.wire.bootstrap import CloseHub, Connected, Disconnected, Drop, Finished, MeetingState, Received, Send, Tick
 from miraccl.wire.bootstrap_hub import HubMachine
 
 _log = trace.logger("bootstrap")
@@ -42,12 +44,13 @@ _kept: list[Root] = []  # those nobody else owns
 
 @dataclass(kw_only=True)
 class _Line:
-    """A connection of the hub. ``closing``: it ends once ``unsent`` is out; ``linger``: when the other side hangs up, too;
-    ``broken``: why nothing can be sent."""
+    """A connection of the hub, of the job of ``machine``. ``closing``: it ends once ``unsent`` is out; ``linger``: when the other side
+    hangs up, too; ``broken``: why nothing can be sent."""
 
     conn: int
     sock: socket.socket
-    unsent: bytearray
+    machine: HubMachine
+    unsent: bytearray = field(default_factory=bytearray)
     closing: bool = False
     linger: bool = False
     shut: bool = False
@@ -56,11 +59,12 @@ class _Line:
 
 
 class Root:
-    """A running hub. ``addresses`` are those it listens on."""
+    """A running hub. ``addresses`` are those it listens on; ``next_job`` makes the machine of the next job, if it serves many."""
 
-    def __init__(self, listeners: Sequence[socket.socket], machine: HubMachine) -> None:
+    def __init__(self, listeners: Sequence[socket.socket], machine: HubMachine, next_job: Callable[[], HubMachine] | None = None) -> None:
         self.addresses = tuple((str(s.getsockname()[0]), int(s.getsockname()[1])) for s in listeners)
-        self._machine = machine
+        self._machine, self._next_job = machine, next_job
+        self._met: list[HubMachine] = []  # of earlier jobs whose ranks are still there
         self._listeners = list(listeners)
         self._lines: dict[int, _Line] = {}
         self._dirty: set[int] = set()
@@ -116,7 +120,8 @@ class Root:
                 for key, mask in sorted(ready, key=lambda item: isinstance(item[0].data, socket.socket)):
                     self._ready(key.data, mask)
                 if self._close_reason is not None and not self._finished:
-                    self._feed(CloseHub(now=time.monotonic(), reason=self._close_reason))
+                    for machine in [*self._met, self._machine]:
+                        self._feed(machine, CloseHub(now=time.monotonic(), reason=self._close_reason))
                 self._clock()
         except Exception:  # a hub that fails must not fail silently: its connections close and every rank sees it
             _log.exception("the hub of the job failed")
@@ -127,7 +132,7 @@ class Root:
 
     def _patience(self) -> float | None:
         times = [line.close_by for line in self._lines.values() if line.closing]
-        times += [t for t in (self._machine.deadline(), self._listen_again_at) if t is not None]
+        times += [t for t in (self._machine.deadline(), *(m.deadline() for m in self._met), self._listen_again_at) if t is not None]
         return min(max(0.0, min(times) - time.monotonic()), LONGEST_NAP) if times else None
 
     def _clock(self) -> None:
@@ -136,9 +141,10 @@ class Root:
             self._listen_again_at = None
             for sock in self._listeners:
                 self._selector.register(sock, selectors.EVENT_READ, sock)
-        deadline = self._machine.deadline()
-        if deadline is not None and deadline <= now:
-            self._feed(Tick(now=now))
+        for machine in [*self._met, self._machine]:
+            deadline = machine.deadline()
+            if deadline is not None and deadline <= now:
+                self._feed(machine, Tick(now=now))
         for line in [line for line in self._lines.values() if line.closing and line.close_by <= now]:
             self._hang_up(line)
 
@@ -155,6 +161,9 @@ class Root:
                 self._read(data)
 
     def _accept(self, listener: socket.socket) -> None:
+        if self._next_job is not None and self._machine.state is MeetingState.MET:
+            self._met.append(self._machine)
+            self._machine = self._next_job()
         for _ in range(ACCEPTS_PER_TURN):
             if not self._machine.may_accept(time.monotonic()):
                 self._pause_listening(FULL_SECONDS)
@@ -169,12 +178,12 @@ class Root:
                 return
             sock.setblocking(False)
             tune(sock)
-            line = _Line(conn=self._next_conn, sock=sock, unsent=bytearray())
+            line = _Line(conn=self._next_conn, sock=sock, machine=self._machine)
             self._next_conn += 1
             self._lines[line.conn] = line
             self._selector.register(sock, selectors.EVENT_READ, line)
             peer = f"{address[0]}:{address[1]}"
-            self._feed(Connected(now=time.monotonic(), conn=line.conn, nonce=os.urandom(NONCE_BYTES), peer=peer))
+            self._feed(line.machine, Connected(now=time.monotonic(), conn=line.conn, nonce=os.urandom(NONCE_BYTES), peer=peer))
 
     def _pause_listening(self, seconds: float) -> None:
         """A listening socket that is not accepted from would be ready for ever; its connections wait in the kernel's queue."""
@@ -194,24 +203,24 @@ class Root:
         if not data:
             self._lost(line, line.broken or "its process ended or closed the connection")
         elif not line.closing:
-            self._feed(Received(now=time.monotonic(), conn=line.conn, data=data))
+            self._feed(line.machine, Received(now=time.monotonic(), conn=line.conn, data=data))
 
     def _lost(self, line: _Line, reason: str) -> None:
         self._hang_up(line)
         if not line.closing:
-            self._feed(Disconnected(now=time.monotonic(), conn=line.conn, reason=reason))
+            self._feed(line.machine, Disconnected(now=time.monotonic(), conn=line.conn, reason=reason))
 
     def _hang_up(self, line: _Line) -> None:
         if self._lines.pop(line.conn, None) is not None:
             self._selector.unregister(line.sock)
             line.sock.close()
 
-    def _feed(self, event: Any) -> None:
-        """One input to the machine; do what it says."""
+    def _feed(self, machine: HubMachine, event: Any) -> None:
+        """One input to a machine; do what it says."""
         touched: dict[int, _Line] = {}
-        for output in self._machine.handle(event):
+        for output in machine.handle(event):
             if isinstance(output, Finished):
-                self._finish()
+                self._finish(machine)
                 continue
             line = self._lines.get(output.conn)
             if line is None:
@@ -251,7 +260,19 @@ class Root:
             mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unsent else 0)
             self._selector.modify(line.sock, mask, line)
 
-    def _finish(self) -> None:
+    def _finish(self, machine: HubMachine) -> None:
+        """A job is over, and the hub with it unless there may be others."""
+        for line in self._lines.values():
+            if line.machine is machine and not line.closing:
+                line.closing, line.close_by = True, time.monotonic() + CLOSE_SECONDS
+        if machine in self._met:
+            self._met.remove(machine)
+        elif self._next_job is not None and self._close_reason is None:
+            self._machine = self._next_job()
+        else:
+            self._stop_listening()
+
+    def _stop_listening(self) -> None:
         self._finished = True
         for sock in self._listeners:
             if self._listen_again_at is None:
@@ -259,9 +280,6 @@ class Root:
             sock.close()
         self._listeners.clear()
         self._listen_again_at = None
-        for line in self._lines.values():
-            if not line.closing:
-                line.closing, line.close_by = True, time.monotonic() + CLOSE_SECONDS
 
     # --- fork -------------------------------------------------------------------------------------------------------
 
@@ -325,13 +343,14 @@ def create_root(
     hosts: Sequence[str] | None = None,
     port: int = 0,
     secret: bytes | None = None,
+    many: bool = False,
     log: list[Any] | None = None,
 ) -> tuple[UniqueId, Root]:
     """Start the hub of a job in this process; the id is for all ranks, the root is to be kept until they have left.
 
     ``nranks``: learnt from the first rank when not given.  ``hosts``: numeric addresses to listen on, default those of the chosen
-    interface and loopback.  ``port`` 0 lets the kernel choose.  ``secret``: 32 bytes, default random.  Raises ``SystemFailure``
-    when the addresses cannot be listened on.
+    interface and loopback.  ``port`` 0 lets the kernel choose.  ``secret``: 32 bytes, default random.  ``many``: ranks that have met may
+    do so again by the same id, until the root is closed.  Raises ``SystemFailure`` when the addresses cannot be listened on.
     """
     if nranks is not None and nranks < 1:
         raise InvalidUsage(f"a job has at least 1 rank, got nranks={nranks}")
@@ -342,8 +361,8 @@ def create_root(
     listeners = _listen_on(hosts, port)
     addresses = tuple((str(s.getsockname()[0]), int(s.getsockname()[1])) for s in listeners)
     unique_id = UniqueId(addresses=addresses, secret=secret, host=network_fingerprint())
-    machine = HubMachine(secret=secret, token=process_token(), nranks=nranks, log=log)
-    return unique_id, Root(listeners, machine)
+    job = functools.partial(HubMachine, secret=secret, token=process_token(), nranks=nranks, log=log)
+    return unique_id, Root(listeners, job(), job if many else None)
 
 
 def get_unique_id() -> UniqueId:

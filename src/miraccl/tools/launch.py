@@ -20,7 +20,7 @@ _START_SECONDS = 30.0
 
 @contextmanager
 def local_job(nranks: int, extra: Mapping[str, str] | None = None) -> Iterator[Environ]:
-    """Hold the hub of a new job on this host; gives the environment of each of its ranks, as a function of the rank."""
+    """Hold the hub of ranks on this host, which may meet again and again; gives the environment of each, as a function of the rank."""
     from miraccl import bootstrap  # noqa: F401 - so that the fork has it
 
     with Ranks(_hold_hub, 1, (nranks,)) as hub:
@@ -35,7 +35,7 @@ def local_job(nranks: int, extra: Mapping[str, str] | None = None) -> Iterator[E
 def _hold_hub(context: Context, nranks: int) -> None:
     from miraccl.bootstrap import create_root
 
-    unique_id, root = create_root(nranks=nranks)
+    unique_id, root = create_root(nranks=nranks, many=True)
     context.emit(str(unique_id))
     root.join()
 

@@ -20,6 +20,7 @@ from miraccl.torch.collectives import Collectives
 from miraccl.torch.failures import BackendError
 from miraccl.torch.functional import register
 from miraccl.torch.process_group import NAME, ProcessGroupMiraccl
+from miraccl.torch.rendezvous import SCHEME, handle
 from miraccl.torch.start import create
 from miraccl.torch.streams import StreamWork
 from miraccl.torch.tensors import DEVICES
@@ -31,4 +32,5 @@ __all__ = ["NAME", "BackendError", "ProcessGroupMiraccl", "create"]
 
 if NAME.upper() not in dist.Backend._plugins:
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(DEVICES))
+    dist.register_rendezvous_handler(SCHEME, handle)
     untraced(Collectives, ProcessGroupMiraccl, Work, TransferWork, StreamWork, functions=[*install(), *register()])

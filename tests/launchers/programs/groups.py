@@ -17,9 +17,9 @@ Sum = Callable[[int], int]
 
 @contextmanager
 def connected(kind: str) -> Iterator[tuple[int, int, Sum]]:
-    """(rank, nranks, a function that adds a number up over all ranks); ``kind`` is ``init`` or ``torch``."""
-    if kind == "torch":
-        yield from _torch()
+    """(rank, nranks, a function that adds a number up over all ranks); ``kind`` is ``init``, ``torch`` or an ``init_method`` of torch."""
+    if kind != "init":
+        yield from _torch(None if kind == "torch" else kind)
         return
     import miraccl
 
@@ -27,7 +27,7 @@ def connected(kind: str) -> Iterator[tuple[int, int, Sum]]:
         yield comm.rank, comm.nranks, lambda number: int(comm.all_reduce(np.array([number], np.int64))[0])
 
 
-def _torch() -> Iterator[tuple[int, int, Sum]]:
+def _torch(method: str | None) -> Iterator[tuple[int, int, Sum]]:
     import datetime
 
     import torch
@@ -35,7 +35,7 @@ def _torch() -> Iterator[tuple[int, int, Sum]]:
 
     import miraccl.torch
 
-    dist.init_process_group(miraccl.torch.NAME, timeout=datetime.timedelta(seconds=DEADLINE_S))
+    dist.init_process_group(miraccl.torch.NAME, method, timeout=datetime.timedelta(seconds=DEADLINE_S))
 
     def add_up(number: int) -> int:
         x = torch.tensor([number])

@@ -1,0 +1,48 @@
+"""``init_method="miraccl://"``: ``init_process_group`` under every launcher that ``miraccl.init`` knows.
+
+PyTorch's own ``env://`` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets; ``mpirun``, ``srun`` and ``miraccl run``
+do not.  Here the ranks meet as for a communicator, and rank 0 tells the others where it has opened the store of the group.  Where RANK and
+WORLD_SIZE are what says who is who, it is ``env://``, with torchrun's store.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from miraccl import trace
+from miraccl.bootstrap import Launch, detect_launch, meet
+from miraccl.errors import InvalidUsage
+from miraccl.torch.failures import as_backend_errors
+
+SCHEME = "miraccl"
+
+
+def handle(url: str, timeout: datetime.timedelta = dist.default_pg_timeout, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+    """The store, the rank and how many there are; collective over the ranks that the launcher started, within ``timeout``."""
+    if "?" in url:
+        with as_backend_errors():
+            raise InvalidUsage(f"{url}: the launcher says rank and world_size", hint=f"leave them out beside {SCHEME}://")
+    trace.configure()
+    with as_backend_errors():
+        launch = detect_launch(os.environ)
+    if launch.launcher == "torchrun":
+        yield from dist.rendezvous("env://", timeout=timeout, **kwargs)
+        return
+    yield _store(launch, timeout), launch.rank, launch.nranks
+    raise RuntimeError(f"{SCHEME}:// does not meet again after a failure")  # as PyTorch's handlers say
+
+
+def _store(launch: Launch, timeout: datetime.timedelta) -> Any:
+    if launch.nranks == 1:
+        return dist.HashStore()
+    limit = timeout.total_seconds()
+    with as_backend_errors(), meet(launch, limit, limit) as session:
+        host = session.addresses[0]
+        own = dist.TCPStore(host, 0, launch.nranks, True, timeout, wait_for_workers=False) if launch.rank == 0 else None
+        port = session.all_gather(str(own.port).encode() if own else b"", "store of torch")[0]
+    return own or dist.TCPStore(host, int(port), launch.nranks, False, timeout, wait_for_workers=False)
