@@ -58,6 +58,8 @@ def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
 
     torch.cuda.set_device(comm.local_rank)
     x, y, z = (torch.zeros(8, device="cuda") for _ in range(3))
+    whole, target = (torch.zeros(8 * comm.nranks, device="cuda") for _ in range(2))
+    counts = [8] * comm.nranks
     right, left = (comm.rank + 1) % comm.nranks, (comm.rank - 1) % comm.nranks
     comm.all_reduce(x)
     comm.sendrecv(x, right, y, left)
@@ -85,6 +87,10 @@ def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
         "reduce out of place": lambda: comm.reduce(x, 0, z),
         "send from rank 0 to rank 1": one_way,
         "sendrecv": lambda: comm.sendrecv(x, right, y, left),
+        "gather": lambda: comm.gather(x, 0, whole),
+        "scatter": lambda: comm.scatter(whole, 0, z),
+        "all_gather_v": lambda: comm.all_gather_v(x, counts, whole),
+        "all_to_all_v": lambda: comm.all_to_all_v(whole, counts, counts, target),
         "group of nothing": lambda: exchange(0),
         "group of a send and a recv": lambda: exchange(1),
         "group of 2 sends and 2 recvs": lambda: exchange(2),

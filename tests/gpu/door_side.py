@@ -17,15 +17,15 @@ DL_CPU = 1
 
 
 class Side:
-    """The doors of rank 0 of two as a communicator has them, on tensors in CPU memory, whose stream is 0."""
+    """The doors of a rank, the first of two, as a communicator has them, on tensors in CPU memory, whose stream is 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0, nranks: int = 2) -> None:
         self.abort, self.order, self.cpu_plan = ctypes.c_uint32(0), ctypes.c_int64(7), ctypes.c_int64(9)
         self.handed_over: list[tuple[int, list[tuple[Any, int, bool]]]] = []
         address = groups.address()
         groups.hasten(*group_builtins(address))
         abort, order = ctypes.addressof(self.abort), ctypes.addressof(self.order)
-        self.doors = Doors(0, 2, 0, abort=abort, order=order, own=7, groups=address, hand_over=self.hand_over)
+        self.doors = Doors(rank, nranks, 0, abort=abort, order=order, own=7, groups=address, hand_over=self.hand_over)
         self.doors._put(at.STATE_DEVICE, DL_CPU)
         self.doors.also_clear(ctypes.addressof(self.cpu_plan))
         self.doors.learn_types()

@@ -139,6 +139,42 @@ def collectives() -> None:
         assert comm.last_plan is plan
 
 
+def moves() -> None:
+    """Gather, scatter and the collectives with counts, each twice."""
+    with started() as me:
+        comm, n, rank = me.comm, me.nranks, me.rank
+        counts = [200 * r for r in range(n)]
+        first = sum(counts[:rank])
+        for turn in range(2):
+            mine, part = me.tensor(rank + turn, 300), me.tensor(rank + turn, counts[rank])
+            alike, parts = (torch.cat([me.tensor(r + turn, count) for r, count in enumerate(c)]) for c in ([300] * n, counts))
+            for root in range(n):
+                chief, out = rank == root, torch.zeros(300 * n)
+                assert comm.gather(mine, root, out) is (out if chief else None)
+                assert me.through_a_door() == (turn == 1)
+                me.same(out, alike if chief else torch.zeros_like(out))
+                out = torch.zeros(sum(counts))
+                assert comm.gather_v(part, counts, root, out) is (out if chief else None)
+                assert me.through_a_door() or turn == 0 or counts[rank] == 0  # who has nothing to send launches nothing
+                me.same(out, parts if chief else torch.zeros_like(out))
+                out = torch.zeros(300)
+                assert comm.scatter(alike if chief else None, root, out) is out
+                assert me.through_a_door() == (turn == 1)
+                me.same(out, mine)
+                out = torch.zeros(counts[rank])
+                assert comm.scatter_v(parts if chief else None, counts, root, out) is out
+                assert me.through_a_door() or turn == 0 or counts[rank] == 0
+                me.same(out, part)
+            out = torch.zeros(sum(counts))
+            assert comm.all_gather_v(part, counts, out) is out
+            assert me.through_a_door() or turn == 0
+            me.same(out, parts)
+            out = torch.zeros(n * counts[rank])
+            assert comm.all_to_all_v(parts, counts, (counts[rank],) * n, out) is out
+            assert me.through_a_door() or turn == 0
+            me.same(out, parts[first : first + counts[rank]].repeat(n))
+
+
 class Array(FakeArray):
     """In the memory of the emulated GPU, with the attributes of CuPy's arrays."""
 

@@ -29,6 +29,10 @@ def test_collectives() -> None:
     run(door_ranks.collectives, 3)
 
 
+def test_collectives_that_are_messages() -> None:
+    run(door_ranks.moves, 3)
+
+
 def test_arrays_of_cupy() -> None:
     run(door_ranks.arrays, 2)
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from miraccl.comm import calls
 from miraccl.comm.device.memory import current_ordinal
+from miraccl.comm.no_doors import NoDoors
 from miraccl.comm.persistent import Persistent
 from miraccl.comm.ways import Ways
-from miraccl.executor.cpu.kernels import layout as at
 from miraccl.types import RedOp
 
 if TYPE_CHECKING:
@@ -24,22 +24,9 @@ if TYPE_CHECKING:
 SUM = RedOp.SUM
 
 
-def _no_door(*args: Any) -> int:
-    return at.NEED_PLAN
-
-
-class Operations(Ways):
+class Operations(NoDoors, Ways):
     """Collectives, uneven ones, sends and receives, and prepared operations; what arrays may be, ``Communicator`` says."""
 
-    _all_reduce: Callable[..., int]
-    _all_gather: Callable[..., int]
-    _reduce_scatter: Callable[..., int]
-    _broadcast: Callable[..., int]
-    _reduce: Callable[..., int] = staticmethod(_no_door)  # on CPU memory it has no door
-    _all_to_all: Callable[..., int]
-    _send: Callable[..., int]
-    _recv: Callable[..., int]
-    _sendrecv: Callable[..., int]
     _barrier: Callable[[], int]
 
     # ---- collectives
@@ -100,12 +87,16 @@ class Operations(Ways):
 
     def gather(self, x: Any, root: int = 0, out: Any = None, *, async_op: bool = False, stream: Any = None) -> Any:
         """All ranks' ``x`` on rank ``root``, as ``all_gather`` puts them; the others get None."""
+        if not self._gather(x, out, root, None, None, async_op, stream):
+            return out if root == self.rank else None
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.gather(x, root, out, stream=stream)
         return self._long_way(calls.gather, (x, root, out), "gather", async_op)
 
     def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, async_op: bool = False, stream: Any = None) -> Any:
         """Rank r gets the r-th of nranks equal shares of the root's ``x``; the other ranks give ``out`` (``x`` is not looked at)."""
+        if not self._scatter(x, out, root, None, None, async_op, stream):
+            return out
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.scatter(x, root, out, stream=stream)
         return self._long_way(calls.scatter, (x, root, out), "scatter", async_op)
@@ -122,6 +113,8 @@ class Operations(Ways):
 
     def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, *, async_op: bool = False, stream: Any = None) -> Any:
         """As ``all_gather``; rank r contributes ``counts[r]`` elements. The result is flat."""
+        if not self._all_gather_v(x, out, None, None, counts, async_op, stream):
+            return out
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.all_gather_v(x, counts, out, stream=stream)
         return self._long_way(calls.all_gather_v, (x, counts, out), "all_gather_v", async_op)
@@ -145,12 +138,16 @@ class Operations(Ways):
         stream: Any = None,
     ) -> Any:
         """As ``all_to_all``; block j of ``x`` has ``send_counts[j]`` elements, block j of the result ``recv_counts[j]`` (own counts)."""
+        if not self._all_to_all_v(x, out, None, send_counts, recv_counts, async_op, stream):
+            return out
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.all_to_all_v(x, send_counts, recv_counts, out, stream=stream)
         return self._long_way(calls.all_to_all_v, (x, send_counts, recv_counts, out), "all_to_all_v", async_op)
 
     def gather_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, async_op: bool = False, stream: Any = None) -> Any:
         """As ``gather``; rank r contributes ``counts[r]`` elements."""
+        if not self._gather_v(x, out, root, None, counts, async_op, stream):
+            return out if root == self.rank else None
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.gather_v(x, counts, root, out, stream=stream)
         return self._long_way(calls.gather, (x, root, out, counts), "gather_v", async_op)
@@ -159,6 +156,8 @@ class Operations(Ways):
         self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, async_op: bool = False, stream: Any = None
     ) -> Any:
         """As ``scatter``; rank r gets ``counts[r]`` elements."""
+        if not self._scatter_v(x, out, root, counts, None, async_op, stream):
+            return out
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.scatter_v(x, counts, root, out, stream=stream)
         return self._long_way(calls.scatter, (x, root, out, counts), "scatter_v", async_op)

@@ -9,7 +9,7 @@ from miraccl.comm.device.arguments import DeviceArguments
 from miraccl.comm.device.grouped import Grouped
 from miraccl.comm.device.memory import DeviceMemory, device_view, empty_like
 from miraccl.comm.group import Group
-from miraccl.executor.cuda.doors.layout import NOT_TAKEN
+from miraccl.comm.no_doors import NoDoors
 from miraccl.executor.cuda.doors.table import Door
 from miraccl.types import Collective, PreMulSum, RedOp
 
@@ -17,19 +17,8 @@ SUM = RedOp.SUM
 Operator = RedOp | PreMulSum
 
 
-def _no_door(*args: Any) -> int:
-    return NOT_TAKEN
-
-
-class DeviceCollectives(DeviceArguments):
+class DeviceCollectives(NoDoors, DeviceArguments):
     """The methods of a communicator. Where there is a door (``executor.cuda.doors``), a call that it takes is done."""
-
-    _all_reduce: Callable[..., int] = staticmethod(_no_door)
-    _all_gather: Callable[..., int] = staticmethod(_no_door)
-    _reduce_scatter: Callable[..., int] = staticmethod(_no_door)
-    _all_to_all: Callable[..., int] = staticmethod(_no_door)
-    _broadcast: Callable[..., int] = staticmethod(_no_door)
-    _reduce: Callable[..., int] = staticmethod(_no_door)
 
     def stand_before(self, following: Callable[[str], Door | None], cpu_plan: int) -> dict[str, Callable[..., Any]]:
         """The doors of this GPU by name of the operation, if it has any; what they do not take goes to those that are asked for here.

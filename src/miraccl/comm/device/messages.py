@@ -24,7 +24,6 @@ from miraccl.transport.cuda_pairs import DIRECT
 from miraccl.types import Collective, DType
 
 if TYPE_CHECKING:
-    from miraccl.executor.cuda.doors.table import Door
     from miraccl.executor.cuda.message_launch import MessageLaunches
     from miraccl.executor.cuda.plan import DevicePlan
 
@@ -67,9 +66,6 @@ class MessageCalls(UnevenCollectives):
 
     last_plan: DevicePlan | None
     _messages: MessageLaunches
-    _send: Door
-    _recv: Door
-    _sendrecv: Door
 
     if TYPE_CHECKING:
 

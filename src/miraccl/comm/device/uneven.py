@@ -13,12 +13,13 @@ from miraccl.comm.arguments import counts_of, operator
 from miraccl.comm.device.arguments import DeviceArguments
 from miraccl.comm.device.collectives import SUM, Operator
 from miraccl.comm.device.memory import DeviceMemory, device_view, empty_like
+from miraccl.comm.no_doors import NoDoors
 from miraccl.errors import InvalidUsage
 from miraccl.types import Collective
 
 
-class UnevenCollectives(DeviceArguments):
-    """The methods of a communicator."""
+class UnevenCollectives(NoDoors, DeviceArguments):
+    """The methods of a communicator. Where there is a door (``executor.cuda.doors``), a call that it takes is done."""
 
     def _run_rooted(
         self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
@@ -45,6 +46,8 @@ class UnevenCollectives(DeviceArguments):
 
     def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
         """All ranks' ``x``, one after another, on rank ``root``; the others get None."""
+        if not self._gather(x, out, root, None, None, False, stream):
+            return out if root == self.rank else None
         chief, source = self._root(root, "gather"), device_view(x, "x", "gather", stream, self.gpu)
         out, target = self._gathered(x, source, [source.count] * self.nranks, chief, out, "gather")
         self._run_rooted(Collective.GATHER, source, target, source.count, SUM, chief, stream)
@@ -52,6 +55,8 @@ class UnevenCollectives(DeviceArguments):
 
     def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
         """Rank r gets the r-th of nranks equal shares of the root's ``x``; the other ranks give ``out``."""
+        if not self._scatter(x, out, root, None, None, False, stream):
+            return out
         chief = self._root(root, "scatter")
         if self.rank == chief:
             source = device_view(x, "x", "scatter", stream, self.gpu)
@@ -64,6 +69,8 @@ class UnevenCollectives(DeviceArguments):
 
     def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, *, stream: Any = None) -> Any:
         """As ``all_gather``; rank r contributes ``counts[r]`` elements."""
+        if not self._all_gather_v(x, out, None, None, counts, False, stream):
+            return out
         sizes = counts_of(counts, "counts", self.nranks, "all_gather_v")
         source = self._sized(x, sizes[self.rank], f"counts[{self.rank}]", "all_gather_v", stream)
         out = empty_like(x, sum(sizes), "all_gather_v") if out is None else out
@@ -85,6 +92,8 @@ class UnevenCollectives(DeviceArguments):
 
     def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None, *, stream: Any = None) -> Any:
         """As ``all_to_all``; block j of ``x`` has ``send_counts[j]`` elements, block j of the result ``recv_counts[j]``."""
+        if not self._all_to_all_v(x, out, None, send_counts, recv_counts, False, stream):
+            return out
         sends = counts_of(send_counts, "send_counts", self.nranks, "all_to_all_v")
         receives = counts_of(recv_counts, "recv_counts", self.nranks, "all_to_all_v")
         if sends[self.rank] != receives[self.rank]:
@@ -99,6 +108,8 @@ class UnevenCollectives(DeviceArguments):
 
     def gather_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
         """As ``gather``; rank r contributes ``counts[r]`` elements."""
+        if not self._gather_v(x, out, root, None, counts, False, stream):
+            return out if root == self.rank else None
         chief, sizes = self._root(root, "gather_v"), counts_of(counts, "counts", self.nranks, "gather_v")
         source = self._sized(x, sizes[self.rank], f"counts[{self.rank}]", "gather_v", stream)
         out, target = self._gathered(x, source, sizes, chief, out, "gather_v")
@@ -108,6 +119,8 @@ class UnevenCollectives(DeviceArguments):
 
     def scatter_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
         """As ``scatter``; rank r gets ``counts[r]`` elements."""
+        if not self._scatter_v(x, out, root, counts, None, False, stream):
+            return out
         chief, sizes = self._root(root, "scatter_v"), counts_of(counts, "counts", self.nranks, "scatter_v")
         if self.rank == chief:
             source = self._sized(x, sum(sizes), "the sum of counts", "scatter_v", stream)

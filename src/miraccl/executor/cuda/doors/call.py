@@ -18,6 +18,7 @@ from typing import Any
 
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.groups import can_be_noted, close, find_noted, is_of_this_thread, join, none, note, this_thread
+from miraccl.executor.cuda.doors.moves import find_moves
 from miraccl.executor.cuda.doors.rows import find_collective, find_messages, overlap, write_message
 from miraccl.executor.cuda.doors.tensors import call4, call_builtin, is_plain
 from miraccl.native.intrinsics import (
@@ -79,6 +80,12 @@ def collective(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, op or root, async_op, stream)``; that of ``reduce`` takes the operator, and the root in the end."""
     door = PyLong_AsLong(self)
     return answer(door, go(load(door + at.DOOR_STATE), find_collective(door, args)), args, nargs)
+
+
+def moves(self: int, args: int, nargs: int) -> int:
+    """Builtin ``door(x, out, root, counts of x, counts of out, async_op, stream)`` of a collective that is a list of messages."""
+    door = PyLong_AsLong(self)
+    return answer(door, go(load(door + at.DOOR_STATE), find_moves(door, args)), args, nargs)
 
 
 # ---- sends and receives
@@ -157,6 +164,7 @@ def is_compiled(self: int, args: int, nargs: int) -> int:
 EXPORTS: dict[str, Any] = {
     "launch": launch,
     "collective": collective,
+    "moves": moves,
     "message": message,
     "pair": pair,
     "begin": begin,

@@ -28,6 +28,10 @@ DOOR_COLLECTIVE, DOOR_IN_BLOCKS, DOOR_OUT_BLOCKS, DOOR_THIRD, DOOR_IN_PLACE = 32
 THIRD_NOTHING, THIRD_OPERATOR, THIRD_ROOT, THIRD_BOTH = 0, 1, 2, 3  # what the third argument is; BOTH: the operator, the sixth the root
 # the door of a send or a receive
 DOOR_RECEIVES = 32
+# the door of a collective that is a list of messages: whether only the root takes ``out`` or gives ``x``; whether ``x`` and ``out`` have a
+# block for each rank, and whether these are alike
+DOOR_ROOTED, DOOR_SPLITS_IN, DOOR_SPLITS_OUT, DOOR_EVEN = 32, 40, 48, 56
+ROOTED_NOWHERE, ROOTED_OUT, ROOTED_IN = 0, 1, 2
 DOOR_WORDS = 9
 
 # the state of a communicator
@@ -51,6 +55,7 @@ STATE_ASK, STATE_ORDINAL = 168, 176  # a Python function for the current stream,
 STATE_OPS = 184  # the objects that are operators, by number
 NOPS = 5
 STATE_ARRAY_TYPE = 224  # CuPy's type of arrays, likewise
+STATE_LIST_TYPE, STATE_TUPLE_TYPE = 232, 240  # the types list and tuple
 STATE_VIEWS = 256  # room for two DLTensors and a stream
 STATE_DTYPES = 384  # the DLDataTypes that are known
 NDTYPES = 12
@@ -63,8 +68,10 @@ NAME_CONTIGUOUS, NAME_SIZE, NAME_DTYPE, NAME_DATA, NAME_PTR, NAME_DEVICE = (STAT
 MESSAGE_WHAT, MESSAGE_COUNT, MESSAGE_ADDRESS = 0, 8, 16
 MESSAGE_BYTES = 24
 MOST_MESSAGES = 64  # of a launch
-STATE_CALL = STATE_NAMES + 8 * len(NAMES)  # the messages of a call,
-STATE_GROUP = STATE_CALL + 2 * MESSAGE_BYTES  # those that are noted
+MOST_RANKS = 8
+STATE_SHARES = STATE_NAMES + 8 * len(NAMES)  # elements of the blocks of ``x`` of a call, then those of ``out``
+STATE_CALL = STATE_SHARES + 2 * 8 * MOST_RANKS  # the messages of a call,
+STATE_GROUP = STATE_CALL + 2 * MOST_RANKS * MESSAGE_BYTES  # those that are noted
 
 # a row of the table of launches; MESSAGES is the address of those of a launch that has some, else 0. Their number is COUNT then.
 ROW_KEY, ROW_COUNT, ROW_BLOCK, ROW_FILLS, ROW_MESSAGES = 0, 8, 16, 24, 32

@@ -38,10 +38,16 @@ _MESSAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "send": ("message", (0,)),
     "recv": ("message", (1,)),
     "sendrecv": ("pair", ()),
+    "gather": ("moves", (at.ROOTED_OUT, 0, 1, 1)),
+    "gather_v": ("moves", (at.ROOTED_OUT, 0, 1, 0)),
+    "scatter": ("moves", (at.ROOTED_IN, 1, 0, 1)),
+    "scatter_v": ("moves", (at.ROOTED_IN, 1, 0, 0)),
+    "all_gather_v": ("moves", (at.ROOTED_NOWHERE, 0, 1, 0)),
+    "all_to_all_v": ("moves", (at.ROOTED_NOWHERE, 1, 1, 0)),
 }
 _COLLECTIVES = {collective.label: collective for collective in SHAPES}
 #: operations whose doors take calls as users make them
-CALLS = (*_COLLECTIVES, "send", "recv", "sendrecv")
+CALLS = (*_COLLECTIVES, *_MESSAGES)
 _OPERATORS = tuple(RedOp(number) for number in range(at.NOPS))
 _DL_DTYPES = {dtype: code | bits << 8 | 1 << 16 for (code, bits), dtype in DL_TYPES.items()}
 _ROW_WORDS = at.ROW_BYTES // 8
@@ -65,6 +71,7 @@ class Doors:
     def __init__(
         self, rank: int, nranks: int, ordinal: int, *, abort: int, order: int, own: int, groups: int, hand_over: Callable[[Any], None]
     ) -> None:
+        assert nranks <= at.MOST_RANKS
         self._nranks = nranks
         memory = np.zeros(at.STATE_BYTES // 8, np.int64)
         self._address = int(memory.ctypes.data)
@@ -83,6 +90,8 @@ class Doors:
             (at.STATE_NONE, id(None)),
             (at.STATE_FALSE, id(False)),
             (at.STATE_INT_TYPE, id(int)),
+            (at.STATE_LIST_TYPE, id(list)),
+            (at.STATE_TUPLE_TYPE, id(tuple)),
             (at.STATE_RANK, rank),
             (at.STATE_NRANKS, nranks),
             (at.STATE_GROUPS, groups),

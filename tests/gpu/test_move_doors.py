@@ -1,0 +1,116 @@
+"""Doors of collectives that are lists of messages: gather, scatter, and those with counts. PyTorch's tensors stand in CPU memory here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import miraccl
+from miraccl.comm.device.memory import DeviceMemory
+from miraccl.comm.device.uneven import moves
+from miraccl.executor.cuda.doors import layout as at
+from miraccl.types import Collective, DType
+from tests.gpu.door_side import Side
+from tests.gpu.fake_launch import SHAPE
+
+torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
+if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+    pytest.skip(f"tensors of PyTorch {torch.__version__} have no interface for compiled code", allow_module_level=True)
+
+F32, I64 = DType.FLOAT32, DType.INT64
+COLLECTIVES = {
+    "gather": Collective.GATHER,
+    "scatter": Collective.SCATTER,
+    "gather_v": Collective.GATHER,
+    "scatter_v": Collective.SCATTER,
+    "all_gather_v": Collective.ALL_GATHER,
+    "all_to_all_v": Collective.ALL_TO_ALL,
+}
+counts = st.lists(st.integers(0, 3), min_size=at.MOST_RANKS, max_size=at.MOST_RANKS)
+
+
+def memory(tensor: Any) -> DeviceMemory:
+    return DeviceMemory(tensor.data_ptr(), tensor.numel(), F32)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    name=st.sampled_from(list(COLLECTIVES)),
+    nranks=st.integers(2, at.MOST_RANKS),
+    place=st.integers(0, at.MOST_RANKS**2 - 1),
+    first=counts,
+    second=counts,
+    kind=st.sampled_from([list, tuple]),
+)
+def test_doors_find_what_python_would_send(name: str, nranks: int, place: int, first: Any, second: Any, kind: Any) -> None:
+    rank, root = place // at.MOST_RANKS % nranks, place % nranks
+    collective = COLLECTIVES[name]
+    sends, receives = first[:nranks], second[:nranks]
+    if not name.endswith("_v"):
+        sends = receives = [first[0]] * nranks
+    if collective is Collective.ALL_TO_ALL:
+        receives[rank] = sends[rank]
+    splits_in, splits_out = collective in (Collective.SCATTER, Collective.ALL_TO_ALL), collective is not Collective.SCATTER
+    gives, takes = collective is not Collective.SCATTER or rank == root, collective is not Collective.GATHER or rank == root
+    x, out = torch.zeros(sum(sends) if splits_in else receives[rank]), torch.zeros(sum(receives) if splits_out else sends[rank])
+    sent, received = moves(
+        collective,
+        memory(x),
+        memory(out),
+        () if not gives else sends if splits_in else (x.numel(),),
+        () if not takes else receives if splits_out else (out.numel(),),
+        rank,
+        root,
+        nranks,
+    )
+    side = Side(rank, nranks)
+    parts = [(False, *part) for part in sent] + [(True, *part) for part in received]
+    if parts:
+        side.remember_messages(1, *((receive, peer, part.count, F32) for receive, peer, part in parts))
+    uneven = name.endswith("_v")
+    arrays = x if gives else None, out if takes else None
+    sizes = kind(sends) if uneven and splits_in else None, kind(receives) if uneven and splits_out else None
+    code = side.door[name](*arrays, root if collective.rooted else None, *sizes, False, None)
+    assert code == int(not parts)
+    if parts:
+        assert side.driver.seen == [(1, 0, *SHAPE, 0, *(part.address for _, _, part in reversed(parts)))]
+
+
+def test_what_goes_the_long_way() -> None:
+    side = Side()
+    x, out, whole = torch.zeros(5), torch.zeros(4), torch.zeros(9)
+    side.remember_messages(1, (False, 0, 2, F32), (False, 1, 3, F32), (True, 0, 2, F32), (True, 1, 2, F32))
+    side.remember_messages(2, (False, 0, 2, F32), (False, 1, 2, F32), (True, 0, 2, F32))
+    door = side.door["all_to_all_v"]
+
+    def call(x: Any = x, out: Any = out, sends: Any = (2, 3), receives: Any = (2, 2), async_op: Any = False, stream: Any = None) -> int:
+        return door(x, out, None, sends, receives, async_op, stream)
+
+    assert call() == call(sends=[2, 3]) == call(stream=0) == 0
+    for wrong in ((2, 4), (2,), (2, 3, 0), (-2, 7), (2.0, 3), (True, 4), np.array([2, 3]), torch.tensor([2, 3]), None, 5, {2: 1, 3: 1}):
+        assert call(sends=wrong) == call(receives=wrong) == 1
+    for thing in (None, torch.zeros(6), torch.zeros(5, dtype=torch.int64), torch.zeros(10)[::2], np.zeros(5, np.float32)):
+        assert call(x=thing) == call(out=thing) == 1
+    for first in range(9 - 4):
+        assert call(whole[:5], whole[first : first + 4]) == 1
+    assert call(whole[:5], whole[5:]) == call(whole[4:], whole[:4]) == 0
+    assert call(async_op=True) == call(stream=5) == 1
+    with miraccl.group():
+        assert call() == 1
+    side.abort.value = 1
+    assert call() == 1
+    side.abort.value = 0
+    assert call() == 0
+
+    scatter = side.door["scatter"]
+    assert scatter(whole[:4], out[:2], 0, None, None, False, None) == 0
+    assert scatter(whole[:5], out[:2], 0, None, None, False, None) == 1  # which two ranks cannot share
+    assert scatter(whole[:4], out[:3], 0, None, None, False, None) == 1
+    for root in (2, -1, True, None):
+        assert scatter(whole[:4], out[:2], root, None, None, False, None) == 1
+    assert scatter(None, None, 1, None, None, False, None) == scatter(whole[:4], None, 0, None, None, False, None) == 1
+    assert len(side.driver.seen) == 7
