@@ -207,6 +207,15 @@ def test_arrays_in_groups(side: Without, make: Callable[..., Any]) -> None:
     assert side.driver.seen == [(4, 0, *SHAPE, 0, x.ctypes.data, y.ctypes.data, x.ctypes.data)]
 
 
+def test_an_empty_array_overlaps_nothing(side: Without, make: Callable[..., Any]) -> None:
+    """Unlike PyTorch's, empty arrays of CuPy's have an address."""
+    whole = zeros(12)
+    side.remember_messages(1, (True, 1, 12, F32))
+    for first in range(13):
+        assert side.door["all_gather_v"](make(whole[first:first]), make(whole), None, None, [0, 12], False, None) == 0
+        assert side.driver.seen.pop()[-1] == whole.ctypes.data
+
+
 def test_references_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     side, size, ptr = Without(monkeypatch, pretended()[0]), 100_000, zeros(100_000).ctypes.data
     side.remember(Collective.ALL_REDUCE, F32, size)

@@ -132,6 +132,12 @@ def collectives() -> None:
                 assert comm.all_gather(mine, out) is out
                 assert me.through_a_door() == (turn == 1)
                 me.same(out, whole)
+                everything = torch.zeros_like(whole)
+                share = everything[rank * count : (rank + 1) * count]
+                share.copy_(mine)
+                assert comm.all_gather(share, everything) is everything
+                assert me.through_a_door()  # in place it is the same launch
+                me.same(everything, whole)
         plan = comm.last_plan
         comm.all_reduce(me.data(rank, 5))  # in CPU memory, through the same doors
         assert comm.last_plan is not plan
@@ -167,6 +173,12 @@ def moves() -> None:
                 me.same(out, part)
             out = torch.zeros(sum(counts))
             assert comm.all_gather_v(part, counts, out) is out
+            assert me.through_a_door() or turn == 0
+            me.same(out, parts)
+            out.zero_()
+            own = out[first : first + counts[rank]]
+            own.copy_(part)
+            assert comm.all_gather_v(own, counts, out) is out  # in place
             assert me.through_a_door() or turn == 0
             me.same(out, parts)
             out = torch.zeros(n * counts[rank])

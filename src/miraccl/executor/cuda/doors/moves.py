@@ -1,5 +1,5 @@
 """Kernel source: collectives that are lists of messages (gather, scatter, those with counts), from the arguments of a call to the block of
-their launch. The messages are those of ``comm.device.uneven.moves``, in its order; in place Python does it."""
+their launch. The messages are those of ``comm.device.uneven.moves``, in its order."""
 
 from __future__ import annotations
 
@@ -58,21 +58,32 @@ def put(state: int, number: int, receives: int, peer: int, view: int, first: int
 
 @inline
 def apart(view: int, count: int, other: int, other_count: int) -> bool:
-    """Whether two arrays of one type do not overlap."""
+    """Whether two arrays of one type do not overlap, which an empty one never does."""
     size = item_size(data_type(view))
+    if count == 0 or other_count == 0:
+        return True
     return address(other) >= address(view) + count * size or address(view) >= address(other) + other_count * size
 
 
 @inline
-def put_all(state: int, number: int, receives: int, view: int, count: int, shares: int, only: int) -> int:
-    """Describe the messages of an array: its blocks by ``shares``, 0: all of it for every rank; ``only``: for this one, if not -1."""
+def in_place(state: int, whole: int, shares: int, part: int) -> bool:
+    """Whether ``part`` is this rank's block of ``whole``."""
+    first = 0
+    for rank in range(load(state + at.STATE_RANK)):
+        first += load(shares + 8 * rank)
+    return address(part) == address(whole) + first * item_size(data_type(whole))
+
+
+@inline
+def put_all(state: int, number: int, receives: int, view: int, count: int, shares: int, only: int, skip: int) -> int:
+    """Describe the messages of an array: its blocks by ``shares``, 0: all of it for every rank; ``only``: for this one, if not -1; ``skip``
+    has none."""
     first = 0
     for peer in range(load(state + at.STATE_NRANKS)):
-        if shares != 0:
-            number = put(state, number, receives, peer, view, first, load(shares + 8 * peer))
-            first += load(shares + 8 * peer)
-        elif only < 0 or only == peer:
-            number = put(state, number, receives, peer, view, 0, count)
+        own = load(shares + 8 * peer) if shares != 0 else count
+        if peer != skip and (shares != 0 or only < 0 or only == peer):
+            number = put(state, number, receives, peer, view, first, own)
+        first += own if shares != 0 else 0
     return number
 
 
@@ -95,7 +106,7 @@ def find_moves(door: int, args: int) -> int:
     out_count = elements(state, load(args + 8), other) if takes else 0
     if count < 0 or out_count < 0:
         return 0
-    if gives and takes and (data_type(view) != data_type(other) or not apart(view, count, other, out_count)):
+    if gives and takes and data_type(view) != data_type(other):
         return 0
     shares, out_shares = 0, 0
     if load(door + at.DOOR_SPLITS_IN) != 0:
@@ -110,6 +121,13 @@ def find_moves(door: int, args: int) -> int:
             return 0
     if (shares == 0 and load(out_shares + 8 * rank) != count) or (out_shares == 0 and load(shares + 8 * rank) != out_count):
         return 0
-    number = put_all(state, 0, 0, view, count, shares, root) if gives else 0
-    number = put_all(state, number, 1, other, out_count, out_shares, root) if takes else number
+    stays = -1  # whose block is where it belongs
+    if gives and takes and not apart(view, count, other, out_count):
+        if shares != 0 and out_shares != 0:
+            return 0
+        if not (in_place(state, view, shares, other) if shares != 0 else in_place(state, other, out_shares, view)):
+            return 0
+        stays = rank
+    number = put_all(state, 0, 0, view, count, shares, root, stays) if gives else 0
+    number = put_all(state, number, 1, other, out_count, out_shares, root, stays) if takes else number
     return find_messages(state, state + at.STATE_CALL, number)

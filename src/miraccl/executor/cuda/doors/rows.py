@@ -77,8 +77,13 @@ def find_collective(door: int, args: int) -> int:
         if elements(state, out, other) != count * blocks_out or data_type(other) != dtype:
             return 0
         target = address(other)
-        if target < source + count * blocks * item_size(dtype) and source < target + count * blocks_out * item_size(dtype):
-            return 0  # in place in one way or another
+        block = count * item_size(dtype)
+        if target < source + blocks * block and source < target + blocks_out * block:
+            if blocks != 1 and blocks_out != 1:
+                return 0
+            first = load(state + at.STATE_RANK) * block  # where this rank's block lies in all of them
+            if target - source != (first if blocks != 1 else 0) - (first if blocks_out != 1 else 0):
+                return 0  # not as the form in place has them
     elif load(door + at.DOOR_IN_PLACE) == 0:
         return 0
     key = key_of(load(door + at.DOOR_COLLECTIVE), third, dtype)
