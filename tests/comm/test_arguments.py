@@ -310,6 +310,16 @@ def test_a_stream_is_refused_with_cpu_memory_however_often_it_was_called(comm: C
             call(*((x, out) if call == comm.all_to_all else (x,)), stream=0)
 
 
+def test_the_patience_of_a_wait_is_any_number(comm: Communicator) -> None:
+    for timeout in (1e300, 10**400, float("inf"), 0.5, 30):
+        assert comm.all_reduce(np.ones(2), async_op=True).wait(timeout=timeout).sum() == 2
+    work = comm.all_reduce(np.ones(2), async_op=True)
+    for wrong in (float("nan"), "5", True, [1]):
+        with pytest.raises(InvalidUsage, match="it is a number of seconds, or None"):
+            work.wait(timeout=wrong)
+    work.wait()
+
+
 def test_options_are_checked() -> None:
     for options, why in (
         ({"timeout": 0}, "timeout is 0"),
@@ -318,6 +328,7 @@ def test_options_are_checked() -> None:
         ({"timeout": float("nan")}, "timeout is nan"),
         ({"timeout": float("inf")}, "timeout is inf"),
         ({"timeout": [5]}, "timeout is .5."),
+        ({"timout": 5}, "there is no option 'timout'; there are timeout, algo, proto, deterministic, buffsize"),
         ({"algo": 3}, "algo is 3"),
         ({"algo": "fast"}, "no algorithm is called 'fast'"),
         ({"proto": "ll128"}, "protocol 'll128' does not exist"),

@@ -87,6 +87,16 @@ def test_a_name_is_taken_once(mine):
         catalog.register("mine", collectives=[C.BROADCAST], sentence="Again.")(lambda collective, nranks, root: None)  # type: ignore[arg-type,return-value]
 
 
+@pytest.mark.parametrize(("made", "name"), [(None, "NoneType"), ("ring", "str"), ([[]], "list")])
+def test_an_algorithm_builds_a_schedule(made, name):
+    catalog.register("odd", collectives=[C.BROADCAST], sentence="For tests.")(lambda collective, nranks, root: made)
+    try:
+        with pytest.raises(ScheduleError, match=f"algorithm 'odd' built a {name}, not a Schedule"):
+            catalog.build("odd", C.BROADCAST, 2)
+    finally:
+        catalog.unregister("odd")
+
+
 def test_an_algorithm_builds_what_it_is_asked_for():
     @catalog.register("off", collectives=[C.BROADCAST], sentence="For tests.")
     def build(collective, nranks, root):

@@ -29,7 +29,7 @@ from miraccl.comm.faults import NOTICE_FIRST_S, Faults
 from miraccl.comm.model import Constants, Shape, default_block_bytes
 from miraccl.comm.planner import Overrides, Planner, Request
 from miraccl.comm.tuning import load_constants
-from miraccl.comm.work import Work, Worker
+from miraccl.comm.work import Work, Worker, patience
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.lower import Run
@@ -62,7 +62,10 @@ class Options:
         proto: str | None = None,
         deterministic: bool | None = None,
         buffsize: int | None = None,
+        **unknown: Any,
     ) -> Options:
+        for name in unknown:
+            raise InvalidUsage(f"there is no option {name!r}; there are {', '.join(_NAMES)}")
         if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf):
             raise InvalidUsage(f"timeout is {timeout!r}; it is a finite number of seconds greater than 0")
         for name, text in (("algo", algo), ("proto", proto)):
@@ -82,6 +85,9 @@ class Options:
             buffsize=params.BUFFSIZE.read() if buffsize is None else buffsize,
             single_copy=params.SINGLE_COPY.read(),
         )
+
+
+_NAMES = ("timeout", "algo", "proto", "deterministic", "buffsize")  # of options that a program may give
 
 
 class Member:
@@ -395,8 +401,8 @@ class _OpenWork(Work):
         self._result = result
 
     def wait(self, timeout: float | None = None) -> Any:
-        if timeout is not None:
-            self._poll_until(timeout)
+        if (seconds := patience(timeout)) is not None:
+            self._poll_until(seconds)
         if not self.done():
             self._settle(self._member.finish)
         return super().wait(0)

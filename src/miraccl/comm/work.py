@@ -8,7 +8,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from miraccl import params
 from miraccl.errors import CollectiveTimeout, InvalidUsage
+
+
+def patience(timeout: float | None) -> float | None:
+    """The seconds that a ``wait`` was given, of which there may be any number from 0 on; None waits for the operation's own deadline."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout != timeout:  # NaN
+        raise InvalidUsage(f"wait: timeout is {timeout!r}; it is a number of seconds, or None")
+    return float(min(timeout, params.FOREVER))
 
 
 class Work:
@@ -22,7 +32,7 @@ class Work:
 
     def wait(self, timeout: float | None = None) -> Any:
         """The result, once it is there; raises the operation's error, or ``CollectiveTimeout`` after ``timeout`` seconds."""
-        if not self._done.wait(timeout):
+        if not self._done.wait(patience(timeout)):
             raise CollectiveTimeout(f"not finished within {timeout:g} s; it goes on in the background", op=self.name)
         if self._error is not None:
             raise self._error

@@ -64,6 +64,8 @@ class Algorithm:
             raise InvalidUsage(f"root {root} is not in 0..{nranks - 1}")
         root = root if collective.rooted else 0
         schedule = self.builder(collective, nranks, root)
+        if not isinstance(schedule, Schedule):
+            raise ScheduleError(f"algorithm {self.name!r} built a {type(schedule).__name__}, not a Schedule")
         if (schedule.collective, schedule.nranks, schedule.root) != (collective, nranks, root):
             got = f"{schedule.collective.label} over {schedule.nranks} ranks, root {schedule.root}"
             raise ScheduleError(f"algorithm {self.name!r} built {got}; asked for: {collective.label} over {nranks}, root {root}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from miraccl.comm.device.memory import device_view, empty_like, lies_on_gpu
-from miraccl.comm.work import Work
+from miraccl.comm.work import Work, patience
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.executor.cuda.driver import Gpu
 
@@ -69,6 +69,7 @@ class DeviceWork(Work):
 
     def synchronize(self, timeout: float | None = None) -> Any:
         """Wait on the host, ``CollectiveTimeout`` after ``timeout`` seconds; kernels end by themselves at the communicator's deadline."""
+        timeout = patience(timeout)
         end = None if timeout is None else time.monotonic() + timeout
         while not self.done():
             if end is not None and time.monotonic() >= end:
