@@ -159,7 +159,15 @@ DETERMINISTIC = declare(
     "Results that depend on neither size, algorithm nor layout, where the program does not say.",
     kind="flag",
 )
-BUFFSIZE = declare("BUFFSIZE", 0, parse_size, "Bytes of all FIFOs of a rank; 0 chooses.", kind="size", unit="B", nccl="BUFFSIZE")
+BUFFSIZE = declare(
+    "BUFFSIZE",
+    0,
+    parse_size,
+    "Bytes of all FIFOs of a CPU rank; 0 chooses. NCCL's variable, there the bytes of one connection, is taken as that of all.",
+    kind="size",
+    unit="B",
+    nccl="BUFFSIZE",
+)
 SMS = declare(
     "SMS",
     -1,
@@ -278,7 +286,14 @@ def parse_netdevs_policy(text: str) -> str:
 
 
 TOPO_FILE = declare("TOPO_FILE", "", str, "Topology file to read instead of detecting the machine.", kind="path", nccl="TOPO_FILE")
-TOPO_DUMP_FILE = declare("TOPO_DUMP_FILE", "", str, "Where to write the topology that is used.", kind="path", nccl="TOPO_DUMP_FILE")
+TOPO_DUMP_FILE = declare(
+    "TOPO_DUMP_FILE",
+    "",
+    str,
+    "Where miraccl plan and miraccl topo show write the topology that they use.",
+    kind="path",
+    nccl="TOPO_DUMP_FILE",
+)
 ACCELERATORS = declare("ACCELERATORS", "", str, "TOML files that describe accelerators, separated by colons.", kind="path")
 P2P_DISABLE = declare("P2P_DISABLE", 0, parse_integer, "1: GPUs never access each other's memory.", kind="flag", nccl="P2P_DISABLE")
 P2P_LEVEL = declare(
@@ -327,5 +342,5 @@ CROSS_NIC = declare(
 )
 GRAPH_FILE = declare("GRAPH_FILE", "", str, "XML file of channel graphs that replace the search.", kind="path", nccl="GRAPH_FILE")
 GRAPH_DUMP_FILE = declare(
-    "GRAPH_DUMP_FILE", "", str, "Where to write the channel graphs, in NCCL's XML.", kind="path", nccl="GRAPH_DUMP_FILE"
+    "GRAPH_DUMP_FILE", "", str, "Where miraccl plan writes the channel graphs, in NCCL's XML.", kind="path", nccl="GRAPH_DUMP_FILE"
 )
