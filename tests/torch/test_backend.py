@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
 
 from tests.support.ranks import ROOT, run_ranks
-from tests.torch import calls, failures, groups, matrix, messages, ordered, training
+from tests.torch import calls, failures, gradients, groups, matrix, messages, ordered, training
 from tests.torch.worlds import in_turn
 
 pytestmark = pytest.mark.multiprocess
@@ -71,6 +71,8 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
             (
                 training.losses,
                 training.joined,
+                gradients.differentiated,
+                gradients.unused,
                 training.sparse,
                 training.dtensor,
                 training.pipelines,

@@ -14,7 +14,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -99,6 +99,11 @@ def _compiled(layers: Any, group: Group) -> Any:
     return torch.compile(DistributedDataParallel(layers, process_group=group), backend="aot_eager")
 
 
+def _fsdp2_offloaded(layers: Any, group: Group) -> Any:
+    mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cpu")
+    return fully_shard(layers, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
 def _fsdp1_mixed(layers: Any, group: Group) -> Any:
     """It resizes the storages of tensors that it has communicated."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -130,6 +135,7 @@ WRAPS = {
     "fsdp1_mixed": _fsdp1_mixed,
     "fsdp2": _fsdp2,
     "fsdp2_mixed": _fsdp2_mixed,
+    "fsdp2_offloaded": _fsdp2_offloaded,
     "tensor_parallel": _tensor_parallel,
 }
 
