@@ -14,7 +14,7 @@ calls enqueue and return.  ``launch alone`` is what the driver takes of it: one 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -95,7 +95,7 @@ def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
         "group of a send and a recv": lambda: exchange(1),
         "group of 2 sends and 2 recvs": lambda: exchange(2),
     }
-    if importlib.util.find_spec("cupy"):
+    with contextlib.suppress(ImportError):
         import cupy
 
         cupy.cuda.Device(comm.local_rank).use()
