@@ -71,7 +71,7 @@ def single_copy_cases(seed: int, number: int, algo: str, counts: list[int], thre
         comm = derived(world, "single copy", algo=algo)
         member = comm._member
         assert member.fabric.addressable
-        member.planner.single_copy = threshold
+        member.planner.single_copy = member.planner.exchange_copy = threshold
         member.context.set(at.CTX_P2P_DIRECT, threshold)
         member.planner.stream_from = 0  # and what is written goes past the caches
         member.context.set(at.CTX_STREAM_FROM, 0)

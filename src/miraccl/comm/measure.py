@@ -7,13 +7,13 @@ which a rank waited for a core does not count, so a busy machine gets more of th
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 
@@ -25,12 +25,14 @@ from miraccl.executor.cpu.context import call_kernel, fold_kernel
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.types import DType, RedOp
 
-T = TypeVar("T")
-
 SINGLE_COPY_SIZES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
 PATIENCE = 6
+TURNS = 3  # of ways that are compared
+PLACES = 4  # of buffers: how well they fit into the caches depends on where their pages happen to lie
 DISTURBED = 0.02  # share of a repetition that a rank spends waiting for a core
 CLEAR_GAIN = 0.9  # a single copy has to take less than this share of the time of two copies
+EXCHANGE_SIZES = tuple(128 << 10 << i for i in range(6))  # blocks
+EXCHANGE_GAIN = 0.95  # as CLEAR_GAIN, for blocks that are read whole
 SWAP_SIZES = (8 << 10, 128 << 10)  # blocks of the exchanges that tell whether slots had better change hands
 SWAP_GAIN = 0.97  # each takes less than this share of the time then
 
@@ -82,7 +84,7 @@ def measure_folds(constants: Constants) -> Constants:
     return replace(constants, fold=tuple(folds))
 
 
-def _repeat(action: Callable[[T], object], n: T, calls: int) -> None:
+def _repeat(action: Callable[[int], object], n: int, calls: int) -> None:
     for _ in range(calls):
         action(n)
 
@@ -141,7 +143,8 @@ def measure_ranks(comm: Communicator, constants: Constants) -> Constants:
     switch = _together(comm, _round_trips(comm, small, 50), 5) / 100
     os.sched_setaffinity(0, cores)
     constants = replace(constants, copy=tuple(copies), latency_us=round(latency, 4), switch_us=round(switch, 3))
-    return replace(constants, single_copy_from=single, swap_slots=swaps)
+    exchange = _exchange_copy_from(comm, swaps)
+    return replace(constants, single_copy_from=single, exchange_copy_from=exchange, swap_slots=swaps)
 
 
 def _single_copy_from(comm: Communicator) -> int:
@@ -164,18 +167,74 @@ def _single_copy_from(comm: Communicator) -> int:
     return int(verdict[0])
 
 
+def _in_turns(comm: Communicator, ways: Sequence[Callable[[], None]], before: Callable[[], None] = lambda: None) -> list[float]:
+    """The shortest time of the slowest rank for each of some ways to do the same, taking turns: thrice a turn that nobody disturbs."""
+    best, worst = [float("inf")] * len(ways), np.zeros(2)
+    for _ in range(TURNS):
+        for index, way in enumerate(ways):
+            way()  # caches and slots settle
+            repeats = 3
+            for _ in range(PATIENCE * repeats):
+                before()
+                comm.barrier()
+                worst[:] = timed(way)
+                comm.all_reduce(worst, None, RedOp.MAX)
+                best[index] = min(best[index], float(worst[0]))
+                repeats -= worst[1] == 0
+                if not repeats:
+                    break
+    return best
+
+
+def _exchange_copy_from(comm: Communicator, swaps: bool) -> int:
+    """From which block size on an exchange of data that were just written is faster where ranks read each other's private memory."""
+    member = comm._member
+    if len(member.fabric.readable) != comm.nranks - 1:
+        return -1
+    shares = []
+
+    def copying(single_copy: str) -> Communicator:
+        session = member.session.sub(range(comm.nranks), f"single copy {single_copy}")
+        return Communicator.from_session(session, replace(member.options, single_copy=single_copy), parent=comm)
+
+    with copying("never") as twice, copying("1") as once:
+        twice._member.context.set(at.CTX_SWAP, int(swaps))
+        for size in EXCHANGE_SIZES:
+            times, places = np.zeros(2), []
+            for _ in range(PLACES):
+                x = np.zeros(comm.nranks * size // 4, np.float32)
+                out = np.zeros_like(x)
+                places.append((x, out))  # the next ones lie elsewhere
+                times += _in_turns(comm, [partial(each.all_to_all, x, out) for each in (twice, once)], partial(x.fill, 0))
+            shares.append(float(times[1] / times[0]))
+    verdict = np.array([_first_gain(EXCHANGE_SIZES, shares)], np.int64)
+    comm.broadcast(verdict)
+    return int(verdict[0])
+
+
+def _first_gain(sizes: Sequence[int], shares: Sequence[float]) -> int:
+    """The smallest size with a clear gain, which those from there on have on average too; or -1."""
+    for index, size in enumerate(sizes):
+        rest = shares[index:]
+        if shares[index] < EXCHANGE_GAIN and math.prod(rest) < EXCHANGE_GAIN ** len(rest):
+            return size
+    return -1
+
+
 def _swaps_slots(comm: Communicator) -> bool:
     """Whether exchanges are clearly faster where slots change hands."""
     verdict = np.ones(1, np.int64)
+
+    def exchanges(x: np.ndarray, out: np.ndarray, on: int) -> None:
+        comm._member.context.set(at.CTX_SWAP, on)
+        for _ in range(30):
+            comm.all_gather(x, out)
+
     for size in SWAP_SIZES:
         x = np.zeros(size // 4, np.float32)
-        action = partial(_repeat, partial(comm.all_gather, x), np.zeros(2 * len(x), np.float32), 50)
-        times = []
-        for on in (0, 1):
-            comm._member.context.set(at.CTX_SWAP, on)
-            action()  # the slots find their places
-            times.append(_together(comm, action, 5))
-        verdict &= times[1] < SWAP_GAIN * times[0]
+        out = np.zeros(2 * len(x), np.float32)
+        off, on = _in_turns(comm, [partial(exchanges, x, out, on) for on in (0, 1)])
+        verdict &= on < SWAP_GAIN * off
     comm.broadcast(verdict)
     return bool(verdict[0])
 

@@ -129,7 +129,8 @@ class Member:
             constants=self.constants,
             overrides=overrides,
             stream_from=self.fabric.stream_from,
-            single_copy=self._single_copy_from(options.single_copy),
+            single_copy=self._copy_once_from(options.single_copy, self.constants.single_copy_from),
+            exchange_copy=self._copy_once_from(options.single_copy, self.constants.exchange_copy_from),
             addressable=self.fabric.addressable,
         )
         self.context.set(at.CTX_P2P_DIRECT, self.planner.single_copy)
@@ -139,11 +140,11 @@ class Member:
         self._exchange = Exchange(self.rank, self.context.wires, self.context.door("exchange", Collective.SEND_RECV))
         _members.add(self)
 
-    def _single_copy_from(self, asked: str) -> int:
+    def _copy_once_from(self, asked: str, measured: int) -> int:
         """From how many bytes on private memory is read by the peer instead of copied twice; -1 where that is not allowed or slower."""
         if not self.fabric.addressable or asked == "never":
             return -1
-        return params.parse_size(asked) if asked else self.constants.single_copy_from
+        return params.parse_size(asked) if asked else measured
 
     def _lost(self, rank: int, loss: Any) -> None:
         """From a transport: the connection to a rank is gone."""

@@ -23,7 +23,8 @@ class Constants:
     """What was measured (``executor.cpu.measure``). Times in microseconds, bandwidths in bytes per microsecond (MB/s).
 
     ``copy`` and ``fold`` are bandwidths for working sets of ``sizes`` bytes; ``fold`` counts the bytes of the result.
-    ``single_copy_from`` is the block size from which reading the peer's private memory beats two copies, -1 if it never does.
+    ``single_copy_from`` is the block size from which reading the peer's private memory beats two copies, -1 if it never does;
+    ``exchange_copy_from`` the same where all ranks are busy and whole blocks are read (all_gather, all_to_all).
     ``swap_slots``: ranks that exchange messages are faster where slots change hands (``executor.cpu.kernels.slots``).
     """
 
@@ -31,6 +32,7 @@ class Constants:
     copy: tuple[float, ...] = (60000.0, 50000.0, 40000.0, 30000.0, 12000.0)
     fold: tuple[float, ...] = (50000.0, 40000.0, 35000.0, 25000.0, 9000.0)
     single_copy_from: int = -1
+    exchange_copy_from: int = -1
     swap_slots: bool = False
     latency_us: float = 0.08
     switch_us: float = 3.0

@@ -23,6 +23,11 @@ from miraccl.types import Collective, DType, RedOp
 
 WINDOW_ONLY = 1 << 62  # a "direct" threshold that private memory never reaches
 WINDOW_FROM = 32 << 10  # bytes of a block from which window memory is posted by address instead of copied into a slot
+#: Collectives that only move data and keep all ranks busy: where peers read private memory, a block is one message of at most
+#: ``WHOLE_BYTES`` (a system call for each slot costs what the single copy gains). In which forms, out of place (False) and in place, ranks
+#: may come together.
+EXCHANGES = {Collective.ALL_GATHER: (False, True), Collective.ALL_TO_ALL: (False,)}
+WHOLE_BYTES = 8 << 20
 ASK_FROM = 96 << 10  # bytes of a block from which ranks first tell each other whether all of them passed window memory
 STREAM_FACTOR = 1.75  # a collective reads part of what it moves from caches: it streams from this many times the cache share on
 TIE = 1.05  # what is predicted within 5 % is taken for equal, and these names decide, below and from LARGE bytes of a block on
@@ -91,11 +96,13 @@ class Planner:
         constants: Constants,
         overrides: Overrides,
         single_copy: int = -1,
+        exchange_copy: int = -1,
         addressable: bool = True,
         stream_from: int = 1 << 62,
     ) -> None:
         self.rank, self.shape, self.slot_bytes = rank, shape, slot_bytes
-        self.constants, self.overrides, self.single_copy = constants, overrides, single_copy
+        self.constants, self.overrides = constants, overrides
+        self.single_copy, self.exchange_copy = single_copy, exchange_copy
         self.addressable = addressable
         self.stream_from = stream_from
         self._programs: dict[tuple[str, Collective, int, bool], Program] = {}
@@ -239,7 +246,7 @@ class Planner:
             in_displs=request.in_displs,
             out_displs=request.out_displs,
             slot_bytes=self.slot_bytes,
-            round_bytes=self.round_bytes(program.widest),
+            round_bytes=WHOLE_BYTES if self._reads_blocks(choice.algo, request) else self.round_bytes(program.widest),
             direct=self._direct(choice.algo, request),
             template=signature(request.collective, request.dtype, request.op if reduces else RedOp.SUM, request.root, request.count),
             fold=fold_kernel(request.dtype, folded) if reduces else 0,
@@ -258,7 +265,19 @@ class Planner:
             return -1
         if request.block_bytes < WINDOW_FROM:
             return -1
-        return at.DIRECT_PIECE if 0 <= self.single_copy <= request.block_bytes else WINDOW_ONLY
+        if self._reads_blocks(algo, request) or 0 <= self.single_copy <= request.block_bytes:
+            return at.DIRECT_PIECE
+        return WINDOW_ONLY
+
+    def _reads_blocks(self, algo: str, request: Request) -> bool:
+        """Whether ranks read whole blocks in private memory of others. All answer alike, in place or not: rounds must be cut alike."""
+        forms = EXCHANGES.get(request.collective, ())
+        return (
+            bool(forms)
+            and not request.uneven
+            and 0 <= self.exchange_copy <= request.block_bytes
+            and all(catalog.direct_safe(algo, request.collective, self.shape.nranks, request.root, in_place=form) for form in forms)
+        )
 
     def choice_of(self, run_address: int) -> Candidate | None:
         """The plan a run was made from."""
