@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 
-from miraccl import trace
+from miraccl import native, trace
 from miraccl.comm.model import Constants
+from miraccl.executor.cpu.context import ENGINE
 from miraccl.native import cache
 
 CACHE_FILE = "cpu-constants-3.json"
@@ -37,6 +38,7 @@ def load_constants() -> Constants:
 
 
 def _measure() -> Constants:
+    native.library(ENGINE)  # on a machine's first use its compilation may take longer than what measures has
     sys.stderr.write("miraccl: measuring this machine (once, about 2 s) ...\n")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MIRACCL_", "NCCL_"))}
     if "MIRACCL_CACHE_DIR" in os.environ:
