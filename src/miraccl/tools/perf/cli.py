@@ -1,24 +1,19 @@
-"""``miraccl perf``: options, and where the rows go."""
+"""``miraccl perf``: the command, and the ranks that it runs or is one of."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import click
 
-from miraccl.errors import InvalidUsage
 from miraccl.tools import launch
-from miraccl.tools.options import Finite, OutputFile, Size, Sizes, write_json
-from miraccl.tools.perf import devices, plot, table
-from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS, REDUCING, ROOTED, Case, Row, build_case, size_range
-
-DEFAULT_RANKS = 2
-_DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
+from miraccl.tools.options import Finite, OutputFile, Size, Sizes
+from miraccl.tools.perf import devices
+from miraccl.tools.perf.report import display, finish
+from miraccl.tools.perf.request import DEFAULT_RANKS, DEFAULT_SIZES, Request, check
+from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
 
 
 @click.command(short_help="Measure a collective.")
@@ -29,7 +24,7 @@ _DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
     type=click.IntRange(1, 512),
     help=f"Own ranks on this host.  [default: those of the launcher, or one per GPU of --devices, or {DEFAULT_RANKS}]",
 )
-@click.option("-s", "--sizes", type=Sizes(), help=f"Sizes in bytes, with K, M, G.  [default: {_DEFAULT_SIZES}]")
+@click.option("-s", "--sizes", type=Sizes(), help=f"Sizes in bytes, with K, M, G.  [default: {DEFAULT_SIZES}]")
 @click.option("-b", "--min-bytes", type=Size(), help="Smallest size of a range, instead of --sizes.")
 @click.option("-e", "--max-bytes", type=Size(), help="Largest size of a range.")
 @click.option("-f", "--factor", type=Finite(1.01), default=2.0, show_default=True, help="Between sizes of a range.")
@@ -104,133 +99,14 @@ def perf(op: str, **options: Any) -> None:
       torchrun --nproc-per-node 4 --no-python miraccl perf all_reduce
       miraccl perf all_reduce --devices cuda:0,1 --sizes 256K,4M,16M --graph --compare nccl
     """
-    request = _check(op, options)
+    request = check(op, options)
     if request.joins_launcher:
         _run_joined(request)
     else:
         _run_own(request)
 
 
-@dataclass(kw_only=True)
-class _Request:
-    """The options, checked; ``lines`` and ``rows`` collect results."""
-
-    op: str
-    options: dict[str, Any]
-    nranks: int
-    joins_launcher: bool
-    cases: tuple[Case, ...]
-    ordinals: tuple[int, ...] = ()
-    device: str = ""
-    rows: list[Row] = field(default_factory=list)
-
-    @property
-    def peer(self) -> str:
-        return self.options["compare"] or ""
-
-    @property
-    def quiet(self) -> bool:
-        return bool(self.options["json_target"] == "-")
-
-
-def _check(op: str, options: dict[str, Any]) -> _Request:
-    devices.check_options(options)
-    if op == "barrier" and options["devices"].on_gpu:
-        raise click.UsageError("barrier moves no data: leave --devices out")
-    if options["plot_target"]:
-        plot.check_target(options["plot_target"])
-    if options["redop"] and op not in REDUCING:
-        raise click.UsageError(f"--redop is for {', '.join(REDUCING)}; {op} reduces nothing")
-    if op == "barrier" and any(options[name] is not None for name in ("sizes", "min_bytes", "max_bytes")):
-        raise click.UsageError("a barrier has no size: leave --sizes, --min-bytes and --max-bytes out")
-    if options["root"] is not None and op not in ROOTED:
-        raise click.UsageError(f"--root is for {', '.join(ROOTED)}; {op} has none")
-    joined = None if options["ranks"] else launch.detect_ranks()
-    ordinals, device = _gpus(options["devices"])
-    nranks = options["ranks"] or joined or len(ordinals) or DEFAULT_RANKS
-    root = options["root"] or 0
-    if root >= nranks:
-        raise click.UsageError(f"--root {root} is not one of the {nranks} ranks 0..{nranks - 1}")
-    if options["hosts"] > nranks or (joined and options["hosts"] > 1):
-        raise click.UsageError(f"--hosts {options['hosts']} needs as many ranks, own ones: give --ranks")
-    if joined and options["threads"]:
-        raise click.UsageError("--threads starts ranks itself: leave the launcher out")
-    if options["threads"] and options["hosts"] > 1:
-        raise click.UsageError("--hosts needs a process for each rank: leave --threads out")
-    if joined and options["compare"] in ("gloo", "mpi"):
-        raise click.UsageError("--compare starts ranks itself: leave the launcher out and give --ranks")
-    if options["peer_python"] and not options["compare"]:
-        raise click.UsageError("--peer-python belongs to --compare")
-    if options["persistent"] and op in ("sendrecv", "barrier"):
-        raise click.UsageError(f"--persistent: {op} has no persistent form")
-    if not options["devices"].on_gpu:
-        _check_choice(op, nranks, options)
-    cases = [
-        build_case(op, size, nranks=nranks, dtype=options["dtype"], redop=options["redop"] or "sum", root=root) for size in _sizes(options)
-    ]
-    return _Request(
-        op=op,
-        options=options,
-        nranks=nranks,
-        joins_launcher=bool(joined),
-        cases=tuple(dict.fromkeys(cases)),
-        ordinals=ordinals,
-        device=device,
-    )
-
-
-def _check_choice(op: str, nranks: int, options: dict[str, Any]) -> None:
-    """What CPU ranks would refuse, or leave aside for want of such a schedule, after they have been started."""
-    from miraccl.comm.planner import check_protocol
-    from miraccl.schedule import catalog
-    from miraccl.types import Collective
-
-    check_protocol(options["proto"] or "")
-    if not options["algo"]:
-        return
-    algorithm = catalog.get(options["algo"].lower())
-    if op == "sendrecv":
-        raise click.UsageError("--algo is for collectives; a sendrecv is a message")
-    collective = Collective[op.upper()]
-    if not algorithm.supports(collective, nranks):
-        names = ", ".join(other.name for other in catalog.algorithms_for(collective, nranks))
-        raise click.UsageError(f"--algo {algorithm.name} has no {op} over {nranks} ranks; these have: {names}")
-
-
-def _gpus(wanted: devices.Devices) -> tuple[tuple[int, ...], str]:
-    """The numbers of the GPUs that are meant and their names; nothing on CPUs. CUDA is asked in another process: this one may fork."""
-    if not wanted.on_gpu:
-        return (), ""
-    from miraccl.tools import gpu_facts
-
-    facts = gpu_facts.read_facts()
-    ordinals = devices.resolve(wanted, facts)
-    return ordinals, facts.of(ordinals).names
-
-
-def _sizes(options: dict[str, Any]) -> list[int]:
-    smallest, largest = options["min_bytes"], options["max_bytes"]
-    if smallest is None and largest is None:
-        sizes = list(options["sizes"] or Sizes().convert(_DEFAULT_SIZES, None, None))
-    elif options["sizes"]:
-        raise click.UsageError("give either --sizes or --min-bytes and --max-bytes")
-    else:
-        smallest = smallest if smallest is not None else min(8, largest)
-        largest = largest if largest is not None else max(smallest, 16 << 20)
-        if smallest < 1:
-            raise click.UsageError("a size is at least 1 byte")
-        sizes = size_range(smallest, largest, options["factor"])
-        if not sizes:
-            raise click.UsageError(f"no size lies between --min-bytes {smallest} and --max-bytes {largest}")
-    if min(sizes) < 1:
-        raise click.UsageError("a size is at least 1 byte")
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if max(sizes) > memory:
-        raise click.UsageError(f"a buffer of {max(sizes)} bytes is larger than the memory of this machine, {memory} bytes")
-    return sizes
-
-
-def _job(request: _Request) -> Any:
+def _job(request: Request) -> Any:
     from miraccl.tools.perf.conductor import Job
     from miraccl.tools.perf.measure import Options
 
@@ -238,7 +114,7 @@ def _job(request: _Request) -> Any:
     return Job(
         cases=request.cases,
         options=Options(
-            iters=o["iters"], warmup=o["warmup"], batches=o["batches"], check=not o["no_check"], fresh=o["fresh"], bind=_binds(o)
+            iters=o["iters"], warmup=o["warmup"], batches=o["batches"], check=not o["no_check"], fresh=o["fresh"], bind=request.binds
         ),
         init={name: o[name] for name in ("algo", "proto", "deterministic") if o[name]},
         window=o["window"],
@@ -249,7 +125,7 @@ def _job(request: _Request) -> Any:
     )
 
 
-def _device_job(request: _Request) -> Any:
+def _device_job(request: Request) -> Any:
     from miraccl.bootstrap.launch import detect_launch
     from miraccl.tools.perf.device_measure import Cell
     from miraccl.tools.perf.device_ranks import DeviceJob, check_peer
@@ -273,15 +149,10 @@ def _device_job(request: _Request) -> Any:
     )
 
 
-def _binds(options: dict[str, Any]) -> bool:
-    """Ranks that take turns sleep and wake up, after which a scheduler may leave two that poll on one core: bind both sides."""
-    return bool(options["compare"]) if options["bind"] is None else bool(options["bind"])
-
-
 # ---------------------------------------------------------------------- own ranks
 
 
-def _run_own(request: _Request) -> None:
+def _run_own(request: Request) -> None:
     from miraccl.tools.perf import conductor, peers
 
     if request.ordinals:
@@ -294,7 +165,7 @@ def _run_own(request: _Request) -> None:
     arrived: list[Any] = []
     groups: list[Any] = [conductor.OwnGroup(job, request.nranks, arrived.append)]  # forks: before any thread
     try:
-        with _display(request) as show:
+        with display(request) as show:
             if request.peer:
                 groups.append(peers.PeerGroup(request.peer, python, job, request.nranks))
             for _ in conductor.run_in_turns(groups, o["timeout"]):
@@ -304,139 +175,22 @@ def _run_own(request: _Request) -> None:
     finally:
         for group in groups:
             group.stop()
-    _finish(request)
+    finish(request)
 
 
-def _run_own_gpus(request: _Request) -> None:
+def _run_own_gpus(request: Request) -> None:
     from miraccl.tools.perf.device_ranks import run_cells
 
-    with run_cells(_device_job(request), request.nranks, request.options["timeout"]) as lines, _display(request) as show:
+    with run_cells(_device_job(request), request.nranks, request.options["timeout"]) as lines, display(request) as show:
         for line in lines:
             show(line)
-    _finish(request)
-
-
-@contextlib.contextmanager
-def _display(request: _Request) -> Iterator[Any]:
-    """Print the header, then give a function that prints a line and moves the progress bar."""
-    if not request.quiet:
-        _print_header(request)
-    with _progress(len(request.cases)) as advance:
-
-        def show(line: Any) -> None:
-            request.rows.extend(line.rows)
-            with advance():
-                if not request.quiet:
-                    _print_line(request, line)
-
-        yield show
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    """A bar on standard error if that is a terminal. Gives a context in which it is away, for printing, and then one step further."""
-    if not sys.stderr.isatty():
-        yield contextlib.nullcontext
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Rich would break lines at the width of the terminal if it printed them.
-    progress = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False)
-    task = progress.add_task("", total=total)
-
-    @contextlib.contextmanager
-    def advance() -> Iterator[None]:
-        progress.stop()
-        yield
-        progress.advance(task)
-        progress.start()
-
-    try:
-        progress.start()
-        yield advance
-    finally:
-        progress.stop()
-
-
-def _print_header(request: _Request) -> None:
-    where = f"{request.device} ({devices.describe(request.ordinals)})" if request.ordinals else _machine(request.joins_launcher)
-    ranks = f"{request.nranks} rank{'s' * (request.nranks != 1)} on {where}"
-    print(f"# miraccl {_version()} {request.op}, {ranks}, {request.cases[0].dtype}, {_how(request.options)}")
-    print("\n".join(table.header(request.peer, bool(request.ordinals))), flush=True)
-
-
-def _how(options: dict[str, Any]) -> str:
-    iters = f"{options['iters']} calls" if options["iters"] else "about 20 ms of calls"
-    if options["devices"].on_gpu:
-        return _how_on_gpus(options)
-    kinds = [name for name in ("fresh", "window", "persistent", "deterministic") if options[name]]
-    if _binds(options):
-        kinds.append("bound if cores suffice")
-    if options["hosts"] > 1:
-        kinds.append(f"as if on {options['hosts']} hosts")
-    return ", ".join([f"median of {options['batches']} batches of {iters}", *kinds])
-
-
-def _how_on_gpus(options: dict[str, Any]) -> str:
-    calls = f"{options['iters']} calls" if options["iters"] else "5 to 200 calls"
-    kinds = [name for name in ("window",) if options[name]]
-    if options["threads"]:
-        kinds.append("ranks are threads")
-    if options["sms"] is not None:
-        kinds.append(f"at most {options['sms']} multiprocessors" if options["sms"] > 0 else "copy engines" if not options["sms"] else "")
-    if options["hosts"] > 1:
-        kinds.append(f"as if on {options['hosts']} hosts")
-    how = "in a CUDA graph" if options["graph"] else "on a stream"
-    return ", ".join(filter(None, [f"median of {options['batches']} batches of {calls} {how}", *kinds]))
-
-
-def _version() -> str:
-    import miraccl
-
-    return miraccl.__version__
-
-
-def _machine(joined: bool) -> str:
-    """A launcher binds its ranks one by one, so that the cores of this one say nothing about the others."""
-    cores = (os.cpu_count() or 1) if joined else len(os.sched_getaffinity(0))
-    return f"{cores} core{'s' * (cores != 1)}"
-
-
-def _print_line(request: _Request, line: Any) -> None:
-    if line.rows:
-        print(table.line(line.out_of_place, line.in_place, request.peer, bool(request.ordinals)))
-    for candidate in line.explanation:
-        mark = "*" if candidate["chosen"] else " "
-        if "blocks" in candidate:
-            shape = f"{candidate['blocks']} blocks of {candidate['threads']} threads, {candidate['unroll']} vectors of a thread at a time"
-            print(f"#   {mark} {candidate['algo']}/{candidate['proto']:<12} {shape}  {candidate['reason']}".rstrip())
-            continue
-        name = f"{candidate['algo']}/{candidate['proto']} x{candidate['channels']}"
-        print(f"#   {mark} {name:<36} {table.format_us(candidate['predicted_us']):>9} us predicted  {candidate['reason']}")
-    sys.stdout.flush()
-
-
-def _finish(request: _Request) -> None:
-    o = request.options
-    if not request.quiet:
-        print("\n".join(table.footer(request.rows, request.peer)))
-    if o["json_target"]:
-        write_json(o["json_target"], [row.to_json() for row in request.rows])
-    if o["plot_target"]:
-        plot.draw(request.rows, o["plot_target"])
-    if any(row.wrong for row in request.rows):
-        sys.exit(1)
-    if not request.rows:
-        where = " on GPU memory" if request.ordinals else ""
-        raise InvalidUsage(f"nothing was measured: {request.op} has no such form{where}")
+    finish(request)
 
 
 # ---------------------------------------------------------------------- ranks of torchrun, mpirun or srun
 
 
-def _run_joined(request: _Request) -> None:
+def _run_joined(request: Request) -> None:
     """This process is one rank of a job that something else started; rank 0 prints."""
     import miraccl
     from miraccl.tools.perf.conductor import run_cases
@@ -449,7 +203,7 @@ def _run_joined(request: _Request) -> None:
     with miraccl.init(**job.init) as comm:
         engine = MiracclEngine(comm, window=job.window, persistent=job.persistent)
         if comm.rank == 0:
-            with _display(request) as show:
+            with display(request) as show:
                 run_cases(job, engine, _no_turns, show)
         else:
             run_cases(job, engine, _no_turns, lambda line: request.rows.extend(line.rows))
@@ -457,20 +211,20 @@ def _run_joined(request: _Request) -> None:
     _end_joined(request, rank)
 
 
-def _run_joined_gpu(request: _Request) -> int:
+def _run_joined_gpu(request: Request) -> int:
     from miraccl.bootstrap.launch import detect_launch
     from miraccl.tools.perf.device_ranks import run_rank
 
     job = _device_job(request)
     if detect_launch(os.environ).rank:
         return run_rank(job, os.environ, _no_turns, lambda line: request.rows.extend(line.rows))
-    with _display(request) as show:
+    with display(request) as show:
         return run_rank(job, os.environ, _no_turns, show)
 
 
-def _end_joined(request: _Request, rank: int) -> None:
+def _end_joined(request: Request, rank: int) -> None:
     if rank == 0:
-        _finish(request)
+        finish(request)
     elif any(row.wrong for row in request.rows):
         sys.exit(1)
 

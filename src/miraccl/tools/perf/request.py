@@ -1,0 +1,141 @@
+"""What ``miraccl perf`` was asked for: its options held against each other, before anything is started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+from miraccl.tools import launch
+from miraccl.tools.options import Sizes
+from miraccl.tools.perf import devices, plot
+from miraccl.tools.perf.spec import REDUCING, ROOTED, Case, Row, build_case, size_range
+
+DEFAULT_RANKS = 2
+DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
+
+
+@dataclass(kw_only=True)
+class Request:
+    """The options, checked; ``lines`` and ``rows`` collect results."""
+
+    op: str
+    options: dict[str, Any]
+    nranks: int
+    joins_launcher: bool
+    cases: tuple[Case, ...]
+    ordinals: tuple[int, ...] = ()
+    device: str = ""
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def peer(self) -> str:
+        return self.options["compare"] or ""
+
+    @property
+    def binds(self) -> bool:
+        """Ranks that take turns sleep and wake up, after which a scheduler may leave two that poll on one core: bind both sides."""
+        return bool(self.options["compare"] if self.options["bind"] is None else self.options["bind"])
+
+    @property
+    def quiet(self) -> bool:
+        return bool(self.options["json_target"] == "-")
+
+
+def check(op: str, options: dict[str, Any]) -> Request:
+    devices.check_options(options)
+    if op == "barrier" and options["devices"].on_gpu:
+        raise click.UsageError("barrier moves no data: leave --devices out")
+    if options["plot_target"]:
+        plot.check_target(options["plot_target"])
+    if options["redop"] and op not in REDUCING:
+        raise click.UsageError(f"--redop is for {', '.join(REDUCING)}; {op} reduces nothing")
+    if op == "barrier" and any(options[name] is not None for name in ("sizes", "min_bytes", "max_bytes")):
+        raise click.UsageError("a barrier has no size: leave --sizes, --min-bytes and --max-bytes out")
+    if options["root"] is not None and op not in ROOTED:
+        raise click.UsageError(f"--root is for {', '.join(ROOTED)}; {op} has none")
+    joined = None if options["ranks"] else launch.detect_ranks()
+    ordinals, device = _gpus(options["devices"])
+    nranks = options["ranks"] or joined or len(ordinals) or DEFAULT_RANKS
+    root = options["root"] or 0
+    if root >= nranks:
+        raise click.UsageError(f"--root {root} is not one of the {nranks} ranks 0..{nranks - 1}")
+    if options["hosts"] > nranks or (joined and options["hosts"] > 1):
+        raise click.UsageError(f"--hosts {options['hosts']} needs as many ranks, own ones: give --ranks")
+    if joined and options["threads"]:
+        raise click.UsageError("--threads starts ranks itself: leave the launcher out")
+    if options["threads"] and options["hosts"] > 1:
+        raise click.UsageError("--hosts needs a process for each rank: leave --threads out")
+    if joined and options["compare"] in ("gloo", "mpi"):
+        raise click.UsageError("--compare starts ranks itself: leave the launcher out and give --ranks")
+    if options["peer_python"] and not options["compare"]:
+        raise click.UsageError("--peer-python belongs to --compare")
+    if options["persistent"] and op in ("sendrecv", "barrier"):
+        raise click.UsageError(f"--persistent: {op} has no persistent form")
+    if not options["devices"].on_gpu:
+        _check_choice(op, nranks, options)
+    cases = [
+        build_case(op, size, nranks=nranks, dtype=options["dtype"], redop=options["redop"] or "sum", root=root) for size in _sizes(options)
+    ]
+    return Request(
+        op=op,
+        options=options,
+        nranks=nranks,
+        joins_launcher=bool(joined),
+        cases=tuple(dict.fromkeys(cases)),
+        ordinals=ordinals,
+        device=device,
+    )
+
+
+def _check_choice(op: str, nranks: int, options: dict[str, Any]) -> None:
+    """What CPU ranks would refuse, or leave aside for want of such a schedule, after they have been started."""
+    from miraccl.comm.planner import check_protocol
+    from miraccl.schedule import catalog
+    from miraccl.types import Collective
+
+    check_protocol(options["proto"] or "")
+    if not options["algo"]:
+        return
+    algorithm = catalog.get(options["algo"].lower())
+    if op == "sendrecv":
+        raise click.UsageError("--algo is for collectives; a sendrecv is a message")
+    collective = Collective[op.upper()]
+    if not algorithm.supports(collective, nranks):
+        names = ", ".join(other.name for other in catalog.algorithms_for(collective, nranks))
+        raise click.UsageError(f"--algo {algorithm.name} has no {op} over {nranks} ranks; these have: {names}")
+
+
+def _gpus(wanted: devices.Devices) -> tuple[tuple[int, ...], str]:
+    """The numbers of the GPUs that are meant and their names; nothing on CPUs. CUDA is asked in another process: this one may fork."""
+    if not wanted.on_gpu:
+        return (), ""
+    from miraccl.tools import gpu_facts
+
+    facts = gpu_facts.read_facts()
+    ordinals = devices.resolve(wanted, facts)
+    return ordinals, facts.of(ordinals).names
+
+
+def _sizes(options: dict[str, Any]) -> list[int]:
+    smallest, largest = options["min_bytes"], options["max_bytes"]
+    if smallest is None and largest is None:
+        sizes = list(options["sizes"] or Sizes().convert(DEFAULT_SIZES, None, None))
+    elif options["sizes"]:
+        raise click.UsageError("give either --sizes or --min-bytes and --max-bytes")
+    else:
+        smallest = smallest if smallest is not None else min(8, largest)
+        largest = largest if largest is not None else max(smallest, 16 << 20)
+        if smallest < 1:
+            raise click.UsageError("a size is at least 1 byte")
+        sizes = size_range(smallest, largest, options["factor"])
+        if not sizes:
+            raise click.UsageError(f"no size lies between --min-bytes {smallest} and --max-bytes {largest}")
+    if min(sizes) < 1:
+        raise click.UsageError("a size is at least 1 byte")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if max(sizes) > memory:
+        raise click.UsageError(f"a buffer of {max(sizes)} bytes is larger than the memory of this machine, {memory} bytes")
+    return sizes
