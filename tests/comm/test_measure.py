@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
+import miraccl
 from miraccl.comm import measure
+from miraccl.transport import shm
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture
@@ -78,3 +81,17 @@ def test_repetitions_that_nobody_disturbs(monkeypatch: pytest.MonkeyPatch, scrip
     monkeypatch.setattr(measure, "timed", script.timed)
     assert measure._together(script.comm, lambda: None, 3) == best * 1e6
     assert script.taken == taken
+
+
+def measured_one_sided() -> list[int]:
+    """Single copies measured where rank 1 may not read rank 0's memory, as a child may not under Yama's ptrace_scope 1."""
+    if os.environ["MIRACCL_RANK"] == "1":
+        shm._can_read = lambda pid, address: False
+    with miraccl.init() as comm:
+        found = [measure._single_copy_from(comm), measure._exchange_copy_from(comm, False)]
+        comm.finalize()
+    return found
+
+
+def test_ranks_agree_that_one_of_them_may_not_read() -> None:
+    assert run_ranks(measured_one_sided, 2) == [[-1, -1]] * 2
