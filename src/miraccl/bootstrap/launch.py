@@ -136,6 +136,8 @@ def _from_launcher(environ: Mapping[str, str], launcher: _Launcher) -> Launch:
     if rank is None or nranks is None:
         have, lack = (launcher.rank, " or ".join(launcher.nranks)) if nranks is None else (launcher.nranks[0], launcher.rank)
         raise InvalidUsage(f"{have}={environ[have]} is set but {lack} is not", hint="a launcher sets both")
+    if rank >= nranks:
+        raise InvalidUsage(f"{launcher.rank}={rank} of {nranks} ranks", hint=f"ranks are 0 to {nranks - 1}")
     local_rank = _number(environ, launcher.local_rank)
     local_nranks = _number(environ, launcher.local_nranks)
     point = None if nranks == 1 else _meeting_point(environ, launcher, rank, nranks, local_nranks)
