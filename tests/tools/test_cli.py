@@ -97,10 +97,11 @@ def test_commands_run_without_standard_output() -> None:
         ["sh", "-c", f"{shlex.quote(sys.executable)} -m miraccl perf all_reduce -r 2 -s 8 -n 1 --batches 1 >&-"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert all(line.startswith("miraccl: ") for line in done.stderr.splitlines()), done.stderr  # it compiles and measures at first use
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
