@@ -129,3 +129,40 @@ def rewritten() -> None:
                 x[:] = -5
                 assert got is None or (got.reshape(n, count) == np.arange(n)[:, None] + turn).all()
                 comm.sendrecv(out[:count], (comm.rank + 1) % n, x[:count], (comm.rank - 1) % n)
+
+
+def rooted_doors(root: int) -> None:
+    """Gather and scatter that have been seen go through their doors, which look at the root's side only on the root."""
+    with miraccl.init() as comm:
+        n, me = comm.nranks, comm.rank
+        mine, every = np.full(6, me + 1.0), np.repeat(np.arange(1.0, n + 1), 6)
+        mine.flags.writeable = False
+        stacked, share = np.zeros(6 * n), np.zeros(6)
+
+        def gather_door(*counts: Any, out: Any = stacked, at_root: Any = root) -> int:
+            return comm._gather(mine, out if me == root else None, at_root, *(counts or (None, None)), False, None)
+
+        def scatter_door(out: Any = share) -> int:
+            return comm._scatter(every if me == root else "not looked at", out, root, None, None, False, None)
+
+        comm.gather_v(mine, [6] * n, root, stacked if me == root else None)
+        assert gather_door() == at.NEED_PLAN  # a plan of given counts is none of equal ones
+        comm.gather(mine, root, stacked if me == root else None)
+        comm.scatter(every if me == root else None, root, share)
+        for _ in range(2):
+            stacked[:] = share[:] = 0
+            assert gather_door() == scatter_door() == at.OK
+            assert me != root or np.array_equal(stacked, every)
+            assert np.array_equal(share, mine)
+        assert comm.gather(mine, root, stacked if me == root else None) is (stacked if me == root else None)
+        assert comm.scatter(every if me == root else None, root, share) is share
+        assert gather_door(None, [6] * n) == at.NEED_PLAN
+        assert gather_door(at_root=float(root)) == at.NEED_PLAN
+        assert scatter_door(mine) == at.NEED_PLAN  # read-only
+        assert scatter_door(share.astype(np.float32)) == at.NEED_PLAN
+        assert scatter_door(None) == at.NEED_PLAN
+        if me == root:
+            assert gather_door(out=stacked[:-1]) == at.NEED_PLAN
+            assert gather_door(out=None) == at.NEED_PLAN
+            assert comm._gather(stacked[:6], stacked, root, None, None, False, None) == at.NEED_PLAN  # overlapping
+        comm.barrier()

@@ -76,3 +76,8 @@ def test_window_memory_rewritten_directly_after_the_call() -> None:
     """A sender whose window memory was posted by address may overwrite it as soon as its call has returned."""
     for nranks in (2, 4):
         run_ranks(sweep_ranks.rewritten, nranks)
+
+
+@pytest.mark.parametrize("root", [0, 2])
+def test_gather_and_scatter_have_doors(root: int) -> None:
+    run_ranks(sweep_ranks.rooted_doors, 3, root)

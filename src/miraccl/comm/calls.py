@@ -218,7 +218,9 @@ def gather(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Cal
     else:
         target = source
     mine = sizes if place.rank == chief else [0] * place.nranks
-    call = _call(Collective.GATHER, source, target, [source.count], mine, root=chief, agreed=sizes, uneven=counts is not None)
+    call = _call(
+        Collective.GATHER, source, target, [source.count], mine, root=chief, agreed=sizes, uneven=counts is not None, plan_arg=chief
+    )
     if place.rank != chief:
         call.result = None
     return call
@@ -246,7 +248,7 @@ def scatter(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Ca
         source = target
     blocks = sizes if place.rank == chief else [0] * place.nranks
     return _call(
-        Collective.SCATTER, source, target, blocks, [target.count], root=chief, agreed=sizes, uneven=counts is not None
+        Collective.SCATTER, source, target, blocks, [target.count], root=chief, agreed=sizes, uneven=counts is not None, plan_arg=chief
     )
 
 
@@ -295,7 +297,7 @@ def _call(
         target=target.address,
         result=target.given,
         keep=[source, target],
-        cacheable=agreed is None,
+        cacheable=not uneven,
         plan_arg=int(op) if plan_arg is None else plan_arg,
     )
 

@@ -63,6 +63,8 @@ class Communicator(Operations):
         self._reduce_scatter = context.door("collective", Collective.REDUCE_SCATTER)
         self._broadcast = context.door("collective", Collective.BROADCAST)
         self._all_to_all = context.door("collective", Collective.ALL_TO_ALL)
+        self._gather = context.door("rooted", Collective.GATHER)
+        self._scatter = context.door("rooted", Collective.SCATTER)
         self._send = context.door("send_recv", Collective.SEND_RECV, arg=0)
         self._recv = context.door("send_recv", Collective.SEND_RECV, arg=1)
         self._sendrecv = context.door("sendrecv", Collective.SEND_RECV)

@@ -87,19 +87,19 @@ class Operations(NoDoors, Ways):
 
     def gather(self, x: Any, root: int = 0, out: Any = None, *, async_op: bool = False, stream: Any = None) -> Any:
         """All ranks' ``x`` on rank ``root``, as ``all_gather`` puts them; the others get None."""
-        if not self._gather(x, out, root, None, None, async_op, stream):
+        if not (code := self._gather(x, out, root, None, None, async_op, stream)):
             return out if root == self.rank else None
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.gather(x, root, out, stream=stream)
-        return self._long_way(calls.gather, (x, root, out), "gather", async_op)
+        return self._long_way(calls.gather, (x, root, out), "gather", async_op, code)
 
     def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, async_op: bool = False, stream: Any = None) -> Any:
         """Rank r gets the r-th of nranks equal shares of the root's ``x``; the other ranks give ``out`` (``x`` is not looked at)."""
-        if not self._scatter(x, out, root, None, None, async_op, stream):
+        if not (code := self._scatter(x, out, root, None, None, async_op, stream)):
             return out
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.scatter(x, root, out, stream=stream)
-        return self._long_way(calls.scatter, (x, root, out), "scatter", async_op)
+        return self._long_way(calls.scatter, (x, root, out), "scatter", async_op, code)
 
     def barrier(self, *, async_op: bool = False, stream: Any = None) -> Any:
         """Return once every rank has come. With ``stream``, what follows there on the GPU begins once every rank's stream has come."""

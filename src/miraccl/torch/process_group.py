@@ -34,7 +34,7 @@ from miraccl.torch.profiled import profiled, profiling, shown_as
 from miraccl.torch.routing import by_device, first_tensor
 from miraccl.torch.streams import Streams, as_one_batch
 from miraccl.torch.tensors import DEVICES, Staged, check_result, stage
-from miraccl.torch.work import Lane, TransferWork, Work, seconds
+from miraccl.torch.work import FinishedWork, Lane, TransferWork, Work, seconds
 
 NAME = "miraccl"
 CLOSE_WAIT_S = 10.0
@@ -188,7 +188,7 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
         if asynchronous:
             return self._lane.submit(Work(name, tensors), run)
         self._lane.run(name, run)
-        return Work.finished(name, tensors)
+        return FinishedWork(name, tensors)
 
     @short_form(c10d.BarrierOptions, "timeout", lead=0)
     @shown_as(f"{NAME}:barrier")

@@ -103,8 +103,11 @@ class Staged:
 
 
 def _copy(target: Any, source: Any) -> None:
-    with torch.inference_mode(target.is_inference()):  # a mode of threads, and this may be the lane's
+    if target.is_inference() == torch.is_inference_mode_enabled():
         target.detach().copy_(source.detach())
+    else:
+        with torch.inference_mode(target.is_inference()):  # a mode of threads, and this may be the lane's
+            target.detach().copy_(source.detach())
 
 
 def check(tensor: Any, where: str) -> None:

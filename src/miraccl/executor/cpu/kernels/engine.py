@@ -32,6 +32,7 @@ from miraccl.types import Collective
 DOOR_CTX, DOOR_COLL, DOOR_ARG, DOOR_RUN = 0, 8, 16, 24
 LONG_BYTES = 1 << 18  # an operation on more bytes lets other Python threads run from its start
 ALL_GATHER, REDUCE_SCATTER = int(Collective.ALL_GATHER), int(Collective.REDUCE_SCATTER)
+GATHER, SCATTER = int(Collective.GATHER), int(Collective.SCATTER)
 ALL_REDUCE, BROADCAST, REDUCE = int(Collective.ALL_REDUCE), int(Collective.BROADCAST), int(Collective.REDUCE)
 
 
@@ -202,6 +203,34 @@ def parse_and_run(door: int, ctx: int, args: int) -> int:
 
 
 @inline
+def parse_rooted(door: int, ctx: int, args: int) -> int:
+    """(input, output, root, None, None) -> result of gather or scatter, whose one side only the root has; the others' is not looked at."""
+    coll = load(door + DOOR_COLL)
+    none = load(ctx + at.CTX_NONE)
+    root = small_int(ctx, load(args + 16), at.CTX_INT_TYPE)
+    if root < 0 or load(args + 24) != none or load(args + 32) != none:
+        return at.NEED_PLAN
+    is_root = root == load(ctx + at.CTX_RANK)
+    has_input, has_output = is_root or coll == GATHER, is_root or coll == SCATTER
+    x, out = load(args if has_input else args + 8), load(args + 8 if has_output else args)
+    if not usable(ctx, x, READABLE) or not usable(ctx, out, WRITABLE if has_output else READABLE):
+        return at.NEED_PLAN
+    dtype = dtype_code(ctx, x)
+    if dtype < 0 or dtype_code(ctx, out) != dtype:
+        return at.NEED_PLAN
+    count, out_count = elements(x) if has_input else 0, elements(out) if has_output else 0
+    source, target = load(x + at.ARRAY_DATA), load(out + at.ARRAY_DATA)
+    if is_root and overlap(ctx, coll, source, count * item_size(dtype), target, out_count * item_size(dtype)) != 0:
+        return at.NEED_PLAN
+    run = find_plan(ctx, coll, count, out_count, dtype, root, 0)
+    if run == 0:
+        return at.NEED_PLAN
+    store(run + at.RUN_IN, source)
+    store(run + at.RUN_OUT, target)
+    return start(ctx, run)
+
+
+@inline
 def enter(ctx: int) -> bool:
     """Whether the engine may run now; the GIL makes the test and the set one."""
     if load(ctx + at.CTX_BUSY) != 0 or load32(load(ctx + at.CTX_GROUPS)) != 0 or load(ctx + at.CTX_INSIDE) != 0:
@@ -240,6 +269,17 @@ def collective(self: int, args: int, nargs: int) -> int:
     if not enter(ctx):
         return PyLong_FromLong(at.BUSY)
     return leave(ctx, parse_and_run(door, ctx, args))
+
+
+def rooted(self: int, args: int, nargs: int) -> int:
+    """Builtin ``door(x, out, root, None, None, async_op, stream)``; with counts of blocks in the place of None, Python looks."""
+    door = PyLong_AsLong(self)
+    ctx = load(door + DOOR_CTX)
+    if asks_more(ctx, args + 40):
+        return PyLong_FromLong(at.NEED_PLAN)
+    if not enter(ctx):
+        return PyLong_FromLong(at.BUSY)
+    return leave(ctx, parse_rooted(door, ctx, args))
 
 
 def prepared(self: int, args: int, nargs: int) -> int:
@@ -362,6 +402,7 @@ def exchange(self: int, args: int, nargs: int) -> int:
 EXPORTS: dict[str, Any] = {
     "operate": operate,
     "collective": collective,
+    "rooted": rooted,
     "prepared": prepared,
     "launch": launch,
     "send_recv": send_recv,
