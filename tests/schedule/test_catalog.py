@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from miraccl.errors import InvalidUsage, ScheduleError
+from miraccl.registry import Registry
 from miraccl.schedule import catalog
 from miraccl.schedule.steps import copy, inp, one_channel, out, recv, recv_reduce_copy, send
 from miraccl.schedule.text import dump, parse
@@ -95,6 +96,19 @@ def test_an_algorithm_builds_a_schedule(made, name):
             catalog.build("odd", C.BROADCAST, 2)
     finally:
         catalog.unregister("odd")
+
+
+def test_an_algorithm_in_the_place_of_a_built_in_one_is_proved(monkeypatch):
+    """Also where ranks have an order, which built-in algorithms of that name follow."""
+    monkeypatch.setattr(catalog, "_ALGORITHMS", Registry("algorithm"))
+    catalog.register("ring", collectives=[C.BROADCAST], sentence="For tests.")(
+        lambda collective, nranks, root: one_channel("ring", collective, [[] for _ in range(nranks)])
+    )
+    try:
+        with pytest.raises(ScheduleError, match="is never written"):
+            catalog.build("ring", C.BROADCAST, 2, order=(1, 0))
+    finally:
+        catalog._built.cache_clear()  # it knows schedules by name
 
 
 def test_an_algorithm_builds_what_it_is_asked_for():

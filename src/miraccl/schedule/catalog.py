@@ -177,13 +177,13 @@ def build(
 ) -> Schedule:
     """The schedule of an algorithm, from the cache. Schedules that are not built in are proved right first (``ScheduleError``).
 
-    ``order``: the ranks in the order of the machine's links, which algorithms follow whose cost depends on neighbours.
+    ``order``: the ranks in the order of the machine's links, which built-in algorithms follow whose cost depends on neighbours.
     """
     root = root if collective.rooted else 0
-    if order and name in NEIGHBOURLY:
-        return _ordered(name, collective, nranks, root, tuple(order))
     if not get(name).builtin:
         _prove(name, collective, nranks, root, in_place)
+    elif order and name in NEIGHBOURLY:
+        return _ordered(name, collective, nranks, root, tuple(order))
     return _built(name, collective, nranks, root)
 
 
