@@ -12,7 +12,7 @@ import pytest
 
 from miraccl.executor.cuda import layout, lower
 from miraccl.executor.cuda.plan import frame_of, kernel_spec, vectors_of
-from miraccl.executor.cuda.source import KernelSpec
+from miraccl.executor.cuda.source import Frame, KernelSpec, fan_of
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.emulator import COMPILER, Machine
@@ -99,6 +99,28 @@ def test_eight_ranks(collective: Collective, dtype: DType, algo: str, proto: str
         request = asked(collective, dtype, count, 8, algo, proto, root=5)
         assert run(machine(8), request, small(request), repeat=2, close=True) == [""] * 8
     assert machine(8).packets_are_cleared()
+
+
+FANS = [
+    (collective, algo, dtype, proto)
+    for collective, algo in ONE_PIECE
+    for dtype, proto in ((DType.BFLOAT16, "ll128"), (DType.FLOAT64, "ll128"), (DType.INT32, "ll"))
+    if frame_of(asked(collective, dtype, 1, 3, algo, proto), proto) is not Frame.MASK  # masked packets are the work of whole warps
+]
+
+
+@pytest.mark.parametrize("nranks", [3, 4, 8])
+@pytest.mark.parametrize(("collective", "algo", "dtype", "proto"), FANS)
+def test_threads_that_share_a_packet(collective: Collective, algo: str, dtype: DType, proto: str, nranks: int) -> None:
+    """Fans, in turns with the kernel of many pieces, which uses the same memory."""
+    for count, offset in ((1, 0), (203, 1), (4001, 0), (96, 0)):
+        request = asked(collective, dtype, count, nranks, algo, proto, root=nranks - 1)
+        packets = vectors_of(request, algo, frame_of(request, proto))
+        plan = small(request)
+        if packets * fan_of(nranks) <= 2048:
+            plan = replace(plan, threads=64, unroll=1, fan=fan_of(nranks), blocks=-(-packets * fan_of(nranks) // 64))
+        assert kernel_spec(plan, request).fans == (plan.fan > 1)
+        assert run(machine(nranks), request, plan, repeat=2, offset=offset) == [""] * nranks
 
 
 @pytest.mark.parametrize(("collective", "algo"), OTHERS)

@@ -13,7 +13,6 @@ from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.executor.cuda import driver, layout, lower, toolkit
 from miraccl.executor.cuda.plan import (
     KERNELS,
-    RING_FROM,
     TREES,
     DevicePlan,
     Request,
@@ -64,7 +63,7 @@ def test_every_size_has_a_plan_that_fits() -> None:
             lower.lower_steps(schedule, plan, asked, fixed(asked.nranks))
             continue
         block = lower.lower_packets(plan, asked, fixed(asked.nranks))
-        piece = plan.blocks * plan.threads * plan.unroll
+        piece = plan.piece
         slots = field(block, "nslots") * slot_packets(plan.algo, asked, piece, frame_of(asked, plan.proto))
         assert (slots + word_packets(plan.algo, asked, piece)) * 16 <= layout.BANK_BYTES
         assert plan.blocks <= plan.min_blocks * asked.multiprocessors, "blocks that wait for one another are on the GPU together"
@@ -79,7 +78,7 @@ def test_slots_are_used_again_only_where_it_is_safe(count: int, nranks: int, alg
     vectors = -(-count * 2 // 16)
     if rounds_of(plan.algo, asked) == 2:
         vectors = -(-vectors // nranks)
-    pieces = -(-vectors // (plan.blocks * plan.threads * plan.unroll))
+    pieces = -(-vectors // plan.piece)
     nslots, ahead = field(block, "nslots"), field(block, "ahead")
     assert nslots >= 1
     if pieces > nslots:
@@ -128,7 +127,7 @@ def test_steps_are_written_as_the_kernel_reads_them(nranks: int) -> None:
 
 
 def test_large_sums_take_the_ring_where_they_may() -> None:
-    large = RING_FROM // 2
+    large = (64 << 20) // 2
     assert choose(request(count=large, nranks=4)).algo == "ring"
     assert choose(request(count=large, nranks=2)).algo == "one_shot"
     others = (
@@ -138,7 +137,46 @@ def test_large_sums_take_the_ring_where_they_may() -> None:
         request(count=2 * large, nranks=4, dtype=DType.FLOAT8_E4M3),  # rounded at every hop, these would not be worth much
     )
     assert {choose(other).algo for other in others} == {"two_shot"}
-    assert choose(request(Collective.REDUCE, count=large, nranks=4, ordered=True)).algo == "one_shot"
+    assert choose(request(count=(32 << 20) // 2, nranks=8)).algo == "ring"
+    for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
+        assert choose(request(collective, count=(8 << 20) // 2, nranks=8)).algo == "ring"
+        assert choose(request(collective, count=(8 << 20) // 2 - 1, nranks=8)).algo == "one_shot"
+        assert choose(request(collective, count=large, nranks=4)).algo == "ring"
+        assert choose(request(collective, count=large - 1, nranks=4)).algo == "one_shot"
+        assert choose(request(collective, count=1 << 29, nranks=2)).algo == "one_shot"
+    for collective in (Collective.REDUCE, Collective.REDUCE_SCATTER):
+        assert choose(request(collective, count=large, nranks=8, ordered=True)).algo == "one_shot"
+
+
+@pytest.mark.parametrize("collective", [Collective.BROADCAST, Collective.REDUCE])
+def test_many_ranks_take_trees_between_one_shot_and_chain(collective: Collective) -> None:
+    names = [choose(request(collective, count=nbytes // 2, nranks=8)).algo for nbytes in (64 << 10, 65 << 10, 512 << 10, 513 << 10)]
+    assert names == ["one_shot", "double_binary_tree", "double_binary_tree", "chain"]
+    assert choose(request(collective, count=200 << 9, nranks=4)).algo == "one_shot"
+    assert choose(request(collective, count=300 << 10, nranks=4)).algo == "chain"
+
+
+def test_threads_share_packets_where_they_have_all_in_one_piece() -> None:
+    def fan(nbytes: int, nranks: int, multiprocessors: int = 128) -> int:
+        plan = choose(request(count=nbytes // 2, nranks=nranks, multiprocessors=multiprocessors))
+        assert plan.fan == 1 or plan.blocks * plan.threads >= plan.fan * -(-nbytes // 16 // (nranks if plan.algo == "two_shot" else 1))
+        return plan.fan
+
+    assert [fan(n << 10, 8) for n in (1, 64, 128, 1024, 1025)] == [8, 8, 8, 8, 1]
+    assert [fan(n << 10, 4) for n in (1, 64, 128, 1024, 1025)] == [4, 4, 4, 4, 1]
+    assert fan(1 << 10, 2) == 1
+    assert fan(64 << 10, 8, multiprocessors=8) == 1  # not in one piece
+    assert [choose(request(Collective.ALL_GATHER, count=n << 9, nranks=8)).proto for n in (64, 65)] == ["ll", "ll128"]
+    assert choose(request(Collective.ALL_GATHER, count=64 << 9, nranks=8, multiprocessors=8)).proto == "ll128"
+    assert choose(request(Collective.ALL_GATHER, count=64 << 9, nranks=2)).proto == "ll128"
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 2 << 20, 4 << 20, 8 << 20])
+def test_eight_ranks_need_one_piece_up_to_8_mib(nbytes: int) -> None:
+    asked = request(count=nbytes // 2, nranks=8, multiprocessors=128)
+    plan = choose(asked)
+    assert (plan.algo, plan.blocks, kernel_spec(plan, asked).single) == ("two_shot", 128, True)
+    lower.lower_packets(plan, asked, fixed(8, 3))
 
 
 def test_arguments_stay_below_the_limit_of_a_launch() -> None:

@@ -261,12 +261,14 @@ def test_ranks_that_call_different_sizes_are_told() -> None:
     assert layout.ERROR_MISMATCH in three.errors()
 
 
-def test_trees_run_on_request_only() -> None:
+def test_trees_run_on_request_and_between_one_shot_and_chain() -> None:
+    """Of themselves only where a root has more than three others, for blocks of 64 to 512 KiB."""
     for collective in ALONG_TREES:
         for nranks in (2, 3, 4, 8):
             for power in range(0, 30, 3):
                 free = replace(along(collective, DType.BFLOAT16, 1 << power, nranks), algo="", proto="")
-                assert choose(free).algo != TREES
+                middle = nranks > 4 and collective.rooted and 64 << 10 < free.block_bytes <= 512 << 10
+                assert (choose(free).algo == TREES) == middle
                 plan = choose(replace(free, algo=TREES))
                 assert (plan.algo, plan.packets) == (TREES, True)
                 assert choose(replace(free, algo=TREES, proto="simple")).proto == "simple"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from miraccl.executor.cuda import copies, staged_copies
-from miraccl.executor.cuda.plan import KERNELS, RING_FROM, TREES, DevicePlan, Request, choose, frame_of, may_round_at_hops
+from miraccl.executor.cuda.plan import KERNELS, NEVER, TREES, DevicePlan, Request, choose, frame_of, may_use_trees, ring_from
 from miraccl.schedule.catalog import NEIGHBOURLY
 from miraccl.types import Collective
 
@@ -93,9 +93,10 @@ def _other(request: Request, name: str, chosen: DevicePlan) -> tuple[DevicePlan,
     if request.algo:
         return plan, False, f"{request.algo} was {request.why}"
     if name == "ring":
-        rule = f"from {RING_FROM >> 20} MiB on" if may_round_at_hops(request) else "on request only"
-        return plan, False, f"{rule}: sums are rounded at every hop"
-    if name == TREES:
+        least = ring_from(request)
+        rule = f"from {least >> 20} MiB on" if least < NEVER else "on request only"
+        return plan, False, f"{rule}: sums are rounded at every hop" if request.reduces else rule
+    if name == TREES and not may_use_trees(request):
         return plan, False, "on request only: no size is known at which it wins"
     return plan, False, f"{chosen.algo} is taken for {chosen.reason.partition(';')[0]}"
 

@@ -54,7 +54,7 @@ def scalar_bits(request: Request) -> int:
 def signature_of(plan: DevicePlan, request: Request) -> int:
     """32 bits of what all ranks must agree about: the operation and how it is run."""
     fields = (request.collective, request.dtype, request.op, request.count, request.root)
-    shape = (plan.algo, plan.proto, plan.blocks, plan.threads, plan.unroll)
+    shape = (plan.algo, plan.proto, plan.blocks, plan.threads, plan.unroll, plan.fan)
     return zlib.crc32(repr((*map(int, fields), *shape)).encode())
 
 
@@ -101,14 +101,15 @@ def pack_args(
 def lower_packets(plan: DevicePlan, request: Request, fixed: Fixed) -> bytearray:
     """Arguments of the kernel ``packets``. Raises ``InvalidUsage`` for a shape that the banks cannot hold."""
     count = request.count if request.reduces else request.block_bytes
-    piece = plan.blocks * plan.threads * plan.unroll
+    piece = plan.piece
     frame = frame_of(request, plan.proto)
     pieces = -(-vectors_of(request, plan.algo, frame) // piece)
     slot = slot_packets(plan.algo, request, piece, frame)
     nslots = (layout.BANK_BYTES // 16 - word_packets(plan.algo, request, piece)) // slot
     least = min(pieces, least_slots(plan.algo, request.nranks))
     if nslots < least:
-        raise InvalidUsage(f"{plan.blocks} blocks of {plan.threads} x {plan.unroll} packets do not fit into a bank {least} times")
+        each = f"{plan.threads // plan.fan} x {plan.unroll}"
+        raise InvalidUsage(f"{plan.blocks} blocks of {each} packets do not fit into a bank {least} times")
     if request.collective.rooted and plan.algo == "one_shot" and pieces > nslots:
         raise InvalidUsage(f"{request.collective.label} on packets has room for {nslots} pieces, not {pieces}")
     nslots = min(nslots, pieces)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.source import PACKET_MODES, SHOTS, Frame, KernelSpec, can_spare_a_nan
+from miraccl.executor.cuda.source import PACKET_MODES, SHOTS, Frame, KernelSpec, can_spare_a_nan, fan_of
 from miraccl.types import Collective, DType, RedOp
 
 KIB, MIB = layout.KIB, layout.MIB
@@ -19,7 +19,7 @@ KIB, MIB = layout.KIB, layout.MIB
 @dataclass(frozen=True, kw_only=True)
 class DevicePlan:
     """One way to run a collective. ``blocks`` of ``threads`` threads; each thread handles ``unroll`` vectors of 16 (LL: 8) bytes at a time;
-    ``ahead`` pieces are pushed ahead where the operation has several (0: as many as memory allows)."""
+    ``ahead`` pieces are pushed ahead where the operation has several (0: as many as memory allows); ``fan`` threads share a packet."""
 
     algo: str
     proto: str
@@ -28,7 +28,13 @@ class DevicePlan:
     unroll: int
     min_blocks: int = 1
     ahead: int = 0
+    fan: int = 1
     reason: str = ""
+
+    @property
+    def piece(self) -> int:
+        """Packets that one rank sends another at a time."""
+        return self.blocks * self.threads * self.unroll // self.fan
 
     @property
     def packets(self) -> bool:
@@ -66,11 +72,11 @@ _ROOTED = (Collective.BROADCAST, Collective.REDUCE)
 
 
 TREES = "double_binary_tree"
-#: algorithms that have packet kernels
+#: algorithms that have packet kernels, or are taken at some size
 KERNELS = {
     Collective.ALL_REDUCE: ("one_shot", "two_shot", "ring", TREES),
-    Collective.REDUCE_SCATTER: ("one_shot",),
-    Collective.ALL_GATHER: ("one_shot",),
+    Collective.REDUCE_SCATTER: ("one_shot", "ring"),
+    Collective.ALL_GATHER: ("one_shot", "ring"),
     Collective.ALL_TO_ALL: ("one_shot",),
     Collective.BROADCAST: ("one_shot", "chain", TREES),
     Collective.REDUCE: ("one_shot", "chain", TREES),
@@ -112,20 +118,22 @@ def choose(request: Request) -> DevicePlan:
 
 
 def _algorithm(request: Request) -> tuple[str, str]:
-    """(algorithm, why). The trees are not among them: no size is known at which they win."""
+    """(algorithm, why)."""
     match request.collective:
         case Collective.ALL_REDUCE if request.nranks == 2:
             return "one_shot", "two ranks, which one exchange is enough for"
-        case Collective.ALL_REDUCE if request.block_bytes >= RING_FROM and may_round_at_hops(request):
-            return "ring", f"blocks from {RING_FROM // MIB} MiB on: links carry more between neighbours than between all pairs"
+        case collective if request.block_bytes >= ring_from(request):
+            least = ring_from(request) // MIB
+            return "ring", f"{collective.label} of blocks from {least} MiB on: links carry more between neighbours than between all pairs"
         case Collective.ALL_REDUCE:
-            return _by_size(request, "two_shot", ONE_SHOT_UP_TO.get(request.nranks, 128 * KIB))
+            return _by_size(request, "two_shot", ONE_SHOT_UP_TO.get(request.nranks, 64 * KIB))
         case Collective.REDUCE_SCATTER | Collective.ALL_GATHER | Collective.ALL_TO_ALL:
             return "one_shot", "blocks of all sizes"
         case Collective.REDUCE if request.ordered:
             return "one_shot", "needed for the order of the ranks (deterministic)"
         case Collective.BROADCAST | Collective.REDUCE:
-            return _by_size(request, "chain", ROOTED_ONE_SHOT_UP_TO.get(request.nranks, 64 * KIB))
+            large = TREES if may_use_trees(request) and request.block_bytes <= TREE_UP_TO else "chain"
+            return _by_size(request, large, ROOTED_ONE_SHOT_UP_TO.get(request.nranks, 64 * KIB))
         case _:
             raise InvalidUsage(f"no algorithm for {request.collective.label} on GPU memory")
 
@@ -135,6 +143,24 @@ def may_round_at_hops(request: Request) -> bool:
     return not request.ordered and request.dtype.itemsize > 1 and request.proto in ("", "simple")
 
 
+def may_use_trees(request: Request) -> bool:
+    """Whether trees are taken at some size without being asked for."""
+    return request.collective in _ROOTED and request.nranks > 4 and not request.ordered
+
+
+def ring_from(request: Request) -> int:
+    """Bytes of a block from which the ring is taken, unless another algorithm is asked for."""
+    if request.collective is Collective.ALL_REDUCE:
+        least = 64 * MIB if request.nranks <= 4 else 32 * MIB
+    elif request.collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
+        least = 64 * MIB if request.nranks <= 4 else 8 * MIB
+    else:
+        return NEVER
+    if request.nranks == 2 or request.proto not in ("", "simple") or (request.reduces and not may_round_at_hops(request)):
+        return NEVER
+    return least
+
+
 def _by_size(request: Request, large: str, threshold: int) -> tuple[str, str]:
     if request.block_bytes <= threshold:
         return "one_shot", f"blocks of up to {threshold // KIB} KiB on {request.nranks} GPUs"
@@ -142,13 +168,16 @@ def _by_size(request: Request, large: str, threshold: int) -> tuple[str, str]:
 
 
 ONE_SHOT_UP_TO = {2: 1 << 62, 3: 256 * KIB, 4: 128 * KIB}
-ROOTED_ONE_SHOT_UP_TO = {2: MIB, 3: 64 * KIB, 4: 64 * KIB}
+ROOTED_ONE_SHOT_UP_TO = {2: MIB, 3: 256 * KIB, 4: 256 * KIB}
 #: bytes of a block that is not a sum of floats: pairs spare the work of masking, beyond they cost more than it
 LL_UP_TO = 4 * KIB
+#: the same where threads share packets, which masks do not allow
+LL_FANS_UP_TO = 64 * KIB
 #: bytes of a block from which large slots carry more than packets
-SIMPLE_FROM = {"chain": 512 * MIB, "ring": 32 * MIB}
-#: bytes of a block from which the ring wins on 3 or more GPUs; on 4, 64 MiB take as long by two shots, which round once
-RING_FROM = 128 * MIB
+SIMPLE_FROM = {"chain": 512 * MIB, "ring": 8 * MIB}
+#: bytes of a block that trees broadcast or reduce faster than a chain, on more than 4 GPUs
+TREE_UP_TO = 512 * KIB
+NEVER = 1 << 62
 
 
 def _protocol(request: Request, algo: str) -> tuple[str, str]:
@@ -157,9 +186,11 @@ def _protocol(request: Request, algo: str) -> tuple[str, str]:
         return "simple", f"from {SIMPLE_FROM[algo] // MIB} MiB on, a {algo} carries more in large slots than by packets"
     if frame_of(request, "ll128") is not Frame.MASK:
         return "ll128", "every word of floats that are added up is its own flag"
-    if request.block_bytes <= LL_UP_TO:
-        return "ll", f"up to {LL_UP_TO // KIB} KiB, flags cost less than masks"
-    return "ll128", f"above {LL_UP_TO // KIB} KiB, masks cost less than flags"
+    fans = _fans(request, algo, "ll", Frame.PAIR, vectors_of(request, algo, Frame.PAIR))
+    most = LL_FANS_UP_TO if fans else LL_UP_TO
+    if request.block_bytes <= most:
+        return "ll", f"up to {most // KIB} KiB, flags cost less than masks"
+    return "ll128", f"above {most // KIB} KiB, masks cost less than flags"
 
 
 #: (packets of a block or chunk up to, blocks at most, threads, unroll, blocks per multiprocessor); measured on H200, docs/performance.md
@@ -187,13 +218,27 @@ TWO_SHOT_SHAPES: Shapes = (
     (32768, 128, 256, 1, 1),
     (1 << 62, 128, 512, 1, 1),
 )
+#: on more than 4 GPUs, where each packet is work for many peers: more multiprocessors with fewer threads
+MANY_SHAPES: Shapes = (
+    (4096, 64, 64, 1, 1),
+    (8192, 128, 64, 1, 1),
+    (16384, 128, 128, 1, 1),
+    (1 << 17, 128, 256, 1, 1),
+    (1 << 62, 128, 384, 1, 1),
+)
+MANY_TWO_SHOT_SHAPES: Shapes = (
+    *MANY_SHAPES[:3],
+    (32768, 128, 256, 1, 1),
+    (65536, 128, 512, 1, 1),
+    (1 << 62, 128, 256, 1, 1),
+)
 CHAIN_SHAPES: Shapes = (
     (32768, 128, 256, 1, 1),
     (1 << 21, 512, 256, 1, 4),
     (1 << 62, 512, 256, 2, 4),
 )
 RING_SHAPES: Shapes = ((4096, 64, 64, 1, 1), (1 << 62, 128, 256, 1, 1))
-TREE_SHAPES: Shapes = (  # not measured: as many threads as have registers for the packets of three neighbours
+TREE_SHAPES: Shapes = (  # as many threads as have registers for the packets of three neighbours
     (4096, 64, 64, 1, 1),
     (32768, 128, 256, 1, 1),
     (65536, 256, 256, 1, 2),
@@ -207,9 +252,11 @@ def _shapes(algo: str, request: Request, frame: Frame) -> Shapes:
     if algo in _SHAPES:
         return _SHAPES[algo]
     if rounds_of(algo, request) == 2:
-        return TWO_SHOT_SHAPES
+        return TWO_SHOT_SHAPES if request.nranks <= 4 else MANY_TWO_SHOT_SHAPES
     if request.nranks == 2:
         return PAIR_SHAPES
+    if request.nranks > 4:
+        return MANY_SHAPES
     return MASK_SHAPES if frame is Frame.MASK else ONE_SHOT_SHAPES
 
 
@@ -255,17 +302,35 @@ def vectors_of(request: Request, plan_algo: str, frame: Frame) -> int:
     return vectors
 
 
+#: threads of a block where they share packets, and blocks at most
+FAN_THREADS, FAN_BLOCKS = (64, 128, 256, 512), 128
+
+
+def _fans(request: Request, algo: str, proto: str, frame: Frame, vectors: int) -> DevicePlan | None:
+    """The shape of the kernel in which threads share packets, where it has all packets in one piece."""
+    if request.nranks < 3 or frame is Frame.MASK or PACKET_MODES.get(mode_of(algo, request)) is not SHOTS:
+        return None
+    fan, most = fan_of(request.nranks), min(FAN_BLOCKS, request.multiprocessors)
+    for threads in FAN_THREADS:
+        if vectors * fan <= most * threads:
+            return DevicePlan(algo=algo, proto=proto, blocks=-(-vectors * fan // threads), threads=threads, unroll=1, fan=fan)
+    return None
+
+
 def _packet_shape(request: Request, algo: str, proto: str) -> DevicePlan:
     """Many small blocks for short messages, so that each multiprocessor has little to do; fuller ones where bandwidth counts."""
     frame = frame_of(request, proto)
     vectors, table = vectors_of(request, algo, frame), _shapes(algo, request, frame)
+    if fans := _fans(request, algo, proto, frame, vectors):
+        return fans
     _, limit, threads, unroll, min_blocks = next(row for row in table if vectors <= row[0])
     # all blocks are on the GPU at once, and an operation of several pieces has slots enough (lower.lower_packets)
-    resident = min_blocks * request.multiprocessors
     own = threads * unroll  # packets of a block; what it needs of a bank grows with the number of blocks
-    needed = least_slots(algo, request.nranks) * slot_packets(algo, request, own, frame) + word_packets(algo, request, own)
-    limit = max(1, min(limit, resident, layout.BANK_BYTES // 16 // needed))
-    blocks = max(1, min(limit, -(-vectors // (threads * unroll))))
+    slot, words, room = slot_packets(algo, request, own, frame), word_packets(algo, request, own), layout.BANK_BYTES // 16
+    most = max(1, min(limit, min_blocks * request.multiprocessors, room // (slot + words)))
+    blocks = -(-vectors // own)
+    if blocks > most:  # several pieces
+        blocks = max(1, min(most, room // (least_slots(algo, request.nranks) * slot + words)))
     return DevicePlan(algo=algo, proto=proto, blocks=blocks, threads=threads, unroll=unroll, min_blocks=min_blocks)
 
 
@@ -286,7 +351,6 @@ def kernel_spec(plan: DevicePlan, request: Request) -> KernelSpec:
     """What to compile for a plan."""
     mode = mode_of(plan.algo, request) if plan.packets else ""
     frame = frame_of(request, plan.proto) if plan.packets else Frame.WORD
-    piece = plan.blocks * plan.threads * plan.unroll
     return KernelSpec(
         family="packets" if plan.packets else "steps",
         mode=mode,
@@ -295,7 +359,8 @@ def kernel_spec(plan: DevicePlan, request: Request) -> KernelSpec:
         op=request.op if request.reduces else RedOp.SUM,
         reduces=request.reduces,
         frame=frame,
-        single=PACKET_MODES.get(mode) is SHOTS and vectors_of(request, plan.algo, frame) <= piece,
+        single=PACKET_MODES.get(mode) is SHOTS and vectors_of(request, plan.algo, frame) <= plan.piece,
+        fans=plan.fan > 1,
         threads=plan.threads,
         unroll=plan.unroll,
         min_blocks=plan.min_blocks,

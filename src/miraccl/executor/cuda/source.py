@@ -45,6 +45,14 @@ PACKET_MODES = {
 }
 #: instead of SHOTS, where a launch has no more packets than one piece
 ONCE = ("shots.cuh", "once.cuh")
+#: and these, where neighbouring threads share a packet
+FANS = ("shots.cuh", "fan.cuh")
+
+
+def fan_of(nranks: int) -> int:
+    """Threads that share a packet there (source/fan.cuh)."""
+    return 8 if nranks > 4 else 4
+
 
 
 class Frame(enum.Enum):
@@ -73,8 +81,8 @@ class KernelSpec:
     ``family`` is ``packets`` (``mode`` one of ``PACKET_MODES``, packets framed as ``frame`` says), ``steps`` (protocol Simple, any
     schedule), ``p2p`` (messages, framed as lines or pairs), ``bulk`` (the same, with large ones among them), ``meet`` (before and after
     the work of copy engines) or ``scale`` (one rank's pre-multiplied sum, as if there were two ranks).  ``threads`` of a block, ``unroll``
-    vectors of a thread at a time, ``min_blocks`` per multiprocessor (limits registers); ``single``: shots of one piece; ``room``: bytes for
-    messages in the arguments.
+    vectors of a thread at a time, ``min_blocks`` per multiprocessor (limits registers); ``single``: shots of one piece, with
+    ``fans`` by one thread per packet and peer; ``room``: bytes for messages in the arguments.
     """
 
     family: str
@@ -88,11 +96,14 @@ class KernelSpec:
     unroll: int = 1
     min_blocks: int = 1
     single: bool = False
+    fans: bool = False
     room: int = 0
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES or (self.family == "packets") != (self.mode in PACKET_MODES):
             raise ValueError(f"no kernel of family {self.family!r} and mode {self.mode!r}")
+        if self.fans and (not self.single or self.frame is Frame.MASK or self.nranks < 3 or self.unroll != 1):
+            raise ValueError("fans are for one piece of packets without masks, one a thread, and three ranks at least")
         if self.single and PACKET_MODES.get(self.mode) is not SHOTS:
             raise ValueError(f"no kernel of one piece for mode {self.mode!r}")
         if not 2 <= self.nranks <= layout.MAX_RANKS:
@@ -109,13 +120,13 @@ class KernelSpec:
     def name(self) -> str:
         parts = [self.family, self.mode, self.dtype.label if self.reduces else "bytes", self.op.name.lower() if self.reduces else ""]
         parts += [self.frame.value if self.family != "steps" else "", f"n{self.nranks}", f"t{self.threads}u{self.unroll}b{self.min_blocks}"]
-        parts += ["once" if self.single else "", f"r{self.room}" if self.room else ""]
+        parts += ["fans" if self.fans else "once" if self.single else "", f"r{self.room}" if self.room else ""]
         return "-".join(part for part in parts if part)
 
     @property
     def files(self) -> tuple[str, ...]:
         """The files of its text."""
-        loop = ONCE if self.single else PACKET_MODES.get(self.mode, ())
+        loop = FANS if self.fans else ONCE if self.single else PACKET_MODES.get(self.mode, ())
         return (MACHINE, "common.cuh", *FAMILIES[self.family][1], *loop)
 
 

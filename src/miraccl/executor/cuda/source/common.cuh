@@ -167,6 +167,11 @@ typedef u32 Index;
 typedef u64 Index;
 #define RARELY __forceinline__
 #endif
+#if defined(MODE_ALL_TO_ALL) || defined(MODE_REDUCE_SCATTER)
+#define RARELY_LOADED __forceinline__  // several blocks, whose loads are to be under way together
+#else
+#define RARELY_LOADED RARELY
+#endif
 
 // Vectors of ``bytes``. FRAME_MASK packets are handled by whole warps, so that a warp is in a loop as a whole.
 __device__ __forceinline__ Index vectors_of(Index bytes) {
@@ -178,7 +183,7 @@ __device__ __forceinline__ Index vectors_of(Index bytes) {
 }
 
 // The elements from ``first`` on, where they are not a whole vector in one place; what lies beyond the end is zero.
-__device__ RARELY Vec load_elements(const T* p, Index first, Index count) {
+__device__ RARELY_LOADED Vec load_elements(const T* p, Index first, Index count) {
   Vec v;
 #pragma unroll
   for (int j = 0; j < VEC_WORDS; j++) v.w[j] = 0;

@@ -200,18 +200,23 @@ __device__ __forceinline__ void push(const Geometry& g, uint4* q, u32 here, uint
   store_packet(q, p);
 }
 
-// Wait until the packet at ``q`` has come, give what it holds and clear its place; ``p`` is what was read there already.
+// What the packet ``p``, which has come, holds; its place ``q`` is cleared.
+__device__ __forceinline__ Vec open_packet(const Args& a, const Geometry& g, Watch& watch, uint4* q, u32 here, u64 i, uint4 p, u32 src, u32 shot) {
+#if defined(FRAME_MASK)
+  if (__any_sync(WHOLE_WARP, is_special(p))) p = unescape(a, watch, p, side_of(g, q, here), src, shot);
+#endif
+  clear_packet(q);
+  return from_packet(g, i, p);
+}
+
+// The same once it has come; ``p`` is what was read there already.
 __device__ __forceinline__ Vec take(const Args& a, const Geometry& g, Watch& watch, uint4* q, u32 here, u64 i, uint4 p, u32 src, u32 shot) {
   watch.spins = 0;
   while (!arrived(p)) {
     if (give_up(a, watch, src, shot)) break;
     p = load_packet(q);
   }
-#if defined(FRAME_MASK)
-  if (__any_sync(WHOLE_WARP, is_special(p))) p = unescape(a, watch, p, side_of(g, q, here), src, shot);
-#endif
-  clear_packet(q);
-  return from_packet(g, i, p);
+  return open_packet(a, g, watch, q, here, i, p, src, shot);
 }
 
 // ---- the operation: a block, or a chunk of it per rank, cut into pieces; each thread has UNROLL packets of a piece

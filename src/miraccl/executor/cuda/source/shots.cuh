@@ -73,6 +73,34 @@ __device__ __forceinline__ void push_piece(const Args& a, const Geometry& g, con
 // The rank ``d`` places after this one.
 __device__ __forceinline__ u32 rank_after(const Args& a, u32 d) { return a.rank + d < RANKS ? a.rank + d : a.rank + d - RANKS; }
 
+// Small operations look at all packets that have not come at once: one rank's after the other's, each would cost a latency of its own
+// (a quarter of a microsecond per peer on H200). Large ones wait for one at a time, and leave the memory to the packets that come.
+#define TOGETHER (SINGLE && RANKS > 2)
+__device__ __forceinline__ void await_packets(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, int shot, uint4 (&p)[RANKS][UNROLL], Watch& watch) {
+  Index at = (Index)k * g.piece + g.first;
+  watch.spins = 0;
+  for (;;) {
+    u32 late = RANKS;
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++)
+#pragma unroll
+      for (int r = 0; r < RANKS; r++) {
+        Index i = at + u * g.stride;
+        if (r == a.rank || i >= w.limit || (shot == 0 && !moves(a, r, a.rank, i)) || arrived(p[r][u])) continue;
+        p[r][u] = load_packet(place(a, g, a.rank, r, slot, shot, g.first + u * g.stride));
+        late = r;
+      }
+    if (late == RANKS || give_up(a, watch, late, shot)) return;
+  }
+}
+__device__ __forceinline__ Vec receive(const Args& a, const Geometry& g, Watch& watch, uint4* q, u32 here, u64 i, const uint4& p, u32 src, u32 shot) {
+#if TOGETHER
+  return open_packet(a, g, watch, q, here, i, p, src, shot);
+#else
+  return take(a, g, watch, q, here, i, p, src, shot);
+#endif
+}
+
 // What came in the first shot: added up in the order of the ranks, or put in its place. ``own`` are this rank's vectors for itself.
 __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, const Vec* own, Watch& watch) {
   Index at = (Index)k * g.piece + g.first;
@@ -85,6 +113,9 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
       if (r != a.rank && moves(a, r, a.rank, at + u * g.stride))
         p[r][u] = load_packet(place(a, g, a.rank, r, slot, 0, g.first + u * g.stride));
   }
+#if TOGETHER
+  await_packets(a, g, w, k, slot, 0, p, watch);
+#endif
 #pragma unroll
   for (int u = 0; u < UNROLL; u++) {
     Index i = at + u * g.stride;
@@ -97,7 +128,7 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
       if (r != a.rank) {
         if (!moves(a, r, a.rank, i)) continue;
         uint4* q = place(a, g, a.rank, r, slot, 0, g.first + u * g.stride);
-        v = take(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, 0);
+        v = receive(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, 0);
       }
 #if defined(MODE_BROADCAST)
       if (r == a.root && r != a.rank) store_vec(w.out, i, w.count, w.aligned, v);
@@ -114,7 +145,7 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
       Vec v = own[u];
       if (r != a.rank) {
         uint4* q = place(a, g, a.rank, r, slot, 0, g.first + u * g.stride);
-        v = take(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, 0);
+        v = receive(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, 0);
       }
       store_vec(w.out + r * w.count, i, w.count, w.aligned, v);
     }
@@ -125,7 +156,7 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
       Vec v = own[u];
       if (r != a.rank) {
         uint4* q = place(a, g, a.rank, r, slot, 0, g.first + u * g.stride);
-        v = take(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, 0);
+        v = receive(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, 0);
       }
       if (r == 0) sum.begin(v); else sum.add(v);
     }
@@ -155,6 +186,9 @@ __device__ __forceinline__ void collect_piece(const Args& a, const Geometry& g, 
 #pragma unroll
     for (int r = 0; r < RANKS; r++)
       if (r != a.rank && at + u * g.stride < w.limit) p[r][u] = load_packet(place(a, g, a.rank, r, slot, 1, g.first + u * g.stride));
+#if TOGETHER
+  await_packets(a, g, w, k, slot, 1, p, watch);
+#endif
 #pragma unroll
   for (int u = 0; u < UNROLL; u++)
 #pragma unroll
@@ -162,7 +196,7 @@ __device__ __forceinline__ void collect_piece(const Args& a, const Geometry& g, 
       Index i = at + u * g.stride;
       if (r == a.rank || i >= w.limit) continue;
       uint4* q = place(a, g, a.rank, r, slot, 1, g.first + u * g.stride);
-      Vec v = take(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, 1);
+      Vec v = receive(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, 1);
       store_vec(w.out, spot(w, r, i), w.count, w.aligned, v);
     }
 }
