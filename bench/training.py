@@ -11,6 +11,7 @@ busy for all.  An arm is a backend, perhaps with an order of additions:
 gloo, nccl         as they are
 miraccl            as it is: on the CPU the algorithm, and with it the order on more than two ranks, depends on the size
 miraccl:NAME       only the algorithm NAME (MIRACCL_ALGO); one_shot and two_shot add in the order of the ranks
+miraccl:NNsms      with at most NN multiprocessors for communication (MIRACCL_SMS), on GPUs
 miraccl:down_ring  Gloo's ring as a schedule: see ``build_down_ring``
 gloo:rank_order    Gloo moves the gradients (all_gather), each rank adds them up in the order of the ranks; nccl:rank_order likewise
 none               no communication at all: every rank trains alone

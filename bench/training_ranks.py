@@ -120,8 +120,13 @@ def setting(name: str, value: str) -> Iterator[None]:
 @cache
 def group_of(arm: str) -> Any:
     """The arm's process group of all ranks; its settings count when it is made."""
-    backend, _, order = arm.partition(":")
-    with setting("MIRACCL_ALGO", order if backend == "miraccl" else ""):
+    backend, _, detail = arm.partition(":")
+    if detail.endswith("sms"):
+        with setting("MIRACCL_SMS", detail.removesuffix("sms")):
+            group = dist.new_group(backend=backend)
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)  # its GPU side is made now
+            return group
+    with setting("MIRACCL_ALGO", detail if backend == "miraccl" else ""):
         return dist.new_group(backend=backend)
 
 
