@@ -457,6 +457,8 @@ def in_the_order_of_the_machine(topology: str) -> tuple[tuple[int, ...], str]:
             assert device.last_plan.algo == algo
             me.synchronize()
             same(total, sum(data))
+            device.algo = rooted
+            device._forget()
             for root in range(me.nranks):
                 x, y = me.put(data[me.rank]), me.put(data[me.rank])
                 me.comm.broadcast(x, root)
