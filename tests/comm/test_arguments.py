@@ -344,6 +344,9 @@ def test_options_are_checked() -> None:
         Communicator(2, miraccl.get_unique_id(), 3)
     with pytest.raises(InvalidUsage, match="rank is True"):
         Communicator(2, miraccl.get_unique_id(), True)
+    for unique_id, kind in ((3, "int"), (None, "NoneType"), (["id"], "list"), (np.zeros(4, np.uint8), "ndarray")):
+        with pytest.raises(InvalidUsage, match=rf"unique_id is a {kind}; allowed are what get_unique_id\(\) returns"):
+            Communicator(2, unique_id, 0)  # type: ignore[arg-type]
 
 
 def refused_on_all_ranks() -> None:

@@ -16,15 +16,36 @@ pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'mira
 import torch
 import torch.distributed as dist
 
+from miraccl import params
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.start import get_unique_id
 from miraccl.errors import CollectiveTimeout, InvalidUsage
 from miraccl.torch import BackendError, ProcessGroupMiraccl, operators, tensors
+from miraccl.torch.channel import timeout_of
 from miraccl.torch.streams import Streams, StreamWork, as_one_batch
-from miraccl.torch.work import Lane, Work
+from miraccl.torch.work import Lane, Work, seconds
 from tests.torch.worlds import equal
 
 LIMIT_S = 20.0
+
+
+# ---- timeouts
+
+
+def test_centuries_are_a_deadline() -> None:
+    """Their nanoseconds do not fit into 64 bits, and no lock waits so long."""
+    centuries = datetime.timedelta(days=300 * 366)
+    comm, mail = (Communicator(1, get_unique_id(), 0) for _ in range(2))
+    group = ProcessGroupMiraccl(dist.HashStore(), comm, mail)
+    group.set_timeout(centuries)
+    assert timeout_of(comm) == params.FOREVER
+    assert seconds(centuries) == params.FOREVER <= threading.TIMEOUT_MAX
+    assert seconds(datetime.timedelta(seconds=3)) == 3
+    x, options = torch.ones(2), dist.AllreduceOptions()
+    options.timeout = centuries
+    assert group.allreduce([x], options).wait(centuries)
+    group.monitored_barrier(centuries)
+    group.shutdown()
 
 
 # ---- the lane

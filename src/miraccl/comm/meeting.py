@@ -14,8 +14,16 @@ def meet_by_id(nranks: int, unique_id: UniqueId | bytes | str, rank: int, option
         raise InvalidUsage(f"nranks is {nranks!r}; it is 1 or more")
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < nranks:
         raise InvalidUsage(f"rank is {rank!r}; allowed are 0 to {nranks - 1}")
+    ident = _as_unique_id(unique_id)
     trace.configure()
-    ident = UniqueId.parse(unique_id) if isinstance(unique_id, str) else unique_id
-    if isinstance(ident, bytes | bytearray):
-        ident = UniqueId.from_bytes(bytes(ident))
     return connect(ident, rank, nranks, params.BOOTSTRAP_TIMEOUT.read(), session_timeout=options.timeout)
+
+
+def _as_unique_id(given: UniqueId | bytes | str) -> UniqueId:
+    if isinstance(given, UniqueId):
+        return given
+    if isinstance(given, str):
+        return UniqueId.parse(given)
+    if isinstance(given, bytes | bytearray):
+        return UniqueId.from_bytes(bytes(given))
+    raise InvalidUsage(f"unique_id is a {type(given).__name__}; allowed are what get_unique_id() returns, its bytes and its text")

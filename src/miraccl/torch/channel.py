@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from miraccl import params
 from miraccl.comm.arguments import Array, view
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.exchange import Entry, Exchange, Transfer
@@ -26,7 +27,8 @@ def timeout_of(comm: Communicator) -> float:
 
 
 def set_timeout(comm: Communicator, seconds: float) -> None:
-    """The deadline of every operation on CPU memory from now on."""
+    """The deadline of every operation on CPU memory from now on; one beyond ``params.FOREVER`` means that."""
+    seconds = min(seconds, params.FOREVER)
     comm._member.fabric.timeout = seconds
     comm._member.context.set(at.CTX_TIMEOUT_NS, int(seconds * 1e9))
 

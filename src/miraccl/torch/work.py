@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from miraccl import params
 from miraccl.errors import CollectiveTimeout, CommunicatorClosed, MiracclError
 from miraccl.torch.failures import BackendError
 from miraccl.torch.post import Message, Post
@@ -264,5 +265,5 @@ def translated(action: Action) -> None:
 
 
 def seconds(timeout: datetime.timedelta | None) -> float | None:
-    """c10d says 0 (``kNoTimeout``) where it means the group's own."""
-    return None if timeout is None or timeout <= datetime.timedelta(0) else timeout.total_seconds()
+    """c10d says 0 (``kNoTimeout``) where it means the group's own. A wait takes no more than ``params.FOREVER``."""
+    return None if timeout is None or timeout <= datetime.timedelta(0) else min(timeout.total_seconds(), params.FOREVER)
