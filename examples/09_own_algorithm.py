@@ -4,8 +4,8 @@
     miraccl schedule verify star --load examples/09_own_algorithm.py --ranks 1-8
     miraccl schedule draw star --load examples/09_own_algorithm.py --ranks 4 --out star.svg
 
-``star``: everybody sends to rank 0, which adds up in order and sends the result to everybody.  Few steps, and all bytes through one
-rank: good for nothing but to show how it is done.
+``star``: everybody sends to rank 0, which adds up and sends the result to everybody.  It is registered as adding in the order of the
+ranks, which is proved with the rest.  Few steps, and all bytes through one rank: good for nothing but to show how it is done.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ from miraccl.types import Collective
 HERE, RESULT = Ref(Buffer.INPUT, 0), Ref(Buffer.OUTPUT, 0)
 
 
-@register("star", collectives=[Collective.ALL_REDUCE], sentence="Everything through rank 0.")
+@register("star", collectives=[Collective.ALL_REDUCE], sentence="Everything through rank 0.", rank_ordered=True)
 def build_star(collective: Collective, nranks: int, root: int) -> Schedule:
     others = range(1, nranks)
     center = [Step(op=Op.RECV_REDUCE_ALL, src=HERE, dst=RESULT, peers=tuple(range(nranks)))]

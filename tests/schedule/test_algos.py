@@ -129,16 +129,6 @@ def test_all_ranks_get_the_same_bits(name, collective):
             np.testing.assert_array_equal(other, first)
 
 
-def test_rank_ordered_folds_list_the_ranks():
-    for name, collective in REDUCING:
-        if not catalog.get(name).rank_ordered:
-            continue
-        for schedule in schedules(name, collective, (2, 9, 16)):
-            steps = [s for ranks in schedule.channels for steps in ranks for s in steps if s.op.reduces]
-            assert steps
-            assert all(step.peers == tuple(range(schedule.nranks)) for step in steps)
-
-
 def test_ring_talks_to_neighbours_only():
     for collective in catalog.get("ring").collectives:
         schedule = catalog.build("ring", collective, 7)

@@ -1,9 +1,11 @@
-"""Every built-in schedule is proved right: for 1 to 33 ranks, in and out of place, direct where the catalog says so."""
+"""Every built-in schedule is proved right: for 1 to 33 ranks, in and out of place, direct and in the order of the ranks where the
+catalog says so."""
 
 from __future__ import annotations
 
 import pytest
 
+from miraccl.errors import ScheduleError
 from miraccl.schedule import catalog
 from miraccl.schedule.verify import completing_steps, is_direct_safe, verify
 from miraccl.types import Collective
@@ -16,10 +18,11 @@ SHALLOW = 2
 @pytest.mark.parametrize(("name", "collective"), BUILTIN)
 def test_right_for_1_to_33_ranks(name, collective):
     """A proof with ``direct`` is also one without, so that each size takes one per place."""
+    ordered = catalog.get(name).rank_ordered
     for schedule in schedules(name, collective, range(1, 34)):
         for in_place in places(collective):
             direct = catalog.direct_safe(name, collective, schedule.nranks, schedule.root, in_place=in_place)
-            verify(schedule, in_place=in_place, fifo_depth=SHALLOW, direct=direct)
+            verify(schedule, in_place=in_place, fifo_depth=SHALLOW, direct=direct, rank_ordered=ordered)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,7 @@ def test_right_for_1_to_33_ranks(name, collective):
 )
 def test_right_for_many_ranks(name, collective, nranks):
     for schedule in schedules(name, collective, (nranks,)):
-        verify(schedule, in_place=collective is not ALL_TO_ALL)
+        verify(schedule, in_place=collective is not ALL_TO_ALL, rank_ordered=catalog.get(name).rank_ordered)
 
 
 @pytest.mark.parametrize(("name", "collective"), BUILTIN)
@@ -54,6 +57,14 @@ def test_direct_is_declared_as_it_is(name, collective):
     for in_place in places(collective):
         if collective not in (algorithm.direct_in_place if in_place else algorithm.direct):
             assert not all(is_direct_safe(schedule, in_place) for schedule in schedules(name, collective, range(2, 9)))
+
+
+@pytest.mark.parametrize(("name", "collective"), [case for case in BUILTIN if case[1].reduces and not catalog.get(case[0]).rank_ordered])
+def test_what_is_not_declared_as_ordered_is_not(name, collective):
+    """What is declared is, for every size (above)."""
+    for schedule in schedules(name, collective, (4, 8)):
+        with pytest.raises(ScheduleError, match="in the order of the ranks"):
+            verify(schedule, rank_ordered=True)
 
 
 @pytest.mark.parametrize(("name", "collective"), BUILTIN)

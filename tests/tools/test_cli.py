@@ -167,6 +167,9 @@ def test_schedule_commands(tmp_path: Path) -> None:
     proved = invoke("schedule", "verify", "ring", "--collective", "all_gather", "--ranks", "2-5")
     assert proved.exit_code == 0
     assert proved.output.count(": right") == 4
+    assert "adds in" not in proved.output
+    proved = invoke("schedule", "verify", "two_shot", "--ranks", "2-5")
+    assert proved.output.count(": right, adds in the order of the ranks, ") == 4
     target = tmp_path / "ring.svg"
     assert invoke("schedule", "draw", "ring", "--ranks", "4", "--out", str(target)).exit_code == 0
     assert ET.parse(target).getroot().tag.endswith("svg")

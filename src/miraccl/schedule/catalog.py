@@ -30,8 +30,9 @@ NEIGHBOURLY = ("ring", "chain", "double_binary_tree")  # their cost depends on w
 class Algorithm:
     """One way to do one or more collectives.
 
-    ``rank_ordered``: contributions are added in the order of the ranks, whatever the size, so that results are reproducible.
-    ``rounds_once``: sums of 16- and 8-bit floats are rounded once, not at every hop.  (Both are true where nothing is added.)
+    ``rank_ordered``: contributions are added in the order of the ranks, whatever the size, so that results are reproducible; proved
+    with the rest of a schedule (``provenance.add_in_rank_order``).
+    ``rounds_once``: sums of 16- and 8-bit floats are rounded once, not at every hop; believed.  (Both are true where nothing is added.)
     ``direct``, ``direct_in_place``: collectives whose receivers may read the sender's memory (``verify.is_direct_safe``).
     ``uneven``: collectives that work when blocks have different counts.
     ``latency``, ``wire``: the formulas of ``cost.Cost.latency_steps`` and ``cost.Cost.wire_blocks`` for (collective, nranks).
@@ -207,7 +208,8 @@ def _ordered(name: str, collective: Collective, nranks: int, root: int, order: t
 
 @lru_cache(maxsize=1024)
 def _prove(name: str, collective: Collective, nranks: int, root: int, in_place: bool) -> None:
-    verify(_built(name, collective, nranks, root), in_place=in_place, fifo_depth=FIFO_DEPTH)
+    schedule = _built(name, collective, nranks, root)
+    verify(schedule, in_place=in_place, fifo_depth=FIFO_DEPTH, rank_ordered=get(name).rank_ordered)
 
 
 @lru_cache(maxsize=1024)

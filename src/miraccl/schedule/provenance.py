@@ -53,6 +53,29 @@ def rank_list(ranks: int) -> str:
     return ",".join(str(rank) for rank in range(ranks.bit_length()) if ranks >> rank & 1)
 
 
+def add(first: Symbol, second: Symbol) -> Symbol:
+    """``first (+) second``; raises ``Problem`` if they are of different chunks or a contribution is in both."""
+    if first.chunk != second.chunk:
+        raise Problem(f"reduces input[{first.chunk}] with input[{second.chunk}]")
+    if twice := first.ranks & second.ranks:
+        raise Problem(f"adds the contribution of rank {rank_list(twice)} to input[{first.chunk}] a second time")
+    return Symbol(first.chunk, first.ranks | second.ranks)
+
+
+def add_in_rank_order(first: Symbol, second: Symbol) -> Symbol:
+    """``add`` for sums from left to right over the ranks: the left operand holds ranks 0 to k - 1, the right one rank k alone.
+
+    If all additions of a run are such ones, so are those inside of ``first``, and every complete sum is ``((x0 + x1) + x2) + ...``.
+    Sides count: of two NaNs, or of two zeros under ``MIN``, the result may be the one on the left.
+    """
+    total = add(first, second)
+    if first.ranks + 1 != second.ranks:  # of two sets without a common rank only {0 .. k-1} and {k} are such numbers
+        from_zero = first.ranks & (first.ranks + 1) == 0
+        wanted = f"rank {first.ranks.bit_length()} alone comes next" if from_zero else "a sum begins with rank 0 and leaves none out"
+        raise Problem(f"adds {second} to {first}; in the order of the ranks {wanted}")
+    return total
+
+
 def wanted_symbol(schedule: Schedule, rank: int, chunk: int) -> Symbol:
     """What output chunk ``chunk`` of ``rank`` holds when the collective is done."""
     parts, everybody = schedule.parts, (1 << schedule.nranks) - 1

@@ -12,7 +12,8 @@ checker).  The schedule runs once on these symbols, with FIFOs of the given dept
 - the ranks get stuck;
 - two accesses to a chunk, one of them a write, are not ordered: between channels, which keep no order, or between a rank and a
   peer that reads or writes its memory;
-- at the end an output chunk does not hold each required contribution exactly once, or a rank may leave a barrier too early.
+- at the end an output chunk does not hold each required contribution exactly once, or a rank may leave a barrier too early;
+- where that is claimed: an addition is not the next one in the order of the ranks.
 
 One run is enough.  Each FIFO and signal has one producer and one consumer, and no step looks at what has arrived so far, so that
 the ranks form a Kahn network: which step reads which message, and whether all get stuck, does not depend on the interleaving.
@@ -29,7 +30,7 @@ import numpy as np
 
 from miraccl.errors import ScheduleError
 from miraccl.schedule.ir import Buffer, Op, Ref, Schedule, Step
-from miraccl.schedule.provenance import Access, Clock, Memory, Problem, Symbol, rank_list
+from miraccl.schedule.provenance import Access, Clock, Memory, Problem, Symbol, add, add_in_rank_order
 from miraccl.schedule.text import place
 from miraccl.types import Collective
 
@@ -37,7 +38,9 @@ from miraccl.types import Collective
 FIFO_DEPTH = 8
 
 
-def verify(schedule: Schedule, *, in_place: bool = False, fifo_depth: int = FIFO_DEPTH, direct: bool = False) -> None:
+def verify(
+    schedule: Schedule, *, in_place: bool = False, fifo_depth: int = FIFO_DEPTH, direct: bool = False, rank_ordered: bool = False
+) -> None:
     """Prove ``schedule`` right or raise ``ScheduleError`` naming channel, rank, step and chunk.
 
     ``in_place``: input and output overlap as the collective defines.  ``fifo_depth``: messages a FIFO holds.  ``direct``: a
@@ -45,9 +48,12 @@ def verify(schedule: Schedule, *, in_place: bool = False, fifo_depth: int = FIFO
     RECV_REDUCE_COPY_SEND; RECV_REDUCE_SEND keeps nothing and still copies), and the receiver reads it there when it receives; so
     nobody may overwrite such a chunk before it has been read.  A proof with ``direct`` is also one without.  At the end of a
     direct run a rank has to wait until its posted chunks have been read; that is the executor's part.
+
+    ``rank_ordered``: every sum is that of rank 0, 1, 2 ... from left to right, with the operands as ``interpret`` folds them, also a
+    sum that no output holds (see ``provenance.add_in_rank_order``).
     """
     _check_static(schedule)
-    _Proof(schedule, in_place, fifo_depth, direct).run()
+    _Proof(schedule, in_place, fifo_depth, direct, rank_ordered).run()
 
 
 def is_direct_safe(schedule: Schedule, in_place: bool) -> bool:
@@ -133,19 +139,12 @@ class _Message:
         self.sender, self.number, self.clock, self.symbols, self.cells = sender, number, clock, symbols, cells
 
 
-def _add(first: Symbol, second: Symbol) -> Symbol:
-    if first.chunk != second.chunk:
-        raise Problem(f"reduces input[{first.chunk}] with input[{second.chunk}]")
-    if twice := first.ranks & second.ranks:
-        raise Problem(f"adds the contribution of rank {rank_list(twice)} to input[{first.chunk}] a second time")
-    return Symbol(first.chunk, first.ranks | second.ranks)
-
-
 class _Proof:
     """One run of all channels on symbols. Channels keep no order among each other, so that they run one after the other."""
 
-    def __init__(self, schedule: Schedule, in_place: bool, depth: int, direct: bool) -> None:
+    def __init__(self, schedule: Schedule, in_place: bool, depth: int, direct: bool, rank_ordered: bool = False) -> None:
         self.schedule, self.depth, self.direct = schedule, depth, direct
+        self.add = add_in_rank_order if rank_ordered else add
         self.reduces = schedule.collective.reduces
         self.everybody = (1 << schedule.nranks) - 1
         self.completing: set[tuple[int, int, int]] = set()
@@ -427,7 +426,7 @@ class _Channel:
             raise Problem(f"a {self.schedule.collective.label} does not reduce")
         total = operands[0]
         for operand in operands[1:]:
-            total = [_add(first, second) for first, second in zip(total, operand, strict=True)]
+            total = [self.proof.add(first, second) for first, second in zip(total, operand, strict=True)]
         if len(operands) > 1 and any(symbol.ranks == self.proof.everybody for symbol in total):
             self.proof.completing.add((self.channel, rank, self.position[rank]))
         return total

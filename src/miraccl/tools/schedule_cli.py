@@ -102,7 +102,8 @@ def show(algo: str, collective: str, ranks: int, root: int, plugin: str | None, 
 @click.option("--in-place", is_flag=True, help="Input and output overlap as the collective defines.")
 @click.option("--fifo-depth", type=click.IntRange(1), help="Messages that a FIFO holds.  [default: the one that executors have]")
 def verify(algo: str, collective: str, ranks: str, root: int, plugin: str | None, in_place: bool, fifo_depth: int | None) -> None:
-    """Prove that ALGO computes its collective: every contribution exactly once, no deadlock, no overlapping write.
+    """Prove that ALGO computes its collective: every contribution exactly once, no deadlock, no overlapping write; and that it adds in
+    the order of the ranks, where it was registered as doing so.
 
     The exit status is 1 if the schedule is wrong for any number of ranks; the message names channel, rank, step and chunk.
 
@@ -114,24 +115,25 @@ def verify(algo: str, collective: str, ranks: str, root: int, plugin: str | None
     from miraccl.schedule import catalog
     from miraccl.schedule import verify as proof
 
-    def builds() -> Iterator[Any]:
+    def builds() -> Iterator[tuple[Any, bool]]:
+        """Each schedule, and whether its additions are said to have the order of the ranks."""
         if _is_file(algo):
-            yield _build(algo, collective, 0, 0, plugin)
+            yield _build(algo, collective, 0, 0, plugin), False
             return
         kind = Collective[collective.upper()]
         _load(plugin)
         algorithm = catalog.get(algo)
         for n in _parse_ranks(ranks):
             if algorithm.supports(kind, n):
-                yield algorithm.build(kind, n, min(root, n - 1))
+                yield algorithm.build(kind, n, min(root, n - 1)), algorithm.rank_ordered and kind.reduces
 
     wrong = proved = 0
-    for built in builds():
+    for built, ordered in builds():
         name = f"{built.name} {built.collective.label} over {built.nranks} ranks"
         try:
-            proof.verify(built, in_place=in_place, fifo_depth=fifo_depth or proof.FIFO_DEPTH)
+            proof.verify(built, in_place=in_place, fifo_depth=fifo_depth or proof.FIFO_DEPTH, rank_ordered=ordered)
             proved += 1
-            print(f"{name}: right, {_counts(built)}")
+            print(f"{name}: right, {'adds in the order of the ranks, ' if ordered else ''}{_counts(built)}")
         except ScheduleError as error:
             wrong += 1
             print(f"{name}: WRONG: {error}")
