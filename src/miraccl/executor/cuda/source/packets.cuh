@@ -1,4 +1,4 @@
-// Packets that tell by themselves whether they have come, and the memory they lie in. The kernels are in once.cuh, pieces.cuh, ring.cuh, chain.cuh and tree.cuh.
+// Packets that tell by themselves whether they have come, and the memory they lie in. The kernels are in once.cuh, fan.cuh, pieces.cuh, ring.cuh, chain.cuh and tree.cuh.
 //
 // A packet is 16 bytes, written by one store. Memory that waits for packets is filled with ones. There are three kinds:
 //   FRAME_WORD  16 bytes of floats. Every word (for float64: every pair of words) is its own flag: all ones is a NaN, and a NaN of the user's with
