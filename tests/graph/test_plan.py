@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from miraccl.errors import InvalidUsage, TopologyError
-from miraccl.graph.plan import PlanRequest, make_plan, plan, plan_to_json
+from miraccl.graph.plan import PlanRequest, make_plan, plan
 from miraccl.graph.plan_bound import bound_section
 from miraccl.graph.plan_cache import MAX_FILES, cached_document, plan_key
 from miraccl.graph.plan_explain import CURVE_SIZES, explain_plan
+from miraccl.graph.plan_json import plan_to_json
 from miraccl.topo.explain import PathNotes
 from miraccl.topo.records import NodeType, System
 from tests.graph.golden import differences, sample

@@ -15,9 +15,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from miraccl.graph.plan import PlanRequest, make_plan, plan_to_json
+from miraccl.graph.plan import PlanRequest, make_plan
 from miraccl.graph.plan_bound import bound_section
 from miraccl.graph.plan_explain import explain_plan
+from miraccl.graph.plan_json import plan_to_json
 from miraccl.tools.plan_view import render_page, render_svg
 from miraccl.tools.plan_view.layout import draw_system
 from miraccl.tools.plan_view.page import embedded

@@ -1,8 +1,8 @@
 """The whole flow, from a topology to a plan: system, paths, channel graphs, connections, tuning model.
 
-Owns ``PlanRequest`` (what is asked, with every setting as a value), ``Plan`` (what was decided, each stage's record) and the plan's
-JSON, which is the format of NCCL's reference results (format 1).  Nothing here needs a GPU, a socket or another rank, and nothing reads
-the environment except :meth:`PlanRequest.read`.
+Owns ``PlanRequest`` (what is asked, with every setting as a value) and ``Plan`` (what was decided, each stage's record; ``plan_json``
+writes and reads it).  Nothing here needs a GPU, a socket or another rank, and nothing reads the environment except
+:meth:`PlanRequest.read`.
 """
 
 from __future__ import annotations
@@ -11,25 +11,17 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from miraccl.errors import InvalidUsage
-from miraccl.graph.channel_graph import graph_to_json
-from miraccl.graph.connect import Connections, PlannedDomain, connect, connections_to_json
+from miraccl.graph.connect import Connections, PlannedDomain, connect
 from miraccl.graph.plan_settings import ConnectSettings, TuningSettings
 from miraccl.graph.search import SearchResult, SearchSettings, search_channels
 from miraccl.graph.tuning import TuningFacts, TuningModel, build_model
-from miraccl.graph.tuning_choice import tuning_to_json
-from miraccl.topo.analyse import Domain, Topology, analyse_topology
-from miraccl.topo.jsonform import paths_to_json, system_to_json
+from miraccl.topo.analyse import Topology, analyse_system, analyse_topology
 from miraccl.topo.options import PathOptions, TopoOptions
-from miraccl.topo.paths import PathRecorder, compute_paths, find_domains, finish_system, keep_domain
+from miraccl.topo.paths import PathRecorder
 from miraccl.topo.records import System
 from miraccl.topo.xmlfile import XmlNode, read_topology
-
-FORMAT = 1
-NCCL_VERSION = "2.28.9-1"
-"""The version of NCCL whose decisions a plan reproduces."""
 
 Source = str | os.PathLike[str] | XmlNode | System
 
@@ -139,9 +131,15 @@ def make_plan(source: Source, request: PlanRequest, *, recorder: PathRecorder | 
     """Like :func:`plan`, for a request that is already put together."""
     topology = _analyse(source, request, recorder)
     searches = tuple(search_channels(domain.system, domain.paths, request.search) for domain in topology.domains)
+    name = Path(source).name if isinstance(source, str | os.PathLike) else ""
+    return plan_of_graphs(request, topology, searches, name=name)
+
+
+def plan_of_graphs(request: PlanRequest, topology: Topology, searches: Sequence[SearchResult], *, name: str = "") -> Plan:
+    """The stages after the search, on what it found (``searches[d]`` on domain d)."""
     domains = [
         PlannedDomain(system=domain.system, paths=domain.paths, graphs={graph.kind: graph for graph in search.graphs})
-        for domain, search in zip(topology.domains, searches)
+        for domain, search in zip(topology.domains, searches, strict=True)
     ]
     connections = connect(
         domains,
@@ -151,55 +149,13 @@ def make_plan(source: Source, request: PlanRequest, *, recorder: PathRecorder | 
         settings=request.connect,
     )
     model = build_model(TuningFacts.of(connections, topology.system), request.tuning)
-    name = Path(source).name if isinstance(source, str | os.PathLike) else ""
-    return Plan(request=request, name=name, topology=topology, searches=searches, connections=connections, model=model)
+    return Plan(request=request, name=name, topology=topology, searches=tuple(searches), connections=connections, model=model)
 
 
 def _analyse(source: Source, request: PlanRequest, recorder: PathRecorder | None) -> Topology:
     if isinstance(source, System):
-        return _analyse_system(source, request, recorder)
+        if request.gpus or request.fuse:
+            raise InvalidUsage("GPUs are chosen and ranks are fused in a topology file, not in a system that was built already")
+        return analyse_system(source, nodes=request.nodes, options=request.paths, recorder=recorder)
     root = source if isinstance(source, XmlNode) else read_topology(source).root
     return analyse_topology(root, request.topo, recorder=recorder)
-
-
-def _analyse_system(whole: System, request: PlanRequest, recorder: PathRecorder | None) -> Topology:
-    """The stage after a file was read: paths, and one system for each group of GPUs that only the network joins to the others."""
-    if request.gpus or request.fuse:
-        raise InvalidUsage("GPUs are chosen and ranks are fused in a topology file, not in a system that was built already")
-    nranks = len(whole.gpus) * request.nodes
-    first = compute_paths(whole, request.paths)
-    groups = find_domains(whole, first)
-    domains: list[Domain] = []
-    for group in groups:
-        system = whole if len(groups) == 1 else keep_domain(whole, group)
-        paths = compute_paths(system, request.paths, recorder=None if domains else recorder)
-        system = finish_system(system, paths, request.paths, nranks=nranks)
-        domains.append(Domain(ranks=tuple(gpu.rank for gpu in system.gpus), system=system, paths=paths))
-    return Topology(domains=tuple(domains), nranks=nranks, root=XmlNode("system"), whole=whole)
-
-
-def plan_to_json(made: Plan) -> dict[str, Any]:
-    """The plan in the format of the reference results."""
-    topology, request = made.topology, made.request
-    graphs = [[graph_to_json(graph) for graph in search.graphs] for search in made.searches]
-    result: dict[str, Any] = {
-        "format": FORMAT,
-        "nccl_version": NCCL_VERSION,
-        "topology": made.name,
-        "nodes": request.nodes,
-        "gpus_per_node": topology.nranks // request.nodes,
-        "nranks": topology.nranks,
-        "collnet": int(request.collnet),
-        "fuse": int(request.fuse),
-        "gpus": list(request.gpus),
-        "env": dict(request.variables),
-        "domains": [list(ranks) for ranks in topology.local_ranks],
-        "system": system_to_json(topology.system),
-        "paths": paths_to_json(topology.paths, topology.system),
-        "graphs": graphs[0],
-        "comm": connections_to_json(made.connections),
-        "tuning": tuning_to_json(made.model),
-    }
-    if len(graphs) > 1:
-        result["other_domain_graphs"] = graphs[1:]
-    return result

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from miraccl.errors import TopologyError
 from miraccl.graph.channel_graph import Pattern
 from miraccl.graph.layout import Ints, RankLayout
 
@@ -96,6 +97,12 @@ class TreeOrder:
 
     order: tuple[int, ...]
     pattern: Pattern
+
+    def __post_init__(self) -> None:
+        if len(self.order) < 2 and self.pattern != Pattern.TREE:
+            kind = f"{int(self.pattern)} ({self.pattern.name.lower()})"
+            one = f"{int(Pattern.TREE)} ({Pattern.TREE.name.lower()})"
+            raise TopologyError(f"a tree of pattern {kind} has two GPUs or more of a node, not {list(self.order)}; allowed is {one}")
 
     @property
     def to_parent(self) -> int:

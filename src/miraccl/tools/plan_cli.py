@@ -141,7 +141,8 @@ def _descriptions(described: Sequence[str], environ: Mapping[str, str]) -> list[
 def _compute(path: str | None, name: str, request: Any, described: Sequence[str], depth: str) -> dict[str, Any]:
     from dataclasses import replace
 
-    from miraccl.graph.plan import make_plan, plan_to_json
+    from miraccl.graph.plan import make_plan
+    from miraccl.graph.plan_json import plan_to_json
     from miraccl.topo.accelerators import read_accelerators
     from miraccl.topo.explain import PathNotes
     from miraccl.topo.load import load_topology

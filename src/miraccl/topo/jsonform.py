@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miraccl.errors import TopologyError
+from miraccl.topo.jsonshape import Shape, list_of, one_of, record, row, single, text, whole
 from miraccl.topo.records import (
     LOCAL_ID_MASK,
     TABLE_SOURCES,
@@ -81,25 +82,48 @@ def _attributes(node: TopoNode) -> Json:
     return {}
 
 
-def system_from_json(data: Mapping[str, Any]) -> System:
-    """The ``system`` section as a record. Raises ``TopologyError`` when a key is missing or a link leads nowhere."""
-    try:
-        raw = [(kind, entry) for kind in NodeType for entry in data[kind.name]]
-        resolve = _link_resolver([entry for _, entry in raw])
-        nodes = []
-        for i, (kind, entry) in enumerate(raw):
-            links = tuple(
-                Link(type=LinkType[t], bw=f32(bw), target=resolve(i, LinkType[t], f32(bw), name)) for t, bw, name in entry["links"]
-            )
-            nodes.append(_node_from_json(kind, entry, links))
-        return System(nodes=tuple(nodes), max_bw=f32(data["maxBw"]), total_bw=f32(data["totalBw"]), inter=data["inter"])
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, TopologyError):
-            raise
-        raise TopologyError(f"this is no system description: {error!r}") from None
+def _device_number(value: Any, where: str) -> None:
+    if type(value) is not int:
+        text("-?0x[0-9a-f]{1,16}", "a number in hex, as 0x10de")(value, where)
 
 
-def _link_resolver(entries: Sequence[Mapping[str, Any]]) -> Callable[[int, LinkType, float, str], int]:
+_ATTRIBUTES: dict[NodeType, dict[str, Shape]] = {
+    NodeType.GPU: dict.fromkeys(("dev", "rank", "sm", "gdr"), whole()),
+    NodeType.PCI: {"device": _device_number},
+    NodeType.CPU: dict.fromkeys(("arch", "vendor", "model"), whole()),
+    NodeType.NET: {
+        **dict.fromkeys(("dev", "port", "gdr", "coll", "maxChannels", "localGpu"), whole()),
+        "asic": _device_number,
+        "bw": single,
+        "latency": single,
+    },
+}
+
+
+def _node_shape(kind: NodeType) -> Shape:
+    name = text(f"{kind.name}/[0-9a-f]{{1,2}}-[0-9a-f]{{1,14}}", f"a name such as {kind.name}/0-1a000")
+    link = row(one_of(*(kind.name for kind in LinkType)), single, text())
+    return record({"name": name, **_ATTRIBUTES.get(kind, {}), "links": list_of(link)})
+
+
+_NODES = {kind.name: list_of(_node_shape(kind)) for kind in NodeType}
+_SYSTEM = record({"maxBw": single, "totalBw": single, "inter": one_of(0, 1), **_NODES})
+
+
+def system_from_json(data: Mapping[str, Any], where: str = "system") -> System:
+    """The section ``where`` as a record. Raises ``TopologyError`` with the place of what is missing or not allowed, and for a link that
+    leads nowhere."""
+    _SYSTEM(data, where)
+    raw = [(kind, entry) for kind in NodeType for entry in data[kind.name]]
+    resolve = _link_resolver([entry for _, entry in raw], where)
+    nodes = []
+    for i, (kind, entry) in enumerate(raw):
+        links = tuple(Link(type=LinkType[t], bw=f32(bw), target=resolve(i, LinkType[t], f32(bw), name)) for t, bw, name in entry["links"])
+        nodes.append(_node_from_json(kind, entry, links))
+    return System(nodes=tuple(nodes), max_bw=f32(data["maxBw"]), total_bw=f32(data["totalBw"]), inter=data["inter"])
+
+
+def _link_resolver(entries: Sequence[Mapping[str, Any]], where: str) -> Callable[[int, LinkType, float, str], int]:
     """A function from (source index, link type, bandwidth, name) to the target's index.
 
     Where nodes share a name, the candidates are those that have a link back to the source, of the same bandwidth if possible,
@@ -113,7 +137,7 @@ def _link_resolver(entries: Sequence[Mapping[str, Any]]) -> Callable[[int, LinkT
     def resolve(source: int, kind: LinkType, bw: float, name: str) -> int:
         candidates = by_name.get(name)
         if not candidates:
-            raise TopologyError(f"a link of {entries[source]['name']} leads to {name}, which is not in the system")
+            raise TopologyError(f"{where}: a link of {entries[source]['name']} leads to {name}, which is not in it")
         if len(candidates) == 1:
             return candidates[0]
         back = entries[source]["name"]
@@ -123,16 +147,13 @@ def _link_resolver(entries: Sequence[Mapping[str, Any]]) -> Callable[[int, LinkT
                 if any(t == kind.name and n == back and (f32(b) == bw or not same_bw) for t, b, n in entries[target]["links"]):
                     taken.add((source, kind, target))
                     return target
-        raise TopologyError(f"a link of {back} leads to {name}, which has no link back")
+        raise TopologyError(f"{where}: a link of {back} leads to {name}, which has no link back")
 
     return resolve
 
 
 def _node_from_json(kind: NodeType, entry: Mapping[str, Any], links: tuple[Link, ...]) -> TopoNode:
-    type_name, _, rest = entry["name"].partition("/")
-    system, _, local = rest.partition("-")
-    if type_name != kind.name:
-        raise TopologyError(f"{entry['name']} stands among the {kind.name} nodes")
+    system, _, local = entry["name"].partition("/")[2].partition("-")
     id = (int(system, 16) << 56) | (int(local, 16) & LOCAL_ID_MASK)
     match kind:
         case NodeType.GPU:
@@ -209,8 +230,8 @@ def _hops(system: System, start: int, texts: Sequence[str], end: int) -> tuple[i
     """Global link numbers of a written route; the last hop is the one that reaches ``end``."""
     hops: list[int] = []
     at = start
-    for k, text in enumerate(texts):
-        kind, _, name = text.partition(":")
+    for k, hop_text in enumerate(texts):
+        kind, _, name = hop_text.partition(":")
         fits = [
             (number_, link.target)
             for number_, link in enumerate(system.nodes[at].links, system.link_start[at])
@@ -218,7 +239,7 @@ def _hops(system: System, start: int, texts: Sequence[str], end: int) -> tuple[i
         ]
         if not fits:
             source = system.nodes[start].name
-            raise TopologyError(f"a path from {source} takes {text} at {system.nodes[at].name}, where no such link starts")
+            raise TopologyError(f"a path from {source} takes {hop_text} at {system.nodes[at].name}, where no such link starts")
         # Among nodes of one name the last hop takes the one the path is for, where there is such a link.
         hop, at = next((fit for fit in fits if k == len(texts) - 1 and fit[1] == end), fits[0])
         hops.append(hop)

@@ -1,0 +1,225 @@
+"""A plan as JSON and back. The format is that of NCCL's reference results (format 1).
+
+``plan_from_json`` takes the machine, the request and the channel graphs from the document, derives everything else again (paths,
+connections, tuning: some milliseconds) and compares it with what the document says, so that one that contradicts itself is refused with
+the place.  Not in the document, and not in a plan that was read: how the searches went (``SearchResult.reports``), the tree of the
+topology file, and labels and CPU affinities of nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from miraccl.errors import TopologyError
+from miraccl.graph.channel_graph import MAX_CHANNELS, ChannelGraph, GraphKind, Pattern, graph_from_json, graph_to_json
+from miraccl.graph.connect import connections_to_json
+from miraccl.graph.plan import Plan, PlanRequest, plan_of_graphs
+from miraccl.graph.search import SearchResult
+from miraccl.graph.tuning_choice import tuning_to_json
+from miraccl.topo.analyse import Domain, Topology, analyse_system
+from miraccl.topo.jsonform import paths_to_json, system_from_json, system_to_json
+from miraccl.topo.jsonshape import Shape, anything, list_of, mapping, one_of, record, refuse, row, single, text, whole
+from miraccl.topo.records import PathType
+
+FORMAT = 1
+NCCL_VERSION = "2.28.9-1"
+"""The version of NCCL whose decisions a plan reproduces."""
+
+Json = dict[str, Any]
+
+
+def plan_to_json(made: Plan) -> Json:
+    """The plan in the format of the reference results, with what a reader needs besides: ``whole`` where there are several domains (the
+    machine before they were put apart) and ``graph_xml`` where graphs came from a file."""
+    topology, request = made.topology, made.request
+    graphs = [[graph_to_json(graph) for graph in search.graphs] for search in made.searches]
+    result: Json = {
+        "format": FORMAT,
+        "nccl_version": NCCL_VERSION,
+        "topology": made.name,
+        "nodes": request.nodes,
+        "gpus_per_node": topology.nranks // request.nodes,
+        "nranks": topology.nranks,
+        "collnet": int(request.collnet),
+        "fuse": int(request.fuse),
+        "gpus": list(request.gpus),
+        "env": dict(request.variables),
+        "domains": [list(ranks) for ranks in topology.local_ranks],
+        "system": system_to_json(topology.system),
+        "paths": paths_to_json(topology.paths, topology.system),
+        "graphs": graphs[0],
+        "comm": connections_to_json(made.connections),
+        "tuning": tuning_to_json(made.model),
+    }
+    if len(graphs) > 1:
+        result["other_domain_graphs"] = graphs[1:]
+        result["whole"] = system_to_json(topology.whole)
+    if request.search.graph_xml:
+        result["graph_xml"] = request.search.graph_xml
+    return result
+
+
+def plan_from_json(data: Mapping[str, Any]) -> Plan:
+    """The plan that ``plan_to_json`` wrote as ``data``; keys that it does not write are left alone.
+
+    Raises ``TopologyError``, or ``InvalidUsage`` for a setting in ``env``, with the place, what is there and what is allowed.
+    """
+    _SHAPE(data, "")
+    _check_sizes(data)
+    request = PlanRequest.read(
+        data["env"],
+        nodes=data["nodes"],
+        gpus=data["gpus"],
+        collnet=bool(data["collnet"]),
+        fuse=bool(data["fuse"]),
+        graph_xml=data.get("graph_xml", ""),
+    )
+    topology = _topology(data, request)
+    searches = [
+        SearchResult(graphs=_graphs(graphs, domain, where), reports=())
+        for domain, (where, graphs) in zip(topology.domains, _graphs_of_domains(data), strict=True)
+    ]
+    made = plan_of_graphs(request, topology, searches, name=data["topology"])
+    for key, derived in plan_to_json(made).items():
+        if found := _difference(data.get(key), derived, key):
+            where, there, fits = found
+            raise TopologyError(f"{where} is {there}; from the rest of the document follows {fits}")
+    return made
+
+
+# What can be seen in one place
+
+_PATTERNS: dict[GraphKind, tuple[Pattern, ...]] = {
+    GraphKind.RING: (Pattern.RING,),
+    GraphKind.TREE: (Pattern.BALANCED_TREE, Pattern.SPLIT_TREE, Pattern.TREE),
+    GraphKind.COLLNET_CHAIN: (Pattern.TREE,),
+    GraphKind.NVLS: (Pattern.NVLS,),
+    GraphKind.COLLNET_DIRECT: (Pattern.COLLNET_DIRECT,),
+}
+_NEEDED = (GraphKind.RING, GraphKind.TREE)  # every plan has a channel of these
+
+_COUNT = whole(0)
+_NET = whole(-(1 << 63), (1 << 63) - 1)
+_PATH_TYPE = one_of(*(kind.name for kind in PathType))
+
+
+def _graph_shape(kind: GraphKind) -> Shape:
+    return record(
+        {
+            "id": one_of(int(kind)),
+            "computed": one_of(0, 1),
+            "pattern": one_of(*map(int, _PATTERNS[kind])),
+            "bwIntra": single,
+            "bwInter": single,
+            "latencyInter": single,
+            "typeIntra": _PATH_TYPE,
+            "typeInter": _PATH_TYPE,
+            "sameChannels": whole(),
+            "crossNic": whole(),
+            "nHops": whole(),
+            "minChannels": whole(),
+            "maxChannels": whole(),
+            "intra": list_of(list_of(_COUNT, least=1), int(kind in _NEEDED), MAX_CHANNELS),
+            "inter": list_of(row(_NET, _NET)),
+        }
+    )
+
+
+_GRAPHS = row(*map(_graph_shape, GraphKind))
+_SHAPE = record(
+    {
+        "format": one_of(FORMAT),
+        "nccl_version": one_of(NCCL_VERSION),
+        "topology": text(),
+        "nodes": whole(1),
+        "gpus_per_node": whole(1),
+        "nranks": whole(1),
+        "collnet": one_of(0, 1),
+        "fuse": one_of(0, 1),
+        "gpus": list_of(_COUNT),
+        "env": mapping(text()),
+        "domains": list_of(list_of(_COUNT, least=1), least=1),
+        "system": anything,
+        "paths": anything,
+        "graphs": _GRAPHS,
+        "comm": record({"rankToNode": list_of(_COUNT)}),
+        "tuning": anything,
+        "other_domain_graphs": list_of(_GRAPHS, least=1),
+        "whole": anything,
+        "graph_xml": text(),
+    },
+    optional=("other_domain_graphs", "whole", "graph_xml"),
+)
+
+
+# What takes several places
+
+
+def _check_sizes(data: Mapping[str, Any]) -> None:
+    """Before anything of the size of ``nranks`` is made."""
+    ranks = len(data["comm"]["rankToNode"])
+    if data["nranks"] != data["nodes"] * data["gpus_per_node"]:
+        refuse("nranks", data["nranks"], f"nodes times gpus_per_node, {data['nodes'] * data['gpus_per_node']}")
+    if ranks != data["nranks"]:
+        raise TopologyError(f"comm.rankToNode has {ranks} entries; allowed is one for each of the {data['nranks']} ranks")
+    more = len(data["domains"]) - 1
+    for key in ("other_domain_graphs", "whole"):
+        if (key in data) != (more > 0):
+            raise TopologyError(f"{key} is missing; a plan of several domains has it" if more else f"{key} is for plans of several domains")
+    if more and len(data["other_domain_graphs"]) != more:
+        raise TopologyError(f"other_domain_graphs has {len(data['other_domain_graphs'])} entries; allowed is {more}, one less than domains")
+
+
+def _topology(data: Mapping[str, Any], request: PlanRequest) -> Topology:
+    key = "whole" if "whole" in data else "system"
+    machine = system_from_json(data[key], key)
+    if sorted(gpu.rank for gpu in machine.gpus) != list(range(data["gpus_per_node"])):
+        ranks = [gpu.rank for gpu in machine.gpus]
+        raise TopologyError(f"the GPUs of {key} have ranks {ranks}; allowed is each from 0 to {data['gpus_per_node'] - 1} once")
+    topology = analyse_system(machine, nodes=request.nodes, options=request.paths)
+    if len(topology.domains) != len(data["domains"]):
+        raise TopologyError(f"domains has {len(data['domains'])} entries; the GPUs of {key} fall into {len(topology.domains)}")
+    return topology
+
+
+def _graphs_of_domains(data: Mapping[str, Any]) -> list[tuple[str, Sequence[Json]]]:
+    others = [(f"other_domain_graphs[{number}]", graphs) for number, graphs in enumerate(data.get("other_domain_graphs", ()))]
+    return [("graphs", data["graphs"]), *others]
+
+
+def _graphs(graphs: Sequence[Json], domain: Domain, where: str) -> tuple[ChannelGraph, ...]:
+    """``graphs`` of a domain, whose channels are orders of its ranks; those of NVLS are heads among them."""
+    for number, graph in enumerate(graphs):
+        for channel, order in enumerate(graph["intra"]):
+            heads = graph["id"] == GraphKind.NVLS
+            fits = len(set(order)) == len(order) and set(order) <= set(domain.ranks) and (heads or len(order) == len(domain.ranks))
+            if not fits:
+                allowed = f"{'some' if heads else 'an order'} of the ranks {sorted(domain.ranks)}"
+                refuse(f"{where}[{number}].intra[{channel}]", order, allowed)
+    return tuple(graph_from_json(graph) for graph in graphs)
+
+
+def _difference(there: Any, derived: Any, where: str) -> tuple[str, str, str] | None:
+    """The first place where the two differ, with what is in it on either side."""
+    if isinstance(derived, Mapping) and isinstance(there, Mapping):
+        for key in [*derived, *there]:
+            name = f"{where}.{key}"
+            if key not in there:
+                return name, "missing", _shown(derived[key])
+            if key not in derived:
+                return name, _shown(there[key]), "nothing"
+            if found := _difference(there[key], derived[key], name):
+                return found
+        return None
+    if isinstance(derived, list) and isinstance(there, list):
+        for number, (one, other) in enumerate(zip(there, derived)):
+            if found := _difference(one, other, f"{where}[{number}]"):
+                return found
+        return None if len(there) == len(derived) else (where, f"a list of {len(there)}", f"one of {len(derived)}")
+    same = there == derived and isinstance(there, bool) == isinstance(derived, bool)
+    return None if same else (where, _shown(there), _shown(derived))
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | Mapping) else repr(value)
