@@ -18,6 +18,9 @@ from miraccl.errors import MiracclError
 
 KIND = "waits on the control plane"
 FINALIZE = "finalize"
+SET_UP = "the first operation on GPU memory"  # the GPU side is made there, by all ranks together
+#: An operation on the control plane: its name, a tag, this rank's data; everybody's data.
+Meet = Callable[[str, str, bytes], list[bytes]]
 #: Seconds until a rank tells that it waits. All may have to tell all others, which takes the hub some 20 us each.
 TELL_AFTER_S, TELL_US = 0.1, 20
 #: Up to how many ranks it tells as well how many messages it has sent to each, by which ranks of other hosts know that none is on its way.

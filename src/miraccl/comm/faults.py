@@ -35,9 +35,6 @@ _KINDS: dict[str, type[MiracclError]] = {
     "died": PeerDied,
     "system": SystemFailure,
 }
-#: An operation on the control plane: its name, a tag, this rank's data; everybody's data.
-Meet = Callable[[str, str, bytes], list[bytes]]
-SET_UP = "the first operation on GPU memory"  # the GPU side is made there, by all ranks together
 SEND_RECV = "send_recv"
 STATUS_WAIT_S = 1.5
 NOTICE_WAIT_S = 2.0

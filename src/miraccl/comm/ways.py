@@ -9,9 +9,9 @@ from miraccl.bootstrap import Session
 from miraccl.comm import group as groups
 from miraccl.comm.arguments import peer_rank, view
 from miraccl.comm.calls import Call, Place
+from miraccl.comm.control import SET_UP
 from miraccl.comm.device.memory import current_ordinal, lies_on_gpu, ordinal_of
 from miraccl.comm.exchange import Transfer
-from miraccl.comm.faults import SET_UP
 from miraccl.comm.member import Member
 from miraccl.comm.persistent import Persistent
 from miraccl.errors import InvalidUsage

@@ -22,6 +22,7 @@ from miraccl.bootstrap import Session
 from miraccl.comm import group as groups
 from miraccl.comm import nccl_wishes
 from miraccl.comm.arguments import operator
+from miraccl.comm.control import SET_UP, Meet
 from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
 from miraccl.comm.device.explain import DeviceCandidate, candidates
 from miraccl.comm.device.faults import DeviceFaults
@@ -32,7 +33,6 @@ from miraccl.comm.device.rings import Ring, find_ring
 from miraccl.comm.device.stream import find_current_stream, number_of
 from miraccl.comm.device.windows import Windows
 from miraccl.comm.device.work import Kept
-from miraccl.comm.faults import SET_UP, Meet
 from miraccl.comm.group import Group
 from miraccl.comm.member import Options
 from miraccl.comm.nccl_wishes import Wishes

@@ -208,12 +208,7 @@ ONE_SHOT_SHAPES: Shapes = (
     (1 << 19, 128, 512, 1, 1),
     (1 << 62, 512, 256, 1, 4),
 )
-MASK_SHAPES: Shapes = (
-    (4096, 64, 64, 1, 1),
-    (32768, 128, 256, 1, 1),
-    (1 << 62, 128, 512, 1, 1),
-)
-TWO_SHOT_SHAPES: Shapes = (
+MASK_SHAPES: Shapes = (  # and two_shot
     (4096, 64, 64, 1, 1),
     (32768, 128, 256, 1, 1),
     (1 << 62, 128, 512, 1, 1),
@@ -252,7 +247,7 @@ def _shapes(algo: str, request: Request, frame: Frame) -> Shapes:
     if algo in _SHAPES:
         return _SHAPES[algo]
     if rounds_of(algo, request) == 2:
-        return TWO_SHOT_SHAPES if request.nranks <= 4 else MANY_TWO_SHOT_SHAPES
+        return MASK_SHAPES if request.nranks <= 4 else MANY_TWO_SHOT_SHAPES
     if request.nranks == 2:
         return PAIR_SHAPES
     if request.nranks > 4:
@@ -320,10 +315,10 @@ def _fans(request: Request, algo: str, proto: str, frame: Frame, vectors: int) -
 def _packet_shape(request: Request, algo: str, proto: str) -> DevicePlan:
     """Many small blocks for short messages, so that each multiprocessor has little to do; fuller ones where bandwidth counts."""
     frame = frame_of(request, proto)
-    vectors, table = vectors_of(request, algo, frame), _shapes(algo, request, frame)
+    vectors = vectors_of(request, algo, frame)
     if fans := _fans(request, algo, proto, frame, vectors):
         return fans
-    _, limit, threads, unroll, min_blocks = next(row for row in table if vectors <= row[0])
+    _, limit, threads, unroll, min_blocks = next(row for row in _shapes(algo, request, frame) if vectors <= row[0])
     # all blocks are on the GPU at once, and an operation of several pieces has slots enough (lower.lower_packets)
     own = threads * unroll  # packets of a block; what it needs of a bank grows with the number of blocks
     slot, words, room = slot_packets(algo, request, own, frame), word_packets(algo, request, own), layout.BANK_BYTES // 16
@@ -360,7 +355,7 @@ def kernel_spec(plan: DevicePlan, request: Request) -> KernelSpec:
         reduces=request.reduces,
         frame=frame,
         single=PACKET_MODES.get(mode) is SHOTS and vectors_of(request, plan.algo, frame) <= plan.piece,
-        fans=plan.fan > 1,
+        fan=plan.fan,
         threads=plan.threads,
         unroll=plan.unroll,
         min_blocks=plan.min_blocks,

@@ -82,7 +82,7 @@ class KernelSpec:
     schedule), ``p2p`` (messages, framed as lines or pairs), ``bulk`` (the same, with large ones among them), ``meet`` (before and after
     the work of copy engines) or ``scale`` (one rank's pre-multiplied sum, as if there were two ranks).  ``threads`` of a block, ``unroll``
     vectors of a thread at a time, ``min_blocks`` per multiprocessor (limits registers); ``single``: shots of one piece, with
-    ``fans`` by one thread per packet and peer; ``room``: bytes for messages in the arguments.
+    ``fan`` > 1 by so many threads a packet, one for each rank; ``room``: bytes for messages in the arguments.
     """
 
     family: str
@@ -96,14 +96,16 @@ class KernelSpec:
     unroll: int = 1
     min_blocks: int = 1
     single: bool = False
-    fans: bool = False
+    fan: int = 1
     room: int = 0
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES or (self.family == "packets") != (self.mode in PACKET_MODES):
             raise ValueError(f"no kernel of family {self.family!r} and mode {self.mode!r}")
-        if self.fans and (not self.single or self.frame is Frame.MASK or self.nranks < 3 or self.unroll != 1):
+        if self.fan > 1 and (not self.single or self.frame is Frame.MASK or self.nranks < 3 or self.unroll != 1):
             raise ValueError("fans are for one piece of packets without masks, one a thread, and three ranks at least")
+        if self.fan not in (1, fan_of(self.nranks)):
+            raise ValueError(f"{self.fan} threads cannot share a packet among {self.nranks} ranks, {fan_of(self.nranks)} can")
         if self.single and PACKET_MODES.get(self.mode) is not SHOTS:
             raise ValueError(f"no kernel of one piece for mode {self.mode!r}")
         if not 2 <= self.nranks <= layout.MAX_RANKS:
@@ -120,13 +122,13 @@ class KernelSpec:
     def name(self) -> str:
         parts = [self.family, self.mode, self.dtype.label if self.reduces else "bytes", self.op.name.lower() if self.reduces else ""]
         parts += [self.frame.value if self.family != "steps" else "", f"n{self.nranks}", f"t{self.threads}u{self.unroll}b{self.min_blocks}"]
-        parts += ["fans" if self.fans else "once" if self.single else "", f"r{self.room}" if self.room else ""]
+        parts += ["fans" if self.fan > 1 else "once" if self.single else "", f"r{self.room}" if self.room else ""]
         return "-".join(part for part in parts if part)
 
     @property
     def files(self) -> tuple[str, ...]:
         """The files of its text."""
-        loop = FANS if self.fans else ONCE if self.single else PACKET_MODES.get(self.mode, ())
+        loop = FANS if self.fan > 1 else ONCE if self.single else PACKET_MODES.get(self.mode, ())
         return (MACHINE, "common.cuh", *FAMILIES[self.family][1], *loop)
 
 
@@ -151,6 +153,7 @@ def write_source(spec: KernelSpec, arch: int, machine: str | None = None) -> str
         f"FRAME_{spec.frame.name}": 1,
         "REDUCES": int(spec.reduces),
         "SINGLE": int(spec.single),
+        "FAN": spec.fan,
         f"TYPE_{dtype.name}": 1,
         f"OP_{spec.op.name}": 1,
     }

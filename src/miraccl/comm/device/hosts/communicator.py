@@ -17,6 +17,7 @@ from typing import Any
 
 from miraccl.bootstrap import Session
 from miraccl.comm.arguments import operator, peer_rank
+from miraccl.comm.control import SET_UP, Meet
 from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
 from miraccl.comm.device.communicator import DeviceCommunicator, meet_on
 from miraccl.comm.device.explain import DeviceCandidate
@@ -29,7 +30,6 @@ from miraccl.comm.device.hosts.steps import TwoSteps
 from miraccl.comm.device.hosts.transfers import DeviceTransfer
 from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.comm.device.uneven import UnevenCollectives, moves
-from miraccl.comm.faults import SET_UP, Meet
 from miraccl.comm.member import Options
 from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
 from miraccl.transport.cuda_p2p import Explanation

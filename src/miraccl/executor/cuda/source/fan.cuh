@@ -4,8 +4,6 @@
 // Here a thread sends to one rank and waits for one, as between two ranks; sums are taken from the others' registers, in the order of the ranks.
 // Packets lie where once.cuh has them. Not for masked ones, which are the work of whole warps.
 
-#define FAN (RANKS > 4 ? 8 : 4)
-
 __device__ __forceinline__ Geometry spread_fans() {
   Geometry g = spread();
   g.first = (blockIdx.x * THREADS + threadIdx.x) / FAN;
