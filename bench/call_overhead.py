@@ -60,6 +60,8 @@ def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
     x, y, z = (torch.zeros(8, device="cuda") for _ in range(3))
     whole, target = (torch.zeros(8 * comm.nranks, device="cuda") for _ in range(2))
     counts = [8] * comm.nranks
+    unequal = [12, 4, *counts[2:]]
+    share = torch.zeros(unequal[comm.rank], device="cuda")
     right, left = (comm.rank + 1) % comm.nranks, (comm.rank - 1) % comm.nranks
     comm.all_reduce(x)
     comm.sendrecv(x, right, y, left)
@@ -91,6 +93,8 @@ def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
         "scatter": lambda: comm.scatter(whole, 0, z),
         "all_gather_v": lambda: comm.all_gather_v(x, counts, whole),
         "all_to_all_v": lambda: comm.all_to_all_v(whole, counts, counts, target),
+        "reduce_scatter_v": lambda: comm.reduce_scatter_v(whole, counts, z),
+        "reduce_scatter_v, unequal counts: a launch a rank": lambda: comm.reduce_scatter_v(whole, unequal, share),
         "group of nothing": lambda: exchange(0),
         "group of a send and a recv": lambda: exchange(1),
         "group of 2 sends and 2 recvs": lambda: exchange(2),

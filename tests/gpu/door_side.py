@@ -37,9 +37,18 @@ class Side:
         """What Python makes of calls that are noted."""
         self.handed_over.append(self.doors.take_notes())
 
-    def remember(self, collective: Collective, dtype: DType, count: int, op: Any = RedOp.SUM, root: int = 0, fills: bool = False) -> Any:
-        """A launch whose function is its number."""
-        made: Any = types.SimpleNamespace(block=self.driver.block(count))
+    def remember(
+        self,
+        collective: Collective,
+        dtype: DType,
+        count: int,
+        op: Any = RedOp.SUM,
+        root: int = 0,
+        fills: bool = False,
+        number: int | None = None,
+    ) -> Any:
+        """A launch whose function is its number, that of elements if none is given."""
+        made: Any = types.SimpleNamespace(block=self.driver.block(count if number is None else number))
         self.doors.remember(collective, dtype, count, op, root, made, fills)
         return made
 

@@ -185,6 +185,18 @@ def moves() -> None:
             assert comm.all_to_all_v(parts, counts, (counts[rank],) * n, out) is out
             assert me.through_a_door() or turn == 0
             me.same(out, parts[first : first + counts[rank]].repeat(n))
+            for sizes in ([100] * n, [50 * (r + 1) for r in range(n)], counts):
+                inputs = torch.stack([me.tensor(r + turn, sum(sizes)) for r in range(n)])
+                begin = sum(sizes[:rank])
+                want = inputs.sum(0)[begin : begin + sizes[rank]]
+                out = torch.zeros(sizes[rank])
+                assert comm.reduce_scatter_v(inputs[rank], sizes, out) is out
+                assert me.through_a_door() == (turn == 1)
+                me.same(out, want, sizes)
+                own = inputs[rank][begin : begin + sizes[rank]]
+                assert comm.reduce_scatter_v(inputs[rank], sizes, own) is own  # in place it is the same launches
+                assert me.through_a_door()
+                me.same(own, want, sizes)
 
 
 class Array(FakeArray):

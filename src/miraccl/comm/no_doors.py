@@ -24,6 +24,7 @@ class NoDoors:
     _gather: Callable[..., int] = staticmethod(_no_door)
     _scatter: Callable[..., int] = staticmethod(_no_door)
     _all_gather_v: Callable[..., int] = staticmethod(_no_door)
+    _reduce_scatter_v: Callable[..., int] = staticmethod(_no_door)
     _all_to_all_v: Callable[..., int] = staticmethod(_no_door)
     _gather_v: Callable[..., int] = staticmethod(_no_door)
     _scatter_v: Callable[..., int] = staticmethod(_no_door)

@@ -123,6 +123,8 @@ class Operations(NoDoors, Ways):
         self, x: Any, counts: Sequence[int], out: Any = None, op: Any = SUM, *, async_op: bool = False, stream: Any = None
     ) -> Any:
         """As ``reduce_scatter``; rank r gets ``counts[r]`` elements."""
+        if not self._reduce_scatter_v(x, out, op, async_op, stream, counts):
+            return out
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.reduce_scatter_v(x, counts, out, op, stream=stream)
         return self._long_way(calls.reduce_scatter_v, (x, counts, out, op), "reduce_scatter_v", async_op)

@@ -154,11 +154,11 @@ class MessageCalls(UnevenCollectives):
         root: int = 0,
     ) -> None:
         if collective is Collective.REDUCE_SCATTER:
-            self._reduce_scatter_v(source, target, sends, op, stream)
+            self._reduce_in_parts(source, target, sends, op, stream)
         else:
             self._run_messages(collective, source, target, sends, receives, root, f"{collective.label}_v", stream)
 
-    def _reduce_scatter_v(self, source: DeviceMemory, target: DeviceMemory, sizes: Sequence[int], op: Operator, stream: Any) -> None:
+    def _reduce_in_parts(self, source: DeviceMemory, target: DeviceMemory, sizes: Sequence[int], op: Operator, stream: Any) -> None:
         """Equal counts are one kernel, others a ``reduce`` per rank."""
         if len(set(sizes)) == 1:
             self._run(Collective.REDUCE_SCATTER, source, target, sizes[0], op, 0, stream)

@@ -81,6 +81,8 @@ class UnevenCollectives(NoDoors, DeviceArguments):
 
     def reduce_scatter_v(self, x: Any, counts: Sequence[int], out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
         """As ``reduce_scatter``; rank r gets ``counts[r]`` elements."""
+        if not self._reduce_scatter_v(x, out, op, False, stream, counts):
+            return out
         sizes = counts_of(counts, "counts", self.nranks, "reduce_scatter_v")
         source = self._sized(x, sum(sizes), "the sum of counts", "reduce_scatter_v", stream)
         operator(op, source.dtype, "reduce_scatter_v")

@@ -82,7 +82,11 @@ class Launch:
         """As ``run``, without the conversions of cuda.bindings (``executor.cuda.doors.call``)."""
         code = self._fast(self.block, source, target, stream)
         if code:
-            check((self._results(code),), "cuLaunchKernelEx")
+            self.check(code)
+
+    def check(self, code: int) -> None:
+        """Raise what a code of the driver says."""
+        check((self._results(code),), "cuLaunchKernelEx")
 
 
 @functools.cache

@@ -19,9 +19,11 @@ from typing import Any
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.groups import can_be_noted, close, find_noted, is_of_this_thread, join, none, note, this_thread
 from miraccl.executor.cuda.doors.moves import find_moves
+from miraccl.executor.cuda.doors.reductions import find_reductions
 from miraccl.executor.cuda.doors.rows import find_collective, find_messages, overlap, write_message
 from miraccl.executor.cuda.doors.tensors import call4, call_builtin, is_plain
 from miraccl.native.intrinsics import (
+    Py_DecRef,
     PyEval_RestoreThread,
     PyEval_SaveThread,
     PyLong_AsLong,
@@ -58,13 +60,17 @@ def launch(self: int, args: int, nargs: int) -> int:
 
 
 @inline
-def go(state: int, block: int) -> int:
-    """Launch what was found, if anything; what the door says."""
-    if block == 0:
-        return at.NOT_TAKEN
+def begin_launch(state: int, block: int) -> int:
+    """Launch it as the last operation; CUDA's code."""
     store(state + at.STATE_LAST, block)
     store(load(state + at.STATE_CPU_PLAN), 0)
-    return at.DONE if enqueue(block) == 0 else at.NOT_TAKEN
+    return enqueue(block)
+
+
+@inline
+def go(state: int, block: int) -> int:
+    """Launch what was found, if anything; what the door says."""
+    return at.DONE if block != 0 and begin_launch(state, block) == 0 else at.NOT_TAKEN
 
 
 @inline
@@ -86,6 +92,24 @@ def moves(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, root, counts of x, counts of out, async_op, stream)`` of a collective that is a list of messages."""
     door = PyLong_AsLong(self)
     return answer(door, go(load(door + at.DOOR_STATE), find_moves(door, args)), args, nargs)
+
+
+def reductions(self: int, args: int, nargs: int) -> int:
+    """Builtin ``door(x, out, op, async_op, stream, counts)`` of ``reduce_scatter_v``. Where a launch fails after another one, it raises."""
+    door = PyLong_AsLong(self)
+    state = load(door + at.DOOR_STATE)
+    found = find_reductions(door, args)
+    for number in range(found):
+        code = begin_launch(state, load(state + at.STATE_BLOCKS + 8 * number))
+        if code != 0 and number == 0:
+            return answer(door, at.NOT_TAKEN, args, nargs)
+        if code != 0:
+            place = state + at.STATE_BLOCKS + 8 * at.MOST_RANKS
+            store(place, PyLong_FromLong(code))
+            raised = PyObject_Vectorcall(load(state + at.STATE_FAIL), place, 1, 0)
+            Py_DecRef(load(place))
+            return raised
+    return answer(door, at.DONE if found != 0 else at.NOT_TAKEN, args, nargs)
 
 
 # ---- sends and receives
@@ -165,6 +189,7 @@ EXPORTS: dict[str, Any] = {
     "launch": launch,
     "collective": collective,
     "moves": moves,
+    "reductions": reductions,
     "message": message,
     "pair": pair,
     "begin": begin,

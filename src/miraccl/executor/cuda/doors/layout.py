@@ -32,6 +32,8 @@ DOOR_RECEIVES = 32
 # block for each rank, and whether these are alike
 DOOR_ROOTED, DOOR_SPLITS_IN, DOOR_SPLITS_OUT, DOOR_EVEN = 32, 40, 48, 56
 ROOTED_NOWHERE, ROOTED_OUT, ROOTED_IN = 0, 1, 2
+# the door of reduce_scatter_v: the collective that it is with equal counts, and the one that each part is with others
+DOOR_WHOLE, DOOR_PART = 32, 40
 DOOR_WORDS = 9
 
 # the state of a communicator
@@ -56,6 +58,7 @@ STATE_OPS = 184  # the objects that are operators, by number
 NOPS = 5
 STATE_ARRAY_TYPE = 224  # CuPy's type of arrays, likewise
 STATE_LIST_TYPE, STATE_TUPLE_TYPE = 232, 240  # the types list and tuple
+STATE_FAIL = 248  # a Python function, which raises what a code of CUDA says
 STATE_VIEWS = 256  # room for two DLTensors and a stream
 STATE_DTYPES = 384  # the DLDataTypes that are known
 NDTYPES = 12
@@ -70,7 +73,8 @@ MESSAGE_BYTES = 24
 MOST_MESSAGES = 64  # of a launch
 MOST_RANKS = 8
 STATE_SHARES = STATE_NAMES + 8 * len(NAMES)  # elements of the blocks of ``x`` of a call, then those of ``out``
-STATE_CALL = STATE_SHARES + 2 * 8 * MOST_RANKS  # the messages of a call,
+STATE_BLOCKS = STATE_SHARES + 2 * 8 * MOST_RANKS  # of a call of several launches, and room for a code
+STATE_CALL = STATE_BLOCKS + 8 * MOST_RANKS + 8  # the messages of a call,
 STATE_GROUP = STATE_CALL + 2 * MOST_RANKS * MESSAGE_BYTES  # those that are noted
 
 # a row of the table of launches; MESSAGES is the address of those of a launch that has some, else 0. Their number is COUNT then.

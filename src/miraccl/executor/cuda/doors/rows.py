@@ -32,6 +32,21 @@ def block_in(state: int, row: int) -> int:
 
 
 @inline
+def find_launch(state: int, key: int, count: int, source: int, target: int) -> int:
+    """The block for a collective on blocks of ``count`` elements; 0 where Python is to do it."""
+    hashed = mix(mix(0, key), count)
+    for probe in range(at.PROBES):
+        row = state + at.STATE_TABLE + slot_of(hashed, probe) * at.ROW_BYTES
+        if load(row + at.ROW_KEY) == key and load(row + at.ROW_COUNT) == count:
+            block = block_in(state, row)
+            if block != 0:
+                store(load(block + 8 * at.ARGUMENT), source)
+                store(load(block + 8 * at.ARGUMENT) + 8, target)
+            return block
+    return 0
+
+
+@inline
 def operator_of(state: int, given: int) -> int:
     """The number of an operator, -1 for anything else."""
     for op in range(at.NOPS):
@@ -86,17 +101,7 @@ def find_collective(door: int, args: int) -> int:
                 return 0  # not as the form in place has them
     elif load(door + at.DOOR_IN_PLACE) == 0:
         return 0
-    key = key_of(load(door + at.DOOR_COLLECTIVE), third, dtype)
-    hashed = mix(mix(0, key), count)
-    for probe in range(at.PROBES):
-        row = state + at.STATE_TABLE + slot_of(hashed, probe) * at.ROW_BYTES
-        if load(row + at.ROW_KEY) == key and load(row + at.ROW_COUNT) == count:
-            block = block_in(state, row)
-            if block != 0:
-                store(load(block + 8 * at.ARGUMENT), source)
-                store(load(block + 8 * at.ARGUMENT) + 8, target)
-            return block
-    return 0
+    return find_launch(state, key_of(load(door + at.DOOR_COLLECTIVE), third, dtype), count, source, target)
 
 
 # ---- messages

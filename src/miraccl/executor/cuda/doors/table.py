@@ -33,7 +33,7 @@ SHAPES = {
     Collective.BROADCAST: (False, False, True),
     Collective.REDUCE: (False, False, True),
 }
-#: operations that have a door: builtin of ``doors.call``, words of its record from ``DOOR_COLLECTIVE`` or ``DOOR_RECEIVES`` on
+#: operations that have a door: builtin of ``doors.call``, words of its record after ``DOOR_NOTES``
 _MESSAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "send": ("message", (0,)),
     "recv": ("message", (1,)),
@@ -44,6 +44,7 @@ _MESSAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "scatter_v": ("moves", (at.ROOTED_IN, 1, 0, 0)),
     "all_gather_v": ("moves", (at.ROOTED_NOWHERE, 0, 1, 0)),
     "all_to_all_v": ("moves", (at.ROOTED_NOWHERE, 1, 1, 0)),
+    "reduce_scatter_v": ("reductions", (int(Collective.REDUCE_SCATTER), int(Collective.REDUCE))),
 }
 _COLLECTIVES = {collective.label: collective for collective in SHAPES}
 #: operations whose doors take calls as users make them
@@ -76,7 +77,8 @@ class Doors:
         memory = np.zeros(at.STATE_BYTES // 8, np.int64)
         self._address = int(memory.ctypes.data)
         self._state = memory.data  # whose words are read and written in a fraction of the time that NumPy takes
-        self._kept: list[Any] = [hand_over, ordinal]
+        fail = self._fail
+        self._kept: list[Any] = [hand_over, ordinal, fail]
         self._launches: dict[int, tuple[Launch, Any]] = {}  # by the address of their block: those in the table, with their messages
         self._notes: list[Any] = []
         self._no_cpu_plan = np.zeros(1, np.int64)
@@ -100,6 +102,7 @@ class Doors:
             (at.STATE_NOTES, id(self._notes)),
             (at.STATE_HAND_OVER, id(hand_over)),
             (at.STATE_ORDINAL, id(ordinal)),
+            (at.STATE_FAIL, id(fail)),
             *((at.STATE_NAMES + 8 * number, id(name)) for number, name in enumerate(at.NAMES)),
             *((at.STATE_OPS + 8 * number, id(op)) for number, op in enumerate(_OPERATORS)),
             *((at.STATE_DTYPES + 8 * number, dtype) for number, dtype in enumerate(_DL_DTYPES.values())),
@@ -255,6 +258,11 @@ class Doors:
         """The launch of the last operation, if that went through a door."""
         found = self._launches.get(int(self._state[at.STATE_LAST // 8]))
         return None if found is None else found[0]
+
+    def _fail(self, code: int) -> None:
+        """From a door, where a launch failed with others before it."""
+        assert self.last is not None
+        self.last.check(code)
 
     def went_another_way(self) -> None:
         """The last operation did not go through a door."""
