@@ -12,7 +12,7 @@ import miraccl
 from miraccl import Communicator
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.schedule import catalog
-from miraccl.types import Collective
+from miraccl.types import Collective, RedOp
 from tests.comm import cases
 
 COLLECTIVE = {name: Collective[name.removesuffix("_v").upper()] for name in (*cases.EVEN, *cases.UNEVEN)}
@@ -166,3 +166,43 @@ def rooted_doors(root: int) -> None:
             assert gather_door(out=None) == at.NEED_PLAN
             assert comm._gather(stacked[:6], stacked, root, None, None, False, None) == at.NEED_PLAN  # overlapping
         comm.barrier()
+
+
+def reduce_door(root: int, algo: str) -> None:
+    """A reduce that has been seen goes through its door, whose output counts on the root alone; others' input is never written."""
+    with miraccl.init() as world:
+        comm = derived(world, "reduce door", algo=algo)
+        n, me = comm.nranks, comm.rank
+        mine, got = np.full(6, me + 1.0), np.zeros(6)
+        mine.flags.writeable = False
+        total = np.full(6, n * (n + 1) / 2)
+        prepared = comm.reduce_init(mine, root, got)
+
+        def door(x: Any = mine, out: Any = got, op: Any = RedOp.SUM, at_root: Any = root) -> int:
+            return comm._reduce(x, out if me == root else "not looked at", op, False, None, at_root)
+
+        for op, want in ((RedOp.SUM, total), (RedOp.MAX, np.full(6, float(n)))):
+            assert door(op=op) == at.NEED_PLAN
+            comm.reduce(mine, root, got, op)
+            for _ in range(2):
+                got[:] = 0
+                assert door(op=op) == at.OK
+                assert np.array_equal(got, want if me == root else np.zeros(6))
+        got[:] = 0
+        prepared()
+        assert np.array_equal(got, total if me == root else np.zeros(6))
+        assert np.array_equal(mine, np.full(6, me + 1.0))
+        for _ in range(2):
+            x = np.full(6, me + 1.0)
+            assert comm.reduce(x, root) is x
+            assert np.array_equal(x, total if me == root else np.full(6, me + 1.0))
+        assert door(op="sum") == at.NEED_PLAN
+        assert door(at_root=n) == at.NEED_PLAN
+        assert door(mine[::2]) == at.NEED_PLAN
+        if me == root:
+            assert door(mine, None) == at.NEED_PLAN  # read-only
+            assert door(out=got[:-1]) == at.NEED_PLAN
+            assert door(out=got.astype(np.float32)) == at.NEED_PLAN
+            assert comm._reduce(got[:5], got[1:], RedOp.SUM, False, None, root) == at.NEED_PLAN  # overlapping
+        comm.barrier()
+        comm.finalize()

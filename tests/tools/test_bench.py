@@ -22,10 +22,13 @@ pytestmark = pytest.mark.multiprocess
         ("idle_cpu.py", ["--seconds", "0.05"]),
         ("memory.py", ["--ranks", "2", "--bytes", "100000"]),
         ("staging.py", ["--rounds", "1", "--sizes", "1K,1M"]),
+        ("torch_calls.py", ["--rounds", "1", "--calls", "3", "--ranks", "2", "--only", "all_gather,futures,recv"]),
         ("peers.py", ["--rounds", "1", "--ranks", "2", "--ops", "all_reduce", "--sizes", "8", "--batches", "1", "--variants", "window"]),
     ],
 )
 def test_a_benchmark_writes_its_results(script: str, args: list[str], tmp_path: Path) -> None:
+    if script.startswith("torch"):
+        pytest.importorskip("torch", reason="PyTorch is not installed", exc_type=ImportError)
     command = [warm_python(), str(ROOT / "bench" / script), *args, "--out", str(tmp_path / "result")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

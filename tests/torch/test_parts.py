@@ -127,6 +127,39 @@ def test_errors_belong_to_the_work_and_leave_the_lane_running() -> None:
         lane.submit(Work("late", []), lambda: None)
 
 
+# ---- tensors as arrays
+
+
+@pytest.mark.parametrize("count", [0, 3, tensors.SMALL_BYTES])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16, torch.bool, torch.int16])
+def test_a_list_is_one_array_and_back(count: int, dtype: torch.dtype) -> None:
+    """Whether its tensors are copied as bytes or by PyTorch: large, strided, conjugate and widened ones."""
+    values = torch.arange(4 * count).reshape(4, count) % 5
+    plain = [row.clone() for row in values.to(dtype)]
+    strided = [torch.stack([row, row], 1)[:, 0] for row in plain]
+    lists = [plain, strided, [plain[0], *strided[1:]], *([[row.conj() for row in plain]] if dtype.is_complex else [])]
+    for form in tensors.Form:
+        if form is tensors.Form.WIDE and dtype not in tensors.WIDENED:
+            continue
+        for given in lists:
+            want = torch.cat(given).to(torch.int32) if form is tensors.Form.WIDE else torch.cat(given).resolve_conj()
+            staged = tensors.stage_list(given, "test", form)
+            assert staged.count == sum(staged.counts) == staged.array.size
+            assert len(set(staged.counts)) == 1
+            staged.load()
+            assert staged.array.tobytes() == want.view(torch.uint8).numpy().tobytes()
+            results = [torch.zeros_like(tensor) for tensor in given]
+            target = tensors.stage_list(results, "test", form, load=False)
+            target.array[:] = staged.array
+            target.store()
+            assert all(torch.equal(a, b) for a, b in zip(results, given, strict=True))
+
+
+def test_a_list_is_of_one_type() -> None:
+    with pytest.raises(InvalidUsage, match=r"have one dtype, got \['torch.float32', 'torch.int32'\]"):
+        tensors.stage_list([torch.zeros(2), torch.zeros(2, dtype=torch.int32)], "test")
+
+
 # ---- streams
 
 

@@ -120,12 +120,10 @@ def reduce(place: Place, x: Any, root: Any, out: Any, op: Any) -> Call:
     target = source if out is None or place.rank != chief else _result(out, source, source.array.shape, place)
     expect_count(target, source.count, "out", "as many as x", place.where)
     in_place = target is source or refuse_overlap(source, target, 0, place)
-    call = _call(Collective.REDUCE, source, target, [source.count], [source.count], kind, chief, in_place=in_place)
+    arg = chief << 3 | kind  # as the door's
+    call = _call(Collective.REDUCE, source, target, [source.count], [source.count], kind, chief, in_place=in_place, plan_arg=arg)
     if place.rank != chief:
-        call.result = x
-        scratch = np.empty_like(source.array)  # algorithms may use the output of a rank that gets no result
-        call.target, call.keep = int(scratch.ctypes.data), [*call.keep, scratch]
-        call.cacheable = False
+        call.result = x  # and a schedule has no output there
     return _premultiply(call, source, kind, scalar, in_place and place.rank == chief)
 
 

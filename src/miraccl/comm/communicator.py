@@ -63,6 +63,7 @@ class Communicator(Operations):
         self._reduce_scatter = context.door("collective", Collective.REDUCE_SCATTER)
         self._broadcast = context.door("collective", Collective.BROADCAST)
         self._all_to_all = context.door("collective", Collective.ALL_TO_ALL)
+        self._reduce = context.door("reduce", Collective.REDUCE)
         self._gather = context.door("rooted", Collective.GATHER)
         self._scatter = context.door("rooted", Collective.SCATTER)
         self._send = context.door("send_recv", Collective.SEND_RECV, arg=0)

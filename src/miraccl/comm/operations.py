@@ -69,11 +69,11 @@ class Operations(NoDoors, Ways):
 
     def reduce(self, x: Any, root: int = 0, out: Any = None, op: Any = SUM, *, async_op: bool = False, stream: Any = None) -> Any:
         """Reduce ``x`` over all ranks into ``x`` (or ``out``) of rank ``root``; the others' ``x`` stays as it is."""
-        if not self._reduce(x, out, op, async_op, stream, root):
+        if not (code := self._reduce(x, out, op, async_op, stream, root)):
             return x if out is None or root != self.rank else out
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.reduce(x, root, out, op, stream=stream)
-        return self._long_way(calls.reduce, (x, root, out, op), "reduce", async_op)
+        return self._long_way(calls.reduce, (x, root, out, op), "reduce", async_op, code)
 
     def all_to_all(self, x: Any, out: Any = None, *, async_op: bool = False, stream: Any = None) -> Any:
         """Block j of rank i's ``x`` becomes block i of rank j's result; ``x`` has nranks equal blocks."""

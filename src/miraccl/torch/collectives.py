@@ -6,7 +6,7 @@ serves CPU and GPU memory: a staged array is NumPy's or a tensor, and the commun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch._C import _distributed_c10d as c10d
@@ -38,7 +38,7 @@ class Collectives:
 
     communicator: Communicator
 
-    def _go(self, name: str, tensors: Sequence[Any], staged: Iterable[Staged], action: Callable[[], Any], opts: Any) -> Work:
+    def _go(self, name: str, tensors: Sequence[Any], staged: Sequence[Staged], action: Callable[[], Any], opts: Any) -> Work:
         """Run ``action`` where the staged arrays lie, as ``opts`` say; ``tensors`` hold the result."""
         raise NotImplementedError
 

@@ -11,6 +11,7 @@ Arrays are those of ``tensors.Staged``: NumPy's for CPU memory, flat tensors for
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,14 @@ from miraccl.torch.tensors import NATIVE, SMALL_FLOATS, WIDENED, Form
 from miraccl.types import PreMulSum, RedOp
 
 _Kind = dist.ReduceOp.RedOpType
-_VALUES = {_Kind.SUM: RedOp.SUM, _Kind.AVG: RedOp.AVG, _Kind.PRODUCT: RedOp.PROD, _Kind.MIN: RedOp.MIN, _Kind.MAX: RedOp.MAX}
+_VALUES = {
+    _Kind.SUM: RedOp.SUM,
+    _Kind.AVG: RedOp.AVG,
+    _Kind.PRODUCT: RedOp.PROD,
+    _Kind.MIN: RedOp.MIN,
+    _Kind.MAX: RedOp.MAX,
+    _Kind.PREMUL_SUM: RedOp.PREMUL_SUM,
+}
 _BOOLS = {
     _Kind.SUM: RedOp.MAX,
     _Kind.MAX: RedOp.MAX,
@@ -49,6 +57,14 @@ class Recipe:
 def recipe(op: Any, dtype: Any, where: str) -> Recipe:
     """The recipe for a ``ReduceOp`` on tensors of ``dtype``; ``InvalidUsage`` where there is none."""
     kind = op.op if hasattr(op, "op") else op
+    found = _recipe(kind, dtype, where)
+    if found.op is not RedOp.PREMUL_SUM:
+        return found
+    return Recipe(form=found.form, op=PreMulSum(float(op.__getstate__()[1])))  # op.factor is not in PyTorch 2.11
+
+
+@functools.cache
+def _recipe(kind: Any, dtype: Any, where: str) -> Recipe:
     if dtype is torch.bool and kind in _BOOLS:
         return Recipe(form=Form.BYTES, op=_BOOLS[kind])
     if kind in _BITWISE and not dtype.is_floating_point and not dtype.is_complex:
@@ -57,12 +73,9 @@ def recipe(op: Any, dtype: Any, where: str) -> Recipe:
         raise _refused(kind, dtype, where)
     if not dtype.is_complex and dtype not in NATIVE and dtype not in SMALL_FLOATS and dtype not in WIDENED:
         raise _refused(kind, dtype, where)
-    form = Form.WIDE if dtype in WIDENED else Form.VALUES
-    if kind == _Kind.PREMUL_SUM:
-        return Recipe(form=form, op=PreMulSum(float(op.__getstate__()[1])))  # op.factor is not in PyTorch 2.11
     if kind not in _VALUES:
         raise _refused(kind, dtype, where)
-    return Recipe(form=form, op=_VALUES[kind])
+    return Recipe(form=Form.WIDE if dtype in WIDENED else Form.VALUES, op=_VALUES[kind])
 
 
 def _refused(kind: Any, dtype: Any, where: str) -> InvalidUsage:

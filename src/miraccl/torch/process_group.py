@@ -14,7 +14,7 @@ import contextlib
 import datetime
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -158,36 +158,36 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
 
     # ---- running
 
-    def _go(self, name: str, tensors: Sequence[Any], staged: Iterable[Staged], action: Callable[[], Any], opts: Any) -> Work:
-        places = list(staged)
-        if any(place.temporary is not None for place in places):
+    def _go(self, name: str, tensors: Sequence[Any], staged: Sequence[Staged], action: Callable[[], Any], opts: Any) -> Work:
+        if not all([place.temporary is None for place in staged]):  # noqa: C419  (a generator takes as long as a small operation)
             with as_backend_errors():
                 for tensor in tensors:
                     check_result(tensor, name)
-            action = _loaded(places, action)
+            action = _loaded(staged, action)
         self._sequence += 1
-        on_gpu = bool(places) and places[0].device.type != "cpu"
-
-        def start() -> Work:
-            if on_gpu:
-                memory = [t for place in places for t in place.memory]
-                return self._streams_of(places[0].device).run(name, tensors, memory, action, asynchronous=opts.asyncOp)
-            return self._on_lane(name, tensors, action, seconds(opts.timeout), opts.asyncOp or self._batch is not None)
-
-        work = profiled(f"{NAME}:{name}", start, on_gpu) if profiling() else start()
+        on_gpu = bool(staged) and staged[0].device.type != "cpu"
+        start = self._on_stream if on_gpu else self._on_cpu
+        if profiling():
+            work = profiled(f"{NAME}:{name}", lambda: start(name, tensors, staged, action, opts), on_gpu)
+        else:
+            work = start(name, tensors, staged, action, opts)
         if self._batch is not None:
             self._batch.append(work)
         return work
 
-    def _on_lane(self, name: str, tensors: Sequence[Any], action: Callable[[], Any], limit: float | None, asynchronous: bool) -> Work:
-        def timed() -> None:
-            with deadline(self.communicator, limit):
-                action()
+    def _on_stream(self, name: str, tensors: Sequence[Any], staged: Sequence[Staged], action: Callable[[], Any], opts: Any) -> Work:
+        memory = [t for place in staged for t in place.memory]
+        return self._streams_of(staged[0].device).run(name, tensors, memory, action, asynchronous=opts.asyncOp)
 
-        run = action if limit is None else timed
+    def _on_cpu(self, name: str, tensors: Sequence[Any], staged: Sequence[Staged], action: Callable[[], Any], opts: Any) -> Work:
+        return self._on_lane(name, tensors, action, seconds(opts.timeout), opts.asyncOp or self._batch is not None)
+
+    def _on_lane(self, name: str, tensors: Sequence[Any], action: Callable[[], Any], limit: float | None, asynchronous: bool) -> Work:
+        if limit is not None:
+            action = _limited(self.communicator, limit, action)
         if asynchronous:
-            return self._lane.submit(Work(name, tensors), run)
-        self._lane.run(name, run)
+            return self._lane.submit(Work(name, tensors), action)
+        self._lane.run(name, action)
         return FinishedWork(name, tensors)
 
     @short_form(c10d.BarrierOptions, "timeout", lead=0)
@@ -410,6 +410,16 @@ def _loaded(places: Sequence[Staged], action: Callable[[], Any]) -> Callable[[],
         for place in places:
             place.load()
         action()
+
+    return run
+
+
+def _limited(comm: Communicator, limit: float, action: Callable[[], Any]) -> Callable[[], None]:
+    """The action with a deadline of its own, in seconds."""
+
+    def run() -> None:
+        with deadline(comm, limit):
+            action()
 
     return run
 

@@ -5,7 +5,6 @@ The ranks exchange their coordinates and values; each adds up all of them.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -42,6 +41,6 @@ def _gathered(comm: Communicator, rows: Any, counts: list[int], where: str) -> A
     rows = rows.contiguous()
     whole = torch.empty(sum(counts), *rows.shape[1:], dtype=rows.dtype)
     source, target = stage(rows, where), stage(whole, where)
-    per_row = math.prod(rows.shape[1:]) * target.width
+    per_row = target.count // max(1, sum(counts))
     comm.all_gather_v(source.array, [n * per_row for n in counts], target.array)
     return whole

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ SMALL_FLOATS = {
     torch.float8_e4m3fn: np.dtype(ml_dtypes.float8_e4m3fn),
     torch.float8_e5m2: np.dtype(ml_dtypes.float8_e5m2),
 }
+COMPLEX = frozenset((torch.complex64, torch.complex128))
 WIDENED = frozenset((torch.int16, torch.uint16))
 
 
@@ -50,28 +52,29 @@ class Form(enum.Enum):
     WIDE = enum.auto()
 
 
-@dataclass(frozen=True, kw_only=True)
+#: Tensors of a list with fewer bytes than this are copied one by one by ``memmove``; for more, PyTorch has threads.
+SMALL_BYTES = 64 << 10
+
+
+@dataclass(slots=True, kw_only=True)
 class Staged:
-    """``array`` is flat and holds ``width`` elements per element of the tensors; ``temporary`` is None where it is their own memory.
+    """``array`` is flat; ``counts`` are its elements of each tensor. ``temporary`` is None where it is the tensors' own memory.
 
     A temporary gets the tensors' values in ``load``, when the operation runs: one before it may write them.
     """
 
     tensors: Sequence[Any]
     array: Any
-    width: int
+    counts: list[int]
     temporary: Any = None
     loads: bool = False
+    #: (address of the tensor's memory, that of its part of the temporary, bytes) where nothing but copying is to do.
+    moves: Sequence[tuple[int, int, int]] | None = None
 
     @property
     def count(self) -> int:
         """Elements of the array."""
         return sum(self.counts)
-
-    @property
-    def counts(self) -> list[int]:
-        """Array elements of each tensor."""
-        return [t.numel() * self.width for t in self.tensors]
 
     @property
     def device(self) -> Any:
@@ -84,13 +87,23 @@ class Staged:
 
     def load(self) -> None:
         """Fill a temporary that wants it with the values of the tensors."""
-        if self.loads:
+        if not self.loads:
+            return
+        if self.moves is not None:
+            for own, part, nbytes in self.moves:
+                ctypes.memmove(part, own, nbytes)
+        else:
             for part, tensor in self._parts():
                 _copy(part, tensor)
 
     def store(self) -> None:
         """Write a temporary back to the tensors."""
-        if self.temporary is not None:
+        if self.temporary is None:
+            return
+        if self.moves is not None:
+            for own, part, nbytes in self.moves:
+                ctypes.memmove(own, part, nbytes)
+        else:
             for part, tensor in self._parts():
                 _copy(tensor, part)
 
@@ -112,7 +125,7 @@ def _copy(target: Any, source: Any) -> None:
 
 def check(tensor: Any, where: str) -> None:
     """Raise ``InvalidUsage`` for tensors that this backend cannot carry."""
-    if tensor.device.type not in DEVICES:
+    if not tensor.is_cpu and not tensor.is_cuda:
         hint = "name a backend for this device: init_process_group('cpu:miraccl,xpu:xccl'), say"
         raise InvalidUsage(f"{where}: the tensor is on {tensor.device}; this backend works on {' and '.join(DEVICES)} tensors", hint=hint)
     if tensor.layout is not torch.strided:
@@ -129,10 +142,10 @@ def check_result(tensor: Any, where: str) -> None:
 def stage(tensor: Any, where: str, form: Form = Form.VALUES) -> Staged:
     """One tensor; with its values once it is loaded."""
     check(tensor, where)
-    own = tensor.detach()
-    if form is not Form.WIDE and own.is_contiguous() and not own.is_conj() and not own.is_neg():
-        return Staged(tensors=[tensor], array=_array(own.view(-1), form), width=_width(tensor, form))
-    return stage_list([tensor], where, form)
+    if form is Form.WIDE or not _is_plain(tensor):
+        return stage_list([tensor], where, form)
+    array, width = _array(tensor, form)
+    return Staged(tensors=[tensor], array=array, counts=[tensor.numel() * width])
 
 
 def stage_list(tensors: Sequence[Any], where: str, form: Form = Form.VALUES, *, load: bool = True, nranks: int = 0) -> Staged:
@@ -140,43 +153,64 @@ def stage_list(tensors: Sequence[Any], where: str, form: Form = Form.VALUES, *, 
     of each rank."""
     if nranks and len(tensors) != nranks:
         raise InvalidUsage(f"{where}: the list has {len(tensors)} tensors; it needs one for each of {nranks} ranks")
+    dtype, device = tensors[0].dtype, tensors[0].device
     for tensor in tensors:
         check(tensor, where)
-    first = tensors[0]
-    if any(t.dtype is not first.dtype for t in tensors):
-        raise InvalidUsage(f"{where}: the tensors of a list have one dtype, got {sorted({str(t.dtype) for t in tensors})}")
-    if any(t.device != first.device for t in tensors):
-        raise InvalidUsage(f"{where}: the tensors of a list are on one device, got {sorted({str(t.device) for t in tensors})}")
-    kind = torch.int32 if form is Form.WIDE else first.dtype
-    temporary = torch.empty(sum(t.numel() for t in tensors), dtype=kind, device=first.device)
-    return Staged(tensors=tensors, array=_array(temporary, form), width=_width(first, form), temporary=temporary, loads=load)
+        if tensor.dtype is not dtype or tensor.device != device:
+            raise _mixed(tensors, where)
+    counts = [t.numel() for t in tensors]
+    temporary = torch.empty(sum(counts), dtype=torch.int32 if form is Form.WIDE else dtype, device=device)
+    array, width = _array(temporary, form)
+    if width != 1:
+        counts = [n * width for n in counts]
+    moves = None
+    if form is not Form.WIDE and not _on_gpu(temporary) and temporary.nbytes < SMALL_BYTES and all(map(_is_plain, tensors)):
+        moves = _moves(tensors, temporary.data_ptr())
+    return Staged(tensors=tensors, array=array, counts=counts, temporary=temporary, loads=load, moves=moves)
 
 
-def _width(tensor: Any, form: Form) -> int:
-    if form is Form.WIDE:
-        return 1
-    if form is Form.BYTES or not _known(tensor.dtype):
-        return int(tensor.element_size())
-    return 2 if tensor.dtype.is_complex else 1
+def _mixed(tensors: Sequence[Any], where: str) -> InvalidUsage:
+    dtypes, devices = sorted({str(t.dtype) for t in tensors}), sorted({str(t.device) for t in tensors})
+    if len(dtypes) > 1:
+        return InvalidUsage(f"{where}: the tensors of a list have one dtype, got {dtypes}")
+    return InvalidUsage(f"{where}: the tensors of a list are on one device, got {devices}")
+
+
+def _moves(tensors: Sequence[Any], address: int) -> list[tuple[int, int, int]]:
+    """Of each tensor: its address, that of its part of the memory at ``address``, and its bytes."""
+    moves = []
+    for tensor in tensors:
+        nbytes = tensor.nbytes
+        moves.append((tensor.data_ptr(), address, nbytes))
+        address += nbytes
+    return moves
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether the tensor's memory is its values, one after another."""
+    return bool(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
 
 
 def _on_gpu(tensor: Any) -> bool:
     return bool(tensor.is_cuda)
 
 
-def _known(dtype: Any) -> bool:
-    return dtype in NATIVE or dtype in SMALL_FLOATS or dtype in (torch.complex64, torch.complex128)
+@functools.cache
+def _element(dtype: Any, form: Form) -> tuple[Any, int, Any]:
+    """How arrays of a form see elements of ``dtype``: NumPy's type, how many of these an element is, and torch's type to view it as."""
+    if form is Form.BYTES or not (dtype in NATIVE or dtype in SMALL_FLOATS or dtype in COMPLEX):
+        return np.dtype(np.uint8), dtype.itemsize, torch.uint8
+    if dtype in COMPLEX:
+        return NATIVE[dtype.to_real()], 2, dtype.to_real()
+    return NATIVE.get(dtype) or SMALL_FLOATS[dtype], 1, dtype
 
 
-def _array(flat: Any, form: Form) -> Any:
-    """The memory of a flat contiguous tensor."""
-    if form is Form.BYTES or not _known(flat.dtype):
-        flat = flat.view(torch.uint8)
-    elif flat.dtype.is_complex:
-        flat = torch.view_as_real(flat).view(-1)
-    if _on_gpu(flat):
-        return flat
-    memory: Any = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())  # after Tensor.numpy nobody could resize the storage
-    memory.owner = flat  # which the array keeps alive
-    dtype: Any = NATIVE.get(flat.dtype) or SMALL_FLOATS[flat.dtype]
-    return np.ndarray(flat.numel(), dtype, memory)
+def _array(tensor: Any, form: Form) -> tuple[Any, int]:
+    """The memory of a plain tensor, flat, and how many elements of it one of the tensor is."""
+    kind, width, seen_as = _element(tensor.dtype, form)
+    if _on_gpu(tensor):
+        flat = tensor.detach().view(-1)
+        return (flat if seen_as is flat.dtype else flat.view(seen_as)), width
+    memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())  # after Tensor.numpy nobody could resize the storage
+    memory.owner = tensor  # which the array keeps alive
+    return np.ndarray(tensor.numel() * width, kind, memory), width

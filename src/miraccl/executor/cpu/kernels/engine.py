@@ -231,6 +231,33 @@ def parse_rooted(door: int, ctx: int, args: int) -> int:
 
 
 @inline
+def parse_reduce(ctx: int, args: int) -> int:
+    """(input, output or None, operator, False, None, root) -> result of reduce, whose output is the root's alone; the others' is not looked
+    at."""
+    x, out = load(args), load(args + 8)
+    op, root = small_int(ctx, load(args + 16), at.CTX_REDOP_TYPE), small_int(ctx, load(args + 40), at.CTX_INT_TYPE)
+    if op < 0 or root < 0 or not usable(ctx, x, READABLE):
+        return at.NEED_PLAN
+    dtype, count, source = dtype_code(ctx, x), elements(x), load(x + at.ARRAY_DATA)
+    target, in_place = source, 1
+    if root == load(ctx + at.CTX_RANK):
+        if out == load(ctx + at.CTX_NONE):
+            out = x
+        if not usable(ctx, out, WRITABLE) or dtype_code(ctx, out) != dtype or elements(out) != count:
+            return at.NEED_PLAN
+        target = load(out + at.ARRAY_DATA)
+        in_place = overlap(ctx, ALL_REDUCE, source, count * item_size(dtype), target, count * item_size(dtype))
+    if dtype < 0 or in_place < 0:
+        return at.NEED_PLAN
+    run = find_plan(ctx, REDUCE, count, count, dtype, root << 3 | op, in_place)
+    if run == 0:
+        return at.NEED_PLAN
+    store(run + at.RUN_IN, source)
+    store(run + at.RUN_OUT, target)
+    return start(ctx, run)
+
+
+@inline
 def enter(ctx: int) -> bool:
     """Whether the engine may run now; the GIL makes the test and the set one."""
     if load(ctx + at.CTX_BUSY) != 0 or load32(load(ctx + at.CTX_GROUPS)) != 0 or load(ctx + at.CTX_INSIDE) != 0:
@@ -280,6 +307,16 @@ def rooted(self: int, args: int, nargs: int) -> int:
     if not enter(ctx):
         return PyLong_FromLong(at.BUSY)
     return leave(ctx, parse_rooted(door, ctx, args))
+
+
+def reduce(self: int, args: int, nargs: int) -> int:
+    """Builtin ``door(x, out, op, async_op, stream, root)``."""
+    ctx = load(PyLong_AsLong(self) + DOOR_CTX)
+    if asks_more(ctx, args + 24):
+        return PyLong_FromLong(at.NEED_PLAN)
+    if not enter(ctx):
+        return PyLong_FromLong(at.BUSY)
+    return leave(ctx, parse_reduce(ctx, args))
 
 
 def prepared(self: int, args: int, nargs: int) -> int:
@@ -403,6 +440,7 @@ EXPORTS: dict[str, Any] = {
     "operate": operate,
     "collective": collective,
     "rooted": rooted,
+    "reduce": reduce,
     "prepared": prepared,
     "launch": launch,
     "send_recv": send_recv,

@@ -1,0 +1,198 @@
+"""What small calls of ``torch.distributed`` on CPU memory cost: miraccl beside Gloo, in turns in the same processes.
+
+    python bench/torch_calls.py --ranks 2,4 --out torch-calls-DATE
+    python bench/torch_calls.py --ranks 2 --only all_gather --rounds 31
+
+starts its own ranks.  Every call is one row: a turn is ``--calls`` of them in a row with one backend, then the other has its turn.
+``call`` is the time of a call on the slowest rank, ``processor`` that of all threads of a rank, the mean over ranks; medians over turns.
+Waiting is in both: a rank that waits spins a while, then gives the processor away.  The ratio is the median over turns of Gloo's figure
+by ours; above 1 miraccl is cheaper.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import add_output_option, describe_machine, heading, markdown_table, median, save
+from gpu_ranks import spawn
+
+BACKENDS = ("gloo", "miraccl")
+WARM = 30
+SEVERAL = 10  # operations before the first wait, as DDP has its buckets
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--elements", type=int, default=8, help="float32 in the block of a rank")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of every backend")
+    parser.add_argument("--calls", type=int, default=300, help="in a turn")
+    parser.add_argument("--only", default="", help="rows whose name contains one of these words, separated by commas")
+    parser.add_argument("--json", help=argparse.SUPPRESS)
+    add_output_option(parser)
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        measure_here(options)
+        return
+    machine = describe_machine()
+    machine["versions"]["torch"] = importlib.metadata.version("torch")
+    records = {nranks: measure_on(int(nranks)) for nranks in options.ranks.split(",")}
+    words = f"{options.elements} float32 per block, {options.rounds} turns of {options.calls} calls."
+    tables = "\n\n".join(f"## {nranks} ranks\n\n{table(record)}" for nranks, record in records.items())
+    text = f"{heading('Small calls of torch.distributed on CPU memory', machine)}\n{words}\n\n{tables}\n"
+    save(options.out, {"machine": machine, "us": records}, text)
+
+
+def measure_on(nranks: int) -> dict[str, Any]:
+    """Start the ranks and give what rank 0 has collected."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "record.json"
+        status = spawn(__file__, nranks, [*sys.argv[1:], "--json", str(path)], timeout=1800)
+        if status:
+            sys.exit(status)
+        record: dict[str, Any] = json.loads(path.read_text())
+        return record
+
+
+def table(record: dict[str, Any]) -> str:
+    rows = []
+    for name, times in record.items():
+        row = [name]
+        for kind in ("wall", "processor"):
+            gloo, ours = (times[backend][kind] for backend in BACKENDS)
+            ratio = median(a / b for a, b in zip(gloo, ours, strict=True))
+            row += [f"{median(gloo):.1f}", f"{median(ours):.1f}", f"**{ratio:.2f}**"]
+        rows.append(row)
+    return markdown_table(["us", "call: Gloo", "miraccl", "ratio", "processor: Gloo", "miraccl", "ratio"], rows)
+
+
+# ---- in a rank
+
+
+def measure_here(options: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import miraccl.torch  # noqa: F401  (registers the backend)
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    groups = {"gloo": dist.group.WORLD, "miraccl": dist.new_group(backend="miraccl")}
+    calls = {backend: subjects(group, options.elements) for backend, group in groups.items()}
+    wanted = [name for name in calls["gloo"] if not options.only or any(word in name for word in options.only.split(","))]
+    mine: dict[str, Any] = {name: {backend: {"wall": [], "processor": []} for backend in BACKENDS} for name in wanted}
+    for name in wanted:
+        for turn in range(options.rounds):
+            for backend in BACKENDS[:: 1 if turn % 2 else -1]:
+                wall, processor = one_turn(dist, calls[backend][name], options.calls)
+                mine[name][backend]["wall"].append(wall)
+                mine[name][backend]["processor"].append(processor)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if dist.get_rank() == 0:
+        Path(options.json).write_text(json.dumps({name: together([one[name] for one in everyone]) for name in wanted}))
+    dist.destroy_process_group()
+
+
+def one_turn(dist: Any, call: Callable[[], Any], times: int) -> tuple[float, float]:
+    """Microseconds a call on this rank: wall clock, and processor time of all its threads."""
+    for _ in range(WARM):
+        call()
+    dist.barrier()
+    wall, processor = time.perf_counter(), time.process_time()
+    for _ in range(times):
+        call()
+    wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    dist.barrier()
+    return wall / times * 1e6, processor / times * 1e6
+
+
+def together(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of all ranks: the slowest one's time of every turn, and the mean of the processor times."""
+    result = {}
+    for backend in BACKENDS:
+        walls = zip(*(rank[backend]["wall"] for rank in ranks), strict=True)
+        processors = zip(*(rank[backend]["processor"] for rank in ranks), strict=True)
+        result[backend] = {"wall": [max(turn) for turn in walls], "processor": [sum(turn) / len(turn) for turn in processors]}
+    return result
+
+
+def subjects(group: Any, elements: int) -> dict[str, Callable[[], Any]]:
+    """What is called, by name."""
+    import torch
+    import torch.distributed as dist
+
+    rank, nranks = dist.get_rank(group), dist.get_world_size(group)
+    block, other = torch.zeros(elements), torch.zeros(elements)
+    whole, target = torch.zeros(elements * nranks), torch.zeros(elements * nranks)
+    blocks = [torch.zeros(elements) for _ in range(nranks)]
+    others = [torch.zeros(elements) for _ in range(nranks)]
+    buckets = [torch.zeros(elements) for _ in range(SEVERAL)]
+    right, left, partner = (rank + 1) % nranks, (rank - 1) % nranks, rank ^ 1
+    on_root = rank == 0
+
+    def several() -> None:
+        for work in [dist.all_reduce(bucket, group=group, async_op=True) for bucket in buckets]:
+            work.wait()
+
+    def several_futures() -> None:
+        for future in [dist.all_reduce(bucket, group=group, async_op=True).get_future() for bucket in buckets]:
+            future.wait()
+
+    def there_and_back() -> None:
+        if rank % 2:
+            dist.recv(block, partner, group)
+            dist.send(block, partner, group)
+        elif partner < nranks:
+            dist.send(block, partner, group)
+            dist.recv(block, partner, group)
+
+    def ring() -> None:
+        for work in (dist.isend(block, right, group), dist.irecv(other, left, group)):
+            work.wait()
+
+    def batch() -> None:
+        pair = [dist.P2POp(dist.isend, block, right, group), dist.P2POp(dist.irecv, other, left, group)]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+
+    def objects() -> None:
+        dist.all_gather_object([None] * nranks, {"step": rank}, group)
+
+    return {
+        "all_reduce": lambda: dist.all_reduce(block, group=group),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(whole, block, group=group),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(block, whole, group=group),
+        "broadcast": lambda: dist.broadcast(block, 0, group=group),
+        "all_to_all_single": lambda: dist.all_to_all_single(target, whole, group=group),
+        "all_gather of a list": lambda: dist.all_gather(blocks, block, group=group),
+        "reduce_scatter of a list": lambda: dist.reduce_scatter(block, blocks, group=group),
+        "all_to_all of lists": lambda: dist.all_to_all(others, blocks, group=group),
+        "reduce": lambda: dist.reduce(block, 0, group=group),
+        "gather": lambda: dist.gather(block, blocks if on_root else None, 0, group=group),
+        "scatter": lambda: dist.scatter(block, blocks if on_root else None, 0, group=group),
+        "barrier": lambda: dist.barrier(group=group),
+        "send, recv and back": there_and_back,
+        "isend and irecv in a ring": ring,
+        "batch_isend_irecv in a ring": batch,
+        "all_gather_object": objects,
+        "broadcast_object_list": lambda: dist.broadcast_object_list([{"step": 1}, "x"], 0, group=group),
+        "all_reduce, async_op": lambda: dist.all_reduce(block, group=group, async_op=True).wait(),
+        "all_gather_into_tensor, async_op": lambda: dist.all_gather_into_tensor(whole, block, group=group, async_op=True).wait(),
+        "broadcast, async_op": lambda: dist.broadcast(block, 0, group=group, async_op=True).wait(),
+        f"{SEVERAL} all_reduce, async_op, then waits": several,
+        f"{SEVERAL} all_reduce, async_op, then futures": several_futures,
+    }
+
+
+if __name__ == "__main__":
+    main()
