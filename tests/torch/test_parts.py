@@ -385,6 +385,22 @@ def test_a_group_has_one_gpu(group: Any) -> None:
         group._get_backend("xpu")
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.complex64, torch.float32])
+def test_a_part_of_a_column_is_an_array_of_any_form(dtype: Any, count: int, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of one element or none are contiguous whatever their stride."""
+    monkeypatch.setattr(tensors, "_on_gpu", lambda _: on_gpu)
+    column = torch.arange(6).to(dtype).reshape(3, 2)[1 : 1 + count, 1]
+    assert column.stride() == (2,)
+    for form in (tensors.Form.VALUES, tensors.Form.BYTES):
+        staged = tensors.stage(column, "test", form)
+        assert staged.temporary is None
+        assert not on_gpu or staged.array.stride() == (1,)
+        array = staged.array.numpy() if on_gpu else staged.array
+        assert array.tobytes() == column.clone().numpy().tobytes()
+
+
 @pytest.mark.parametrize(("name", "wanted"), [("BAND", 0b1000), ("BOR", 0b1110), ("BXOR", 0b0110)])
 def test_bitwise_operators_fold_tensors(name: str, wanted: int) -> None:
     class Comm:

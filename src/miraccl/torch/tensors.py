@@ -209,7 +209,8 @@ def _array(tensor: Any, form: Form) -> tuple[Any, int]:
     """The memory of a plain tensor, flat, and how many elements of it one of the tensor is."""
     kind, width, seen_as = _element(tensor.dtype, form)
     if _on_gpu(tensor):
-        flat = tensor.detach().view(-1)
+        own = tensor.detach()
+        flat = own.view(-1) if own.numel() > 1 else own.as_strided((own.numel(),), (1,))  # a part of a column may have any stride
         return (flat if seen_as is flat.dtype else flat.view(seen_as)), width
     memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())  # after Tensor.numpy nobody could resize the storage
     memory.owner = tensor  # which the array keeps alive
