@@ -220,6 +220,38 @@ def background_collectives(comm: Communicator) -> None:
         assert send.done()
 
 
+def messages_between_background_collectives(comm: Communicator) -> None:
+    """A send that is called after a collective in the background does not overtake it, even if that waits for sends before it."""
+    side = comm.split(0)
+    assert side is not None
+    first, second = (np.ones(3000, np.float32) for _ in range(2))
+    here, there = np.zeros(BIG, np.float32), np.zeros(BIG, np.float32)
+    if comm.rank == 0 and comm.nranks > 1:
+        works = [
+            comm.all_reduce(first, async_op=True),
+            comm.send(data(0, BIG), 1, async_op=True),
+            comm.all_reduce(second, async_op=True),  # behind the send before it
+            comm.send(data(0, BIG, 1), 1, async_op=True),
+        ]
+        side.send(first[:0], 1)  # only now does rank 1 begin
+        for work in works:
+            work.wait()
+    else:
+        if comm.rank == 1:
+            side.recv(here[:0], 0)
+        comm.all_reduce(first)
+        if comm.rank == 1:
+            comm.recv(here, 0)
+        comm.all_reduce(second)
+        if comm.rank == 1:
+            comm.recv(there, 0)
+            expect(here, 0)
+            expect(there, 0, 1)
+    assert (first == comm.nranks).all()
+    assert (second == comm.nranks).all()
+    side.finalize()
+
+
 def persistent_operations(comm: Communicator) -> None:
     n = comm.nranks
     x, small = np.zeros(3000, np.float32), np.zeros(3, np.float32)
@@ -281,6 +313,7 @@ def all_patterns(ranks_per_host: int) -> None:
         to_oneself(comm)
         groups_of_all_kinds(comm)
         background_collectives(comm)
+        messages_between_background_collectives(comm)
         persistent_operations(comm)
         persistent_operations_with_parts_and_roots(comm)
 

@@ -115,10 +115,11 @@ class Exchange:
             row[place // 8] = value
         return row
 
-    def advance(self, must: Sequence[Entry]) -> int:
-        """Go on with everything until all of ``must`` has ended (without any: do what can be done at once); a result of the engine."""
+    def advance(self, must: Sequence[Entry], among: Sequence[Entry] | None = None) -> int:
+        """Go on with everything (or ``among`` these alone) until all of ``must`` has ended (without any: do what can be done at once); a
+        result of the engine."""
         with self._lock:
-            entries = list(self._open)
+            entries = [e for e in self._open if among is None or e in among]
         table = np.zeros((max(1, len(entries)), at.OP_SIZE // 8), np.int64)
         last: dict[tuple[int, bool], int] = {}
         wanted = {id(e) for e in must}

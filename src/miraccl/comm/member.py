@@ -261,8 +261,8 @@ class Member:
             self._advance(entries, name)
         return True
 
-    def _advance(self, must: Sequence[Entry], name: str) -> None:
-        code = self._exchange.advance([e for e in must if not e.done])
+    def _advance(self, must: Sequence[Entry], name: str, among: Sequence[Entry] | None = None) -> None:
+        code = self._exchange.advance([e for e in must if not e.done], among)
         self.look_before_running(REASON_OPEN, bool(self._exchange.open))
         self._conclude(code, name)
 
@@ -277,10 +277,11 @@ class Member:
         """End what is open of sends and receives: now, or in the background before what comes next."""
         if not self._exchange.open:
             return
-        if background or self._worker.pending:
-            self._worker.submit("send/recv", lambda: self._advance(self._exchange.open, "send/recv"))
+        entries = self._exchange.open
+        if background or self._worker.pending:  # what is added until that runs comes after the operation that this is for
+            self._worker.submit("send/recv", lambda: self._advance(entries, "send/recv", entries))
         else:
-            self._advance(self._exchange.open, "send/recv")
+            self._advance(entries, "send/recv")
 
     def barrier_door(self) -> Any:
         """The builtin that runs a barrier."""
