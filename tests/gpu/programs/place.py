@@ -1,0 +1,237 @@
+"""Memory and streams of one rank: on a GPU with PyTorch, or in CPU memory, where there is one stream and all of this is nothing.
+
+Each access to a buffer comes after the one before, by an event where that was in another stream; buffers have nothing to do with one
+another.  Operations of a communicator are ordered by the library, but for those in graphs, of whose replays it does not know: a replay is
+``alone`` between what all streams held before and what they hold later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from miraccl.types import DType
+from tests.comm.reference import DTYPES
+from tests.gpu.programs import records as at
+from tests.gpu.programs.calls import NSTREAMS
+from tests.gpu.programs.values import parts, pool
+
+_SIGNED = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """``array`` is what calls get parts of, ``bits`` the same memory as whole numbers: a tensor on the GPU, else NumPy's."""
+
+    array: Any
+    bits: Any
+
+
+def torch_dtype(dtype: DType) -> Any:
+    import torch
+
+    return getattr(torch, {DType.FLOAT8_E4M3: "float8_e4m3fn"}.get(dtype, dtype.label))
+
+
+def on_host(count: int, dtype: DType, skew: int, as_torch: bool, whole: Any = None) -> Memory:
+    """``whole``: where it lies, else in new memory."""
+    kind = DTYPES[dtype]
+    whole = np.empty(count + skew, kind) if whole is None else whole
+    bits = whole[skew:].view(_SIGNED[dtype.itemsize])
+    bits[:] = 0
+    if not as_torch:
+        return Memory(whole[skew:], bits)
+    import torch
+
+    return Memory(torch.from_numpy(bits).view(torch_dtype(dtype)), bits)
+
+
+class Cpu:
+    """The program's memory is in ``memory``, by buffer."""
+
+    on_gpu = False
+
+    def __init__(self) -> None:
+        self.memory: dict[int, Memory] = {}
+
+    def allocate(self, buffer: at.Buffer, rank: int, empty: Callable[..., Any] | None) -> None:
+        """``empty`` makes window memory."""
+        skew = buffer.skews[rank]
+        whole = None if empty is None else empty(buffer.count + skew, DTYPES[buffer.dtype])
+        self.memory[buffer.number] = on_host(buffer.count, buffer.dtype, skew, buffer.as_torch, whole)
+
+    def part(self, view: at.View, index: int) -> Any:
+        return self.memory[view.buffer].array[view.of(index)]
+
+    def fill(self, buffer: at.Buffer, kind: str, rank: int, salt: int) -> None:
+        bits = self.memory[buffer.number].bits
+        values = pool(buffer.dtype, kind).view(bits.dtype)
+        for place, first, count in parts(buffer.count, rank, salt):
+            bits[place : place + count] = values[first : first + count]
+
+    def copy(self, source: at.View, target: at.View, rank: int) -> None:
+        self.memory[target.buffer].bits[target.of(rank)] = self.memory[source.buffer].bits[source.of(rank)]
+
+    @contextlib.contextmanager
+    def using(self, stream: int, buffers: Sequence[int], *, names_stream: bool = False) -> Iterator[Any]:
+        """Inside, what is enqueued comes after what else touches these buffers. Gives the stream if calls are to name it."""
+        yield None
+
+    @contextlib.contextmanager
+    def alone(self, stream: int) -> Iterator[None]:
+        """Inside, what is enqueued in a stream comes after everything before and before everything after, in all streams."""
+        yield
+
+    def enter_thread(self) -> None:
+        """Before anything else in another thread."""
+
+    def capture(self, stream: int, body: Callable[[], None]) -> Callable[[], None]:
+        """What runs ``body`` again."""
+        return body
+
+    def stall(self, stream: int, cycles: int) -> None:
+        """Hold up a stream."""
+
+    def synchronize(self) -> None:
+        """Wait for all streams."""
+
+    def read(self, thing: Any) -> Any:
+        """The bits of a result."""
+        return bits_of(thing)
+
+    def close(self) -> None:
+        self.memory.clear()
+
+
+def bits_of(thing: Any) -> Any:
+    """The elements of an array in CPU memory as whole numbers of their size."""
+    if isinstance(thing, np.ndarray):
+        return np.ascontiguousarray(thing).reshape(-1).view(_SIGNED[thing.dtype.itemsize])
+    import torch
+
+    flat = thing.detach().contiguous().view(-1)
+    return flat.view(getattr(torch, _SIGNED[flat.element_size()])).numpy()
+
+
+class Cuda(Cpu):
+    on_gpu = True
+
+    def __init__(self, ordinal: int) -> None:
+        import torch
+
+        super().__init__()
+        self._torch, self._ordinal = torch, ordinal
+        self.enter_thread()
+        self._streams = [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(NSTREAMS - 1))]
+        self._last: dict[int, tuple[Any, Any]] = {}  # stream and event of the last access
+        self._capturing: int | None = None
+
+    def allocate(self, buffer: at.Buffer, rank: int, empty: Callable[..., Any] | None) -> None:
+        if not buffer.on_gpu:
+            super().allocate(buffer, rank, empty)
+            return
+        dtype, skew = torch_dtype(buffer.dtype), buffer.skews[rank]
+        if empty is None:
+            whole = self._torch.zeros((buffer.count + skew) * buffer.dtype.itemsize, dtype=self._torch.uint8, device="cuda").view(dtype)
+        else:
+            whole = empty(buffer.count + skew, dtype, device="cuda")
+        self.memory[buffer.number] = Memory(whole[skew:], whole.view(self._bit_type(buffer.dtype))[skew:])
+        for kind in ("wild", "tame", "unit"):
+            on_device(buffer.dtype, kind)  # now, not inside of a capture
+
+    @contextlib.contextmanager
+    def alone(self, stream: int) -> Iterator[None]:
+        chosen = self._stream(stream)
+        others = [s for s in self._streams if s is not chosen]
+        for other in others:
+            chosen.wait_stream(other)
+        with self._torch.cuda.stream(chosen):
+            yield
+        for other in others:
+            other.wait_stream(chosen)
+
+    def enter_thread(self) -> None:
+        self._torch.cuda.set_device(self._ordinal)
+
+    def _bit_type(self, dtype: DType) -> Any:
+        return getattr(self._torch, _SIGNED[dtype.itemsize])
+
+    def fill(self, buffer: at.Buffer, kind: str, rank: int, salt: int) -> None:
+        if not buffer.on_gpu:
+            super().fill(buffer, kind, rank, salt)
+            return
+        bits, values = self.memory[buffer.number].bits, on_device(buffer.dtype, kind)
+        for place, first, count in parts(buffer.count, rank, salt):
+            bits[place : place + count].copy_(values[first : first + count])
+
+    def copy(self, source: at.View, target: at.View, rank: int) -> None:
+        here, there = (self.memory[v.buffer].bits[v.of(rank)] for v in (source, target))
+        if isinstance(here, np.ndarray) and isinstance(there, np.ndarray):
+            there[:] = here
+        else:
+            here, there = (self._torch.from_numpy(b) if isinstance(b, np.ndarray) else b for b in (here, there))
+            there.copy_(here)
+
+    def _stream(self, number: int) -> Any:
+        """Inside of a capture the default stream is not there."""
+        return self._streams[self._capturing if self._capturing is not None and number == 0 else number]
+
+    @contextlib.contextmanager
+    def using(self, stream: int, buffers: Sequence[int], *, names_stream: bool = False) -> Iterator[Any]:
+        chosen = self._stream(stream)
+        for buffer in buffers:
+            last = self._last.get(buffer)
+            if last is not None and last[0] is not chosen:
+                chosen.wait_event(last[1])
+        if names_stream:
+            yield chosen
+        else:
+            with self._torch.cuda.stream(chosen):
+                yield None
+        event = chosen.record_event()
+        self._last |= dict.fromkeys(buffers, (chosen, event))
+
+    def capture(self, stream: int, body: Callable[[], None]) -> Callable[[], None]:
+        self.synchronize()
+        main, others = self._streams[stream], [s for i, s in enumerate(self._streams) if i not in (0, stream)]
+        graph = self._torch.cuda.CUDAGraph()
+        self._capturing = stream
+        try:
+            with self._torch.cuda.graph(graph, stream=main):
+                for other in others:
+                    other.wait_stream(main)
+                body()
+                for other in others:
+                    main.wait_stream(other)
+        finally:
+            self._capturing = None
+            self._last.clear()  # events of a capture are no events outside
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def stall(self, stream: int, cycles: int) -> None:
+        with self._torch.cuda.stream(self._stream(stream)):
+            self._torch.cuda._sleep(cycles)
+
+    def synchronize(self) -> None:
+        self._torch.cuda.synchronize()
+        self._last.clear()
+
+    def read(self, thing: Any) -> Any:
+        if isinstance(thing, self._torch.Tensor):
+            bits = getattr(self._torch, _SIGNED[thing.element_size()])
+            return bits_of(thing.detach().contiguous().view(-1).view(bits).cpu())
+        return bits_of(thing)
+
+
+@functools.cache
+def on_device(dtype: DType, kind: str) -> Any:
+    """The bits of ``values.pool`` on the GPU."""
+    import torch
+
+    return torch.from_numpy(pool(dtype, kind).view(_SIGNED[dtype.itemsize]).copy()).cuda()

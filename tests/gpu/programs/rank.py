@@ -1,0 +1,275 @@
+"""One rank runs programs: ``python -m tests.gpu.programs.rank``; a line of JSON for each program comes in, one for its end goes out."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import json
+import mmap
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.comm import reference as ref
+from tests.gpu.programs import records as at
+from tests.gpu.programs.draw import draw
+from tests.gpu.programs.model import Model
+from tests.gpu.programs.own import Own
+from tests.gpu.programs.place import Cpu, Cuda
+
+NOTE_BYTES = 1024
+
+
+class Notes:
+    """Where the rank is, in a file, which survives it."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(NOTE_BYTES))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), NOTE_BYTES)
+
+    def write(self, text: str) -> None:
+        self._memory[:] = text.encode()[:NOTE_BYTES].ljust(NOTE_BYTES, b" ")
+
+
+class Rank:
+    """One rank in one program."""
+
+    def __init__(self, program: at.Program, rank: int, meeting: dict[str, Any], notes: Notes | None = None) -> None:
+        self._program, self._rank, self._notes = program, rank, notes
+        self._note("meets the others")
+        self.place: Cpu = Cuda(meeting["ordinal"]) if program.device == "cuda" else Cpu()
+        if program.api == "torch":
+            from tests.gpu.programs.torch_calls import TorchCalls
+
+            self.calls: Any = TorchCalls(program, rank, program.nranks, meeting, self.place)
+        else:
+            self.calls = Own(program, rank, program.nranks, meeting, self.place)
+        self.model = Model(program)
+        self._numbered: dict[int, at.Call | at.Messages] = {}
+        self._made: list[tuple[at.Call, Any]] = []
+        self._replays: dict[int, Callable[[], None]] = {}
+        self._random = random.Random(f"{program.seed} {rank}")
+
+    def _note(self, text: str) -> None:
+        if self._notes is not None:
+            self._notes.write(text)
+
+    def run(self) -> None:
+        for buffer in self._program.buffers:
+            self._note(f"allocates {buffer}")
+            self.place.allocate(buffer, self._rank, None if buffer.window is None else self.calls.empty(buffer.window))
+        self.place.synchronize()
+        for number, step in enumerate(self._program.steps):
+            self._note(f"step {number}: {step}")
+            self._step(step)
+            self.model.apply(step)
+            if isinstance(step, at.Check):
+                self._compare(number)
+        self._note("the end")
+        self._replays.clear()
+        self.calls.close()
+        self.place.close()
+
+    # ---- steps
+
+    def _index(self, comm: int) -> int | None:
+        """This rank's number in a communicator."""
+        ranks = self.model.comms[comm].ranks
+        return ranks.index(self._rank) if self._rank in ranks else None
+
+    def _step(self, step: at.Step) -> None:
+        self._dawdle(getattr(step, "stream", None) or 0)
+        match step:
+            case at.Call() | at.Messages():
+                self._numbered[step.number] = step
+                self._operation(step)
+            case at.Batch():
+                self._batch(step)
+            case at.Wait():
+                self._wait(step)
+            case at.Fill():
+                with self.place.using(step.stream, [step.buffer]):
+                    self.place.fill(self._program.buffers[step.buffer], step.kind, self._rank, step.salt)
+            case at.Copy():
+                with self.place.using(step.stream, [step.source.buffer, step.target.buffer]):
+                    self.place.copy(step.source, step.target, self._rank)
+            case at.Barrier():
+                if self._index(step.comm) is not None:
+                    with self.place.using(step.stream or 0, [], names_stream=step.stream is not None) as stream:
+                        self.calls.barrier(step.comm, stream)
+            case at.Split():
+                index = self._index(step.parent)
+                if index is not None:
+                    self.calls.split(step, index, self._rank)
+            case at.Finalize():
+                if self._index(step.comm) is not None:
+                    self.calls.finalize(step.comm)
+            case at.Graph():
+                self._replays[step.number] = self.place.capture(step.stream, lambda: self._steps(step.body))
+            case at.Replay():
+                if self.calls.leaves_behind:
+                    self.place.synchronize()
+                with self.place.alone(step.stream):
+                    self._replays[step.graph]()
+            case at.Beside():
+                self._beside(step)
+            case at.Check():
+                self.place.synchronize()
+
+    def _steps(self, steps: tuple[at.Step, ...]) -> None:
+        for step in steps:
+            self._step(step)
+
+    def _dawdle(self, stream: int) -> None:
+        """Ranks are never at the same place."""
+        chance = self._random.random()
+        if chance < 0.06:
+            time.sleep(self._random.random() * 0.002)
+        elif chance > 0.92:
+            self.place.stall(stream, self._random.randrange(100_000, 2_000_000))
+
+    def _operation(self, step: at.Call | at.Messages) -> None:
+        index = self._index(step.comm)
+        if index is None:
+            return
+        with self.place.using(step.stream, [view.buffer for view in step.views], names_stream=step.names_stream) as stream:
+            if isinstance(step, at.Messages):
+                self.calls.messages(step, index, stream)
+                return
+            made = self.calls.call(step, index, stream)
+        if made is not None:
+            self._made.append((step, made))
+
+    def _batch(self, batch: at.Batch) -> None:
+        parts = [step for step in batch.steps if self._index(step.comm) is not None]
+        if not parts:
+            return
+        index = self._index(parts[0].comm)
+        assert index is not None
+        names_streams = self._program.api == "own" and batch.number % 2 == 0
+        with contextlib.ExitStack() as memory:
+            actions = []
+            for step in parts:
+                stream = step.stream if names_streams else parts[0].stream
+                buffers = [view.buffer for view in step.views]
+                named = memory.enter_context(self.place.using(stream, buffers, names_stream=names_streams))
+                actions.append(functools.partial(self._part, step, named))
+            self.calls.together(actions, parts[0], index)
+
+    def _part(self, step: at.Call | at.Messages, stream: Any) -> None:
+        index = self._index(step.comm)
+        assert index is not None
+        (self.calls.messages if isinstance(step, at.Messages) else self.calls.call)(step, index, stream)
+
+    def _wait(self, wait: at.Wait) -> None:
+        step = self._numbered[wait.number]
+        if self._index(step.comm) is None:
+            return
+        with self.place.using(wait.stream, [view.buffer for view in step.views]):
+            result = self.calls.wait(wait.number, wait.on_host)
+        if isinstance(step, at.Call) and step.makes and result is not None:
+            self._made.append((step, result))
+
+    def _beside(self, beside: at.Beside) -> None:
+        errors: list[BaseException] = []
+
+        def run(body: tuple[at.Step, ...]) -> None:
+            try:
+                self.place.enter_thread()
+                self._steps(body)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(body,)) for body in beside.bodies]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    # ---- results
+
+    def _compare(self, number: int) -> None:
+        self.calls.check()
+        for buffer, memory in self.place.memory.items():
+            want = self.model.memory[buffer][self._rank]
+            self._alike(self.place.read(memory.bits), want, f"buffer {buffer}, touched by {self._who(buffer, number)}")
+        for call, got in self._made:
+            index = self._index(call.comm)
+            assert index is not None
+            self._alike(self.place.read(got), self.model.made[call.number][index], f"what {call} made")
+        self._made.clear()
+
+    def _who(self, buffer: int, before: int) -> list[str]:
+        near = range(max(0, before - 25), before)
+        return [f"{i}: {self._program.steps[i]}" for i in near if buffer in touched([self._program.steps[i]])][-6:]
+
+    def _alike(self, bits: Any, want: Any, what: str) -> None:
+        if bits.size != want.size:
+            raise AssertionError(f"{what}: {bits.size} elements, not {want.size}")
+        got = bits.view(want.dtype)
+        wrong = ref.differing(got, want, zeros_alike=True)
+        if wrong.size:
+            first = int(wrong[0])
+            text = f"{wrong.size} of {want.size} are wrong, from {first} to {int(wrong[-1])}, the first {got[first]!r}, not {want[first]!r}"
+            raise AssertionError(f"{text}: {what}")
+
+
+def touched(steps: Any) -> set[int]:
+    """Buffers of these steps, of those in graphs only where they are replayed with what fills them."""
+    found: set[int] = set()
+    for step in steps:
+        match step:
+            case at.Call() | at.Messages():
+                found |= {view.buffer for view in step.views}
+            case at.Batch():
+                found |= touched(step.steps)
+            case at.Fill():
+                found.add(step.buffer)
+            case at.Copy():
+                found |= {step.source.buffer, step.target.buffer}
+            case at.Graph():
+                found |= touched(step.body)
+            case at.Beside():
+                found |= touched([part for body in step.bodies for part in body])
+    return found
+
+
+def main() -> None:
+    """Each line: seed, api, nranks, device, options of ``draw``, and where to meet."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    notes = Notes(folder / f"notes-{rank}")
+    np.seterr(all="ignore")
+    warnings.simplefilter("ignore", FutureWarning)  # PyTorch renames calls
+    for line in sys.stdin:
+        order = json.loads(line)
+        os.environ.update(order["environment"])
+        if order["device"] == "cuda":
+            import torch
+
+            order["meeting"]["ordinal"] = rank % torch.cuda.device_count()
+        error = ""
+        try:
+            program = draw(order["seed"], order["api"], order["nranks"], order["device"], **order["options"])
+            Rank(program, rank, order["meeting"], notes).run()
+        except BaseException as problem:
+            error = f"{type(problem).__name__}: {problem}\n{traceback.format_exc()}"
+        print(json.dumps({"seed": order["seed"], "error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
