@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,8 @@ from miraccl.comm.member import Options
 from miraccl.comm.model import Constants, Shape
 from miraccl.comm.planner import Candidate, Overrides, Planner
 from miraccl.errors import InvalidUsage
+from miraccl.schedule import catalog
+from miraccl.schedule.catalog import register
 from miraccl.types import Collective, DType
 
 TUNED = (Collective.BROADCAST, Collective.REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
@@ -43,6 +46,21 @@ def test_equals_occur() -> None:
     assert (first.algo, first.reason) == ("ring", "preferred among equals (within 5% of the lowest predicted time)")
     assert second.predicted_us < first.predicted_us
     assert second.reason.endswith("which is taken among equals (within 5%)")
+
+
+def test_uneven_blocks_are_not_kept_in_scratch_memory() -> None:
+    """Its size would follow from counts that come with the call."""
+    gather = Collective.ALL_GATHER
+    register("pat_for_uneven", collectives=[gather], uneven=[gather], sentence="")(
+        lambda collective, nranks, root: replace(catalog.build("pat", collective, nranks, root), name="pat_for_uneven")
+    )
+    try:
+        planner = Planner(rank=0, shape=Shape(nranks=4), slot_bytes=1 << 18, constants=Constants(), overrides=Overrides())
+        rows = {row.algo: row.reason for row in planner.candidates(gather, 1024, DType.FLOAT32, uneven=True)}
+        assert rows["pat_for_uneven"].startswith("keeps blocks in scratch memory")
+        assert "scratch" not in {row.algo: row.reason for row in planner.candidates(gather, 1024, DType.FLOAT32)}["pat_for_uneven"]
+    finally:
+        catalog.unregister("pat_for_uneven")
 
 
 # ---- NCCL_ALGO and NCCL_PROTO

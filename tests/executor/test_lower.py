@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from miraccl import Collective, DType, RedOp
 from miraccl.errors import InvalidUsage
+from miraccl.executor.cpu.context import set_counts
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.p2p import item_size
-from miraccl.executor.cpu.lower import ALIGN, MIN_ALIGNED, Run, blocks, chunk_bytes, describe_signature, lower, signature, widest
+from miraccl.executor.cpu.lower import Counts, Run, describe_signature, lower, signature, widest
+from miraccl.executor.cpu.sizes import ALIGN, MIN_ALIGNED, chunk_bytes, size_class
 from miraccl.schedule import catalog
 from miraccl.schedule.ir import Op
 
@@ -30,30 +32,65 @@ def test_chunks_cover_a_block_without_overlap(count: int, parts: int, itemsize: 
     assert all(a % itemsize == 0 for a in cuts)
 
 
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=9), st.integers(1, 5))
-def test_blocks_follow_one_another(counts: list[int], parts: int) -> None:
-    table = blocks(counts, None, parts, 4)
-    assert table[:, 0].tolist() == [4 * sum(counts[:i]) for i in range(len(counts))]
-    assert table[:, 1].tolist() == [4 * c for c in counts]
-    displaced = blocks(counts, [7 * i for i in range(len(counts))], parts, 4)
-    assert displaced[:, 0].tolist() == [28 * i for i in range(len(counts))]
+@given(st.integers(0, 1 << 50))
+def test_classes_of_sizes_are_few_and_close(nbytes: int) -> None:
+    least = size_class(nbytes)
+    assert least <= nbytes < least + max(1, least // 4)
+    assert size_class(least) == least
+    assert size_class(nbytes + 1) >= least
+
+
+@pytest.mark.parametrize("nbytes", [0, 32, 4096, 32 << 10, 96 << 10, 1 << 20])
+def test_thresholds_are_where_classes_begin(nbytes: int) -> None:
+    assert size_class(nbytes) == nbytes
 
 
 def make(algo: str, collective: Collective, nranks: int, rank: int, count: int, slot_bytes: int = 8192, root: int = 0) -> Run:
     schedule = catalog.build(algo, collective, nranks, root)
-    program = lower(schedule, rank)
+    run = make_run(algo, collective, nranks, rank, 4 * count, slot_bytes, root)
     ins = [count] * (schedule.input_chunks // schedule.parts)
     outs = [count] * (schedule.output_chunks // schedule.parts)
+    set_counts(run, Counts(ins, outs, agreed=count, shown=count))
+    return run
+
+
+def make_run(algo: str, collective: Collective, nranks: int, rank: int, block_bytes: int, slot_bytes: int = 8192, root: int = 0) -> Run:
+    """Without counts."""
+    program = lower(catalog.build(algo, collective, nranks, root), rank)
     return Run(
         program,
         dtype=DType.FLOAT32,
-        in_counts=ins,
-        out_counts=outs,
+        block_bytes=block_bytes,
         slot_bytes=slot_bytes,
         round_bytes=slot_bytes // program.widest // 64 * 64,
         direct=-1,
-        template=0,
+        template=signature(collective, DType.FLOAT32, RedOp.SUM, root, 0),
+        stream_from=1 << 20,
     )
+
+
+def word(run: Run, place: int) -> int:
+    return int(run.words[place // 8])
+
+
+@given(st.lists(st.lists(st.integers(0, 90_000), min_size=4, max_size=4), min_size=1, max_size=3), st.sampled_from(["one_shot", "ring"]))
+def test_a_run_takes_new_counts_and_keeps_nothing_of_the_old(lists: list[list[int]], algo: str) -> None:
+    """A gather of uneven blocks; the window run that it may give way to has the same counts."""
+    run, other = (make_run(name, Collective.ALL_GATHER, 4, 1, 0) for name in (algo, "two_shot_put"))
+    run.prefer_memory(other, [0, 2, 3])
+    for counts in lists:
+        set_counts(run, Counts(counts[1:2], counts, agreed=sum(counts), shown=77))
+        for each in (run, other):
+            assert each.in_blocks.tolist() == [[0, 4 * counts[1], chunk_bytes(4 * counts[1], 1, 4)]]
+            assert each.out_blocks[:, 0].tolist() == [4 * sum(counts[:i]) for i in range(4)]
+            assert each.out_blocks[:, 1].tolist() == [4 * c for c in counts]
+            assert each.out_blocks[:, 2].tolist() == [chunk_bytes(4 * c, 1, 4) for c in counts]
+            assert word(each, at.RUN_OUT_BYTES) == 4 * sum(counts)
+            assert word(each, at.RUN_IN_BYTES) == 4 * counts[1]
+            assert word(each, at.RUN_STREAM) == (4 * sum(counts) + 4 * counts[1] >= 1 << 20)
+            assert word(each, at.RUN_NROUNDS) == max(1, -(-4 * max(counts) // word(each, at.RUN_ROUND_BYTES)))
+            assert word(each, at.RUN_TEMPLATE) == signature(Collective.ALL_GATHER, DType.FLOAT32, RedOp.SUM, 0, sum(counts))
+            assert word(each, at.RUN_COUNT) == 77
 
 
 COLLECTIVES = [c for c in Collective if c is not Collective.SEND_RECV]
@@ -64,13 +101,13 @@ EVERYTHING = [(name, c) for name in catalog.names() for c in COLLECTIVES if cata
 def test_all_ranks_cut_rounds_alike(algo: str, collective: Collective) -> None:
     for count in (0, 1, 100, 2048, 2049, 12_345):
         runs = [make(algo, collective, 6, rank, count) for rank in range(6)]
-        assert len({(run.nrounds, run.words[at.RUN_ROUND_BYTES // 8]) for run in runs}) == 1
-        piece = int(runs[0].words[at.RUN_ROUND_BYTES // 8])
+        assert len({(word(run, at.RUN_NROUNDS), word(run, at.RUN_ROUND_BYTES)) for run in runs}) == 1
+        piece = word(runs[0], at.RUN_ROUND_BYTES)
         schedule = runs[0].program.schedule
         assert piece * widest(schedule) <= 8192
-        assert runs[0].nrounds >= 1
+        assert word(runs[0], at.RUN_NROUNDS) >= 1
         if collective is not Collective.BARRIER:
-            assert runs[0].nrounds * piece >= min(chunk_bytes(4 * count, schedule.parts, 4), max(1, 4 * count))
+            assert word(runs[0], at.RUN_NROUNDS) * piece >= min(chunk_bytes(4 * count, schedule.parts, 4), max(1, 4 * count))
 
 
 @pytest.mark.parametrize(("algo", "collective"), EVERYTHING, ids=str)

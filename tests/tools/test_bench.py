@@ -23,6 +23,7 @@ pytestmark = pytest.mark.multiprocess
         ("memory.py", ["--ranks", "2", "--bytes", "100000"]),
         ("staging.py", ["--rounds", "1", "--sizes", "1K,1M"]),
         ("torch_calls.py", ["--rounds", "1", "--calls", "3", "--ranks", "2", "--only", "all_gather,futures,recv"]),
+        ("uneven_counts.py", ["--rounds", "1", "--calls", "3", "--ranks", "2"]),
         ("peers.py", ["--rounds", "1", "--ranks", "2", "--ops", "all_reduce", "--sizes", "8", "--batches", "1", "--variants", "window"]),
     ],
 )

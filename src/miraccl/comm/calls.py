@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,17 +16,22 @@ from miraccl.comm.arguments import Array, Memory, counts_of, expect_count, opera
 from miraccl.comm.planner import Request
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.context import call_kernel, scale_kernel
+from miraccl.executor.cpu.lower import Counts
+from miraccl.executor.cpu.sizes import UNKNOWN_BYTES, size_class
+from miraccl.native.hashing import mix
 from miraccl.types import Collective, RedOp
 
 
 @dataclass(kw_only=True)
 class Call:
-    """An operation with its memory. ``before`` runs just before it, ``keep`` is what must stay alive until it has run."""
+    """An operation with its memory, and its counts if they are uneven. ``before`` runs just before it, ``keep`` is what must stay alive
+    until it has run."""
 
     request: Request
     source: int
     target: int
     result: Any
+    counts: Counts | None = None
     before: Callable[[], object] | None = None
     keep: list[Any] = field(default_factory=list)
     cacheable: bool = True
@@ -95,6 +101,15 @@ def new_like(x: Any) -> Array | None:
     return np.empty(x.shape, x.dtype) if type(x) is np.ndarray else None
 
 
+def new_flat(x: Any, counts: Any) -> Array | None:
+    if type(x) is not np.ndarray or type(counts) is not list:
+        return None
+    try:
+        return np.empty(sum(counts), x.dtype)
+    except (TypeError, ValueError, MemoryError):
+        return None
+
+
 def _uneven_share(memory: Memory, place: Place, other: str) -> InvalidUsage:
     text = f"{place.where}: x has {memory.count} elements, which {place.nranks} ranks cannot share evenly"
     return InvalidUsage(text, hint=f"use {other}")
@@ -149,8 +164,8 @@ def all_gather_v(place: Place, x: Any, counts: Any, out: Any) -> Call:
     expect_count(source, sizes[place.rank], "x", f"counts[{place.rank}]", place.where)
     target = _result(out, source, (sum(sizes),), place)
     expect_count(target, sum(sizes), "out", "the sum of counts", place.where)
-    refuse_overlap(target, source, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
-    return _call(Collective.ALL_GATHER, source, target, [source.count], sizes, agreed=sizes, uneven=True)
+    in_place = refuse_overlap(target, source, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
+    return _call(Collective.ALL_GATHER, source, target, [source.count], sizes, agreed=sizes, uneven=True, in_place=in_place)
 
 
 def reduce_scatter(place: Place, x: Any, out: Any, op: Any) -> Call:
@@ -257,8 +272,6 @@ def barrier(place: Place) -> Call:
 
 # ---- building
 
-UNKNOWN_BYTES = 1 << 20
-
 
 def _call(
     collective: Collective,
@@ -276,16 +289,17 @@ def _call(
 ) -> Call:
     """``agreed`` are the counts of blocks that all ranks know: None where all blocks are equal, empty where each knows only its own."""
     largest = max([*in_counts, *out_counts] if agreed is None else agreed, default=0)
+    # all ranks must choose alike: without counts that all know, every size is planned as if it were the same
+    nbytes = UNKNOWN_BYTES if agreed == [] else largest * source.dtype.itemsize
     request = Request(
         collective=collective,
         dtype=source.dtype,
         op=op,
         root=root,
-        in_counts=tuple(in_counts),
-        out_counts=tuple(out_counts),
-        # all ranks must choose alike: without counts that all know, every size is planned as if it were this one
-        block_bytes=UNKNOWN_BYTES if agreed == [] else largest * source.dtype.itemsize,
-        count=sum(agreed or ()) if uneven else largest,
+        in_counts=() if uneven else tuple(in_counts),
+        out_counts=() if uneven else tuple(out_counts),
+        block_bytes=size_class(nbytes) if uneven else nbytes,
+        count=0 if uneven else largest,
         in_place=in_place,
         uneven=uneven,
     )
@@ -294,10 +308,14 @@ def _call(
         source=source.address,
         target=target.address,
         result=target.given,
+        counts=_counts(in_counts, out_counts, agreed or ()) if uneven else None,
         keep=[source, target],
-        cacheable=not uneven,
         plan_arg=int(op) if plan_arg is None else plan_arg,
     )
+
+
+def _counts(in_counts: Sequence[int], out_counts: Sequence[int], agreed: Sequence[int]) -> Counts:
+    return Counts(in_counts, out_counts, agreed=functools.reduce(mix, agreed, 0), shown=sum(agreed or in_counts))
 
 
 def _stacked(array: Array, nranks: int) -> tuple[int, ...]:

@@ -20,7 +20,20 @@ def compared(entries: dict[int, tuple[int, int]]) -> str:
     """
     if len({sig for sig, _ in entries.values()}) < 2:
         return ""
-    return differences({rank: _fields(*entry) for rank, entry in sorted(entries.items())})
+    told = len({sig >> at.SIG_COUNT_SHIFT for sig, _ in entries.values()}) > 1  # else the counts may differ, as those of uneven blocks do
+    fields = {rank: _fields(sig, count if told else -1) for rank, (sig, count) in sorted(entries.items())}
+    return differences(fields) or differences({rank: _fields(sig, -1) for rank, (sig, _) in sorted(entries.items())})
+
+
+def of_another_operation(rank: int, peer: int, want: int, got: int) -> str:
+    """What a message of ``peer`` means that belongs to an operation of another number than the one that ``rank`` waits in, where both ranks
+    ran these alike; empty if it belongs to this one."""
+    mine, theirs = want & at.SEQ_MASK, got & at.SEQ_MASK
+    if mine == theirs:
+        return ""
+    if (theirs - mine) & at.SEQ_MASK <= at.SEQ_MASK // 2:
+        return f"ranks disagree on what is sent: rank {rank} waits in operation #{mine} for rank {peer}, which has gone on to #{theirs}"
+    return f"ranks disagree on what is sent: rank {peer} sent more in operation #{theirs} than rank {rank} took"
 
 
 def unlike_messages(one: int, first: tuple[int, int], other: int, second: tuple[int, int]) -> str:

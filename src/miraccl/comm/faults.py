@@ -14,7 +14,16 @@ from typing import Any
 from miraccl.bootstrap import Event, Notice, PeerLeft, PeerLost, Session
 from miraccl.comm import control
 from miraccl.comm.control import Control
-from miraccl.comm.differences import activity, compared, describe_operation, differences, parted, place, unlike_messages
+from miraccl.comm.differences import (
+    activity,
+    compared,
+    describe_operation,
+    differences,
+    of_another_operation,
+    parted,
+    place,
+    unlike_messages,
+)
 from miraccl.comm.fabric import Fabric
 from miraccl.errors import (
     BootstrapError,
@@ -228,6 +237,9 @@ class Faults:
         if code == at.ERR_SIZE:
             text = f"ranks disagree on the size of a message: rank {self.rank} expects {want} bytes, rank {peer} sent {got}"
             return self.spread(CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
+        if code == at.ERR_ENDED:
+            text = f"ranks disagree on what is sent: rank {self.rank} waits for rank {peer}, which has ended this operation"
+            return self.spread(CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
         if code == at.ERR_CMA:
             text = f"the kernel refused to copy {want} bytes from the memory of rank {peer}"
             hint = "MIRACCL_CMA_DISABLE=1 avoids process_vm_readv"
@@ -257,7 +269,7 @@ class Faults:
         for number in (got & at.SEQ_MASK, want & at.SEQ_MASK):
             if differing := self._compared(number, statuses):
                 return differing
-        return self._unlike(peer, want, got)
+        return of_another_operation(self.rank, peer, want, got) or self._unlike(peer, want, got)
 
     def _compared(self, number: int, statuses: dict[int, dict[str, Any]]) -> str:
         """How the ranks' operations with this number (``SEQ_MASK``) differ, as far as boards and ``statuses`` tell; else empty."""

@@ -175,10 +175,6 @@ class Member:
         if self.closed:
             raise CommunicatorClosed("the communicator has been finalized", rank=self.rank, op=name)
 
-    def _launch(self, run: Run, source: int, target: int, name: str) -> None:
-        code = self.context.launch(run.address, source, target)
-        self._conclude(code, name)
-
     def _conclude(self, code: int, name: str) -> None:
         if code == at.BUSY:
             raise InvalidUsage(f"{name}: another thread is inside this communicator", hint="give each thread its own with split()")
@@ -204,8 +200,10 @@ class Member:
             run = self._runs[call.request] = self.planner.make_run(call.request)
         if call.cacheable:
             request = call.request
-            counts = sum(request.in_counts), sum(request.out_counts)
-            self.context.remember(run, request.collective, *counts, request.dtype, call.plan_arg, request.in_place)
+            sizes = (request.block_bytes, 0) if request.uneven else (sum(request.in_counts), sum(request.out_counts))
+            self.context.remember(
+                run, request.collective, *sizes, request.dtype, call.plan_arg, request.in_place, uneven=request.uneven
+            )
         return run
 
     def run(self, call: Call, name: str) -> Any:
@@ -218,7 +216,8 @@ class Member:
     def _run(self, call: Call, run: Run, name: str) -> Any:
         if call.before is not None:
             call.before()
-        self._launch(run, call.source, call.target, name)
+        counts = 0 if call.counts is None else call.counts.address
+        self._conclude(self.context.launch(run.address, call.source, call.target, counts), name)
         return call.result
 
     def run_prepared(self, run: Run, call: Call, name: str, code: int) -> Any:

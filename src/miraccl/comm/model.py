@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from miraccl.executor.cpu.lower import chunk_bytes
+from miraccl.executor.cpu.sizes import chunk_bytes
 from miraccl.schedule.ir import Op, Schedule
 from miraccl.types import Collective, DType
 

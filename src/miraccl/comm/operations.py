@@ -113,21 +113,23 @@ class Operations(NoDoors, Ways):
 
     def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, *, async_op: bool = False, stream: Any = None) -> Any:
         """As ``all_gather``; rank r contributes ``counts[r]`` elements. The result is flat."""
-        if not self._all_gather_v(x, out, None, None, counts, async_op, stream):
-            return out
+        code = 0
+        target = out if out is not None or async_op else calls.new_flat(x, counts)
+        if target is not None and not (code := self._all_gather_v(x, target, None, None, counts, async_op, stream)):
+            return target
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.all_gather_v(x, counts, out, stream=stream)
-        return self._long_way(calls.all_gather_v, (x, counts, out), "all_gather_v", async_op)
+        return self._long_way(calls.all_gather_v, (x, counts, out), "all_gather_v", async_op, code)
 
     def reduce_scatter_v(
         self, x: Any, counts: Sequence[int], out: Any = None, op: Any = SUM, *, async_op: bool = False, stream: Any = None
     ) -> Any:
         """As ``reduce_scatter``; rank r gets ``counts[r]`` elements."""
-        if not self._reduce_scatter_v(x, out, op, async_op, stream, counts):
+        if not (code := self._reduce_scatter_v(x, out, op, async_op, stream, counts)):
             return out
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.reduce_scatter_v(x, counts, out, op, stream=stream)
-        return self._long_way(calls.reduce_scatter_v, (x, counts, out, op), "reduce_scatter_v", async_op)
+        return self._long_way(calls.reduce_scatter_v, (x, counts, out, op), "reduce_scatter_v", async_op, code)
 
     def all_to_all_v(
         self,
@@ -140,29 +142,31 @@ class Operations(NoDoors, Ways):
         stream: Any = None,
     ) -> Any:
         """As ``all_to_all``; block j of ``x`` has ``send_counts[j]`` elements, block j of the result ``recv_counts[j]`` (own counts)."""
-        if not self._all_to_all_v(x, out, None, send_counts, recv_counts, async_op, stream):
-            return out
+        code = 0
+        target = out if out is not None or async_op else calls.new_flat(x, recv_counts)
+        if target is not None and not (code := self._all_to_all_v(x, target, None, send_counts, recv_counts, async_op, stream)):
+            return target
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.all_to_all_v(x, send_counts, recv_counts, out, stream=stream)
-        return self._long_way(calls.all_to_all_v, (x, send_counts, recv_counts, out), "all_to_all_v", async_op)
+        return self._long_way(calls.all_to_all_v, (x, send_counts, recv_counts, out), "all_to_all_v", async_op, code)
 
     def gather_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, async_op: bool = False, stream: Any = None) -> Any:
         """As ``gather``; rank r contributes ``counts[r]`` elements."""
-        if not self._gather_v(x, out, root, None, counts, async_op, stream):
+        if not (code := self._gather_v(x, out, root, None, counts, async_op, stream)):
             return out if root == self.rank else None
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.gather_v(x, counts, root, out, stream=stream)
-        return self._long_way(calls.gather, (x, root, out, counts), "gather_v", async_op)
+        return self._long_way(calls.gather, (x, root, out, counts), "gather_v", async_op, code)
 
     def scatter_v(
         self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, async_op: bool = False, stream: Any = None
     ) -> Any:
         """As ``scatter``; rank r gets ``counts[r]`` elements."""
-        if not self._scatter_v(x, out, root, counts, None, async_op, stream):
+        if not (code := self._scatter_v(x, out, root, counts, None, async_op, stream)):
             return out
         if (gpu := self._gpu(async_op, stream, x, out)) is not None:
             return gpu.scatter_v(x, counts, root, out, stream=stream)
-        return self._long_way(calls.scatter, (x, root, out, counts), "scatter_v", async_op)
+        return self._long_way(calls.scatter, (x, root, out, counts), "scatter_v", async_op, code)
 
     # ---- point to point
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from miraccl.comm.model import Constants, Shape, predict_us
 from miraccl.errors import InvalidUsage
-from miraccl.executor.cpu.context import fold_kernel, scale_kernel
+from miraccl.executor.cpu.context import fold_kernel, scale_kernel, set_counts
 from miraccl.executor.cpu.kernels import layout as at
-from miraccl.executor.cpu.lower import Program, Run, lower, signature
+from miraccl.executor.cpu.lower import Counts, Program, Run, lower, signature
 from miraccl.schedule import catalog, cost
 from miraccl.schedule.catalog import Algorithm
 from miraccl.schedule.ir import Schedule
@@ -61,8 +61,9 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a run is made for. ``in_counts`` and ``out_counts`` are elements per block on this rank; ``block_bytes`` is the largest block
-    of any rank, or the common one."""
+    """What a run is made for. ``in_counts`` and ``out_counts`` are elements per block on this rank; ``block_bytes`` is the common size of
+    blocks. Of an ``uneven`` operation counts come with each call, so there are none here, and ``block_bytes`` is the class
+    (``sizes.size_class``) of the largest block of any rank."""
 
     collective: Collective
     dtype: DType
@@ -70,8 +71,6 @@ class Request:
     root: int
     in_counts: tuple[int, ...]
     out_counts: tuple[int, ...]
-    in_displs: tuple[int, ...] | None = None
-    out_displs: tuple[int, ...] | None = None
     block_bytes: int
     count: int
     in_place: bool = False
@@ -166,6 +165,8 @@ class Planner:
         """Why an algorithm may not be used, or nothing; ``asked`` is what ``_asked`` says."""
         if uneven and collective not in algorithm.uneven:
             return "does not take uneven blocks"
+        if uneven and self._schedule(algorithm.name, collective, 0, in_place=False).scratch_chunks:
+            return "keeps blocks in scratch memory, which is not known to be large enough for uneven ones"
         if algorithm.needs_addressable_memory and collective is not Collective.BARRIER:
             if not self.addressable:
                 return "needs memory that peers can address, which not all ranks have here"
@@ -237,24 +238,22 @@ class Planner:
             folded = RedOp.SUM
             gets_result = request.collective is not Collective.REDUCE or self.rank == request.root
             post = scale_kernel(request.dtype, True) if gets_result and self.shape.nranks > 1 else 0
-        moved = (sum(request.in_counts) + sum(request.out_counts)) * request.dtype.itemsize
         run = Run(
             program,
             dtype=request.dtype,
-            in_counts=request.in_counts,
-            out_counts=request.out_counts,
-            in_displs=request.in_displs,
-            out_displs=request.out_displs,
+            block_bytes=request.block_bytes,
             slot_bytes=self.slot_bytes,
             round_bytes=WHOLE_BYTES if self._reads_blocks(choice.algo, request) else self.round_bytes(program.widest),
             direct=self._direct(choice.algo, request),
-            template=signature(request.collective, request.dtype, request.op if reduces else RedOp.SUM, request.root, request.count),
+            template=signature(request.collective, request.dtype, request.op if reduces else RedOp.SUM, request.root, 0),
             fold=fold_kernel(request.dtype, folded) if reduces else 0,
             post=post,
             post_arg=self.shape.nranks if post else 0,
             ll=self.overrides.proto != "simple",
-            stream=moved >= STREAM_FACTOR * self.stream_from,
+            stream_from=int(STREAM_FACTOR * self.stream_from),
         )
+        if not request.uneven:
+            set_counts(run, Counts(request.in_counts, request.out_counts, agreed=request.count, shown=sum(request.in_counts)))
         self._plans[run.address] = choice
         weakref.finalize(run, self._plans.pop, run.address, None)
         return run

@@ -42,6 +42,8 @@ SMALL_FLOATS = {
 }
 COMPLEX = frozenset((torch.complex64, torch.complex128))
 WIDENED = frozenset((torch.int16, torch.uint16))
+#: Memory from an address on. A type of the right length would be made anew for every length, which takes ten times as long as all the rest.
+_FROM_HERE = ctypes.c_char * (1 << 46)
 
 
 class Form(enum.Enum):
@@ -212,6 +214,6 @@ def _array(tensor: Any, form: Form) -> tuple[Any, int]:
         own = tensor.detach()
         flat = own.view(-1) if own.numel() > 1 else own.as_strided((own.numel(),), (1,))  # a part of a column may have any stride
         return (flat if seen_as is flat.dtype else flat.view(seen_as)), width
-    memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())  # after Tensor.numpy nobody could resize the storage
+    memory: Any = _FROM_HERE.from_address(tensor.data_ptr())  # after Tensor.numpy nobody could resize the storage
     memory.owner = tensor  # which the array keeps alive
     return np.ndarray(tensor.numel() * width, kind, memory), width

@@ -18,7 +18,7 @@ import numpy as np
 from miraccl import native
 from miraccl.executor.cpu import arrays
 from miraccl.executor.cpu.kernels import layout as at
-from miraccl.executor.cpu.lower import Run, Words
+from miraccl.executor.cpu.lower import Counts, Run, Words
 from miraccl.native import atomics
 from miraccl.types import Collective, DType, RedOp
 
@@ -106,6 +106,11 @@ def call_kernel(address: int, a: int, b: int, c: int, d: int) -> int:
     return int(_FUNCTION4(address)(a, b, c, d))
 
 
+def set_counts(run: Run, counts: Counts) -> None:
+    """Write counts into a run that nobody else knows yet."""
+    call_kernel(_engine("set_counts"), run.address, counts.address, 0, 0)
+
+
 class Context:
     """The words of one communicator on one rank. Not thread-safe: ``comm`` lets one thread in at a time."""
 
@@ -131,6 +136,7 @@ class Context:
         self._scratch = np.zeros(256 + 4 * nranks, np.int64)
         self._stage = np.zeros(stage_bytes + 64, np.int8)
         self._pair = np.zeros(2 * at.OP_SIZE // 8, np.int64)
+        self._counts = np.zeros(at.COUNTS_BLOCKS // 8 + 2 * nranks, np.int64)
         self._masks = np.zeros(2 * at.CPU_SET_BYTES // 8, np.int64)
         self.gone = np.zeros(nranks, np.int64)
         self.met = np.zeros((nranks, at.MET_SIZE // 8), np.int64)
@@ -156,6 +162,7 @@ class Context:
             (at.CTX_STAGE, (self._stage.ctypes.data + 63) // 64 * 64),
             (at.CTX_STAGE_BYTES, stage_bytes),
             (at.CTX_PAIR, self._pair.ctypes.data),
+            (at.CTX_COUNTS, self._counts.ctypes.data),
             (at.CTX_MASKS, self._masks.ctypes.data),
             (at.CTX_STREAM_FROM, stream_from),
             (at.CTX_OPERATE, _engine("operate")),
@@ -172,6 +179,8 @@ class Context:
             (at.CTX_FALSE, id(False)),
             (at.CTX_GROUPS, groups),
             (at.CTX_INT_TYPE, id(int)),
+            (at.CTX_LIST_TYPE, id(list)),
+            (at.CTX_TUPLE_TYPE, id(tuple)),
             (at.CTX_REDOP_TYPE, id(RedOp)),
             (at.CTX_WINDOW, window[0]),
             (at.CTX_WINDOW_END, window[1]),
@@ -252,16 +261,22 @@ class Context:
     # ---- doors and plans
 
     def door(self, kind: str, collective: Collective, *, arg: int = 0, run: Run | None = None) -> Callable[..., int]:
-        """A builtin of the engine (``collective``, ``prepared`` or ``send_recv``) bound to this context. Who gives a ``run`` holds it
-        as long as the door."""
+        """A builtin of the engine (``collective``, ``uneven``, ``prepared`` or ``send_recv``) bound to this context. Who gives a ``run``
+        holds it as long as the door."""
         record = np.array([self.address, int(collective), arg, run.address if run else 0], np.int64)
         door = native.builtin(collective.label, _engine(kind), int(record.ctypes.data))
         (self._doors if run is None else run.keep).append(record)  # the door of a run lives no longer than the run
         return cast("Callable[..., int]", door)
 
-    def remember(self, run: Run, collective: Collective, count: int, out_count: int, dtype: DType, arg: int, in_place: bool) -> None:
-        """Enter a run into the table that doors look into; an older entry in its places is replaced."""
-        key = _plan_key(int(collective), count, out_count, int(dtype), arg, int(in_place))
+    def remember(
+        self, run: Run, collective: Collective, count: int, out_count: int, dtype: DType, arg: int, in_place: bool, *, uneven: bool = False
+    ) -> None:
+        """Enter a run into the table that doors look into; an older entry in its places is replaced.
+
+        Of an ``uneven`` one ``count`` is the class of its sizes, and ``out_count`` 0.
+        """
+        kind = int(collective) | (at.UNEVEN if uneven else 0)
+        key = _plan_key(kind, count, out_count, int(dtype), arg, int(in_place))
         places = [(key + probe) & (PLAN_SLOTS - 1) for probe in range(4)]
         if any(self._plans[p, at.PLAN_RUN // 8] == run.address for p in places):
             return
@@ -274,7 +289,7 @@ class Context:
             (at.PLAN_ARG, arg),
             (at.PLAN_INPLACE, int(in_place)),
             (at.PLAN_RUN, run.address),
-            (at.PLAN_COLL, int(collective)),
+            (at.PLAN_COLL, kind),
         ):
             row[place // 8] = value
         self._runs[run.address] = run

@@ -1,7 +1,8 @@
 """Schedule -> Program -> Run: from symbolic chunks to words that the engine walks over.
 
-``lower`` turns one rank's steps into a flat array; it depends on the schedule alone and is kept.  ``make_run`` adds the arguments
-of a run (counts, element size, round size, kernels); it is kept per plan.  Nothing here looks at data.
+``lower`` turns one rank's steps into a flat array; it depends on the schedule alone and is kept.  A ``Run`` adds what a plan says
+(element size, round size, kernels); it is kept per plan.  The counts of its blocks come last (``kernels.counts``): once where a plan is for
+one count, with every call where counts are uneven.  Nothing here looks at data.
 """
 
 from __future__ import annotations
@@ -15,13 +16,11 @@ import numpy.typing as npt
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.sizes import ALIGN, chunk_bytes, count_hash
 from miraccl.schedule.ir import Op, Schedule, Step
 from miraccl.types import Collective, DType, RedOp
 
 Words = npt.NDArray[np.int64]
-
-ALIGN = 64  # bytes; chunks of at least MIN_ALIGNED bytes begin on a cache line
-MIN_ALIGNED = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +112,7 @@ def _encode(step: Step, when: int, peers: int, npeers: int) -> Words:
 
 def signature(collective: Collective, dtype: DType, op: RedOp, root: int, count: int) -> int:
     """What ranks must agree on, without the sequence number (bits 0-15): collective, dtype, operator, root and a hash of the count."""
-    hashed = (count * 0x9E3779B1) & 0x7FFFFF
-    return collective << 16 | dtype << 21 | op << 25 | (root & 0xFFF) << 28 | hashed << 40
+    return collective << 16 | dtype << 21 | op << 25 | (root & 0xFFF) << 28 | count_hash(count) << at.SIG_COUNT_SHIFT
 
 
 def describe_signature(sig: int) -> dict[str, str]:
@@ -136,35 +134,31 @@ def describe_signature(sig: int) -> dict[str, str]:
     }
 
 
-def chunk_bytes(nbytes: int, parts: int, itemsize: int) -> int:
-    """Bytes of every chunk of a block but the last ones: whole elements, from 512 bytes on whole cache lines."""
-    size = -(-(nbytes // itemsize) // parts) * itemsize
-    return -(-size // ALIGN) * ALIGN if size >= MIN_ALIGNED else max(size, itemsize)
+class Counts:
+    """The elements of a call's blocks on this rank, in the words of ``kernels.counts``: ``inputs``, then ``outputs``.
 
+    ``agreed`` is what ranks compare, a count or the hash of a list, 0 where they know nothing of each other's; ``shown`` is told where they
+    differ.
+    """
 
-def blocks(counts: Sequence[int], displacements: Sequence[int] | None, parts: int, itemsize: int) -> Words:
-    """Table of (first byte, bytes, chunk bytes) of the blocks with these element counts."""
-    table = np.zeros((max(len(counts), 1), 3), np.int64)
-    first = 0
-    for i, count in enumerate(counts):
-        start = first if displacements is None else displacements[i]
-        table[i] = (start * itemsize, count * itemsize, chunk_bytes(count * itemsize, parts, itemsize))
-        first += count
-    return table
+    def __init__(self, inputs: Sequence[int], outputs: Sequence[int], *, agreed: int, shown: int) -> None:
+        self.words = np.array([agreed, shown, *inputs, *outputs], np.int64)
+        self.address = int(self.words.ctypes.data)
 
 
 class Run:
-    """A program with its arguments, ready for the engine but for the two addresses. Owns the memory it points to."""
+    """A program with its arguments, ready for the engine but for counts and addresses. Owns the memory it points to.
+
+    ``block_bytes`` is the size of the blocks that scratch memory has chunks of; ``stream_from`` how many bytes both buffers have that do
+    not fit into caches.
+    """
 
     def __init__(
         self,
         program: Program,
         *,
         dtype: DType,
-        in_counts: Sequence[int],
-        out_counts: Sequence[int],
-        in_displs: Sequence[int] | None = None,
-        out_displs: Sequence[int] | None = None,
+        block_bytes: int,
         slot_bytes: int,
         round_bytes: int,
         direct: int,
@@ -173,22 +167,17 @@ class Run:
         post: int = 0,
         post_arg: int = 0,
         ll: bool = False,
-        stream: bool = False,
+        stream_from: int = 1 << 62,
     ) -> None:
         schedule, itemsize = program.schedule, dtype.itemsize
         self.program = program
         self.keep: list[Any] = []  # what lives as long as this
-        self.in_blocks = blocks(in_counts, in_displs, schedule.parts, itemsize)
-        self.out_blocks = blocks(out_counts, out_displs, schedule.parts, itemsize)
-        largest = int(max(self.in_blocks[:, 2].max(), self.out_blocks[:, 2].max()))
+        self.in_blocks = np.zeros((max(1, schedule.input_chunks // schedule.parts), at.BLOCK_SIZE // 8), np.int64)
+        self.out_blocks = np.zeros((max(1, schedule.output_chunks // schedule.parts), at.BLOCK_SIZE // 8), np.int64)
         piece = min(round_bytes, slot_bytes // program.widest // ALIGN * ALIGN) if direct < 0 or program.widest > 1 else round_bytes
         if piece <= 0:
             raise InvalidUsage(f"a step of {schedule.name} moves {program.widest} chunks, too many for slots of {slot_bytes} bytes")
-        biggest = max(1, int(max(self.in_blocks[:, 1].max(), self.out_blocks[:, 1].max())))
-        self.nrounds = max(1, -(-min(largest, biggest) // piece))
-        self.scratch = np.zeros(schedule.scratch_chunks * largest + 1, np.int8) if schedule.scratch_chunks else np.zeros(1, np.int8)
-        self.in_bytes = int((self.in_blocks[:, 0] + self.in_blocks[:, 1]).max())
-        self.out_bytes = int((self.out_blocks[:, 0] + self.out_blocks[:, 1]).max())
+        self.scratch = np.zeros(schedule.scratch_chunks * chunk_bytes(block_bytes, schedule.parts, itemsize) + 1, np.int8)
         self.words = np.zeros(at.RUN_SIZE // 8, np.int64)
         for place, value in (
             (at.RUN_SCRATCH, self.scratch.ctypes.data),
@@ -197,23 +186,19 @@ class Run:
             (at.RUN_PROGRAM, program.steps.ctypes.data),
             (at.RUN_NSTEPS, program.nsteps),
             (at.RUN_ROUND_BYTES, piece),
-            (at.RUN_NROUNDS, self.nrounds),
             (at.RUN_DIRECT, direct),
-            (at.RUN_COUNT, sum(in_counts)),
             (at.RUN_IN_BLOCKS, self.in_blocks.ctypes.data),
             (at.RUN_OUT_BLOCKS, self.out_blocks.ctypes.data),
+            (at.RUN_NIN, schedule.input_chunks // schedule.parts),
+            (at.RUN_NOUT, schedule.output_chunks // schedule.parts),
             (at.RUN_PARTS, schedule.parts),
-            (at.RUN_SCRATCH_CHUNK, largest if schedule.scratch_chunks else 0),
-            (at.RUN_SCRATCH_BLOCK, int(max(self.in_blocks[0, 1], self.out_blocks[0, 1]))),
             (at.RUN_LL, int(ll)),
-            (at.RUN_IN_BYTES, self.in_bytes),
-            (at.RUN_OUT_BYTES, self.out_bytes),
             (at.RUN_SENDS, program.sends.ctypes.data),
             (at.RUN_NSENDS, len(program.sends)),
             (at.RUN_POST, post),
             (at.RUN_POST_ARG, post_arg),
             (at.RUN_TEMPLATE, template),
-            (at.RUN_STREAM, int(stream)),
+            (at.RUN_STREAM_FROM, stream_from),
         ):
             self.words[place // 8] = value
         self.address = int(self.words.ctypes.data)

@@ -19,8 +19,8 @@ def begin_operation(ctx: int, template: int, count: int) -> int:
         entry = ctrl + at.CTRL_HISTORY + (seq & (at.HISTORY - 1)) * 16
         store(entry, sig)
         store(entry + 8, count)
-    store_release(ctrl + at.BOARD_SEQ, seq)
     store_release(ctrl + at.BOARD_STATE, at.STATE_RUNNING)
+    store_release(ctrl + at.BOARD_SEQ, seq)  # after the state: with this number and idle, it has ended
     return sig
 
 

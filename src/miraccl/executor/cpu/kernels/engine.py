@@ -10,13 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.arguments import READABLE, WRITABLE, dtype_code, elements, small_int, usable
 from miraccl.executor.cpu.kernels.board import begin_operation
+from miraccl.executor.cpu.kernels.counts import set_counts, size_class
 from miraccl.executor.cpu.kernels.messages import connection, drain
 from miraccl.executor.cpu.kernels.p2p import exchange_all, item_size, one_message, piece_bytes, signature
 from miraccl.executor.cpu.kernels.steps import all_in_windows, do_step
+from miraccl.executor.cpu.kernels.uneven import lies_in_place, read_call_counts
 from miraccl.executor.cpu.kernels.waiting import fail, release_gil, restore_gil
+from miraccl.executor.cpu.sizes import UNKNOWN_BYTES
 from miraccl.native.intrinsics import (
-    PyErr_Clear,
     PyLong_AsLong,
     PyLong_FromLong,
     call4,
@@ -34,6 +37,8 @@ LONG_BYTES = 1 << 18  # an operation on more bytes lets other Python threads run
 ALL_GATHER, REDUCE_SCATTER = int(Collective.ALL_GATHER), int(Collective.REDUCE_SCATTER)
 GATHER, SCATTER = int(Collective.GATHER), int(Collective.SCATTER)
 ALL_REDUCE, BROADCAST, REDUCE = int(Collective.ALL_REDUCE), int(Collective.BROADCAST), int(Collective.REDUCE)
+ALL_TO_ALL = int(Collective.ALL_TO_ALL)
+write_counts = inline(set_counts)
 
 
 @inline
@@ -90,33 +95,7 @@ def operate(ctx: int, run: int, template: int, unused: int) -> int:
     return code
 
 
-# ---- arrays
-
-
-@inline
-def usable(ctx: int, array: int, flags: int) -> bool:
-    if load(array + at.OB_TYPE) != load(ctx + at.CTX_ARRAY_TYPE):
-        return False
-    return load32(array + at.ARRAY_FLAGS) & flags == flags
-
-
-@inline
-def elements(array: int) -> int:
-    dims = load(array + at.ARRAY_DIMS)
-    count = 1
-    for i in range(load32(array + at.ARRAY_ND)):
-        count *= load(dims + 8 * i)
-    return count
-
-
-@inline
-def dtype_code(ctx: int, array: int) -> int:
-    descr = load(array + at.ARRAY_DESCR)
-    table = load(ctx + at.CTX_DTYPES)
-    for code in range(12):
-        if load(table + 8 * code) == descr:
-            return code
-    return -1
+# ---- plans
 
 
 @inline
@@ -136,21 +115,6 @@ def find_plan(ctx: int, coll: int, count: int, out_count: int, dtype: int, arg: 
         ):
             return load(entry + at.PLAN_RUN)
     return 0
-
-
-READABLE = at.ARRAY_C_CONTIGUOUS | at.ARRAY_ALIGNED
-WRITABLE = READABLE | at.ARRAY_WRITEABLE
-
-
-@inline
-def small_int(ctx: int, thing: int, kind: int) -> int:
-    """The value of an object of exactly the type ``CTX_*_TYPE``; -1 for any other."""
-    if load(thing + at.OB_TYPE) != load(ctx + kind):
-        return -1
-    value = PyLong_AsLong(thing)
-    if value == -1:  # negative, or larger than a word: then an exception is set
-        PyErr_Clear()
-    return value
 
 
 @inline
@@ -258,6 +222,49 @@ def parse_reduce(ctx: int, args: int) -> int:
 
 
 @inline
+def parse_uneven(door: int, ctx: int, args: int, lists: int) -> int:
+    """(input, output, operator or root or None) and the counts of input and output, of which some collectives have one -> result; of what
+    is rooted, the side that only the root has is not looked at on the others."""
+    coll, third, arg = load(door + DOOR_COLL), load(args + 16), 0
+    if coll == REDUCE_SCATTER:
+        arg = small_int(ctx, third, at.CTX_REDOP_TYPE)
+    elif coll == GATHER or coll == SCATTER:
+        arg = small_int(ctx, third, at.CTX_INT_TYPE)
+    count, out_count, most = read_call_counts(ctx, coll, lists)
+    if arg < 0 or count < 0:
+        return at.NEED_PLAN
+    is_root = arg == load(ctx + at.CTX_RANK)
+    has_input, has_output = coll != SCATTER or is_root, coll != GATHER or is_root
+    x, out = load(args if has_input else args + 8), load(args + 8 if has_output else args)
+    if not usable(ctx, x, READABLE) or not usable(ctx, out, WRITABLE if has_output else READABLE):
+        return at.NEED_PLAN
+    dtype = dtype_code(ctx, x)
+    if dtype < 0 or dtype_code(ctx, out) != dtype:
+        return at.NEED_PLAN
+    if (has_input and elements(x) != count) or (has_output and elements(out) != out_count):
+        return at.NEED_PLAN
+    source, target, itemsize = load(x + at.ARRAY_DATA), load(out + at.ARRAY_DATA), item_size(dtype)
+    table, nranks = load(ctx + at.CTX_COUNTS), load(ctx + at.CTX_NRANKS)
+    in_place = 0
+    if has_input and has_output:
+        in_place = lies_in_place(ctx, coll, source, count * itemsize, target, out_count * itemsize, itemsize)
+        if in_place < 0:
+            return at.NEED_PLAN
+    else:
+        blocks = table + at.COUNTS_BLOCKS + (8 if has_input else 0)
+        for i in range(nranks):
+            store(blocks + 8 * i, 0)
+    nbytes = UNKNOWN_BYTES if coll == ALL_TO_ALL else most * itemsize
+    run = find_plan(ctx, coll | at.UNEVEN, size_class(nbytes), 0, dtype, arg, in_place)
+    if run == 0:
+        return at.NEED_PLAN
+    write_counts(run, table, 0, 0)
+    store(run + at.RUN_IN, source)
+    store(run + at.RUN_OUT, target)
+    return start(ctx, run)
+
+
+@inline
 def enter(ctx: int) -> bool:
     """Whether the engine may run now; the GIL makes the test and the set one."""
     if load(ctx + at.CTX_BUSY) != 0 or load32(load(ctx + at.CTX_GROUPS)) != 0 or load(ctx + at.CTX_INSIDE) != 0:
@@ -319,6 +326,28 @@ def reduce(self: int, args: int, nargs: int) -> int:
     return leave(ctx, parse_reduce(ctx, args))
 
 
+def uneven(self: int, args: int, nargs: int) -> int:
+    """Builtin ``door(x, out, root or None, counts of x, counts of out, async_op, stream)``."""
+    door = PyLong_AsLong(self)
+    ctx = load(door + DOOR_CTX)
+    if asks_more(ctx, args + 40):
+        return PyLong_FromLong(at.NEED_PLAN)
+    if not enter(ctx):
+        return PyLong_FromLong(at.BUSY)
+    return leave(ctx, parse_uneven(door, ctx, args, args + 24))
+
+
+def uneven_reduce(self: int, args: int, nargs: int) -> int:
+    """Builtin ``door(x, out, op, async_op, stream, counts)`` of reduce_scatter."""
+    door = PyLong_AsLong(self)
+    ctx = load(door + DOOR_CTX)
+    if asks_more(ctx, args + 24):
+        return PyLong_FromLong(at.NEED_PLAN)
+    if not enter(ctx):
+        return PyLong_FromLong(at.BUSY)
+    return leave(ctx, parse_uneven(door, ctx, args, args + 40))
+
+
 def prepared(self: int, args: int, nargs: int) -> int:
     """Builtin ``door()`` of a persistent operation: everything is in the run already."""
     door = PyLong_AsLong(self)
@@ -329,12 +358,16 @@ def prepared(self: int, args: int, nargs: int) -> int:
 
 
 def launch(self: int, args: int, nargs: int) -> int:
-    """Builtin ``door(run, input address, output address)``, whatever Python's reasons to be busy are."""
+    """Builtin ``door(run, input address, output address, counts address)``, whatever Python's reasons to be busy are; no counts (0) for
+    a run that has them already."""
     ctx = load(PyLong_AsLong(self) + DOOR_CTX)
     if load(ctx + at.CTX_INSIDE) != 0:
         return PyLong_FromLong(at.BUSY)
     store(ctx + at.CTX_INSIDE, 1)
     run = PyLong_AsLong(load(args))
+    counts = PyLong_AsLong(load(args + 24))
+    if counts != 0:
+        write_counts(run, counts, 0, 0)
     store(run + at.RUN_IN, PyLong_AsLong(load(args + 8)))
     store(run + at.RUN_OUT, PyLong_AsLong(load(args + 16)))
     return leave(ctx, start(ctx, run))
@@ -438,9 +471,12 @@ def exchange(self: int, args: int, nargs: int) -> int:
 
 EXPORTS: dict[str, Any] = {
     "operate": operate,
+    "set_counts": set_counts,
     "collective": collective,
     "rooted": rooted,
     "reduce": reduce,
+    "uneven": uneven,
+    "uneven_reduce": uneven_reduce,
     "prepared": prepared,
     "launch": launch,
     "send_recv": send_recv,

@@ -31,6 +31,7 @@ STATE_IDLE, STATE_RUNNING, STATE_WAITING = 0, 1, 2
 CTRL_HISTORY = 1024  # (signature, count) of the last HISTORY operations, by sequence number: late ranks are compared with what was
 HISTORY = 32
 SEQ_MASK = 0xFFFF  # the bits of a signature that hold the sequence number
+SIG_COUNT_SHIFT = 40  # above are 23 bits of a hash of the count
 
 # ---- context, one a communicator and rank, private
 CTX_RANK, CTX_NRANKS, CTX_SEQ, CTX_CTRL, CTX_CTRLS = 0, 8, 16, 24, 32  # CTRLS: table of peers' control pages (0: not mapped here)
@@ -71,6 +72,8 @@ CTX_GROUPS = 400  # address of a 32-bit word that is not 0 while a thread has a 
 CTX_SWAP = 408  # 1: a slot that was read may be kept and another one given back (kernels.slots)
 CTX_MET = 416  # table of what ranks have told that wait on the control plane, MET_SIZE bytes each
 CTX_ASIDE = 424  # not 0: operations run beside this rank's program, which may meanwhile come to the control plane
+CTX_LIST_TYPE, CTX_TUPLE_TYPE = 432, 440
+CTX_COUNTS = 448  # memory of the counts of a call
 CTX_SIZE = 512
 MET_TOLD, MET_SEQ, MET_SENT, MET_SIZE = 0, 8, 16, 24  # SEQ: the rank's last operation; SENT: messages to this rank, -1 unknown
 CPU_SET_BYTES = 128  # glibc's cpu_set_t: 1024 CPUs
@@ -93,19 +96,25 @@ KIND_NONE, KIND_SHM, KIND_NET, KIND_SELF = 0, 1, 2, 3
 # ---- plan table entry and run template
 PLAN_COUNT, PLAN_DTYPE, PLAN_ARG, PLAN_INPLACE, PLAN_COLL, PLAN_RUN, PLAN_OUT_COUNT = 0, 8, 16, 24, 32, 40, 48
 PLAN_SIZE = 64
+UNEVEN = 32  # the bit of PLAN_COLL for a plan of uneven blocks; PLAN_COUNT is the class of their sizes then (``sizes.size_class``)
 RUN_IN, RUN_OUT, RUN_SCRATCH, RUN_SIG, RUN_ITEMSIZE, RUN_FOLD = 0, 8, 16, 24, 32, 40
 RUN_PROGRAM, RUN_NSTEPS, RUN_ROUND_BYTES, RUN_NROUNDS = 48, 56, 64, 72
 RUN_DIRECT, RUN_COUNT = 80, 88  # DIRECT: payloads of at least this many bytes are posted by address, if they can be
 RUN_IN_BLOCKS, RUN_OUT_BLOCKS = 96, 104  # tables of (first byte, bytes, chunk bytes) per block
+BLOCK_SIZE = 24
+RUN_NIN, RUN_NOUT = 240, 248  # how many blocks these have
 RUN_PARTS, RUN_SCRATCH_CHUNK, RUN_LL, RUN_IN_BYTES, RUN_OUT_BYTES, RUN_SENDS, RUN_NSENDS = 112, 120, 128, 136, 144, 152, 160
 RUN_POST, RUN_POST_ARG = 168, 176  # kernel applied to the output at the end (avg), and its argument
 RUN_SIGNALS = 184  # offset of the piece in the buffers that peers have signalled
 RUN_TEMPLATE = 192  # signature without the sequence number
 RUN_SCRATCH_BLOCK = 232  # bytes of a block, which the chunks of scratch are parts of
 RUN_STREAM = 200  # as CTX_STREAM
+RUN_STREAM_FROM = 256  # bytes of both buffers from which it is set
 RUN_MEMORY = 208  # the run to take instead if all ranks' buffers are window memory; 0: do not ask
 RUN_ASK, RUN_NASK = 216, 224  # the ranks to ask
-RUN_SIZE = 256
+RUN_SIZE = 264
+# counts of a call: what ranks compare, elements for the board, then elements of each block of the input, of the output
+COUNTS_AGREED, COUNTS_SHOWN, COUNTS_BLOCKS = 0, 8, 16
 
 # ---- step of a program
 STEP_OP, STEP_SRC_BUF, STEP_SRC, STEP_DST_BUF, STEP_DST, STEP_CHUNKS = 0, 8, 16, 24, 32, 40
@@ -122,6 +131,7 @@ OP_SIZE = 96
 OK, NEED_PLAN, BUSY = 0, 1, 2
 ERR_ABORTED, ERR_TIMEOUT, ERR_MISMATCH, ERR_SIZE, ERR_LEFT, ERR_CMA, ERR_INTERRUPTED = 10, 11, 12, 13, 14, 15, 16
 ERR_PARTED = 17  # the peer waits for this rank on the control plane
+ERR_ENDED = 18  # the peer has ended the operation in which this rank waits for it
 
 # ---- what compiled code reads of a NumPy array: PyArrayObject_fields of numpy/core/include/numpy/ndarraytypes.h, part of NumPy's
 # ABI since 1.7; ``executor.cpu.arrays`` checks it on a probe before it is used

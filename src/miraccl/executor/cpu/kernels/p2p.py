@@ -12,6 +12,7 @@ peer, and each that could go has gone.
 from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.counts import count_hash
 from miraccl.executor.cpu.kernels.messages import (
     acquire,
     can_post_address,
@@ -59,7 +60,7 @@ SEND_RECV = int(Collective.SEND_RECV)
 @inline
 def signature(dtype: int, count: int) -> int:
     """As ``lower.signature`` makes it, without a sequence number: two ranks may have sent different numbers of messages to others."""
-    return SEND_RECV << 16 | dtype << 21 | ((count * 0x9E3779B1) & 0x7FFFFF) << 40
+    return SEND_RECV << 16 | dtype << 21 | count_hash(count) << at.SIG_COUNT_SHIFT
 
 
 @inline

@@ -171,6 +171,20 @@ def never_comes(ctx: int, peer: int, sends: bool) -> bool:
 
 
 @inline
+def has_ended(ctx: int, peer: int) -> bool:
+    """Whether the peer has ended the collective that this rank is in: ranks disagree on what is sent in it. What is waited for is to be
+    looked at after this."""
+    ctrl, theirs = load(ctx + at.CTX_CTRL), load(load(ctx + at.CTX_CTRLS) + 8 * peer)
+    if theirs == 0 or load(ctrl + at.BOARD_P2P_SIG) != 0:
+        return False
+    seq, other = load(ctrl + at.BOARD_SEQ), load_acquire(theirs + at.BOARD_SEQ)
+    ended = other > seq
+    if other == seq:
+        ended = load_acquire(theirs + at.BOARD_STATE) == at.STATE_IDLE or load_acquire(theirs + at.BOARD_P2P_SIG) != 0
+    return ended and load_acquire(theirs + at.CTRL_ABORT) == 0  # after an abort it numbers operations that it does not run
+
+
+@inline
 def expired(ctx: int, now: int) -> bool:
     deadline = load(ctx + at.CTX_DEADLINE)
     if deadline == 0:
@@ -287,6 +301,9 @@ def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
             other = differs(ctx, peer)
             if other != 0:
                 result = fail(ctx, at.ERR_MISMATCH, peer, load(ctrl + at.BOARD_SIG), other)
+                break
+            if has_ended(ctx, peer) and load_acquire(address) < target:
+                result = fail(ctx, at.ERR_ENDED, peer, 0, 0)
                 break
             if load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0 and load_acquire(address) < target:
                 result = fail(ctx, at.ERR_LEFT, peer, 0, 0)

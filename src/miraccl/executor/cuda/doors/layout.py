@@ -113,14 +113,6 @@ def what_of(receives: int, peer: int, dtype: int) -> int:
 KEY_OF_MESSAGES = 1 << 62  # with their hash; no collective has a key like it
 
 
-def mix(hashed: int, word: int) -> int:
-    """Hash one more word into 31 bits. No product reaches 2^63: to compiled code that would mean that it cannot happen."""
-    low = (hashed ^ word & 0x7FFFFFFF) * 0x5851F42D
-    low = (low ^ low >> 32) & 0x7FFFFFFF
-    high = (low ^ word >> 31 & 0x7FFFFFFF) * 0x5851F42D
-    return (high ^ high >> 32) & 0x7FFFFFFF
-
-
 def slot_of(hashed: int, probe: int) -> int:
     """The number of a row in which a launch may stand; ``hashed`` are key and count."""
     return hashed + probe & TABLE_SLOTS - 1

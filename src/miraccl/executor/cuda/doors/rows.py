@@ -8,13 +8,14 @@ from __future__ import annotations
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.arrays import item_size
 from miraccl.executor.cuda.doors.tensors import address, data_type, elements, may_go_on, rank_of
+from miraccl.native import hashing
 from miraccl.native.intrinsics import inline, load, load32, store
 
 key_of = inline(at.key_of)
 both_of = inline(at.both_of)
 slot_of = inline(at.slot_of)
 what_of = inline(at.what_of)
-mix = inline(at.mix)
+mix = inline(hashing.mix)
 
 
 @inline

@@ -20,6 +20,7 @@ from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.launch import Launch
 from miraccl.executor.cuda.messages import Message
 from miraccl.native.capsules import pointer_of
+from miraccl.native.hashing import mix
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DL_TYPES, Collective, DType, RedOp
 
@@ -215,7 +216,7 @@ class Doors:
         for row, message, dtype, place in zip(record, messages, dtypes, places, strict=True):
             what = at.what_of(int(message.receives), message.peer, _DL_DTYPES[dtype])
             count = message.nbytes // dtype.itemsize
-            hashed = at.mix(at.mix(hashed, what), count)
+            hashed = mix(mix(hashed, what), count)
             row[:] = (what, count, place)
         self._enter(at.KEY_OF_MESSAGES | hashed, len(messages), launch, fills, record)
 
@@ -223,7 +224,7 @@ class Doors:
         """An older entry in the places of a new one is replaced."""
         if not launch.block:
             return
-        hashed = at.mix(at.mix(0, key), count)
+        hashed = mix(mix(0, key), count)
         rows = [(at.STATE_TABLE + at.slot_of(hashed, probe) * at.ROW_BYTES) // 8 for probe in range(at.PROBES)]
         row = next((row for row in rows if not self._block_at(row)), rows[0])
         self._launches.pop(self._block_at(row), None)

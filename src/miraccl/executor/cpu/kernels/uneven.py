@@ -1,0 +1,68 @@
+"""The counts of an uneven call, from the lists that a door is handed to the words of ``kernels.counts``."""
+
+from __future__ import annotations
+
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.arguments import read_counts
+from miraccl.native import hashing
+from miraccl.native.intrinsics import inline, load, store
+from miraccl.types import Collective
+
+ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = int(Collective.ALL_GATHER), int(Collective.REDUCE_SCATTER), int(Collective.ALL_TO_ALL)
+GATHER, SCATTER = int(Collective.GATHER), int(Collective.SCATTER)
+mix = inline(hashing.mix)
+
+
+@inline
+def splits_input(coll: int) -> bool:
+    """Whether a rank's input has a block for each rank."""
+    return coll == ALL_TO_ALL or coll == REDUCE_SCATTER or coll == SCATTER
+
+
+@inline
+def splits_output(coll: int) -> bool:
+    return coll == ALL_TO_ALL or coll == ALL_GATHER or coll == GATHER
+
+
+@inline
+def read_call_counts(ctx: int, coll: int, lists: int) -> tuple[int, int, int]:
+    """Write the counts of an uneven call to ``CTX_COUNTS``: (elements of the input, of the output, of the largest block that all ranks
+    know), -1 for what is left to Python. ``lists`` are the counts of the input and those of the output."""
+    nranks, rank, table = load(ctx + at.CTX_NRANKS), load(ctx + at.CTX_RANK), load(ctx + at.CTX_COUNTS)
+    ins = table + at.COUNTS_BLOCKS
+    outs = ins + (8 * nranks if splits_input(coll) else 8)
+    count = read_counts(ctx, load(lists), nranks, ins) if splits_input(coll) else 0
+    out_count = read_counts(ctx, load(lists + 8), nranks, outs) if splits_output(coll) else 0
+    if count < 0 or out_count < 0:
+        return -1, -1, 0
+    agreed, most = 0, 0
+    if coll == ALL_TO_ALL:
+        if load(ins + 8 * rank) != load(outs + 8 * rank):
+            return -1, -1, 0
+    else:
+        known = ins if splits_input(coll) else outs
+        for i in range(nranks):
+            agreed, most = mix(agreed, load(known + 8 * i)), max(most, load(known + 8 * i))
+    store(table + at.COUNTS_AGREED, agreed)
+    store(table + at.COUNTS_SHOWN, max(count, out_count) if coll != ALL_TO_ALL else count)
+    if not splits_output(coll):
+        out_count = load(ins + 8 * rank)
+        store(outs, out_count)
+    elif not splits_input(coll):
+        count = load(outs + 8 * rank)
+        store(ins, count)
+    return count, out_count, most
+
+
+@inline
+def lies_in_place(ctx: int, coll: int, source: int, nbytes: int, target: int, out_bytes: int, itemsize: int) -> int:
+    """0 if input and output are apart, 1 if one is this rank's block of the other, as the in-place form has them, -1 otherwise."""
+    if nbytes == 0 or out_bytes == 0 or source >= target + out_bytes or target >= source + nbytes:
+        return 0
+    blocks = load(ctx + at.CTX_COUNTS) + at.COUNTS_BLOCKS + (0 if splits_input(coll) else 8)
+    first = 0
+    for i in range(load(ctx + at.CTX_RANK)):
+        first += load(blocks + 8 * i) * itemsize
+    if (coll == ALL_GATHER and source == target + first) or (coll == REDUCE_SCATTER and target == source + first):
+        return 1
+    return -1

@@ -1,0 +1,54 @@
+"""Uneven collectives whose counts are new with every call: right in every form, planned once, and refused where ranks disagree."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.comm import uneven_ranks
+from tests.support.ranks import rank_outcomes, run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+CALLS = 20_000
+
+
+@pytest.mark.parametrize("nranks", [1, 2, 3])
+def test_all_forms_of_counts(nranks: int) -> None:
+    run_ranks(uneven_ranks.shapes, nranks)
+
+
+@pytest.mark.parametrize("ranks_per_host", [0, 1])
+def test_blocks_of_many_rounds(ranks_per_host: int) -> None:
+    run_ranks(uneven_ranks.rounds, 3, ranks_per_host)
+
+
+def test_counts_that_are_always_new_leave_nothing_behind() -> None:
+    most = 4 * uneven_ranks.PLANS
+    for got in run_ranks(uneven_ranks.always_new, 2, CALLS, timeout=120):
+        assert got["long ways"] < CALLS // 10 + most  # the other calls of five collectives did not leave compiled code
+        assert got["runs"] < most
+        assert got["plans"] <= got["runs"] + 2
+        assert got["private"] < 2 << 20
+        assert got["grown"] < 1 << 20
+
+
+DISAGREEMENTS = ("less", "nothing", "not expected", "slots", "list", "list of the same sum")
+
+
+@pytest.mark.parametrize(("what", "then"), [*itertools.product(DISAGREEMENTS, ("barrier", "again")), ("nothing", "nothing")])
+def test_ranks_that_disagree_are_told(what: str, then: str) -> None:
+    for outcome in rank_outcomes(uneven_ranks.disagree, 3, what, then, 0, timeout=30):
+        assert outcome.ok, f"{outcome.error}\n{outcome.output}"
+        assert outcome.value["type"] == "CollectiveMismatch", outcome.value
+        assert outcome.value["seconds"] < 2.5, outcome.value
+        text = "count" if what.startswith("list") else "ranks disagree"
+        assert text in outcome.value["text"], outcome.value
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_ranks_of_other_hosts_that_disagree_are_told(what: str) -> None:
+    for outcome in rank_outcomes(uneven_ranks.disagree, 3, what, "barrier", 1, timeout=30):
+        assert outcome.ok, f"{outcome.error}\n{outcome.output}"
+        assert outcome.value["type"] == "CollectiveMismatch", outcome.value
