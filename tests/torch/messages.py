@@ -85,6 +85,29 @@ def tags(path: str) -> None:
         assert mine.tolist() == [1.0] * 2
 
 
+def floods(path: str) -> None:
+    """More messages on the way than a FIFO has slots, short and long, before any is received: each has its own content, in its order."""
+    with world(path) as (rank, nranks):
+        to, fro = (rank + 1) % nranks, (rank - 1) % nranks
+        sizes = [LARGE if i in (4, 20) else i % 7 for i in range(40)]
+        for turn in range(2):
+            sends = [dist.isend(torch.full((n,), 100.0 * rank + i + turn), to, tag=i % 3) for i, n in enumerate(sizes)]
+            for tag in (2, 0, 1):
+                for i in range(tag, len(sizes), 3):
+                    dist.recv(out := torch.zeros(sizes[i]), fro, tag=tag)
+                    assert (out == 100.0 * fro + i + turn).all(), (turn, i)
+            assert all(work is not None and work.wait() for work in sends)
+        got = torch.zeros(2)
+        for i in range(20):  # one after the other, while a receive of another tag waits for the same rank
+            waits = dist.irecv(other := torch.zeros(1), fro, tag=50)
+            dist.send(torch.full((2,), float(i)), to, tag=51)
+            dist.recv(got, fro, tag=51)
+            dist.send(torch.full((1,), -float(i)), to, tag=50)
+            assert waits is not None
+            assert waits.wait()
+            assert (got.tolist(), other.item()) == ([float(i)] * 2, -float(i))
+
+
 def any_source(path: str) -> None:
     with world(path) as (rank, nranks):
         other = gloo()

@@ -42,7 +42,7 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
     ("nranks", "checks"),
     [
         (3, (calls.layouts, calls.uneven, calls.handles, calls.profiled, calls.short_forms)),
-        (3, (messages.point_to_point, messages.tags, messages.any_source, messages.threads)),
+        (3, (messages.point_to_point, messages.tags, messages.floods, messages.any_source, messages.threads)),
         (
             3,
             (

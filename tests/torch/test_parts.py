@@ -51,6 +51,25 @@ def test_centuries_are_a_deadline() -> None:
 # ---- the lane
 
 
+def test_many_threads_may_wait_for_one_work() -> None:
+    work, lane, go = Work("slow", []), Lane("test"), threading.Event()
+    lane.submit(work, lambda: go.wait(LIMIT_S))
+    with pytest.raises(BackendError, match=r"slow: not finished within 0:00:00\.010000"):
+        work.wait(datetime.timedelta(milliseconds=10))
+    assert not work.is_completed()
+    ended: list[bool] = []
+    waiters = [threading.Thread(target=lambda: ended.append(work.wait())) for _ in range(3)]
+    for waiter in waiters:
+        waiter.start()
+    assert ended == []
+    go.set()
+    for waiter in waiters:
+        waiter.join(LIMIT_S)
+    assert ended == [True] * 3
+    assert work.wait(datetime.timedelta(milliseconds=1))
+    assert lane.close(LIMIT_S)
+
+
 class _Slow(Work):
     """Its end can be held up."""
 

@@ -20,7 +20,8 @@ from miraccl.executor.cpu.lower import Words, signature
 from miraccl.native import atomics
 from miraccl.types import Collective, RedOp
 
-_DONE, _ROUNDS, _MARK, _MUST, _AFTER = (w // 8 for w in (at.OP_DONE, at.OP_ROUNDS, at.OP_MARK, at.OP_MUST, at.OP_AFTER))
+_KIND, _DONE, _ROUNDS = at.OP_KIND // 8, at.OP_DONE // 8, at.OP_ROUNDS // 8
+_MARK, _MUST, _AFTER = at.OP_MARK // 8, at.OP_MUST // 8, at.OP_AFTER // 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +35,11 @@ class Transfer:
 
 @dataclass(eq=False, kw_only=True)
 class Entry:
-    """A transfer under way; ``words`` is its row of the table between calls."""
+    """A transfer under way; ``words``, at ``address``, is its row of the table between calls."""
 
     transfer: Transfer
     words: Words
+    address: int
     done: bool = False
 
 
@@ -57,7 +59,7 @@ class Exchange:
 
     def add(self, transfers: Sequence[Transfer]) -> list[Entry]:
         """Take transfers in, in their order; those to this rank itself are done at once where they find each other."""
-        entries = [Entry(transfer=t, words=self._words(t)) for t in transfers]
+        entries = [self._entry(t) for t in transfers]
         mine = [e for e in entries if e.transfer.peer == self._rank]
         pairs = self._match([*self._to_self, *mine])
         with self._lock:
@@ -68,6 +70,22 @@ class Exchange:
             send.done = receive.done = True
         self._to_self = [e for e in self._to_self if not e.done]
         return entries
+
+    def renew(self, entry: Entry) -> Entry:
+        """An entry that has ended, as if it had not begun."""
+        entry.done = False
+        entry.words[_DONE] = entry.words[_MARK] = 0
+        return entry
+
+    def take_in(self, entry: Entry) -> None:
+        """As ``add``, of an entry over a wire."""
+        with self._lock:
+            self._open.append(entry)
+
+    def at_once(self, entry: Entry) -> int:
+        """Begin an entry that nobody has taken in, as far as it goes without waiting; a result of the engine. What is open and has not
+        begun in its direction would have to come before it."""
+        return self._advance_one(entry, wanted=False)
 
     def refuse_lonely(self, transfers: Sequence[Transfer]) -> None:
         """Raise if one of these, which are waited for together, can never end because its other half on this rank is missing."""
@@ -96,6 +114,10 @@ class Exchange:
                 raise InvalidUsage(f"a rank sends itself {a.count} x {a.dtype.label} and receives {b.count} x {b.dtype.label}")
         return pairs
 
+    def _entry(self, transfer: Transfer) -> Entry:
+        words = self._words(transfer)
+        return Entry(transfer=transfer, words=words, address=int(words.ctypes.data))
+
     def _words(self, transfer: Transfer) -> Words:
         row = np.zeros(at.OP_SIZE // 8, np.int64)
         memory = transfer.memory
@@ -120,9 +142,24 @@ class Exchange:
         result of the engine."""
         with self._lock:
             entries = [e for e in self._open if among is None or e in among]
-        table = np.zeros((max(1, len(entries)), at.OP_SIZE // 8), np.int64)
+        if not entries:
+            return at.OK
+        alone = len(entries) == 1
+        code = self._advance_one(entries[0], entries[0] in must) if alone else self._advance_all(entries, {id(e) for e in must})
+        with self._lock:
+            self._open = [e for e in self._open if not e.done]
+        return code
+
+    def _advance_one(self, entry: Entry, wanted: bool) -> int:
+        """As ``_advance_all``; its words are the table."""
+        entry.words[_AFTER], entry.words[_MUST] = -1, wanted
+        code = self._door(entry.address, 1)
+        entry.done = entry.done or (wanted and code == at.OK) or self._taken(entry.words)
+        return code
+
+    def _advance_all(self, entries: Sequence[Entry], wanted: set[int]) -> int:
+        table = np.zeros((len(entries), at.OP_SIZE // 8), np.int64)
         last: dict[tuple[int, bool], int] = {}
-        wanted = {id(e) for e in must}
         for i, entry in enumerate(entries):
             key = entry.transfer.peer, entry.transfer.receives
             table[i] = entry.words
@@ -130,17 +167,16 @@ class Exchange:
             table[i, _MUST] = id(entry) in wanted
             last[key] = i
         code = self._door(int(table.ctypes.data), len(entries))
-        for row, entry in zip(table, entries, strict=False):
-            entry.words = row.copy()
+        for row, entry in zip(table, entries, strict=True):
+            entry.words[:] = row
             waited_for = code == at.OK and id(entry) in wanted
             entry.done = entry.done or waited_for or self._taken(row)
-        with self._lock:
-            self._open = [e for e in self._open if not e.done]
         return code
 
     def _taken(self, row: Words) -> bool:
         """Whether an operation has ended: all pieces done, and those of a send that were posted by address taken by the peer."""
-        if int(row[_DONE]) < int(row[_ROUNDS]):
+        if row[_DONE] < row[_ROUNDS]:
             return False
-        receives, peer = bool(row[at.OP_KIND // 8]), int(row[at.OP_PEER // 8])
-        return receives or int(row[_MARK]) <= atomics.load_acquire(self._wires[peer].send_tail)
+        if row[_KIND] or not row[_MARK]:
+            return True
+        return int(row[_MARK]) <= atomics.load_acquire(self._wires[int(row[at.OP_PEER // 8])].send_tail)

@@ -79,9 +79,29 @@ class Wire(Exchange):
 
     def start(self, array: Array, peer: int, *, receives: bool) -> Entry:
         """Take in one message of bytes. It goes on in ``go_on``."""
+        return self.add([self._transfer(array, peer, receives)])[0]
+
+    def _transfer(self, array: Array, peer: int, receives: bool) -> Transfer:
         where = "recv" if receives else "send"
-        transfer = Transfer(receives=receives, peer=peer, memory=view(array, "x", writes=receives, where=where))
-        return self.add([transfer])[0]
+        return Transfer(receives=receives, peer=peer, memory=view(array, "x", writes=receives, where=where))
+
+    def _check(self) -> None:
+        if self._member.faults.fault is not None:
+            raise self._member.faults.fault
+
+    def header(self, array: Array, peer: int, *, receives: bool) -> Entry:
+        """What ``take_in`` and ``put`` take, for memory that is used again and again."""
+        return self._entry(self._transfer(array, peer, receives))
+
+    def put(self, entry: Entry) -> bool:
+        """Post a message that fits into one slot, if there is room and nothing is before it; else nothing has happened."""
+        if any([e.transfer.peer == entry.transfer.peer and not e.transfer.receives for e in self._open]):  # noqa: C419
+            return False
+        self._check()
+        code = self.at_once(entry)
+        if code != at.OK:
+            self._member._conclude(code, "send/recv")
+        return entry.done
 
     def go_on(self, must: Sequence[Entry], limit_s: float) -> bool:
         """Advance everything: until ``must`` has ended or ``limit_s`` has passed, or, without any, as far as it goes at once.
@@ -89,8 +109,7 @@ class Wire(Exchange):
         False if the time was up, which leaves everything as it is.  Raises the communicator's fault.
         """
         member = self._member
-        if member.faults.fault is not None:
-            raise member.faults.fault
+        self._check()
         member.context.set(at.CTX_TIMEOUT_NS, max(1, int(limit_s * 1e9)))
         code = self.advance([e for e in must if not e.done])
         if code == at.ERR_TIMEOUT:

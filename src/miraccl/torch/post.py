@@ -13,6 +13,7 @@ Everything goes on inside calls: of ``wait``, ``poll`` and whatever else is call
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -31,8 +32,8 @@ SLICE_S = 0.005
 NAP_FIRST_S, NAP_LAST_S = 20e-6, 500e-6
 CLOSE_WAIT_S = 10.0
 #: Headers all have this size, so that they can be received before anything is known; two words are the tag and the count of bytes.
-HEADER_BYTES, WORDS_BYTES = 1024, 16
-SHORT_BYTES = HEADER_BYTES - WORDS_BYTES
+HEADER_BYTES, WORDS = 1024, struct.Struct("=qq")
+SHORT_BYTES = HEADER_BYTES - WORDS.size
 
 
 @dataclass(eq=False, kw_only=True)
@@ -45,7 +46,8 @@ class Message:
     peer: int | None
     done: bool = False
     error: MiracclError | None = None
-    header: Array | None = None
+    #: Of a send; it is used again for other messages.
+    header: Entry | None = None
     entries: list[Entry] = field(default_factory=list)
     #: Where the payload lands first, if not in ``array``.
     aside: Array | None = None
@@ -75,37 +77,50 @@ class Post:
         self._wanted: list[Message] = []  # receives without a message
         self._moving: list[Message] = []  # sends, and receives with one
         self._early: list[_Early] = []
-        self._headers: dict[int, tuple[Entry, Array]] = {}
+        self._headers: dict[int, Entry] = {}  # those that are awaited, by source
+        self._unused: dict[tuple[int, bool], Entry] = {}  # headers by peer, and whether they are received
         self._closed = False
+        self._inside = _Turn(self)
 
     # ---- calls
 
     def send(self, array: Array, peer: int, tag: int, name: str = "send") -> Message:
         """Begin to send a flat array, which stays as it is until the message is done."""
         message = Message(name=name, tag=tag, array=as_bytes(array), peer=self._rank(peer, name))
-        with self._inside():
+        with self._inside:
             self._check(name)
             if peer == self.comm.rank:
                 self._early.append(_Early(peer=peer, tag=tag, payload=message.array.copy(), entries=[]))
                 message.done = True
+                self._advance([])
             else:
-                message.header = _header(tag, message.array)
-                message.entries.append(self._wire.start(message.header, peer, receives=False))
-                if message.array.nbytes > SHORT_BYTES:
-                    message.entries.append(self._wire.start(message.array, peer, receives=False))
-                self._moving.append(message)
-            self._advance([])
+                self._send(message, peer)
         return message
+
+    def _send(self, message: Message, peer: int) -> None:
+        header = self._header(peer, receives=False)
+        _write(header, message.tag, message.array)
+        if message.array.nbytes <= SHORT_BYTES and self._put(header):
+            message.done = True
+            self._unused[peer, False] = header
+            return
+        self._wire.take_in(header)
+        message.header, message.entries = header, [header]
+        if message.array.nbytes > SHORT_BYTES:
+            message.entries.append(self._wire.start(message.array, peer, receives=False))
+        self._moving.append(message)
+        self._advance([])
 
     def receive(self, array: Array, peer: int | None, tag: int, name: str = "recv") -> Message:
         """Begin to receive into a flat array, from ``peer`` or from anyone."""
         source = None if peer is None else self._rank(peer, name)
         message = Message(name=name, tag=tag, array=as_bytes(array), peer=source)
-        with self._inside():
+        with self._inside:
             self._check(name)
             self._wanted.append(message)
-            self._sort()  # it may have come already
-            self._conclude()
+            if self._early:
+                self._sort()  # it may have come already
+                self._conclude()
             self._await_headers()
         return message
 
@@ -131,7 +146,7 @@ class Post:
             if left <= 0:
                 self._late(message, limit)
                 break
-            with self._inside():
+            with self._inside:
                 must = self._next(message)
                 self._advance(must, min(SLICE_S, left))
             if not message.done and (not must or self._waiting):
@@ -142,7 +157,7 @@ class Post:
 
     def withdraw(self, message: Message) -> bool:
         """Take back a receive that has found no message; whether that was so."""
-        with self._inside():
+        with self._inside:
             if message in self._wanted:
                 self._wanted.remove(message)
                 return True
@@ -173,9 +188,6 @@ class Post:
 
     # ---- one turn
 
-    def _inside(self) -> _Turn:
-        return _Turn(self)
-
     def _check(self, name: str) -> None:
         if self._closed:
             raise CommunicatorClosed("the process group has been destroyed", rank=self.comm.rank, op=name)
@@ -190,13 +202,13 @@ class Post:
         if message.entries:
             return message.entries
         header = None if message.peer is None else self._headers.get(message.peer)
-        return [] if header is None else [header[0]]
+        return [] if header is None else [header]
 
     def _advance(self, must: Sequence[Entry], limit_s: float = 1.0) -> None:
         """Go on with everything. A fault of the communicator becomes that of all messages."""
         try:
             self._wire.go_on(must, limit_s)
-            while self._sort():
+            while self._sort() and self._wire.open:
                 self._wire.go_on([], limit_s)
         except MiracclError as error:
             self._fail(error)
@@ -210,42 +222,59 @@ class Post:
 
     def _await_headers(self) -> None:
         """A header is awaited from every rank from which some receive may get a message."""
-        sources: set[int] = set()
         for message in self._wanted:
-            sources |= set(range(self.comm.nranks)) if message.peer is None else {message.peer}
-        for source in sorted(sources - {self.comm.rank} - self._headers.keys()):
-            header = np.empty(HEADER_BYTES, np.uint8)
-            self._headers[source] = self._wire.start(header, source, receives=True), header
+            for source in range(self.comm.nranks) if message.peer is None else (message.peer,):
+                if source != self.comm.rank and source not in self._headers:
+                    self._headers[source] = header = self._header(source, receives=True)
+                    self._wire.take_in(header)
+
+    def _header(self, peer: int, *, receives: bool) -> Entry:
+        """A header to or from a peer; each has its memory once, unless several are under way."""
+        entry = self._unused.pop((peer, receives), None)
+        if entry is not None:
+            return self._wire.renew(entry)
+        return self._wire.header(np.zeros(HEADER_BYTES, np.uint8), peer, receives=receives)
+
+    def _put(self, header: Entry) -> bool:
+        """Whether a header could be sent at once. A fault of the communicator becomes that of all messages, this one's with the others'."""
+        try:
+            return self._wire.put(header)
+        except MiracclError:
+            return False  # as the next attempt says
 
     def _sort(self) -> bool:
         """Bring messages and receives together; whether there is something new to do."""
         new = False
-        for source, (entry, header) in list(self._headers.items()):
-            if entry.done:
-                del self._headers[source]
-                tag, nbytes = (int(word) for word in header[:WORDS_BYTES].view(np.int64))
-                self._arrived(source, tag, nbytes, header[WORDS_BYTES:])
-                new = True
-        for early in list(self._early):
+        for source in [source for source, header in self._headers.items() if header.done]:
+            self._arrived(source, header := self._headers.pop(source))
+            self._unused[source, True] = header
+            new = True
+        for early in list(self._early) if self._wanted else ():
             taker = self._taker(early.peer, early.tag)
             if taker is not None:
                 self._early.remove(early)
                 self._give(taker, early)
                 new = True
-        if new:
+        if new and self._wanted:
             self._await_headers()
         return new
 
     def _taker(self, source: int, tag: int) -> Message | None:
         return next((m for m in self._wanted if m.tag == tag and m.peer in (None, source)), None)
 
-    def _arrived(self, source: int, tag: int, nbytes: int, short: Array) -> None:
-        """A header: a payload that is not in it goes straight to the receive that waits for it, else aside."""
+    def _arrived(self, source: int, header: Entry) -> None:
+        """A payload that is not in its header goes straight to the receive that waits for it, else aside."""
+        tag, nbytes, short = _read(header)
         ahead = any(e.peer == source and e.tag == tag for e in self._early)
         taker = None if ahead else self._taker(source, tag)
         entries = []
+        if taker is not None and taker.array.nbytes == nbytes <= SHORT_BYTES:  # most messages
+            taker.array[:] = short
+            taker.peer, taker.done = source, True
+            self._wanted.remove(taker)
+            return
         if nbytes <= SHORT_BYTES:
-            payload = short[:nbytes]
+            payload = short.copy()
         else:
             payload = taker.array if taker is not None and taker.array.nbytes == nbytes else np.empty(nbytes, np.uint8)
             entries = [self._wire.start(payload, source, receives=True)]
@@ -267,9 +296,11 @@ class Post:
 
     def _conclude(self) -> None:
         """Mark what is done."""
-        for message in [m for m in self._moving if all(e.done for e in m.entries)]:
+        for message in [m for m in self._moving if all([e.done for e in m.entries])]:  # noqa: C419  (half the time of a generator)
             if message.aside is not None and message.error is None:
                 np.copyto(message.array, message.aside)
+            if message.header is not None and message.peer is not None:
+                self._unused[message.peer, False] = message.header
             self._moving.remove(message)
             message.done = True
 
@@ -281,17 +312,23 @@ class Post:
             text = f"not finished within {limit:g} s: waits for {what}; it goes on"
             raise CollectiveTimeout(text, rank=self.comm.rank, peer=message.peer, op=message.name)
         text = f"rank {self.comm.rank} passed the deadline of {self.timeout:g} s while waiting for {what}"
-        with self._inside():
+        with self._inside:
             if not message.done:
                 self._fail(self._wire.expire(text, message.peer))
 
 
-def _header(tag: int, payload: Array) -> Array:
-    header = np.zeros(HEADER_BYTES, np.uint8)
-    header[:WORDS_BYTES].view(np.int64)[:] = tag, payload.nbytes
+def _write(header: Entry, tag: int, payload: Array) -> None:
+    memory = header.transfer.memory.array
+    WORDS.pack_into(memory.data, 0, tag, payload.nbytes)
     if payload.nbytes <= SHORT_BYTES:
-        header[WORDS_BYTES : WORDS_BYTES + payload.nbytes] = payload
-    return header
+        memory[WORDS.size : WORDS.size + payload.nbytes] = payload
+
+
+def _read(header: Entry) -> tuple[int, int, Array]:
+    """Tag, bytes of the payload, and the payload if it is short."""
+    memory = header.transfer.memory.array
+    tag, nbytes = WORDS.unpack_from(memory.data)
+    return tag, nbytes, memory[WORDS.size : WORDS.size + nbytes]
 
 
 class _Turn:

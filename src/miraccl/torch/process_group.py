@@ -231,6 +231,8 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
                 return self._streams_of(staged.device).transfer("send", tensors, staged.memory, begin, _nothing)
             staged.load()
             message = self._post.send(staged.array, dst, _tag(tag, "send"))
+        if message.done and message.error is None:
+            return self._transfer(FinishedWork("send", tensors))
         return self._transfer(TransferWork("send", tensors, self._post, message, self._mail_lane, _nothing))
 
     @by_device("recv")

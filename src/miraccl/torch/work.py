@@ -30,16 +30,20 @@ class Work(dist.Work):
     def __init__(self, name: str, tensors: Sequence[Any]) -> None:
         super().__init__()
         self._name, self._tensors = name, list(tensors)
-        self._done = threading.Event()
+        self._done = False
+        self._going_on = threading.Lock()  # until it has ended; an Event is made in the time of a small operation
+        self._going_on.acquire()
         self._error: Exception | None = None
         self._future: Any = None
         self._lock = threading.Lock()
-        self._concluding = threading.Lock()
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """True when the operation has ended well; ``BackendError`` after its failure or after ``timeout`` (none, or 0: the group's)."""
-        if not self._done.wait(seconds(timeout)):
-            raise BackendError(CollectiveTimeout(f"not finished within {timeout}; it goes on in the background", op=self._name))
+        if not self._done:
+            limit = seconds(timeout)
+            if not self._going_on.acquire(timeout=-1 if limit is None else limit):
+                raise BackendError(CollectiveTimeout(f"not finished within {timeout}; it goes on in the background", op=self._name))
+            self._going_on.release()
         if self._error is not None:
             raise self._error
         return True
@@ -48,7 +52,7 @@ class Work(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        return self._done
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -64,7 +68,7 @@ class Work(dist.Work):
             fresh = self._future is None
             if fresh:
                 self._future = torch.futures.Future()
-            fulfil = fresh and self._done.is_set()
+            fulfil = fresh and self._done
         if fulfil:
             self.fulfil()
         return self._future
@@ -77,8 +81,8 @@ class Work(dist.Work):
     def settle(self, error: Exception | None) -> bool:
         """Mark it as ended; whether somebody has a future of it, which is still to be fulfilled."""
         with self._lock:
-            self._error = error
-            self._done.set()
+            self._error, self._done = error, True
+            self._going_on.release()
             return self._future is not None
 
     def fulfil(self) -> None:
@@ -95,12 +99,9 @@ class FinishedWork(Work):
     def __init__(self, name: str, tensors: Sequence[Any]) -> None:
         dist.Work.__init__(self)
         self._name, self._tensors = name, list(tensors)
-        self._error, self._future = None, None
+        self._done, self._error, self._future = True, None, None
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
         return True
 
     def get_future(self) -> Any:
@@ -209,9 +210,10 @@ class TransferWork(Work):
         super().__init__(name, tensors)
         self._post, self._message, self._lane, self._after = post, message, lane, after
         self._handed_over = False
+        self._concluding = threading.Lock()
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        if not self._done.is_set():
+        if not self._done:
             try:
                 self._post.wait(self._message, seconds(timeout))
             except MiracclError as error:
@@ -221,11 +223,11 @@ class TransferWork(Work):
         return super().wait(timeout)
 
     def is_completed(self) -> bool:
-        if not self._done.is_set():
+        if not self._done:
             with contextlib.suppress(MiracclError):  # it becomes the message's
                 self._post.poll(self._message)
             self._conclude()
-        return self._done.is_set()
+        return self._done
 
     def get_future(self) -> Any:
         if not self.is_completed() and not self._handed_over:
@@ -248,7 +250,7 @@ class TransferWork(Work):
         if not self._message.done:
             return
         with self._concluding:
-            if self._done.is_set():
+            if self._done:
                 return
             error = self._message.error
             if error is None:

@@ -315,6 +315,7 @@ def exchange_all(ctx: int, table: int, count: int) -> int:
         total += load(table + i * at.OP_SIZE + at.OP_BYTES)
     store(ctx + at.CTX_STREAM, 1 if total >= load(ctx + at.CTX_STREAM_FROM) else 0)
     idle, passes = 0, 0
+    patience = load(ctx + at.CTX_SPIN) // (1 + count)  # a look at every operation takes about as long as a pause
     while True:
         code, went = advance(ctx, table, count)
         if code != at.OK:
@@ -325,9 +326,9 @@ def exchange_all(ctx: int, table: int, count: int) -> int:
             break
         store(ctx + at.CTX_STEP, max(first, 0))
         idle = 0 if went > 0 else idle + 1
-        if first < 0 or idle <= load(ctx + at.CTX_SPIN) // 8:
+        if first < 0 or idle <= patience:
             pause()
-        elif idle <= load(ctx + at.CTX_SPIN) // 8 + load(ctx + at.CTX_YIELDS) and load(ctx + at.CTX_NAPS) == 0:
+        elif idle <= patience + load(ctx + at.CTX_YIELDS) and load(ctx + at.CTX_NAPS) == 0:
             release_gil(ctx)
             yield_core(ctx, now_ns(ctx))
         else:
