@@ -220,6 +220,32 @@ def background_collectives(comm: Communicator) -> None:
         assert send.done()
 
 
+def messages_behind_a_background_collective(comm: Communicator) -> None:
+    """A send that was called while a collective was in the background is not overtaken by one that compiled code runs after that."""
+    side = comm.split(0)
+    assert side is not None
+    here = np.zeros(BIG, np.float32)
+    for _ in range(2):
+        comm.all_reduce(ones := np.ones(3000, np.float32))
+    if comm.rank == 0 and comm.nranks > 1:
+        work = comm.all_reduce(np.ones(5, np.float32), async_op=True)
+        send = comm.send(data(0, BIG), 1, async_op=True)
+        side.send(here[:0], 1)  # only now does rank 1 begin
+        assert (work.wait() == comm.nranks).all()
+        comm.all_reduce(ones)
+        send.wait()
+    else:
+        if comm.rank == 1:
+            side.recv(here[:0], 0)
+        comm.all_reduce(np.ones(5, np.float32))
+        if comm.rank == 1:
+            comm.recv(here, 0)
+            expect(here, 0)
+        comm.all_reduce(ones)
+    assert (ones == comm.nranks**2).all()
+    side.finalize()
+
+
 def messages_between_background_collectives(comm: Communicator) -> None:
     """A send that is called after a collective in the background does not overtake it, even if that waits for sends before it."""
     side = comm.split(0)
@@ -314,6 +340,7 @@ def all_patterns(ranks_per_host: int) -> None:
         groups_of_all_kinds(comm)
         background_collectives(comm)
         messages_between_background_collectives(comm)
+        messages_behind_a_background_collective(comm)
         persistent_operations(comm)
         persistent_operations_with_parts_and_roots(comm)
 

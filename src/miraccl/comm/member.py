@@ -157,8 +157,16 @@ class Member:
     def look_before_running(self, reason: int, on: bool) -> None:
         """Set or clear one reason for the doors to be shut."""
         with self._busy_lock:
-            word = self.context.get(at.CTX_BUSY)
-            self.context.set(at.CTX_BUSY, word | reason if on else word & ~reason)
+            self._set_reason(reason, on)
+
+    def _set_reason(self, reason: int, on: bool) -> None:
+        word = self.context.get(at.CTX_BUSY)
+        self.context.set(at.CTX_BUSY, word | reason if on else word & ~reason)
+
+    def _look_at_open(self) -> None:
+        """Shut the doors while sends or receives are open; what looks and what adds some may be two threads."""
+        with self._busy_lock:
+            self._set_reason(REASON_OPEN, bool(self._exchange.open))
 
     def check(self, code: int, name: str) -> None:
         """Raise if the communicator cannot run ``name``; ``code`` is what a door said."""
@@ -243,6 +251,7 @@ class Member:
         if not async_op:
             self._exchange.refuse_lonely(transfers)
         entries = self._exchange.add(transfers)
+        self._look_at_open()
         if not async_op:
             self.finish(entries, name)
             return result
@@ -262,7 +271,7 @@ class Member:
 
     def _advance(self, must: Sequence[Entry], name: str, among: Sequence[Entry] | None = None) -> None:
         code = self._exchange.advance([e for e in must if not e.done], among)
-        self.look_before_running(REASON_OPEN, bool(self._exchange.open))
+        self._look_at_open()
         self._conclude(code, name)
 
     def progress(self, entries: Sequence[Entry], name: str) -> bool:
