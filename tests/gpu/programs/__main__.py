@@ -13,7 +13,7 @@ from tests.gpu.programs.draw import draw
 def main() -> int:
     ask = argparse.ArgumentParser(prog="python -m tests.gpu.programs", description="Random programs, every result compared.")
     ask.add_argument("--ranks", type=int, default=2)
-    ask.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    ask.add_argument("--device", choices=("cuda", "cpu", "emulated"), default="cuda")
     ask.add_argument("--api", choices=("own", "torch", "both"), default="both")
     ask.add_argument("--backend", default="miraccl", help="of PyTorch: gloo and nccl try the tester itself")
     ask.add_argument("--first", type=int, default=0, help="the first seed")

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from miraccl.types import DType
 from tests.gpu.programs import records as at
@@ -64,6 +65,15 @@ class Calls:
     def stream(self) -> int:
         return self.rng.randrange(NSTREAMS)
 
+    def _in_a_stream(self, on_gpu: bool) -> dict[str, Any]:
+        """A stream, and whether the call names it or it is the current one."""
+        if not on_gpu:
+            return {}
+        stream, names = self.stream(), self.program.api == "own" and self.rng.random() < 0.5
+        if self.program.device == "emulated":
+            names = names or stream != 0 or self.in_graph
+        return {"stream": stream, "names_stream": names}
+
     def used_in_background(self) -> set[int]:
         return {step.comm for step in self.pending.values()}
 
@@ -85,13 +95,15 @@ class Calls:
 
     def warm(self, comm: at.Comm) -> None:
         """The first operation on GPU memory, by all ranks."""
-        if self.program.device == "cpu" or comm.number in self._warm:
+        if not self.program.has_gpu or comm.number in self._warm:
             return
         self._warm.add(comm.number)
         found = [b for b in self.program.buffers if b.on_gpu and self.free(b.number) and (not self.plain or b.dtype is not DType.UINT8)]
         buffer = found[0] if found else self.program.buffers[0]
         view = at.View(buffer.number, ((0, min(buffer.count, 5)),) * len(comm.ranks))
-        self.steps.append(at.Call(number=self.number(), comm=comm.number, name="broadcast", x=view))
+        self.steps.append(
+            at.Call(number=self.number(), comm=comm.number, name="broadcast", x=view, names_stream=self.program.device == "emulated")
+        )
 
     # ---- a collective
 
@@ -107,14 +119,14 @@ class Calls:
         form = rng.choice(forms[name])
         first = rng.choice(self.program.buffers)
         usable = self._usable(first.dtype, first.on_gpu)
-        if not usable or (self.in_graph and (not first.on_gpu and self.program.device == "cuda")):
+        if not usable or (self.in_graph and (not first.on_gpu and self.program.has_gpu)):
             return None
         if self.in_graph and form.startswith(("makes", "prepared")):
             form = "plain"
         if form.startswith("makes") and (name in _CANNOT_MAKE and "functional" not in form):
             form = "plain"
-        if form.startswith("makes") and self.program.api == "own" and name in ("all_reduce", "reduce"):
-            form = "plain"  # these work in place
+        if form.startswith("makes") and self.program.api == "own" and (name in ("all_reduce", "reduce") or self._emulates(first)):
+            form = "plain"  # these work in place, and only tensors are made
         if first.on_gpu:
             self.warm(comm)
         uneven = self._may_be_uneven(name, form) and rng.random() < 0.4
@@ -132,6 +144,9 @@ class Calls:
         partner = rng.choice(other) if other else larger
         makes = form.startswith("makes")
         return self._placed(comm, name, form, uneven, root, in_place, makes, larger, partner, small, large)
+
+    def _emulates(self, buffer: at.Buffer) -> bool:
+        return buffer.on_gpu and self.program.device == "emulated"
 
     def _may_be_uneven(self, name: str, form: str) -> bool:
         if name in _NO_UNEVEN or form == "prepared":
@@ -186,8 +201,7 @@ class Calls:
             uneven=uneven,
             makes=makes,
             form=form,
-            stream=self.stream() if on_gpu else 0,
-            names_stream=on_gpu and self.program.api == "own" and self.rng.random() < 0.5,
+            **self._in_a_stream(on_gpu),
         )
 
     def _count(self, most: int) -> int:
@@ -268,7 +282,7 @@ class Calls:
     def repeat(self, call: at.Call) -> None:
         if all(self.free(view.buffer) for view in call.views) and call.comm in self.comms:
             if self.rng.random() < 0.3:
-                call = replace(call, stream=self.stream() if self.program.buffers[call.x.buffer].on_gpu else 0)
+                call = replace(call, **self._in_a_stream(self.program.buffers[call.x.buffer].on_gpu))
             again = replace(call, number=self.number())
             self._make_exact(again, self.program.buffers[call.x.buffer].dtype)
             self._run(again)
@@ -287,7 +301,7 @@ class Calls:
         rng, n = self.rng, len(comm.ranks)
         first = rng.choice(self.program.buffers)
         usable = self._usable(first.dtype, first.on_gpu)
-        if len(usable) < 2 or (n == 1 and form != "group") or (self.in_graph and not first.on_gpu and self.program.device == "cuda"):
+        if len(usable) < 2 or (n == 1 and form != "group") or (self.in_graph and not first.on_gpu and self.program.has_gpu):
             return None
         if self.program.api == "torch" and n == 1:
             return None
@@ -318,8 +332,7 @@ class Calls:
             comm=comm.number,
             messages=tuple(messages),
             form=form,
-            stream=self.stream() if on_gpu else 0,
-            names_stream=on_gpu and self.program.api == "own" and rng.random() < 0.5,
+            **self._in_a_stream(on_gpu),
         )
 
     # ---- several at once
@@ -370,7 +383,8 @@ class Calls:
 
     def wait(self, number: int) -> None:
         del self.pending[number]
-        self.steps.append(at.Wait(number, self.stream(), not self.in_graph and self.rng.random() < 0.3))
+        names = self.program.device == "emulated" or (self.program.api == "own" and self.rng.random() < 0.5)
+        self.steps.append(at.Wait(number, self.stream(), not self.in_graph and self.rng.random() < 0.3, names))
 
 
 def _largest(call: at.Call, bound: int, n: int) -> int:

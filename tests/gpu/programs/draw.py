@@ -39,7 +39,8 @@ class Drawer(Calls):
     def __init__(self, seed: int, program: at.Program, huge: bool, plain: bool) -> None:
         super().__init__(random.Random(f"{program.api} {seed}"), program, plain)
         self.graphs: dict[int, Remembered] = {}
-        self._sizes = ["small", "small", "middle", "middle", "large", *(["huge"] if huge else [])]
+        larger = ["large"] if program.device != "emulated" else []
+        self._sizes = ["small", "small", "middle", "middle", *larger, *(["huge"] if huge else [])]
 
     def program_of(self, nsteps: int, dtypes: Sequence[DType]) -> at.Program:
         self._draw_buffers(dtypes)
@@ -57,7 +58,7 @@ class Drawer(Calls):
         rng = self.rng
         for dtype in rng.sample(dtypes, min(3, len(dtypes))):
             for _ in range(4):
-                on_gpu = self.program.device == "cuda" and rng.random() < 0.85
+                on_gpu = self.program.has_gpu and rng.random() < 0.85
                 count = rng.randint(*SIZES[rng.choice(self._sizes)])
                 window = 0 if self.program.api == "own" and rng.random() < 0.25 else None
                 skews = tuple(rng.choice((0, 0, 1, 3, 5)) for _ in range(self.program.nranks))
@@ -67,7 +68,7 @@ class Drawer(Calls):
                     count=count,
                     on_gpu=on_gpu,
                     window=window,
-                    as_torch=on_gpu or self.program.api == "torch" or rng.random() < 0.3,
+                    as_torch=self.program.device != "emulated" and (on_gpu or self.program.api == "torch" or rng.random() < 0.3),
                     skews=skews if window is None else (skews[0],) * len(skews),
                 )
                 self.program.buffers.append(buffer)
@@ -113,7 +114,7 @@ class Drawer(Calls):
 
     def _barrier(self) -> None:
         comm = self.comm()
-        on_gpu = self.program.device == "cuda" and self.program.api == "own" and self.rng.random() < 0.5
+        on_gpu = self.program.has_gpu and self.program.api == "own" and self.rng.random() < 0.5
         if on_gpu:
             self.warm(comm)
         self.steps.append(at.Barrier(comm.number, self.stream() if on_gpu else None))
@@ -152,7 +153,7 @@ class Drawer(Calls):
     # ---- graphs and threads
 
     def _graph(self) -> None:
-        buffers = [b.number for b in self.program.buffers if b.on_gpu or self.program.device == "cpu"]
+        buffers = [b.number for b in self.program.buffers if b.on_gpu or not self.program.has_gpu]
         buffers = [b for b in buffers if self.free(b)]
         buffers = self.rng.sample(buffers, min(len(buffers), 5))
         comms = self.rng.sample(list(self.comms.values()), min(len(self.comms), 2))
@@ -192,12 +193,12 @@ class Drawer(Calls):
         if self.pending:
             return
         comms = list(self.comms.values())
-        two = self.program.device == "cpu" and self.program.api == "own" and len(comms) > 1
+        two = not self.program.has_gpu and self.program.api == "own" and len(comms) > 1
         chosen = self.rng.sample(comms, 2 if two else 1)
         buffers = [b.number for b in self.program.buffers]
         self.rng.shuffle(buffers)
         half = len(buffers) // len(chosen)
-        if self.program.device == "cuda":
+        if self.program.has_gpu:
             self.warm(chosen[0])
         bodies = [tuple(self.apart(buffers[i * half : (i + 1) * half], [c], self.rng.randint(2, 6))) for i, c in enumerate(chosen)]
         self.steps.append(at.Beside(tuple(bodies)))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import miraccl
+from miraccl.comm.device.work import DeviceWork
 from miraccl.types import PreMulSum, RedOp
 from tests.gpu.programs import records as at
 from tests.gpu.programs.place import Cpu
@@ -99,11 +100,16 @@ class Own:
             for step in steps:
                 step()
 
-    def wait(self, number: int, on_host: bool) -> Any:
+    def wait(self, number: int, on_host: bool, stream: Any) -> Any:
         """The result of the last."""
         result = None
         for work in self.works.pop(number, []):
-            result = work.synchronize() if on_host and hasattr(work, "synchronize") else work.wait()
+            if not isinstance(work, DeviceWork):
+                result = work.wait()
+            elif on_host:
+                result = work.synchronize()
+            else:
+                result = work.wait(**({} if stream is None else {"stream": stream}))
         return result
 
     def barrier(self, comm: int, stream: Any) -> None:

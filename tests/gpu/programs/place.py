@@ -1,4 +1,5 @@
 """Memory and streams of one rank: on a GPU with PyTorch, or in CPU memory, where there is one stream and all of this is nothing.
+``emulated`` has a third kind.
 
 Each access to a buffer comes after the one before, by an event where that was in another stream; buffers have nothing to do with one
 another.  Operations of a communicator are ordered by the library, but for those in graphs, of whose replays it does not know: a replay is
@@ -19,7 +20,7 @@ from miraccl.types import DType
 from tests.comm.reference import DTYPES
 from tests.gpu.programs import records as at
 from tests.gpu.programs.calls import NSTREAMS
-from tests.gpu.programs.values import parts, pool
+from tests.gpu.programs.values import KINDS, parts, pool
 
 _SIGNED = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 
@@ -94,7 +95,7 @@ class Cpu:
         """What runs ``body`` again."""
         return body
 
-    def stall(self, stream: int, cycles: int) -> None:
+    def stall(self, stream: int, milliseconds: float) -> None:
         """Hold up a stream."""
 
     def synchronize(self) -> None:
@@ -118,9 +119,89 @@ def bits_of(thing: Any) -> Any:
     return flat.view(getattr(torch, _SIGNED[flat.element_size()])).numpy()
 
 
-class Cuda(Cpu):
-    on_gpu = True
+class OnGpu(Cpu):
+    """With streams of a GPU, whose kind a subclass knows. ``_streams[0]`` is the default one."""
 
+    on_gpu = True
+    _streams: Sequence[Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[int, tuple[Any, Any]] = {}  # stream and event of the last access to a buffer
+        self._capturing: int | None = None
+
+    def _event_in(self, stream: Any) -> Any:
+        """An event that follows what the stream holds."""
+        raise NotImplementedError
+
+    def _wait(self, stream: Any, event: Any) -> None:
+        raise NotImplementedError
+
+    def _current(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Inside, this is the current stream."""
+        raise NotImplementedError
+
+    def _captured(self, stream: Any, body: Callable[[], None]) -> Callable[[], None]:
+        """What replays ``body`` in the current stream."""
+        raise NotImplementedError
+
+    def _stream(self, number: int) -> Any:
+        """Inside of a capture the default stream is not there."""
+        return self._streams[self._capturing if self._capturing is not None and number == 0 else number]
+
+    @contextlib.contextmanager
+    def using(self, stream: int, buffers: Sequence[int], *, names_stream: bool = False) -> Iterator[Any]:
+        chosen = self._stream(stream)
+        for buffer in buffers:
+            last = self._last.get(buffer)
+            if last is not None and last[0] is not chosen:
+                self._wait(chosen, last[1])
+        if names_stream:
+            yield chosen
+        else:
+            with self._current(chosen):
+                yield None
+        self._last |= dict.fromkeys(buffers, (chosen, self._event_in(chosen)))
+
+    @contextlib.contextmanager
+    def alone(self, stream: int) -> Iterator[None]:
+        chosen = self._stream(stream)
+        with self._between(chosen), self._current(chosen):
+            yield
+
+    @contextlib.contextmanager
+    def _between(self, chosen: Any) -> Iterator[None]:
+        """What is in a stream then comes after what all streams held, and before what they hold later."""
+        others = [s for s in self._streams[self._capturing is not None :] if s is not chosen]
+        for other in others:
+            self._wait(chosen, self._event_in(other))
+        yield
+        for other in others:
+            self._wait(other, self._event_in(chosen))
+
+    def capture(self, stream: int, body: Callable[[], None]) -> Callable[[], None]:
+        self.synchronize()
+        main, others = self._streams[stream], [s for i, s in enumerate(self._streams) if i not in (0, stream)]
+
+        def whole() -> None:
+            for other in others:
+                self._wait(other, self._event_in(main))
+            body()
+            for other in others:
+                self._wait(main, self._event_in(other))
+
+        self._capturing = stream
+        try:
+            return self._captured(main, whole)
+        finally:
+            self._capturing = None
+            self._last.clear()  # events of a capture are no events outside
+
+    def synchronize(self) -> None:
+        self._last.clear()
+
+
+class Cuda(OnGpu):
     def __init__(self, ordinal: int) -> None:
         import torch
 
@@ -128,8 +209,9 @@ class Cuda(Cpu):
         self._torch, self._ordinal = torch, ordinal
         self.enter_thread()
         self._streams = [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(NSTREAMS - 1))]
-        self._last: dict[int, tuple[Any, Any]] = {}  # stream and event of the last access
-        self._capturing: int | None = None
+
+    def enter_thread(self) -> None:
+        self._torch.cuda.set_device(self._ordinal)
 
     def allocate(self, buffer: at.Buffer, rank: int, empty: Callable[..., Any] | None) -> None:
         if not buffer.on_gpu:
@@ -140,26 +222,10 @@ class Cuda(Cpu):
             whole = self._torch.zeros((buffer.count + skew) * buffer.dtype.itemsize, dtype=self._torch.uint8, device="cuda").view(dtype)
         else:
             whole = empty(buffer.count + skew, dtype, device="cuda")
-        self.memory[buffer.number] = Memory(whole[skew:], whole.view(self._bit_type(buffer.dtype))[skew:])
-        for kind in ("wild", "tame", "unit"):
+        bits = getattr(self._torch, _SIGNED[buffer.dtype.itemsize])
+        self.memory[buffer.number] = Memory(whole[skew:], whole.view(bits)[skew:])
+        for kind in KINDS:
             on_device(buffer.dtype, kind)  # now, not inside of a capture
-
-    @contextlib.contextmanager
-    def alone(self, stream: int) -> Iterator[None]:
-        chosen = self._stream(stream)
-        others = [s for s in self._streams if s is not chosen]
-        for other in others:
-            chosen.wait_stream(other)
-        with self._torch.cuda.stream(chosen):
-            yield
-        for other in others:
-            other.wait_stream(chosen)
-
-    def enter_thread(self) -> None:
-        self._torch.cuda.set_device(self._ordinal)
-
-    def _bit_type(self, dtype: DType) -> Any:
-        return getattr(self._torch, _SIGNED[dtype.itemsize])
 
     def fill(self, buffer: at.Buffer, kind: str, rank: int, salt: int) -> None:
         if not buffer.on_gpu:
@@ -177,50 +243,30 @@ class Cuda(Cpu):
             here, there = (self._torch.from_numpy(b) if isinstance(b, np.ndarray) else b for b in (here, there))
             there.copy_(here)
 
-    def _stream(self, number: int) -> Any:
-        """Inside of a capture the default stream is not there."""
-        return self._streams[self._capturing if self._capturing is not None and number == 0 else number]
+    def _event_in(self, stream: Any) -> Any:
+        return stream.record_event()
 
-    @contextlib.contextmanager
-    def using(self, stream: int, buffers: Sequence[int], *, names_stream: bool = False) -> Iterator[Any]:
-        chosen = self._stream(stream)
-        for buffer in buffers:
-            last = self._last.get(buffer)
-            if last is not None and last[0] is not chosen:
-                chosen.wait_event(last[1])
-        if names_stream:
-            yield chosen
-        else:
-            with self._torch.cuda.stream(chosen):
-                yield None
-        event = chosen.record_event()
-        self._last |= dict.fromkeys(buffers, (chosen, event))
+    def _wait(self, stream: Any, event: Any) -> None:
+        stream.wait_event(event)
 
-    def capture(self, stream: int, body: Callable[[], None]) -> Callable[[], None]:
-        self.synchronize()
-        main, others = self._streams[stream], [s for i, s in enumerate(self._streams) if i not in (0, stream)]
+    def _current(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        context: contextlib.AbstractContextManager[Any] = self._torch.cuda.stream(stream)
+        return context
+
+    def _captured(self, stream: Any, body: Callable[[], None]) -> Callable[[], None]:
         graph = self._torch.cuda.CUDAGraph()
-        self._capturing = stream
-        try:
-            with self._torch.cuda.graph(graph, stream=main):
-                for other in others:
-                    other.wait_stream(main)
-                body()
-                for other in others:
-                    main.wait_stream(other)
-        finally:
-            self._capturing = None
-            self._last.clear()  # events of a capture are no events outside
+        with self._torch.cuda.graph(graph, stream=stream):
+            body()
         replay: Callable[[], None] = graph.replay
         return replay
 
-    def stall(self, stream: int, cycles: int) -> None:
-        with self._torch.cuda.stream(self._stream(stream)):
-            self._torch.cuda._sleep(cycles)
+    def stall(self, stream: int, milliseconds: float) -> None:
+        with self._current(self._stream(stream)):
+            self._torch.cuda._sleep(int(milliseconds * 1_500_000))  # cycles
 
     def synchronize(self) -> None:
         self._torch.cuda.synchronize()
-        self._last.clear()
+        super().synchronize()
 
     def read(self, thing: Any) -> Any:
         if isinstance(thing, self._torch.Tensor):

@@ -49,7 +49,7 @@ class Rank:
     def __init__(self, program: at.Program, rank: int, meeting: dict[str, Any], notes: Notes | None = None) -> None:
         self._program, self._rank, self._notes = program, rank, notes
         self._note("meets the others")
-        self.place: Cpu = Cuda(meeting["ordinal"]) if program.device == "cuda" else Cpu()
+        self.place = _place_of(program.device, meeting)
         if program.api == "torch":
             from tests.gpu.programs.torch_calls import TorchCalls
 
@@ -138,7 +138,7 @@ class Rank:
         if chance < 0.06:
             time.sleep(self._random.random() * 0.002)
         elif chance > 0.92:
-            self.place.stall(stream, self._random.randrange(100_000, 2_000_000))
+            self.place.stall(stream, self._random.random() * 1.5)
 
     def _operation(self, step: at.Call | at.Messages) -> None:
         index = self._index(step.comm)
@@ -158,13 +158,14 @@ class Rank:
             return
         index = self._index(parts[0].comm)
         assert index is not None
-        names_streams = self._program.api == "own" and batch.number % 2 == 0
+        names_streams = self._program.api == "own" and (batch.number % 2 == 0 or self._program.device == "emulated")
         with contextlib.ExitStack() as memory:
             actions = []
             for step in parts:
                 stream = step.stream if names_streams else parts[0].stream
                 buffers = [view.buffer for view in step.views]
-                named = memory.enter_context(self.place.using(stream, buffers, names_stream=names_streams))
+                names = names_streams and self._program.buffers[buffers[0]].on_gpu
+                named = memory.enter_context(self.place.using(stream, buffers, names_stream=names))
                 actions.append(functools.partial(self._part, step, named))
             self.calls.together(actions, parts[0], index)
 
@@ -177,8 +178,8 @@ class Rank:
         step = self._numbered[wait.number]
         if self._index(step.comm) is None:
             return
-        with self.place.using(wait.stream, [view.buffer for view in step.views]):
-            result = self.calls.wait(wait.number, wait.on_host)
+        with self.place.using(wait.stream, [view.buffer for view in step.views], names_stream=wait.names_stream) as stream:
+            result = self.calls.wait(wait.number, wait.on_host, stream)
         if isinstance(step, at.Call) and step.makes and result is not None:
             self._made.append((step, result))
 
@@ -226,6 +227,14 @@ class Rank:
             first = int(wrong[0])
             text = f"{wrong.size} of {want.size} are wrong, from {first} to {int(wrong[-1])}, the first {got[first]!r}, not {want[first]!r}"
             raise AssertionError(f"{text}: {what}")
+
+
+def _place_of(device: str, meeting: dict[str, Any]) -> Cpu:
+    if device == "emulated":
+        from tests.gpu.programs.emulated import Emulated
+
+        return Emulated()
+    return Cuda(meeting["ordinal"]) if device == "cuda" else Cpu()
 
 
 def touched(steps: Any) -> set[int]:

@@ -111,6 +111,7 @@ class Wait:
     number: int
     stream: int
     on_host: bool
+    names_stream: bool
 
 
 @dataclass(frozen=True)
@@ -184,9 +185,15 @@ Step = Call | Messages | Batch | Wait | Fill | Copy | Barrier | Split | Finalize
 
 @dataclass
 class Program:
+    """``device``: "cpu", "cuda", or "emulated", a GPU without a GPU, where calls name their stream."""
+
     seed: int
     api: str
     nranks: int
     device: str
     buffers: list[Buffer] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+
+    @property
+    def has_gpu(self) -> bool:
+        return self.device != "cpu"

@@ -169,7 +169,7 @@ class TorchCalls:
         if call.number % 2 == 1:
             manager.wait()
 
-    def wait(self, number: int, on_host: bool) -> Any:
+    def wait(self, number: int, on_host: bool, stream: Any) -> Any:
         for work in self.works.pop(number, []):
             if on_host and not isinstance(work, torch._C.Future):
                 work.wait(LIMIT)

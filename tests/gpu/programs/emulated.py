@@ -1,0 +1,94 @@
+"""Memory and streams of an emulated GPU (``tests.gpu.emulated_cuda``): the same kernels without a GPU, slowly."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from miraccl.comm.device.memory import DeviceMemory
+from miraccl.comm.device.windows import DeviceArray
+from tests.comm.reference import DTYPES
+from tests.gpu.emulated_cuda import EmulatedCuda
+from tests.gpu.fake_cuda import place, seen
+from tests.gpu.programs import records as at
+from tests.gpu.programs.calls import NSTREAMS
+from tests.gpu.programs.place import Memory, OnGpu
+
+
+class Emulated(OnGpu):
+    """Streams are numbers; fills and copies are work of a stream as kernels are. There is no current stream but the default one, so calls
+    name theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cuda = EmulatedCuda().install()
+        self._streams = [0, *(self._cuda.cuStreamCreate(0)[1] for _ in range(NSTREAMS - 1))]
+        self._now = 0  # the stream of fills and copies
+
+    def allocate(self, buffer: at.Buffer, rank: int, empty: Callable[..., Any] | None) -> None:
+        if not buffer.on_gpu:
+            super().allocate(buffer, rank, empty)
+            return
+        count, skew = buffer.count + buffer.skews[rank], buffer.skews[rank]
+        if empty is None:
+            whole = place(self._cuda, np.zeros(count, DTYPES[buffer.dtype]))
+        else:
+            whole = empty(count, DTYPES[buffer.dtype], device="cuda").miraccl_view
+        memory: DeviceMemory = whole.part(skew, buffer.count)
+        self.memory[buffer.number] = Memory(memory, seen(memory).view(f"i{buffer.dtype.itemsize}"))
+
+    def part(self, view: at.View, index: int) -> Any:
+        memory = self.memory[view.buffer].array
+        if not isinstance(memory, DeviceMemory):
+            return super().part(view, index)
+        first, count = view.spans[index]
+        part = memory.part(first, count)
+        return DeviceArray(part.address, (count,), part.dtype, self)
+
+    def fill(self, buffer: at.Buffer, kind: str, rank: int, salt: int) -> None:
+        if buffer.on_gpu:
+            self._cuda._put(self._now, lambda: super(Emulated, self).fill(buffer, kind, rank, salt))
+        else:
+            super().fill(buffer, kind, rank, salt)
+
+    def copy(self, source: at.View, target: at.View, rank: int) -> None:
+        on_gpu = [isinstance(self.memory[v.buffer].array, DeviceMemory) for v in (source, target)]
+        if any(on_gpu):
+            self._cuda._put(self._now, lambda: super(Emulated, self).copy(source, target, rank))
+        else:
+            super().copy(source, target, rank)
+        if on_gpu[0] != on_gpu[1]:
+            self._cuda.cuStreamSynchronize(self._now)
+
+    def _event_in(self, stream: Any) -> Any:
+        event = self._cuda.cuEventCreate(0)[1]
+        self._cuda.cuEventRecord(event, stream)
+        return event
+
+    def _wait(self, stream: Any, event: Any) -> None:
+        self._cuda.cuStreamWaitEvent(stream, event, 0)
+
+    @contextlib.contextmanager
+    def _current(self, stream: Any) -> Iterator[None]:
+        before, self._now = self._now, stream
+        yield
+        self._now = before
+
+    def _captured(self, stream: Any, body: Callable[[], None]) -> Callable[[], None]:
+        self._cuda.begin_capture(stream)
+        try:
+            body()
+        finally:
+            graph = self._cuda.end_capture(stream)
+        return lambda: self._cuda.streams[self._now].replay(graph)
+
+    def stall(self, stream: int, milliseconds: float) -> None:
+        self._cuda._put(self._stream(stream), lambda: time.sleep(milliseconds / 1000))
+
+    def synchronize(self) -> None:
+        self._cuda.cuCtxSynchronize()
+        super().synchronize()
