@@ -1,26 +1,33 @@
-"""All cases of the GPU tests without pytest: ``python -m tests.gpu.smoke [ranks]``."""
+"""All cases of the GPU tests without pytest: ``python -m tests.gpu.smoke [ranks]``; under compute-sanitizer, some: ``--match``, ``--elements``."""
 
 from __future__ import annotations
 
-import sys
+import argparse
+import re
 import time
 
 from tests.gpu.cases import CASES, name_of
 from tests.gpu.ranks import run_cases
 
+SHOWN = 12
+
 
 def main() -> None:
-    nranks = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ranks", nargs="?", type=int, default=2)
+    parser.add_argument("--match", default="", help="only cases whose name has this regular expression in it")
+    parser.add_argument("--elements", type=int, help="only cases of at most so many elements")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for all of them")
+    options = parser.parse_args()
+    cases = [case for case in CASES if re.search(options.match, name_of(case))]
+    if options.elements is not None:
+        cases = [case for case in cases if case["count"] <= options.elements]
     begin = time.monotonic()
-    answers = run_cases(CASES, nranks)
-    bad = 0
-    for case, row in zip(CASES, answers, strict=True):
-        for rank, text in enumerate(row):
-            if text:
-                bad += 1
-                if bad <= 12:
-                    print(f"{name_of(case)} rank {rank}: {text[-900:]}")
-    print(f"{len(CASES)} cases, {nranks} ranks, {bad} wrong, {time.monotonic() - begin:.1f} s")
+    answers = run_cases(cases, options.ranks, timeout=options.timeout)
+    wrong = [(case, rank, text) for case, row in zip(cases, answers, strict=True) for rank, text in enumerate(row) if text]
+    for case, rank, text in wrong[:SHOWN]:
+        print(f"{name_of(case)} rank {rank}: {text[-900:]}")
+    print(f"{len(cases)} cases, {options.ranks} ranks, {len(wrong)} wrong, {time.monotonic() - begin:.1f} s")
 
 
 if __name__ == "__main__":
