@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 #: seconds (three years): a deadline beyond it means this; nanoseconds still fit into 64 bits
 FOREVER = 1e8
+CTA_POLICIES = ("default", "efficiency", "zero")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +125,14 @@ def _parse_cumem(text: str) -> int:
     raise ValueError("allowed are auto, 0 and 1")
 
 
+def _parse_cta_policy(text: str) -> str:
+    """Names as in ``NCCL_CTA_POLICY_*``, or NCCL's numbers of them."""
+    name = {"0": CTA_POLICIES[0], "1": CTA_POLICIES[1], "2": CTA_POLICIES[2]}.get(text, text.lower())
+    if name not in CTA_POLICIES:
+        raise ValueError(f"allowed are {', '.join(CTA_POLICIES)}, or 0, 1 and 2")
+    return name
+
+
 TIMEOUT = declare("TIMEOUT", 300.0, parse_seconds, "Deadline of every operation.", kind="time", unit="s")
 BOOTSTRAP_TIMEOUT = declare("BOOTSTRAP_TIMEOUT", 60.0, parse_seconds, "Deadline for all ranks to meet.", kind="time", unit="s")
 SECRET = declare("SECRET", "", str, "Shared secret of the job; without it one is made and handed out by the launcher.", kind="text")
@@ -167,6 +176,14 @@ BUFFSIZE = declare(
     kind="size",
     unit="B",
     nccl="BUFFSIZE",
+)
+CTA_POLICY = declare(
+    "CTA_POLICY",
+    "",
+    _parse_cta_policy,
+    "What kernels take of a GPU: default (what is fastest), efficiency (few multiprocessors for large operations) or zero (copy engines).",
+    kind="choice",
+    nccl="CTA_POLICY",
 )
 SMS = declare(
     "SMS",

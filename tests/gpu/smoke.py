@@ -1,4 +1,4 @@
-"""All cases of the GPU tests without pytest: ``python -m tests.gpu.smoke [ranks]``; under compute-sanitizer, some: ``--match``, ``--elements``."""
+"""All cases of the GPU tests, or some (``--match``, ``--elements``), without pytest: ``python -m tests.gpu.smoke [ranks]``."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ class Communicator(Operations):
     ``Communicator(nranks, unique_id, rank)`` is collective: every rank calls it with the id that ``get_unique_id()`` gave to one of them.
     ``miraccl.init()`` does that for ranks that a launcher started.  Keyword options: ``timeout`` in seconds of every operation
     (MIRACCL_TIMEOUT), ``algo`` and ``proto`` as MIRACCL_ALGO and MIRACCL_PROTO, ``deterministic`` (MIRACCL_DETERMINISTIC) for results
-    that depend on neither size, algorithm nor layout.
+    that depend on neither size, algorithm nor layout, ``cta_policy`` ("default", "efficiency", "zero") for what kernels take of a GPU
+    where MIRACCL_CTA_POLICY does not say.
 
     Arrays are NumPy arrays, or anything with ``__array_interface__``, the buffer protocol or DLPack in CPU memory; contiguous, of a
     dtype in ``miraccl.DType``.  Every operation takes GPU memory, too (PyTorch, CuPy, ``__cuda_array_interface__``, DLPack): it enqueues

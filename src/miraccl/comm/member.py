@@ -50,6 +50,7 @@ class Options:
     deterministic: bool
     buffsize: int
     single_copy: str = ""
+    cta_policy: str = ""  # of kernels on GPUs (``params.CTA_POLICIES``), where the environment has none
     wishes: tuple[tuple[Collective, str], ...] = ()  # algorithms that NCCL_ALGO wishes
     protocols: tuple[tuple[Collective, str], ...] = ()  # what NCCL_PROTO wishes; where CPU ranks can follow, it is in ``proto``
 
@@ -62,6 +63,7 @@ class Options:
         proto: str | None = None,
         deterministic: bool | None = None,
         buffsize: int | None = None,
+        cta_policy: str | None = None,
         **unknown: Any,
     ) -> Options:
         for name in unknown:
@@ -73,6 +75,8 @@ class Options:
                 raise InvalidUsage(f"{name} is {text!r}; it is a name, such as {'ring' if name == 'algo' else 'simple'}")
         if buffsize is not None and (isinstance(buffsize, bool) or not isinstance(buffsize, int) or buffsize < 0):
             raise InvalidUsage(f"buffsize is {buffsize!r}; it is a number of bytes, 0 leaves the choice to us")
+        if cta_policy is not None and cta_policy not in params.CTA_POLICIES:
+            raise InvalidUsage(f"cta_policy is {cta_policy!r}; allowed are {', '.join(params.CTA_POLICIES)}")
         algorithm, wishes = nccl_wishes.read_algorithms() if algo is None else (algo.lower(), {})
         protocol, protocols = nccl_wishes.read_protocols() if proto is None else (proto.lower(), {})
         return cls(
@@ -84,10 +88,11 @@ class Options:
             deterministic=params.DETERMINISTIC.read() if deterministic is None else deterministic,
             buffsize=params.BUFFSIZE.read() if buffsize is None else buffsize,
             single_copy=params.SINGLE_COPY.read(),
+            cta_policy=cta_policy or "",
         )
 
 
-_NAMES = ("timeout", "algo", "proto", "deterministic", "buffsize")  # of options that a program may give
+_NAMES = ("timeout", "algo", "proto", "deterministic", "buffsize", "cta_policy")  # of options that a program may give
 
 
 class Member:

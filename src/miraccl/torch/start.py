@@ -66,7 +66,7 @@ def _meet(ident: str, rank: int, size: int, patience: float) -> Communicator:
     trace.configure()
     dial = min(patience, params.BOOTSTRAP_TIMEOUT.read())
     session = connect(UniqueId.parse(ident), rank, size, patience, session_timeout=patience, dial_timeout=dial)
-    return Communicator.from_session(session, Options.create(timeout=patience))
+    return Communicator.from_session(session, Options.create(timeout=patience, cta_policy="efficiency"))
 
 
 def _publish(store: Any) -> str:

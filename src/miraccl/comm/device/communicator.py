@@ -17,13 +17,13 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from miraccl import params
 from miraccl.bootstrap import Session
 from miraccl.comm import group as groups
 from miraccl.comm import nccl_wishes
 from miraccl.comm.arguments import operator
 from miraccl.comm.control import SET_UP, Meet
 from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
+from miraccl.comm.device.ctas import Ctas
 from miraccl.comm.device.explain import DeviceCandidate, candidates
 from miraccl.comm.device.faults import DeviceFaults
 from miraccl.comm.device.memory import DeviceMemory
@@ -59,7 +59,6 @@ from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
 from miraccl.types import Collective, DType, RedOp
 
 CLOSE_WAIT_S = 10.0
-SPARED_MULTIPROCESSORS = 4
 MAX_LAUNCHES = 4096  # prepared ones that are kept; scalars of pre-multiplied sums may be new in every call
 
 
@@ -95,13 +94,12 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         )
         self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
         # nobody sends before everybody has mapped and filled its memory
-        ready: dict[str, Any] = {"multiprocessors": self._usable_multiprocessors()}
+        ready: dict[str, Any] = {"ctas": Ctas.wish(self.gpu.multiprocessors, options.cta_policy)}
         if self.rank == 0:
             ready["ring"] = find_ring(self.symmetric.facts, self.symmetric.read).to_json()
         answers = [json.loads(blob) for blob in self._meet(SET_UP, "gpu ready", json.dumps(ready).encode())]
-        usable = min(int(answer["multiprocessors"]) for answer in answers)
         self.ring = Ring.from_json(answers[0]["ring"])
-        self.multiprocessors, self._no_multiprocessors = max(1, usable), usable == 0
+        self.ctas = Ctas.agree([answer["ctas"] for answer in answers])
         self._fixed = Fixed(
             rank=self.rank,
             own=self.symmetric.own,
@@ -117,7 +115,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self._windows: Windows | None = None
         self._copies: dict[tuple[Any, ...], CopyLaunch | StagedLaunch] = {}
         self._lanes: dict[tuple[int, bool], Lane] = {}
-        reach = Reach(nranks=self.nranks, multiprocessors=self.multiprocessors, frame=frame_of(self.symmetric))
+        reach = Reach(nranks=self.nranks, multiprocessors=self.ctas.most, frame=frame_of(self.symmetric))
         self._kept = Kept(self.gpu)
         self._order = order_of(ordinal)
         abort = ctypes.addressof(self._host) + 4 * layout.HOST_ABORT
@@ -138,7 +136,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self._current_stream: Callable[[int], int] | None = None
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
         self.faults = DeviceFaults(session, self._host, options.timeout)
-        if self._no_multiprocessors and self.nranks > 1:
+        if self.ctas.none and self.nranks > 1:
             self.faults.on_abort(self._release_copies)
         self.closed = False
 
@@ -151,12 +149,6 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self.grouped(group).add(*self._doors.take_notes())
 
     # ---- running
-
-    def _usable_multiprocessors(self) -> int:
-        """How many kernels may fill: what ``MIRACCL_SMS`` says (0: none, where possible), else all but a few for other kernels."""
-        limit = params.SMS.read()
-        most = max(1, self.gpu.multiprocessors - SPARED_MULTIPROCESSORS)
-        return most if limit < 0 else min(limit, most)
 
     def empty(self, shape: Any, dtype: Any = "float32") -> Any:
         """Window memory on every rank (``comm.device.windows``); all ranks call alike and in the same order."""
@@ -187,16 +179,16 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             self._hold([source, target], self._doors.stream)
 
     def _asks_engines(self, collective: Collective) -> bool:
-        return (self._windows is not None or self._no_multiprocessors) and collective in MOVED_BY_ENGINES
+        return (self._windows is not None or self.ctas.none) and collective in MOVED_BY_ENGINES
 
     def _engines(self, key: tuple[Any, ...], target: DeviceMemory) -> CopyLaunch | StagedLaunch | None:
         """Copy engines, where they are faster than kernels or multiprocessors are not to be used; None where kernels do it."""
         collective, dtype, count, _, root = key
         block = count * dtype.itemsize
         place = self._windows.place(target) if self._windows is not None and collective in COPIED else None
-        if place is not None and (self._no_multiprocessors or block * (self.nranks - 1) >= COPIES_FROM):
+        if place is not None and (self.ctas.none or block * (self.nranks - 1) >= COPIES_FROM):
             number: tuple[Any, ...] = (collective, dtype, count, root, place.number, place.offset)
-        elif place is None and self._no_multiprocessors and self.symmetric.all_direct:
+        elif place is None and self.ctas.none and self.symmetric.all_direct:
             number = (collective, dtype, count, root)
         else:
             return None
@@ -264,7 +256,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         """What ``choose`` decides about; ``count`` are the elements of a block."""
         kind, scalar = operator(op, dtype, collective.label)
         algo, why = self._algorithm(collective)
-        return Request(
+        asked = Request(
             collective=collective,
             dtype=dtype,
             op=kind,
@@ -276,8 +268,8 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             why=why,
             ordered=self.deterministic,
             proto=self.proto or self._wishes.protos.get(collective, ""),
-            multiprocessors=self.multiprocessors,
         )
+        return self.ctas.apply(asked)
 
     def _algorithm(self, collective: Collective) -> tuple[str, str]:
         """What was asked for where it has a schedule, and why, or nothing: then ``choose`` does. A wish that rules forbid is none."""
@@ -305,7 +297,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             order_reason=self.ring.why,
             ways=self.ways(),
             given=self._plans.get((collective, dtype, request.count, request.op)),
-            no_multiprocessors=self._no_multiprocessors,
+            no_multiprocessors=self.ctas.none,
             all_direct=self.symmetric.all_direct,
         )
 

@@ -54,6 +54,7 @@ class Request:
     algo: str = ""
     proto: str = ""
     multiprocessors: int = 128
+    packed: bool = False  # on as few multiprocessors as are filled, for others may want the rest
     scalar: float = 1.0  # of a pre-multiplied sum; this rank's
     why: str = "asked for"  # there is an ``algo``
     ordered: bool = False  # sums are to be taken in the order of the ranks
@@ -114,7 +115,8 @@ def choose(request: Request) -> DevicePlan:
     if proto != "simple" and not has_packets(request, algo):
         proto, why_proto = "simple", f"packets of {algo} have no kernel, or no room"
     plan = _packet_shape(request, algo, proto) if proto != "simple" else _simple_shape(request, algo)
-    return replace(plan, reason=f"{why_algo}; {proto}: {why_proto}")
+    few = f"; on at most {request.multiprocessors} multiprocessors (CTA policy, MIRACCL_SMS)" if request.packed else ""
+    return replace(plan, reason=f"{why_algo}; {proto}: {why_proto}{few}")
 
 
 def _algorithm(request: Request) -> tuple[str, str]:
@@ -319,6 +321,8 @@ def _packet_shape(request: Request, algo: str, proto: str) -> DevicePlan:
     if fans := _fans(request, algo, proto, frame, vectors):
         return fans
     _, limit, threads, unroll, min_blocks = next(row for row in _shapes(algo, request, frame) if vectors <= row[0])
+    if request.packed:  # blocks go to idle multiprocessors first: several to one stay together only as one block
+        limit, threads, min_blocks = -(-limit // min_blocks), threads * min_blocks, 1
     # all blocks are on the GPU at once, and an operation of several pieces has slots enough (lower.lower_packets)
     own = threads * unroll  # packets of a block; what it needs of a bank grows with the number of blocks
     slot, words, room = slot_packets(algo, request, own, frame), word_packets(algo, request, own), layout.BANK_BYTES // 16

@@ -1,0 +1,65 @@
+"""How many multiprocessors kernels may take: the CTA policy, in the words of NCCL's ``ncclConfig_t`` (``CTAPolicy``, 2.27 and later).
+
+A kernel of a large operation is limited by the links, not by multiprocessors, and those that it takes are missing to whatever runs beside
+it.  ``default`` takes what makes the operation itself shortest; ``efficiency`` takes few for large operations, as training wants it, where
+the gradients of one layer travel while those of the next are computed; ``zero`` leaves it to copy engines where that is possible.
+``MIRACCL_SMS`` says a number for operations of all sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from miraccl import params
+from miraccl.executor.cuda.plan import Request
+from miraccl.types import Collective
+
+#: multiprocessors that all kernels leave to others
+SPARED = 4
+#: (bytes that a rank sends up to, multiprocessors at most) of the policy ``efficiency``, measured on H200 (docs/performance.md).  Up to
+#: 1 MiB an operation is over before it is missed.  Sums read and write the plain data as well, and need more than what is only moved.
+Shares = tuple[tuple[int, int], ...]
+ALL, MIB = 1 << 30, 1 << 20
+MOVES: Shares = ((MIB, ALL), (32 * MIB, 24), (128 * MIB, 32), (1 << 62, 64))
+SUMS: Shares = ((MIB, ALL), (16 * MIB, 32), (64 * MIB - 1, 48), (1 << 62, 64))
+_SPREAD = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ctas:
+    """What all ranks have agreed on. ``most`` multiprocessors may be filled; ``limited``: that many because MIRACCL_SMS says so; ``none``:
+    copy engines where possible."""
+
+    most: int
+    limited: bool = False
+    efficient: bool = False
+    none: bool = False
+
+    @staticmethod
+    def wish(multiprocessors: int, policy: str) -> dict[str, Any]:
+        """What one rank asks for, on a GPU of so many multiprocessors; ``policy`` is that of the program, after the environment's."""
+        limit = params.SMS.read()
+        policy = params.CTA_POLICY.read() or policy
+        if limit < 0 and policy == "zero":
+            limit = 0
+        return {"most": max(1, multiprocessors - SPARED), "limit": limit, "efficient": limit < 0 and policy == "efficiency"}
+
+    @classmethod
+    def agree(cls, wishes: Sequence[Mapping[str, Any]]) -> Ctas:
+        """The least number of all ranks counts, and one that asks for the policy."""
+        limits = [int(wish["limit"]) for wish in wishes if int(wish["limit"]) >= 0]
+        most = min([int(wish["most"]) for wish in wishes] + limits)
+        return cls(most=max(1, most), limited=bool(limits), efficient=any(wish["efficient"] for wish in wishes), none=most == 0)
+
+    def apply(self, request: Request) -> Request:
+        """The request with the multiprocessors that its kernel may take."""
+        if self.limited:
+            return replace(request, multiprocessors=self.most, packed=True)
+        if not self.efficient:
+            return replace(request, multiprocessors=self.most)
+        spread = request.collective in _SPREAD  # a block for each of the others
+        sent = request.block_bytes * (request.nranks - 1 if spread else 1)
+        few = next(count for upto, count in (MOVES if spread else SUMS) if sent <= upto)
+        return replace(request, multiprocessors=min(self.most, few), packed=few < self.most)

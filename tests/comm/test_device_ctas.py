@@ -1,0 +1,95 @@
+"""How many multiprocessors kernels may take: what ranks ask for, what they agree on, and what it makes of plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from miraccl import params
+from miraccl.comm.device.ctas import SPARED, Ctas
+from miraccl.comm.member import Options
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda.plan import DevicePlan, Request, choose, kernel_spec
+from miraccl.types import Collective, DType, RedOp
+
+MIB = 1 << 20
+
+
+def agreed(monkeypatch: pytest.MonkeyPatch, *environments: dict[str, str], policy: str = "", multiprocessors: int = 132) -> Ctas:
+    """What ranks with these environments agree on."""
+    wishes = []
+    for environment in environments:
+        for name in ("MIRACCL_SMS", "MIRACCL_CTA_POLICY", "NCCL_CTA_POLICY"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        wishes.append(Ctas.wish(multiprocessors, policy))
+    return Ctas.agree(wishes)
+
+
+def request(collective: Collective, nbytes: int, nranks: int = 2, **more: Any) -> Request:
+    return Request(collective=collective, dtype=DType.FLOAT32, op=RedOp.SUM, count=nbytes // 4, nranks=nranks, **more)
+
+
+def test_without_a_wish_all_but_a_few_may_be_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    ctas = agreed(monkeypatch, {}, {})
+    assert ctas == Ctas(most=132 - SPARED)
+    asked = ctas.apply(request(Collective.ALL_REDUCE, 64 * MIB))
+    assert (asked.multiprocessors, asked.packed) == (132 - SPARED, False)
+
+
+def test_the_least_number_counts_and_one_rank_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert agreed(monkeypatch, {"MIRACCL_SMS": "16"}, {}, {"MIRACCL_SMS": "24"}) == Ctas(most=16, limited=True)
+    assert agreed(monkeypatch, {"MIRACCL_SMS": "0"}, {}) == Ctas(most=1, limited=True, none=True)
+    assert agreed(monkeypatch, {"MIRACCL_SMS": "500"}) == Ctas(most=132 - SPARED, limited=True)
+    assert agreed(monkeypatch, {}, {"NCCL_CTA_POLICY": "1"}) == Ctas(most=132 - SPARED, efficient=True)
+
+
+def test_the_policy_of_the_environment_comes_before_that_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert agreed(monkeypatch, {}, policy="efficiency").efficient
+    assert not agreed(monkeypatch, {"MIRACCL_CTA_POLICY": "default"}, policy="efficiency").efficient
+    assert agreed(monkeypatch, {"MIRACCL_CTA_POLICY": "zero"}, policy="efficiency").none
+    number = agreed(monkeypatch, {"MIRACCL_CTA_POLICY": "efficiency", "MIRACCL_SMS": "40"})
+    assert number == Ctas(most=40, limited=True), "a number says more than a policy"
+
+
+@pytest.mark.parametrize("text", ["fast", "3", "-1"])
+def test_other_policies_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("MIRACCL_CTA_POLICY", text)
+    with pytest.raises(InvalidUsage, match="default, efficiency, zero"):
+        params.CTA_POLICY.read()
+    with pytest.raises(InvalidUsage, match="default, efficiency, zero"):
+        Options.create(cta_policy=text)
+
+
+@pytest.mark.parametrize("nranks", [2, 4, 8])
+@pytest.mark.parametrize("collective", [Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.BROADCAST])
+def test_efficiency_spares_multiprocessors_of_large_operations_only(collective: Collective, nranks: int) -> None:
+    ctas = Ctas(most=128, efficient=True)
+    small = request(collective, MIB // 8, nranks)
+    assert choose(ctas.apply(small)) == choose(replace(small, multiprocessors=128))
+    for nbytes in (4 * MIB, 25 * MIB, 256 * MIB):
+        asked = ctas.apply(request(collective, nbytes, nranks))
+        plan = choose(asked)
+        assert plan.blocks <= asked.multiprocessors <= 64, plan
+        assert plan.min_blocks == 1
+        assert plan.threads <= 1024
+        assert "CTA policy" in plan.reason
+
+
+@pytest.mark.parametrize("most", [1, 2, 16, 100])
+@pytest.mark.parametrize("nranks", [2, 3, 4, 8])
+def test_a_limit_holds_for_all_sizes_and_kernels(most: int, nranks: int) -> None:
+    """A block for each multiprocessor: the GPU spreads small blocks over idle ones, where kernels that run beside have no room then."""
+    ctas = Ctas(most=most, limited=True)
+    for collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.ALL_TO_ALL, Collective.REDUCE):
+        for nbytes in (16, 4096, 200_000, MIB, 16 * MIB, 512 * MIB):
+            for proto in ("", "simple"):
+                asked = ctas.apply(request(collective, nbytes, nranks, proto=proto))
+                plan: DevicePlan = choose(asked)
+                assert 1 <= plan.blocks <= most, (nbytes, plan)
+                assert plan.min_blocks == 1, (nbytes, plan)
+                assert plan.threads <= 1024, (nbytes, plan)
+                assert kernel_spec(plan, asked).threads == plan.threads
