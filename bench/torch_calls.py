@@ -4,9 +4,9 @@
     python bench/torch_calls.py --ranks 2 --only all_gather --rounds 31
 
 starts its own ranks.  Every call is one row: a turn is ``--calls`` of them in a row with one backend, then the other has its turn.
-``call`` is the time of a call on the slowest rank, ``processor`` that of all threads of a rank, the mean over ranks; medians over turns.
-Waiting is in both: a rank that waits spins a while, then gives the processor away.  The ratio is the median over turns of Gloo's figure
-by ours; above 1 miraccl is cheaper.
+``call`` is the time of a call on the slowest rank, ``processor`` that of all threads of a rank, the mean over ranks; medians over turns,
+and in parentheses the least, which a busy machine disturbs less.  Waiting is in both: a rank that waits spins a while, then gives the
+processor away.  The ratio is the median over turns of Gloo's figure by ours; above 1 miraccl is cheaper.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def table(record: dict[str, Any]) -> str:
         for kind in ("wall", "processor"):
             gloo, ours = (times[backend][kind] for backend in BACKENDS)
             ratio = median(a / b for a, b in zip(gloo, ours, strict=True))
-            row += [f"{median(gloo):.1f}", f"{median(ours):.1f}", f"**{ratio:.2f}**"]
+            row += [*(f"{median(figures):.1f} ({min(figures):.1f})" for figures in (gloo, ours)), f"**{ratio:.2f}**"]
         rows.append(row)
     return markdown_table(["us", "call: Gloo", "miraccl", "ratio", "processor: Gloo", "miraccl", "ratio"], rows)
 

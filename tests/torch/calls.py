@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed.tensor import DTensor, init_device_mesh
 
-from tests.torch.worlds import LIMIT, both, gloo, world
+from tests.torch.worlds import LIMIT, both, gloo, refused, world
 
 # ---- shapes and layouts
 
@@ -196,6 +197,29 @@ def profiled(path: str) -> None:
             chained = dist.all_reduce(x, async_op=True).get_future().then(lambda f: f.value()[0] * 2)
             assert chained.wait()[0].item() == 2 * nranks**3
         assert [event.count for event in profile.key_averages() if event.key == "miraccl:all_reduce"] == [1]
+
+
+def pending(path: str) -> None:
+    """What a functional collective returns, which has not been waited for, is an argument as other tensors are."""
+    with world(path) as (rank, nranks):
+        other = gloo()
+
+        def run(group: Any) -> list[Any]:
+            def sums() -> Any:
+                result = functional.all_reduce(torch.full((3,), rank + 1.0), "sum", group or dist.group.WORLD)
+                assert isinstance(result, functional.AsyncCollectiveTensor)
+                return result
+
+            total, outs = sums(), [torch.zeros(3) for _ in range(nranks)]
+            dist.all_reduce(total, group=group)
+            dist.all_gather(outs, sums(), group=group)
+            dist.all_to_all(others := [torch.zeros(3) for _ in range(nranks)], [sums() for _ in range(nranks)], group=group)
+            return [total + 0, *outs, *others]
+
+        assert both(run, other)[0].tolist() == [nranks * nranks * (nranks + 1) / 2] * 3
+        spread = DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (nranks,)))
+        with refused("InvalidUsage", "a DTensor has no memory of its own", "to_local"):
+            dist.all_gather([torch.zeros(3) for _ in range(nranks)], spread)
 
 
 # ---- the methods of a group

@@ -56,7 +56,7 @@ class Recipe:
 
 def recipe(op: Any, dtype: Any, where: str) -> Recipe:
     """The recipe for a ``ReduceOp`` on tensors of ``dtype``; ``InvalidUsage`` where there is none."""
-    kind = op.op if hasattr(op, "op") else op
+    kind = getattr(op, "op", op)
     found = _recipe(kind, dtype, where)
     if found.op is not RedOp.PREMUL_SUM:
         return found

@@ -46,7 +46,7 @@ WIDENED = frozenset((torch.int16, torch.uint16))
 _FROM_HERE = ctypes.c_char * (1 << 46)
 
 
-class Form(enum.Enum):
+class Form(enum.IntEnum):  # whose members have a hash that is not written in Python
     """What the elements of the array are: the tensor's own values where miraccl knows the type (else bytes), bytes, or int32 values."""
 
     VALUES = enum.auto()
@@ -141,13 +141,24 @@ def check_result(tensor: Any, where: str) -> None:
         raise InvalidUsage(f"{where}: {text}", hint="use clone()")
 
 
+def _own(tensor: Any, where: str) -> Any:
+    """The tensor that has the memory, which for ``AsyncCollectiveTensor`` is another one, and is waited for."""
+    check(tensor, where)
+    if type(tensor) is torch.Tensor:
+        return tensor
+    own = tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor.detach()
+    if own.numel() and not own.data_ptr():
+        raise InvalidUsage(f"{where}: a {type(tensor).__name__} has no memory of its own", hint="of a DTensor use to_local()")
+    return own
+
+
 def stage(tensor: Any, where: str, form: Form = Form.VALUES) -> Staged:
     """One tensor; with its values once it is loaded."""
-    check(tensor, where)
-    if form is Form.WIDE or not _is_plain(tensor):
-        return stage_list([tensor], where, form)
-    array, width = _array(tensor, form)
-    return Staged(tensors=[tensor], array=array, counts=[tensor.numel() * width])
+    own = _own(tensor, where)
+    if form is Form.WIDE or not _is_plain(own):
+        return stage_list([own], where, form)
+    array, width = _array(own, form)
+    return Staged(tensors=[own], array=array, counts=[own.numel() * width])
 
 
 def stage_list(tensors: Sequence[Any], where: str, form: Form = Form.VALUES, *, load: bool = True, nranks: int = 0) -> Staged:
@@ -155,9 +166,9 @@ def stage_list(tensors: Sequence[Any], where: str, form: Form = Form.VALUES, *, 
     of each rank."""
     if nranks and len(tensors) != nranks:
         raise InvalidUsage(f"{where}: the list has {len(tensors)} tensors; it needs one for each of {nranks} ranks")
+    tensors = [_own(tensor, where) for tensor in tensors]
     dtype, device = tensors[0].dtype, tensors[0].device
     for tensor in tensors:
-        check(tensor, where)
         if tensor.dtype is not dtype or tensor.device != device:
             raise _mixed(tensors, where)
     counts = [t.numel() for t in tensors]
