@@ -180,6 +180,34 @@ def groups_of_all_kinds(comm: Communicator) -> None:
     assert (b == frm).all()
 
 
+def groups_of_two_communicators(comm: Communicator) -> None:
+    """Ranks name them in different orders, with messages that need their peers; and some are met in a collective only."""
+    other = comm.split(0)
+    assert other is not None
+    n, peer = comm.nranks, comm.rank ^ 1
+    x, outs = data(comm.rank, BIG), [np.zeros(BIG, np.float32) for _ in range(2)]
+    if peer < n:
+        order = [(comm, outs[0]), (other, outs[1])]
+        with miraccl.group():
+            for each, out in order if comm.rank % 2 else reversed(order):
+                each.send(x, peer)
+                each.recv(out, peer)
+        for out in outs:
+            expect(out, peer)
+    a, b = np.ones(3000, np.float32), np.full(3000, 2, np.float32)
+    with miraccl.group():
+        if comm.rank < n - n % 2 and comm.rank % 2:
+            comm.send(x[:3], peer)
+        elif comm.rank < n - n % 2:
+            comm.recv(outs[0][:3], peer)
+        other.all_reduce(a)
+        comm.all_reduce(b)
+        other.all_reduce(b[:0])
+    assert (a == n).all()
+    assert (b == 2 * n).all()
+    other.finalize()
+
+
 def background_collectives(comm: Communicator) -> None:
     """Results and order of background work mixed with sync calls; what is wrong with arguments is said at once."""
     n = comm.nranks
@@ -338,6 +366,7 @@ def all_patterns(ranks_per_host: int) -> None:
         everybody_to_everybody(comm)
         to_oneself(comm)
         groups_of_all_kinds(comm)
+        groups_of_two_communicators(comm)
         background_collectives(comm)
         messages_between_background_collectives(comm)
         messages_behind_a_background_collective(comm)

@@ -39,21 +39,38 @@ class Part(Protocol):
 AnyPart = TypeVar("AnyPart", bound=Part)
 
 
+class Waitable(Protocol):
+    def wait(self) -> Any: ...
+
+
 class Member(Protocol):
     """A communicator, as groups see it."""
 
-    def run_group(self, items: list[Any]) -> None: ...
+    def exchange(self, transfers: list[Any], result: Any, name: str, async_op: bool) -> Any: ...
+    def begin_exchange(self, transfers: list[Any], name: str) -> Waitable: ...
 
 
-class _Items:
-    """Calls of a communicator, in their order."""
+class _OnHost:
+    """Calls on CPU memory: sends and receives of each communicator, and what runs the others, in the order in which these were called.
 
-    def __init__(self, member: Member) -> None:
-        self._member = member
-        self.items: list[Any] = []
+    Ranks that send nothing over a communicator meet it only in a collective, so the order of these is that of the calls, whatever
+    communicator they are of.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self.transfers: dict[Member, list[Any]] = {}
+        self.others: list[Callable[[], Any]] = []
 
     def run(self) -> None:
-        self._member.run_group(self.items)
+        """Messages of several communicators go on at the same time: other ranks may have begun with other ones."""
+        members = list(self.transfers)
+        begun = [member.begin_exchange(self.transfers[member], "group") for member in members[1:]]
+        for member in members[:1]:
+            member.exchange(self.transfers[member], None, "group", False)
+        for work in begun:
+            work.wait()
+        for run in self.others:
+            run()
 
     def drop(self) -> None:
         """Nothing has begun."""
@@ -75,8 +92,13 @@ class Group:
             found = self.parts[owner] = make(owner)
         return found
 
-    def add(self, member: Member, item: Any) -> None:
-        self.part(member, _Items).items.append(item)
+    def transfer(self, member: Member, transfer: Any) -> None:
+        """A send or receive on CPU memory."""
+        self.part(_OnHost, _OnHost).transfers.setdefault(member, []).append(transfer)
+
+    def run(self, run: Callable[[], Any]) -> None:
+        """Another operation on CPU memory."""
+        self.part(_OnHost, _OnHost).others.append(run)
 
 
 class _Local(threading.local):

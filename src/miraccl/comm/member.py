@@ -264,6 +264,13 @@ class Member:
             self._advance([], name)
         return _OpenWork(name, self, entries, result)
 
+    def begin_exchange(self, transfers: Sequence[Transfer], name: str) -> Work:
+        """Run sends and receives together on the thread for background work."""
+        self._exchange.refuse_lonely(transfers)
+        entries = self._exchange.add(transfers)
+        self._look_at_open()
+        return self._worker.submit(name, lambda: self._advance(entries, name))
+
     def finish(self, entries: Sequence[Entry], name: str) -> bool:
         """Go on until these have ended."""
         self.check(0, name)

@@ -201,7 +201,7 @@ class Operations(NoDoors, Ways):
         group = self._open_group("sendrecv", async_op)
         if group is not None:
             for transfer in pair:
-                group.add(self, transfer)
+                group.transfer(self._member, transfer)
             return out
         return self._member.exchange(pair, out, "sendrecv", async_op)
 

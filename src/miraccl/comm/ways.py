@@ -116,7 +116,7 @@ class Ways:
         call = make(self._place(name), *args)
         group = self._open_group(name, async_op)
         if group is not None:
-            group.add(self, (name, call))
+            group.run(lambda: self._member.run(call, name))
             return call.result
         return self._member.submit(call, name) if async_op else self._member.run(call, name)
 
@@ -140,16 +140,6 @@ class Ways:
         result = x if receives else None
         group = self._open_group(name, async_op)
         if group is not None:
-            group.add(self, transfer)
+            group.transfer(self._member, transfer)
             return result
         return self._member.exchange([transfer], result, name, async_op)
-
-    def run_group(self, items: list[Any]) -> None:
-        """From ``group``: all sends and receives together, then the collectives in their order."""
-        transfers = [item for item in items if isinstance(item, Transfer)]
-        if transfers:
-            self._member.exchange(transfers, None, "group", False)
-        for item in items:
-            if not isinstance(item, Transfer):
-                name, call = item
-                self._member.run(call, name)

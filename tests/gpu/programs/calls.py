@@ -338,13 +338,14 @@ class Calls:
     # ---- several at once
 
     def batch(self, comm: at.Comm) -> None:
-        """miraccl's group: messages and collectives of a communicator, or collectives of several. PyTorch's manager: collectives of one
-        kind."""
+        """miraccl's group: messages and collectives of a communicator or several; with a GPU, collectives alone of several, since there
+        ranks have to begin communicators in one order. PyTorch's manager: collectives of one kind."""
         outer, one = self.only, self.program.api == "torch" or self.rng.random() < 0.7
         parts: list[at.Call | at.Messages] = []
         self.only = {b.number for b in self.program.buffers if self.free(b.number)}
         for _ in range(0 if self.plain else self.rng.randint(2, 4)):
-            step = self._part(comm if one else self.comm(), one and self.program.api == "own", parts)
+            talks = self.program.api == "own" and (one or not self.program.has_gpu)
+            step = self._part(comm if one else self.comm(), talks, parts)
             if step is not None:
                 parts.append(step)
                 self.only -= {view.buffer for view in step.views}
