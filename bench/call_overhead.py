@@ -7,14 +7,17 @@
 ``one rank`` is the cost of the call itself: arguments read, plan looked up, compiled code entered.  The ranks run on their own cores
 if there are enough.  Medians over rounds; the smallest is beside it.
 
-On GPUs (``--devices cuda``, a GPU per rank, PyTorch's tensors, and CuPy's arrays if it is there) it is the time of the calling thread:
-calls enqueue and return.  ``launch alone`` is what the driver takes of it: one of ``all_reduce``, and one of two messages.
+On GPUs (``--devices cuda``, a GPU per rank, PyTorch's tensors, and arrays of CuPy, Numba and JAX if these are there) it is the time of the
+calling thread: calls enqueue and return.  ``launch alone`` is what the driver takes of it: one of ``all_reduce``, and one of two messages.
+Of arrays that only speak a protocol a row says what each takes to answer, which is in the rows after it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -68,11 +71,21 @@ def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
     side: Any = comm._device
     known, messages, address = next(iter(side._launches.values())), next(iter(side._messages._patterns.values())), x.data_ptr()
 
-    def exchange(times: int, sent: Any = x, got: Any = y) -> None:
+    def nothing() -> None:
         with miraccl.group():
-            for _ in range(times):
-                comm.send(sent, right)
-                comm.recv(got, left)
+            pass
+
+    def exchange(sent: Any = x, got: Any = y) -> None:
+        with miraccl.group():
+            comm.send(sent, right)
+            comm.recv(got, left)
+
+    def exchange_twice() -> None:
+        with miraccl.group():
+            comm.send(x, right)
+            comm.recv(y, left)
+            comm.send(x, right)
+            comm.recv(y, left)
 
     def one_way() -> None:
         if comm.rank == 0:
@@ -95,20 +108,72 @@ def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
         "all_to_all_v": lambda: comm.all_to_all_v(whole, counts, counts, target),
         "reduce_scatter_v": lambda: comm.reduce_scatter_v(whole, counts, z),
         "reduce_scatter_v, unequal counts: a launch a rank": lambda: comm.reduce_scatter_v(whole, unequal, share),
-        "group of nothing": lambda: exchange(0),
-        "group of a send and a recv": lambda: exchange(1),
-        "group of 2 sends and 2 recvs": lambda: exchange(2),
+        "group of nothing": nothing,
+        "group of a send and a recv": exchange,
+        "group of 2 sends and 2 recvs": exchange_twice,
     }
+    for library, (a, b, asked) in other_arrays(comm.local_rank, x, y).items():
+        if asked is not None:
+            rows[f"{library}: what the array takes to tell where it is"] = asked
+        if library != "JAX":  # whose arrays never change
+            rows[f"{library}: all_reduce in place"] = functools.partial(comm.all_reduce, a)
+            rows[f"{library}: group of a send and a recv"] = functools.partial(exchange, a, b)
+        rows[f"{library}: all_reduce out of place"] = functools.partial(comm.all_reduce, a, b)
+        rows[f"{library}: sendrecv"] = functools.partial(comm.sendrecv, a, right, b, left)
+    return rows
+
+
+class Described:
+    """An array that has nothing but ``__cuda_array_interface__``."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self._told = {"shape": tuple(tensor.shape), "typestr": "<f4", "strides": None, "version": 3}
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {**self._told, "data": (self._tensor.data_ptr(), False)}
+
+
+class Packed:
+    """A tensor that has nothing but DLPack."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def __dlpack_device__(self) -> Any:
+        return self._tensor.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._tensor.__dlpack__(**options)
+
+
+def other_arrays(ordinal: int, x: Any, y: Any) -> dict[str, tuple[Any, Any, Callable[[], Any] | None]]:
+    """By library, of those that are there: an input, an output, and what a call asks of each of them."""
+    found: dict[str, tuple[Any, Any, Callable[[], Any] | None]] = {}
     with contextlib.suppress(ImportError):
         import cupy
 
-        cupy.cuda.Device(comm.local_rank).use()
-        a, b = cupy.zeros(8, cupy.float32), cupy.zeros(8, cupy.float32)
-        rows["CuPy: all_reduce in place"] = lambda: comm.all_reduce(a)
-        rows["CuPy: all_reduce out of place"] = lambda: comm.all_reduce(a, b)
-        rows["CuPy: sendrecv"] = lambda: comm.sendrecv(a, right, b, left)
-        rows["CuPy: group of a send and a recv"] = lambda: exchange(1, a, b)
-    return rows
+        cupy.cuda.Device(ordinal).use()
+        found["CuPy"] = cupy.zeros(8, cupy.float32), cupy.zeros(8, cupy.float32), None
+    with contextlib.suppress(ImportError):
+        from numba import cuda
+
+        if cuda.is_available():
+            cuda.select_device(ordinal)
+            arrays = [cuda.to_device(np.zeros(8, np.float32)) for _ in range(2)]
+            found["Numba"] = *arrays, lambda: arrays[0].__cuda_array_interface__
+    described = Described(x)
+    found["__cuda_array_interface__"] = described, Described(y), lambda: described.__cuda_array_interface__
+    packed = Packed(x)
+    found["DLPack"] = packed, Packed(y), lambda: packed.__dlpack__(stream=1, max_version=(1, 0))
+    with contextlib.suppress(ImportError, RuntimeError):  # which is JAX without a GPU
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch and the communicator need memory, too
+        import jax
+
+        constant = jax.device_put(np.zeros(8, np.float32), jax.devices("gpu")[ordinal])
+        found["JAX"] = constant, y, lambda: constant.__dlpack__(stream=1)
+    return found
 
 
 def rank_main(context: Context, devices: str, rounds: int, calls: int) -> dict[str, list[float]]:

@@ -21,17 +21,23 @@ class Side:
 
     def __init__(self, rank: int = 0, nranks: int = 2) -> None:
         self.abort, self.order, self.cpu_plan = ctypes.c_uint32(0), ctypes.c_int64(7), ctypes.c_int64(9)
+        self.held: list[tuple[list[Any], int]] = []
         self.handed_over: list[tuple[int, list[tuple[Any, int, bool]]]] = []
         address = groups.address()
         groups.hasten(*group_builtins(address))
         abort, order = ctypes.addressof(self.abort), ctypes.addressof(self.order)
-        self.doors = Doors(rank, nranks, 0, abort=abort, order=order, own=7, groups=address, hand_over=self.hand_over)
+        self.doors = Doors(rank, nranks, 0, abort=abort, order=order, own=7, groups=address, hand_over=self.hand_over, hold=self.hold)
         self.doors._put(at.STATE_DEVICE, DL_CPU)
         self.doors.also_clear(ctypes.addressof(self.cpu_plan))
         self.doors.learn_types()
         self.doors.stream = 0
         self.driver = Driver()
+        self.doors.ask_the_driver(*self.driver.questions())
         self.door = {name: self.doors.door(name, notes=True) for name in CALLS}
+
+    def hold(self, objects: list[Any], stream: int) -> None:
+        """What is to live until what is in this stream has ended."""
+        self.held.append((objects, stream))
 
     def hand_over(self, group: groups.Group) -> None:
         """What Python makes of calls that are noted."""

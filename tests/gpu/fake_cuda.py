@@ -481,10 +481,10 @@ class FakeLocal:
 
         self._put(Collective.SEND_RECV, stream, run)
 
-    def _like(self, out: DeviceMemory, source: DeviceMemory, count: int, where: str) -> DeviceMemory:
+    def _like(self, out: DeviceMemory, source: DeviceMemory, count: int, where: str, stream: Any) -> DeviceMemory:
         from miraccl.comm.device.communicator import DeviceCommunicator
 
-        return DeviceCommunicator._like(self, out, source, count, where)  # type: ignore[arg-type]
+        return DeviceCommunicator._like(self, out, source, count, where, stream)  # type: ignore[arg-type]
 
     def _put(self, collective: Collective, stream: int, work: Callable[[], Any]) -> None:
         self.calls.append(collective)

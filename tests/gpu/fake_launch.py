@@ -8,19 +8,45 @@ from typing import Any
 from miraccl.executor.cuda import launch
 from miraccl.executor.cuda.doors import layout as at
 
+INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 #: of every launch: grid, block, bytes of shared memory
 SHAPE: tuple[int, ...] = (528, 1, 2, 256, 3, 4, 48)
 
 
 class Driver:
-    """A cuLaunchKernelEx. ``seen`` has a row per launch: function, extra, ``SHAPE``, stream, words of the argument."""
+    """A cuLaunchKernelEx. ``seen`` has a row per launch: function, extra, ``SHAPE``, stream, words of the argument.
+
+    Memory is that of GPU 0 but for what ``ordinals`` has: the number of another one, None for what the driver does not know.
+    ``capturing`` are streams.
+    """
 
     def __init__(self, codes: tuple[int, ...] = ()) -> None:
         self.seen: list[tuple[int, ...]] = []
+        self.ordinals: dict[int, int | None] = {}
+        self.capturing: set[int] = set()
         self._codes = codes
+        self._attribute = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)(self._asked_attribute)
+        self._capturing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p)(self._asked_capturing)
         self._function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(self._launched)
         self._arguments: dict[int, Any] = {}
         self._keep: list[Any] = []
+
+    def _asked_attribute(self, out: int, kind: int, address: int) -> int:
+        assert kind == at.POINTER_DEVICE_ORDINAL
+        ordinal = self.ordinals.get(address, 0)
+        if ordinal is None:
+            return INVALID_VALUE
+        ctypes.c_int32.from_address(out).value = ordinal
+        return 0
+
+    def _asked_capturing(self, stream: int, out: int) -> int:
+        ctypes.c_int32.from_address(out).value = int(stream in self.capturing)
+        return 0
+
+    def questions(self) -> tuple[int, int]:
+        """Addresses of cuPointerGetAttribute and cuStreamIsCapturing."""
+        first, second = (ctypes.cast(function, ctypes.c_void_p).value for function in (self._attribute, self._capturing))
+        return first or 0, second or 0
 
     def _launched(self, config: int, function: int, parameters: int, extra: int | None) -> int:
         said = launch._Config.from_address(config)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import numpy as np
 import pytest
 
 import miraccl
-from miraccl.comm.arguments import view
+from miraccl.comm.arguments import DLTensor, capsule_of, view
+from miraccl.executor.cuda.doors import layout as at
+from miraccl.executor.cuda.doors.kinds import Kind, words_of
 from tests.support.ranks import run_ranks
 
 jax = pytest.importorskip("jax")
@@ -51,6 +54,20 @@ def test_values_that_are_not_there_yet() -> None:
 
     with miraccl.init() as comm:
         jax.jit(inside)(jnp.ones(3))
+
+
+def test_the_function_that_doors_on_gpu_memory_call() -> None:
+    """``__dlpack__`` is a wrapper around it.  Of an array in several parts it gives the first one, so doors look at the sharding."""
+    x = jnp.arange(4.0)
+    words, (_, export, _) = words_of(type(x), Kind(dlpack=True, immutable=True))
+    assert words[at.KIND_EXPORT] == id(export)
+    assert words[at.KIND_SHARDING] == id(type(x.sharding))
+    _, tensor, _ = capsule_of(types.SimpleNamespace(__dlpack__=lambda: export(x, stream=None)))
+    assert DLTensor.from_address(tensor).data == x.unsafe_buffer_pointer()
+    mesh = jax.make_mesh((1,), ("i",))
+    spread = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i")))
+    assert type(spread) is type(x)
+    assert type(spread.sharding) is not type(x.sharding)
 
 
 def collectives() -> dict[str, list[Any]]:

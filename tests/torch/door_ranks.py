@@ -17,7 +17,7 @@ import torch
 import miraccl
 from miraccl import native
 from miraccl.comm import ways
-from miraccl.comm.device import work
+from miraccl.comm.device import memory, work
 from miraccl.comm.device.memory import lies_on_gpu
 from miraccl.errors import CollectiveMismatch, CommunicatorClosed, InvalidUsage
 from miraccl.executor.cuda import launch
@@ -237,6 +237,54 @@ def arrays() -> None:
                 comm.recv(got, me.right)
             assert me.through_a_door()  # between two ranks this is what sendrecv has made known
             me.same(got, torch.from_numpy(everybody[me.right]))
+
+
+class Tensor:
+    """A tensor that only speaks DLPack, which counts its capsules."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor, self.streams = tensor, list[int]()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return memory._DL_CUDA[0], NO_DEVICE
+
+    def __dlpack__(self, *, stream: int, max_version: Any) -> Any:
+        self.streams.append(stream)
+        return self.tensor.view(-1).__dlpack__(max_version=max_version)
+
+
+def protocols() -> None:
+    """Arrays with nothing but ``__cuda_array_interface__`` or DLPack."""
+    with started() as me:
+        comm, rank = me.comm, me.rank
+        ask = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)(lambda out, kind, address: answer(out, 0))
+        captures = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p)(lambda stream, out: answer(out, 0))
+
+        def answer(out: int, value: int) -> int:
+            ctypes.c_int32.from_address(out).value = value
+            return 0
+
+        side: Any = comm._device
+        side._doors.ask_the_driver(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (ask, captures)))
+        side.gpu.owner = lambda address: NO_DEVICE
+        everybody = [me.data(r, 500) for r in range(me.nranks)]
+        want = torch.from_numpy(sum(everybody))
+        for turn in range(40):
+            x, out = FakeArray(me.cuda, everybody[rank]), FakeArray(me.cuda, np.zeros(500, np.float32))
+            assert comm.all_reduce(x, out) is out
+            assert me.through_a_door() == (turn > 0)
+            me.same(torch.from_numpy(out.array), want)
+            tensor = Tensor(torch.from_numpy(everybody[rank].copy()))
+            assert comm.all_reduce(tensor) is tensor
+            assert me.through_a_door() == (turn > 0)
+            me.same(tensor.tensor, want)
+            assert tensor.streams == [1]
+            got = Tensor(torch.zeros(500))
+            assert comm.sendrecv(x, me.right, got, me.left) is got
+            assert me.through_a_door() == (turn > 0)
+            me.same(got.tensor, torch.from_numpy(everybody[me.left]))
+            assert len(side._doors.held) < at.MOST_HELD
+        assert side._kept._waiting
 
 
 def messages() -> None:

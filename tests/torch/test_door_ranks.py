@@ -37,6 +37,10 @@ def test_arrays_of_cupy() -> None:
     run(door_ranks.arrays, 2)
 
 
+def test_arrays_that_speak_a_protocol() -> None:
+    run(door_ranks.protocols, 2)
+
+
 def test_messages() -> None:
     run(door_ranks.messages, 2)
 

@@ -18,9 +18,9 @@ class DeviceArguments:
     nranks: int
     gpu: Gpu
 
-    def _like(self, out: Any, source: DeviceMemory, count: int, where: str) -> DeviceMemory:
-        """The memory of ``out``, which must have ``count`` elements of the type of ``source``."""
-        target = device_view(out, "out", where, gpu=self.gpu)
+    def _like(self, out: Any, source: DeviceMemory, count: int, where: str, stream: Any) -> DeviceMemory:
+        """The memory of ``out``, which must have ``count`` elements of the type of ``source``; it will be used in ``stream``."""
+        target = device_view(out, "out", where, stream, self.gpu)
         if target.dtype is not source.dtype or target.count != count:
             text = f"{where}: out has {target.count} x {target.dtype.label}, but needs {count} x {source.dtype.label}"
             raise InvalidUsage(text, rank=self.rank)

@@ -42,7 +42,7 @@ class DeviceCollectives(NoDoors, DeviceArguments):
         if not self._all_reduce(x, out, op, False, stream):
             return x if out is None else out
         source = device_view(x, "x", "all_reduce", stream, self.gpu)
-        target = source if out is None else self._like(out, source, source.count, "all_reduce")
+        target = source if out is None else self._like(out, source, source.count, "all_reduce", stream)
         self._in_place(source, target, 0, "all_reduce")
         self._run(Collective.ALL_REDUCE, source, target, source.count, op, 0, stream)
         return x if out is None else out
@@ -54,7 +54,7 @@ class DeviceCollectives(NoDoors, DeviceArguments):
         source = device_view(x, "x", "reduce_scatter", stream, self.gpu)
         count = self._share(source, "reduce_scatter")
         out = empty_like(x, count, "reduce_scatter") if out is None else out
-        target = self._like(out, source, count, "reduce_scatter")
+        target = self._like(out, source, count, "reduce_scatter", stream)
         self._in_place(source, target, self.rank * count, "reduce_scatter")
         self._run(Collective.REDUCE_SCATTER, source, target, count, op, 0, stream)
         return out
@@ -65,7 +65,7 @@ class DeviceCollectives(NoDoors, DeviceArguments):
             return out
         source = device_view(x, "x", "all_gather", stream, self.gpu)
         out = empty_like(x, source.count * self.nranks, "all_gather") if out is None else out
-        target = self._like(out, source, source.count * self.nranks, "all_gather")
+        target = self._like(out, source, source.count * self.nranks, "all_gather", stream)
         self._in_place(target, source, self.rank * source.count, "all_gather")
         self._run(Collective.ALL_GATHER, source, target, source.count, SUM, 0, stream)
         return out
@@ -77,7 +77,7 @@ class DeviceCollectives(NoDoors, DeviceArguments):
         source = device_view(x, "x", "all_to_all", stream, self.gpu)
         count = self._share(source, "all_to_all")
         out = empty_like(x, source.count, "all_to_all") if out is None else out
-        target = self._like(out, source, source.count, "all_to_all")
+        target = self._like(out, source, source.count, "all_to_all", stream)
         self._apart(source, target, "all_to_all")
         self._run(Collective.ALL_TO_ALL, source, target, count, SUM, 0, stream)
         return out
@@ -97,7 +97,7 @@ class DeviceCollectives(NoDoors, DeviceArguments):
             return x if out is None or root != self.rank else out
         chief = self._root(root, "reduce")
         source = device_view(x, "x", "reduce", stream, self.gpu)
-        target = source if out is None or self.rank != chief else self._like(out, source, source.count, "reduce")
+        target = source if out is None or self.rank != chief else self._like(out, source, source.count, "reduce", stream)
         self._in_place(source, target, 0, "reduce")
         self._run(Collective.REDUCE, source, target, source.count, op, chief, stream)
         return x if target is source else out

@@ -26,7 +26,7 @@ from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
 from miraccl.comm.device.ctas import Ctas
 from miraccl.comm.device.explain import DeviceCandidate, candidates
 from miraccl.comm.device.faults import DeviceFaults
-from miraccl.comm.device.memory import DeviceMemory
+from miraccl.comm.device.memory import DeviceMemory, kinds
 from miraccl.comm.device.messages import MessageCalls, frame_of
 from miraccl.comm.device.order import SMALL_THREADS, order_of
 from miraccl.comm.device.rings import Ring, find_ring
@@ -47,7 +47,7 @@ from miraccl.executor.cuda.copies import FASTER_FROM as COPIES_FROM
 from miraccl.executor.cuda.copies import CopyLaunch
 from miraccl.executor.cuda.doors.table import CALLS, Door, Doors, group_builtins
 from miraccl.executor.cuda.driver import Gpu
-from miraccl.executor.cuda.launch import Kernels, Launch
+from miraccl.executor.cuda.launch import Kernels, Launch, fast_questions
 from miraccl.executor.cuda.lower import Fixed
 from miraccl.executor.cuda.message_launch import MessageLaunches
 from miraccl.executor.cuda.messages import Reach
@@ -130,7 +130,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             own=id(self),
             groups=address,
             hand_over=self._hand_over,
+            hold=self._kept.hold,
         )
+        self._doors.ask_the_driver(*fast_questions(self.gpu))
         vars(self).update({f"_{name}": self._doors.door(name) for name in CALLS})
         self._messages = MessageLaunches(self.gpu, self._kernels, self._fixed, reach, self._doors)
         self._current_stream: Callable[[int], int] | None = None
@@ -323,6 +325,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         """The first call in another stream waits for what this communicator did in the last one, inside a capture for what was captured."""
         before, self._doors.stream = self._doors.stream, number
         if before != -1 and self.gpu.capture_id(number) == self.gpu.capture_id(before):
+            self._doors.release()
             self.gpu.order_streams(before, number)
 
     def _enter(self, name: str, stream: Any, fills: bool = True) -> int:
@@ -333,6 +336,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         if self.closed or self._host[layout.HOST_ABORT]:
             self.check(name)
         self._doors.learn_types()
+        self._doors.learn_kinds(kinds)
         number = self._stream_number(stream)
         if number != self._doors.stream:
             self._change_stream(number)
@@ -413,6 +417,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             if self._windows is not None:
                 self._windows.close()
             self.symmetric.close()
+            self._doors.held.clear()
             self._kept.close()
             self._messages.close()
             with contextlib.suppress(MiracclError):

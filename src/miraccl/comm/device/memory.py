@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from miraccl.comm.arguments import ALLOWED, IMMUTABLE, DLTensor, capsule_of
-from miraccl.comm.device.stream import dlpack_stream
+from miraccl.comm.device.stream import dlpack_stream, find_current_stream, number_of
 from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda.doors import layout as at
+from miraccl.executor.cuda.doors.kinds import Kind
 from miraccl.types import DL_TYPES, DType
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 DTYPE_NAMES = {dtype.label: dtype for dtype in DType} | {"bool": DType.UINT8, "float8_e4m3fn": DType.FLOAT8_E4M3}
 _torch_dtypes: dict[Any, DType] = {}
 _typestrs: dict[str, DType] = {}
+#: for doors: types whose arrays were right, and by what they were looked at; those of the first ones that a process has
+kinds: dict[type, Kind] = {}
 
 
 class DeviceMemory(NamedTuple):
@@ -117,17 +121,45 @@ def device_view(thing: Any, name: str, where: str, stream: Any = None, gpu: Gpu 
         view = _view_interface(thing, interface, name, where)
         if gpu is not None and view.count and (owner := gpu.owner(view.address)) != gpu.ordinal:
             raise _elsewhere(name, where, owner, gpu)
+        if not _is_cupys(thing):
+            _wait_for_producer(interface, stream, gpu)
+            _note(thing, Kind(dlpack=False))
         return view
     kind, ordinal = _dlpack_device(thing)
     if kind in _DL_CUDA:
         if gpu is not None and kind == _DL_CUDA[0] and ordinal != gpu.ordinal:
             raise _elsewhere(name, where, ordinal, gpu)
         view = _view_dlpack(thing, name, where, dlpack_stream(stream, ordinal))
+        _note(thing, Kind(dlpack=True, immutable=immutable))
         return view._replace(read_only=view.read_only or immutable)
     if kind or hasattr(type(thing), "__array_interface__"):
         raise InvalidUsage(f"{where}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU")
     text = f"{where}: {name} is a {type(thing).__name__}"
     raise InvalidUsage(f"{text}; allowed are PyTorch tensors and GPU memory with __cuda_array_interface__ or DLPack")
+
+
+def _is_cupys(thing: Any) -> bool:
+    """An array of CuPy's names the current stream, as calls take it that name none; in another one the caller sees to the order."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(thing, cupy.ndarray)
+
+
+def _wait_for_producer(interface: dict[str, Any], stream: Any, gpu: Gpu | None) -> None:
+    """Where the interface names a stream, that of the operation waits for what is in it (its version 3, "Synchronization")."""
+    producer = interface.get("stream")
+    if producer is None or gpu is None:
+        return
+    consumer = find_current_stream()(gpu.ordinal) if stream is None else number_of(stream)
+    if (int(producer) or at.STREAM_LEGACY) == (consumer or at.STREAM_LEGACY):
+        return
+    if gpu.capture_id(int(producer)) == gpu.capture_id(consumer):  # what is not in the graph is no part of its order
+        gpu.order_streams(int(producer), consumer)
+
+
+def _note(thing: Any, how: Kind) -> None:
+    """Tell doors of the type of an array that is right."""
+    if type(thing) not in kinds and len(kinds) < at.MOST_KINDS:
+        kinds[type(thing)] = how
 
 
 def _view_dlpack(thing: Any, name: str, where: str, stream: int) -> DeviceMemory:
@@ -147,7 +179,14 @@ def _view_dlpack(thing: Any, name: str, where: str, stream: int) -> DeviceMemory
     if not dense and count:
         shape, strides = list(tensor.shape[: tensor.ndim]), list(tensor.strides[: tensor.ndim])
         raise InvalidUsage(f"{where}: {name} is not contiguous (shape {shape}, strides {strides} elements)")
-    return DeviceMemory((tensor.data or 0) + tensor.byte_offset, count, dtype, capsule, read_only)
+    address = (tensor.data or 0) + tensor.byte_offset
+    if address % dtype.itemsize:
+        raise _unaligned(name, where, dtype)
+    return DeviceMemory(address, count, dtype, capsule, read_only)
+
+
+def _unaligned(name: str, where: str, dtype: DType) -> InvalidUsage:
+    return InvalidUsage(f"{where}: {name} is not aligned to its element size of {dtype.itemsize} bytes")
 
 
 def _elsewhere(name: str, where: str, ordinal: int, gpu: Gpu) -> InvalidUsage:
@@ -200,7 +239,9 @@ def _view_interface(thing: Any, interface: dict[str, Any], name: str, where: str
         count *= int(length)
     address, read_only = interface["data"]
     if address % size:
-        raise InvalidUsage(f"{where}: {name} is not aligned to its element size of {size} bytes")
+        raise _unaligned(name, where, dtype)
+    if interface.get("mask") is not None:
+        raise InvalidUsage(f"{where}: {name} has a mask, which operations do not look at")
     return DeviceMemory(int(address or 0), count, dtype, None, bool(read_only))
 
 

@@ -49,7 +49,7 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         if not self._gather(x, out, root, None, None, False, stream):
             return out if root == self.rank else None
         chief, source = self._root(root, "gather"), device_view(x, "x", "gather", stream, self.gpu)
-        out, target = self._gathered(x, source, [source.count] * self.nranks, chief, out, "gather")
+        out, target = self._gathered(x, source, [source.count] * self.nranks, chief, out, "gather", stream)
         self._run_rooted(Collective.GATHER, source, target, source.count, SUM, chief, stream)
         return out
 
@@ -61,7 +61,7 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         if self.rank == chief:
             source = device_view(x, "x", "scatter", stream, self.gpu)
             sizes = [self._share(source, "scatter")] * self.nranks
-            out, target = self._scattered(x, source, sizes, out, "scatter")
+            out, target = self._scattered(x, source, sizes, out, "scatter", stream)
         else:
             source = target = self._given(out, "scatter", stream)
         self._run_rooted(Collective.SCATTER, source, target, target.count, SUM, chief, stream)
@@ -74,7 +74,7 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         sizes = counts_of(counts, "counts", self.nranks, "all_gather_v")
         source = self._sized(x, sizes[self.rank], f"counts[{self.rank}]", "all_gather_v", stream)
         out = empty_like(x, sum(sizes), "all_gather_v") if out is None else out
-        target = self._like(out, source, sum(sizes), "all_gather_v")
+        target = self._like(out, source, sum(sizes), "all_gather_v", stream)
         self._in_place(target, source, sum(sizes[: self.rank]), "all_gather_v")
         self._run_uneven(Collective.ALL_GATHER, source, target, (source.count,), sizes, sizes, stream)
         return out
@@ -87,7 +87,7 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         source = self._sized(x, sum(sizes), "the sum of counts", "reduce_scatter_v", stream)
         operator(op, source.dtype, "reduce_scatter_v")
         out = empty_like(x, sizes[self.rank], "reduce_scatter_v") if out is None else out
-        target = self._like(out, source, sizes[self.rank], "reduce_scatter_v")
+        target = self._like(out, source, sizes[self.rank], "reduce_scatter_v", stream)
         self._in_place(source, target, sum(sizes[: self.rank]), "reduce_scatter_v")
         self._run_uneven(Collective.REDUCE_SCATTER, source, target, sizes, (target.count,), sizes, stream, op=op)
         return out
@@ -103,7 +103,7 @@ class UnevenCollectives(NoDoors, DeviceArguments):
             raise InvalidUsage(f"all_to_all_v: a rank sends itself what it receives: {mine}", rank=self.rank)
         source = self._sized(x, sum(sends), "the sum of send_counts", "all_to_all_v", stream)
         out = empty_like(x, sum(receives), "all_to_all_v") if out is None else out
-        target = self._like(out, source, sum(receives), "all_to_all_v")
+        target = self._like(out, source, sum(receives), "all_to_all_v", stream)
         self._apart(source, target, "all_to_all_v")
         self._run_uneven(Collective.ALL_TO_ALL, source, target, sends, receives, (), stream)
         return out
@@ -114,7 +114,7 @@ class UnevenCollectives(NoDoors, DeviceArguments):
             return out if root == self.rank else None
         chief, sizes = self._root(root, "gather_v"), counts_of(counts, "counts", self.nranks, "gather_v")
         source = self._sized(x, sizes[self.rank], f"counts[{self.rank}]", "gather_v", stream)
-        out, target = self._gathered(x, source, sizes, chief, out, "gather_v")
+        out, target = self._gathered(x, source, sizes, chief, out, "gather_v", stream)
         receives = sizes if self.rank == chief else ()
         self._run_uneven(Collective.GATHER, source, target, (source.count,), receives, sizes, stream, root=chief)
         return out
@@ -126,7 +126,7 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         chief, sizes = self._root(root, "scatter_v"), counts_of(counts, "counts", self.nranks, "scatter_v")
         if self.rank == chief:
             source = self._sized(x, sum(sizes), "the sum of counts", "scatter_v", stream)
-            out, target = self._scattered(x, source, sizes, out, "scatter_v")
+            out, target = self._scattered(x, source, sizes, out, "scatter_v", stream)
         else:
             source = target = self._given(out, "scatter_v", stream)
             self._expect(target, sizes[self.rank], "out", f"counts[{self.rank}]", "scatter_v")
@@ -137,20 +137,22 @@ class UnevenCollectives(NoDoors, DeviceArguments):
     # ---- parts
 
     def _gathered(
-        self, x: Any, source: DeviceMemory, sizes: Sequence[int], chief: int, out: Any, where: str
+        self, x: Any, source: DeviceMemory, sizes: Sequence[int], chief: int, out: Any, where: str, stream: Any
     ) -> tuple[Any, DeviceMemory]:
         """The result of a gather and its memory; of a rank that is not the root None, and ``source``."""
         if self.rank != chief:
             return None, source
         out = empty_like(x, sum(sizes), where) if out is None else out
-        target = self._like(out, source, sum(sizes), where)
+        target = self._like(out, source, sum(sizes), where, stream)
         self._in_place(target, source, sum(sizes[:chief]), where)
         return out, target
 
-    def _scattered(self, x: Any, source: DeviceMemory, sizes: Sequence[int], out: Any, where: str) -> tuple[Any, DeviceMemory]:
+    def _scattered(
+        self, x: Any, source: DeviceMemory, sizes: Sequence[int], out: Any, where: str, stream: Any
+    ) -> tuple[Any, DeviceMemory]:
         """The root's share of a scatter and its memory."""
         out = empty_like(x, sizes[self.rank], where) if out is None else out
-        target = self._like(out, source, sizes[self.rank], where)
+        target = self._like(out, source, sizes[self.rank], where, stream)
         self._in_place(source, target, sum(sizes[: self.rank]), where)
         return out, target
 

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from miraccl.errors import MissingDependency, SystemFailure
+from miraccl.executor.cuda.doors.layout import POINTER_DEVICE_ORDINAL
 from miraccl.executor.cuda.toolkit import bindings
 
 MEMHOSTALLOC_PORTABLE_MAPPED = 0x01 | 0x02  # the same bits for cuMemHostRegister
 MEMORYTYPE_DEVICE = 2  # cuda.h CU_MEMORYTYPE_DEVICE
-POINTER_MEMORY_TYPE, POINTER_IS_MANAGED, POINTER_DEVICE_ORDINAL = 2, 8, 9  # cuda.h CU_POINTER_ATTRIBUTE_*
+POINTER_MEMORY_TYPE, POINTER_IS_MANAGED = 2, 8  # cuda.h CU_POINTER_ATTRIBUTE_*
 PEER_ACCESS_ALREADY_ENABLED = 704  # cuda.h CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 WAIT_VALUE_EQ = 0x01  # cuda.h CU_STREAM_WAIT_VALUE_EQ
 IPC_LAZY_ENABLE_PEER_ACCESS = 0x01
@@ -75,10 +76,22 @@ def pointer_attribute(kind: int, address: int) -> int | None:
 
 @functools.cache
 def _pointer_function() -> Any:
+    return _function("cuPointerGetAttribute")  # None without a driver: whoever made the array does without
+
+
+def _function(name: str) -> Any:
+    """A function of the driver's library; None where there is none."""
     try:
-        return ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
-    except (OSError, AttributeError):  # no driver: whoever made the array does without
+        return getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except (OSError, AttributeError):
         return None
+
+
+@functools.cache
+def address_of(name: str) -> int:
+    """Of a function of the driver's library; 0 where there is none."""
+    function = _function(name)
+    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 class Gpu:

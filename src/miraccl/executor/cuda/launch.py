@@ -11,7 +11,7 @@ from typing import Any
 
 from miraccl import native
 from miraccl.executor.cuda import lower, toolkit
-from miraccl.executor.cuda.driver import Gpu, check
+from miraccl.executor.cuda.driver import Gpu, address_of, check
 from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
 from miraccl.executor.cuda.source import KernelSpec, write_source
 
@@ -92,10 +92,7 @@ class Launch:
 @functools.cache
 def _cuda_launch() -> tuple[int, Callable[[int, int, int, int], int]] | None:
     """(address of cuLaunchKernelEx, builtin that calls it); None where there is no library of the driver."""
-    try:
-        address = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p).value
-    except (OSError, AttributeError):
-        return None
+    address = address_of("cuLaunchKernelEx")
     entry = native.library("miraccl.executor.cuda.doors.call").address(native.PREFIX + "launch")
     return (address, native.builtin("launch", entry)) if address else None
 
@@ -103,6 +100,12 @@ def _cuda_launch() -> tuple[int, Callable[[int, int, int, int], int]] | None:
 def fast_launch(gpu: Gpu) -> tuple[int, Callable[[int, int, int, int], int]] | None:
     """How to launch without cuda.bindings; None where the driver is not the real one."""
     return _cuda_launch() if isinstance(gpu.cuda, types.ModuleType) else None
+
+
+def fast_questions(gpu: Gpu) -> tuple[int, int]:
+    """Addresses of cuPointerGetAttribute and cuStreamIsCapturing for compiled code; 0 where the driver is not the real one."""
+    real = isinstance(gpu.cuda, types.ModuleType)
+    return (address_of("cuPointerGetAttribute"), address_of("cuStreamIsCapturing")) if real else (0, 0)
 
 
 class Kernels:

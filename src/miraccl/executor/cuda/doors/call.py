@@ -17,11 +17,13 @@ from __future__ import annotations
 from typing import Any
 
 from miraccl.executor.cuda.doors import layout as at
+from miraccl.executor.cuda.doors.foreign import view_foreign
 from miraccl.executor.cuda.doors.groups import can_be_noted, close, find_noted, is_of_this_thread, join, none, note, this_thread
 from miraccl.executor.cuda.doors.moves import find_moves
 from miraccl.executor.cuda.doors.reductions import find_reductions
 from miraccl.executor.cuda.doors.rows import find_collective, find_messages, overlap, write_message
 from miraccl.executor.cuda.doors.tensors import call4, call_builtin, is_plain
+from miraccl.executor.cuda.doors.views import is_known, settle
 from miraccl.native.intrinsics import (
     Py_DecRef,
     PyEval_RestoreThread,
@@ -75,7 +77,9 @@ def go(state: int, block: int) -> int:
 
 @inline
 def answer(door: int, code: int, args: int, nargs: int) -> int:
-    """What a door says, or the next one."""
+    """The end of a call: what a door says, or the next one."""
+    if not settle(load(door + at.DOOR_STATE), code):
+        return 0
     following = load(door + at.DOOR_NEXT)
     if code == at.NOT_TAKEN and following != 0:
         return call_builtin(following, load(door + at.DOOR_NEXT_SELF), args, nargs)
@@ -104,6 +108,8 @@ def reductions(self: int, args: int, nargs: int) -> int:
         if code != 0 and number == 0:
             return answer(door, at.NOT_TAKEN, args, nargs)
         if code != 0:
+            if not settle(state, at.DONE):
+                return 0
             place = state + at.STATE_BLOCKS + 8 * at.MOST_RANKS
             store(place, PyLong_FromLong(code))
             raised = PyObject_Vectorcall(load(state + at.STATE_FAIL), place, 1, 0)
@@ -120,7 +126,7 @@ def message(self: int, args: int, nargs: int) -> int:
     door = PyLong_AsLong(self)
     state, code, receives = load(door + at.DOOR_STATE), at.NOT_TAKEN, load(door + at.DOOR_RECEIVES)
     x, peer = load(args), load(args + 8)
-    if write_message(state, state + at.STATE_CALL, x, peer, receives) and is_plain(state, args + 16):
+    if is_known(state, x) and is_plain(state, args + 16) and write_message(state, 0, x, peer, receives):
         if load32(load(state + at.STATE_GROUPS)) == 0:
             code = go(state, find_messages(state, state + at.STATE_CALL, 1))
         elif can_be_noted(door, state, 1):
@@ -136,9 +142,9 @@ def pair(self: int, args: int, nargs: int) -> int:
     state, code = load(door + at.DOOR_STATE), at.NOT_TAKEN
     sent, got = state + at.STATE_CALL, state + at.STATE_CALL + at.MESSAGE_BYTES
     x, dst, out, src = load(args), load(args + 8), load(args + 16), load(args + 24)
-    if not write_message(state, sent, x, dst, 0) or not write_message(state, got, out, src, 1) or overlap(sent, got):
+    if not is_known(state, x) or not is_plain(state, args + 32):
         return answer(door, code, args, nargs)
-    if is_plain(state, args + 32):
+    if write_message(state, 0, x, dst, 0) and write_message(state, 1, out, src, 1) and not overlap(sent, got):
         if load32(load(state + at.STATE_GROUPS)) == 0:
             code = go(state, find_messages(state, sent, 2))
         elif can_be_noted(door, state, 2):
@@ -195,4 +201,5 @@ EXPORTS: dict[str, Any] = {
     "begin": begin,
     "end": end,
     "is_compiled": is_compiled,
+    "view_foreign": view_foreign,
 }

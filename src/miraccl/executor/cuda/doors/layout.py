@@ -59,20 +59,54 @@ NOPS = 5
 STATE_ARRAY_TYPE = 224  # CuPy's type of arrays, likewise
 STATE_LIST_TYPE, STATE_TUPLE_TYPE = 232, 240  # the types list and tuple
 STATE_FAIL = 248  # a Python function, which raises what a code of CUDA says
-STATE_VIEWS = 256  # room for two DLTensors and a stream
-STATE_DTYPES = 384  # the DLDataTypes that are known
+STATE_VIEWS = 256  # of the arrays of a call: two views
+# a view: a DLTensor; the capsule that it is from, which the view owns while a door looks at a call, else 0; whether it must not be written;
+# its bytes, where there is a capsule
+VIEW_OWNER, VIEW_READ_ONLY, VIEW_NBYTES, VIEW_BYTES = 48, 56, 64, 72
+STATE_DTYPES = STATE_VIEWS + 2 * VIEW_BYTES  # the DLDataTypes that are known
 NDTYPES = 12
-STATE_ARRAY_DTYPES = 480  # objects that are NumPy's dtypes, each with its DLDataType
+STATE_ARRAY_DTYPES = STATE_DTYPES + 8 * NDTYPES  # objects that are NumPy's dtypes, each with its DLDataType
 STATE_NAMES = STATE_ARRAY_DTYPES + NDTYPES * 16  # strings: attributes of CuPy's arrays and, from PTR on, of their memory
 NAMES = ("_c_contiguous", "size", "dtype", "data", "ptr", "device_id")
 NAME_CONTIGUOUS, NAME_SIZE, NAME_DTYPE, NAME_DATA, NAME_PTR, NAME_DEVICE = (STATE_NAMES + 8 * number for number in range(len(NAMES)))
+
+# arrays of other types, which are asked by their protocols. That runs code of anybody's; BUSY is not 0 meanwhile, and no door takes calls
+STATE_BUSY = STATE_NAMES + 8 * len(NAMES)
+STATE_ANSWER = STATE_BUSY + 8  # where functions of the driver write
+STATE_ARGS = STATE_BUSY + 16  # of a call of Python's: an array, a stream, DLPack's version
+STATE_DLPACK = STATE_BUSY + 40  # the string "__dlpack__"
+STATE_INTERFACE = STATE_BUSY + 48  # the string "__cuda_array_interface__"
+STATE_SHARDING = STATE_BUSY + 56  # the string "sharding"
+STATE_KEYS = STATE_BUSY + 64  # strings: keys of the dictionary that the interface is
+KEYS = ("shape", "typestr", "data", "strides", "stream", "mask")
+KEY_SHAPE, KEY_TYPESTR, KEY_DATA, KEY_STRIDES, KEY_STREAM, KEY_MASK = (STATE_KEYS + 8 * number for number in range(len(KEYS)))
+STATE_TYPESTRS = STATE_KEYS + 8 * len(KEYS)  # a dictionary: DLDataTypes by what the interface says
+STATE_DICT_TYPE, STATE_STR_TYPE = STATE_TYPESTRS + 8, STATE_TYPESTRS + 16  # the types dict and str
+STATE_TRUE = STATE_TYPESTRS + 24  # the object True
+STATE_EXCEPTION = STATE_TYPESTRS + 32  # the type Exception
+STATE_POINTER_ATTRIBUTE = STATE_TYPESTRS + 40  # address of cuPointerGetAttribute, 0 where there is none
+STATE_IS_CAPTURING = STATE_TYPESTRS + 48  # address of cuStreamIsCapturing, likewise
+STATE_PLAIN, STATE_VERSIONED = STATE_TYPESTRS + 56, STATE_TYPESTRS + 64  # addresses of the names of DLPack's capsules
+STATE_HELD = STATE_TYPESTRS + 72  # a list of capsules of which launches read, and perhaps still do
+STATE_HELD_BYTES, STATE_HELD_STREAM = STATE_TYPESTRS + 80, STATE_TYPESTRS + 88  # what they keep alive, and where these launches are
+STATE_RELEASE = STATE_TYPESTRS + 96  # a Python function, which hands them to who lets go of them in time
+MOST_HELD, MOST_HELD_BYTES = 16, 1 << 20
+# the types themselves, up to the first 0: whether asked by DLPack; whether such arrays never change; a function that gives the capsule of
+# those whose sharding has that type, 0: the method gives it; names of the keyword arguments
+STATE_VIEW_FOREIGN = STATE_TYPESTRS + 104  # address of the function that looks at them
+STATE_KINDS = STATE_TYPESTRS + 112
+KIND_TYPE, KIND_DLPACK, KIND_IMMUTABLE, KIND_EXPORT, KIND_KEYWORDS, KIND_SHARDING, KIND_BYTES = 0, 8, 16, 24, 32, 40, 48
+MOST_KINDS = 8
+STATE_FOREIGN_END = STATE_KINDS + (MOST_KINDS + 1) * KIND_BYTES
+POINTER_DEVICE_ORDINAL = 9  # cuda.h CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+STREAM_LEGACY = 1  # the legacy default stream, in DLPack and the interface
 
 # a message of a call: what (``what_of``), elements, address; of a remembered launch: the same with the address's place in the argument
 MESSAGE_WHAT, MESSAGE_COUNT, MESSAGE_ADDRESS = 0, 8, 16
 MESSAGE_BYTES = 24
 MOST_MESSAGES = 64  # of a launch
 MOST_RANKS = 8
-STATE_SHARES = STATE_NAMES + 8 * len(NAMES)  # elements of the blocks of ``x`` of a call, then those of ``out``
+STATE_SHARES = STATE_FOREIGN_END  # elements of the blocks of ``x`` of a call, then those of ``out``
 STATE_BLOCKS = STATE_SHARES + 2 * 8 * MOST_RANKS  # of a call of several launches, and room for a code
 STATE_CALL = STATE_BLOCKS + 8 * MOST_RANKS + 8  # the messages of a call,
 STATE_GROUP = STATE_CALL + 2 * MOST_RANKS * MESSAGE_BYTES  # those that are noted
@@ -88,6 +122,9 @@ STATE_BYTES = STATE_TABLE + TABLE_SLOTS * ROW_BYTES
 # struct DLTensor of dlpack.h, DLPack 1.3; DLDevice is type and number, 32 bits each
 DL_DATA, DL_DEVICE, DL_NDIM, DL_DTYPE, DL_SHAPE, DL_STRIDES, DL_OFFSET, DL_BYTES = 0, 8, 16, 20, 24, 32, 40, 48
 DL_CUDA = 2
+# struct DLManagedTensorVersioned: a DLPackVersion, two pointers, flags, the DLTensor
+VERSIONED_FLAGS, VERSIONED_TENSOR = 24, 32
+DL_READ_ONLY = 1
 # struct DLPackExchangeAPI: a DLPackVersion and a pointer, then five functions
 API_MAJOR, API_VIEW, API_CURRENT = 0, 40, 48
 DL_MAJOR = 1

@@ -6,7 +6,8 @@ from __future__ import annotations
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.arrays import item_size
 from miraccl.executor.cuda.doors.rows import find_messages, what_of
-from miraccl.executor.cuda.doors.tensors import address, data_type, elements, is_plain, number_of, rank_of
+from miraccl.executor.cuda.doors.tensors import address, data_type, is_plain, number_of, rank_of
+from miraccl.executor.cuda.doors.views import elements
 from miraccl.native.intrinsics import PyList_GetItem, PyList_Size, PyTuple_GetItem, PyTuple_Size, inline, load, load32, store
 
 
@@ -101,10 +102,12 @@ def find_moves(door: int, args: int) -> int:
         if root < 0:
             return 0
     gives, takes = rooted != at.ROOTED_IN or root == rank, rooted != at.ROOTED_OUT or root == rank
-    view, other = state + at.STATE_VIEWS, state + at.STATE_VIEWS + at.DL_BYTES
+    view, other = state + at.STATE_VIEWS, state + at.STATE_VIEWS + at.VIEW_BYTES
     count = elements(state, load(args), view) if gives else 0
+    if count < 0:
+        return 0
     out_count = elements(state, load(args + 8), other) if takes else 0
-    if count < 0 or out_count < 0:
+    if out_count < 0 or (takes and load(other + at.VIEW_READ_ONLY) != 0):
         return 0
     if gives and takes and data_type(view) != data_type(other):
         return 0

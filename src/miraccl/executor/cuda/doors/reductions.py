@@ -7,7 +7,8 @@ from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.arrays import item_size
 from miraccl.executor.cuda.doors.moves import apart, in_place, share
 from miraccl.executor.cuda.doors.rows import both_of, find_launch, key_of, operator_of
-from miraccl.executor.cuda.doors.tensors import address, data_type, elements, is_plain
+from miraccl.executor.cuda.doors.tensors import address, data_type, is_plain
+from miraccl.executor.cuda.doors.views import elements
 from miraccl.native.intrinsics import inline, load, load32, store
 
 
@@ -19,14 +20,16 @@ def find_reductions(door: int, args: int) -> int:
     if load32(load(state + at.STATE_GROUPS)) != 0 or not is_plain(state, args + 24):
         return 0
     rank, nranks, shares = load(state + at.STATE_RANK), load(state + at.STATE_NRANKS), state + at.STATE_SHARES
-    view, other = state + at.STATE_VIEWS, state + at.STATE_VIEWS + at.DL_BYTES
-    op, total = operator_of(state, load(args + 16)), share(state, 0, load(args + 40), 0, shares)
-    if op < 0 or total <= 0 or elements(state, load(args), view) != total:
+    view, other = state + at.STATE_VIEWS, state + at.STATE_VIEWS + at.VIEW_BYTES
+    op, count = operator_of(state, load(args + 16)), elements(state, load(args), view)
+    if op < 0 or count <= 0:
         return 0
     out_count, dtype = elements(state, load(args + 8), other), data_type(view)
-    if out_count != load(shares + 8 * rank) or data_type(other) != dtype:
+    if out_count < 0 or share(state, 0, load(args + 40), 0, shares) != count:
         return 0
-    if not apart(view, total, other, out_count) and not in_place(state, view, shares, other):
+    if out_count != load(shares + 8 * rank) or data_type(other) != dtype or load(other + at.VIEW_READ_ONLY) != 0:
+        return 0
+    if not apart(view, count, other, out_count) and not in_place(state, view, shares, other):
         return 0
     alike = True
     for root in range(nranks):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.arrays import item_size
-from miraccl.executor.cuda.doors.tensors import address, data_type, elements, may_go_on, rank_of
+from miraccl.executor.cuda.doors.tensors import address, data_type, is_plain, rank_of
+from miraccl.executor.cuda.doors.views import elements, is_known
 from miraccl.native import hashing
 from miraccl.native.intrinsics import inline, load, load32, store
 
@@ -74,33 +75,39 @@ def third_of(state: int, kind: int, args: int) -> int:
 def find_collective(door: int, args: int) -> int:
     """``args`` are (x, out, operator or root, async_op, stream), for some a root follows. 0 where Python is to do it."""
     state = load(door + at.DOOR_STATE)
-    view, other = state + at.STATE_VIEWS, state + at.STATE_VIEWS + at.DL_BYTES
-    count = elements(state, load(args), view)
-    blocks = load(door + at.DOOR_IN_BLOCKS)
-    if count <= 0 or count % blocks != 0 or load(args + 24) != load(state + at.STATE_FALSE) or load32(load(state + at.STATE_GROUPS)) != 0:
+    if not is_known(state, load(args)) or load32(load(state + at.STATE_GROUPS)) != 0 or not is_plain(state, args + 24):
+        return 0
+    kind, rank = load(door + at.DOOR_THIRD), load(state + at.STATE_RANK)
+    third = third_of(state, kind, args)
+    if third < 0:
+        return 0
+    view, other = state + at.STATE_VIEWS, state + at.STATE_VIEWS + at.VIEW_BYTES
+    count, blocks = elements(state, load(args), view), load(door + at.DOOR_IN_BLOCKS)
+    if count <= 0 or count % blocks != 0:
         return 0
     count //= blocks
-    kind = load(door + at.DOOR_THIRD)
-    third = third_of(state, kind, args)
-    if third < 0 or not may_go_on(state, load(args + 32)):
-        return 0
-    source, dtype = address(view), data_type(view)
+    source, dtype, read_only = address(view), data_type(view), load(view + at.VIEW_READ_ONLY)
     target, out = source, load(args + 8)
-    if kind == at.THIRD_BOTH and third // at.NOPS != load(state + at.STATE_RANK):
-        out = load(state + at.STATE_NONE)  # only the root looks at it
+    if kind == at.THIRD_BOTH and third // at.NOPS != rank:
+        out = load(state + at.STATE_NONE)  # only the root looks at it, and writes
+        read_only = 0
+    elif kind == at.THIRD_ROOT and third == rank:
+        read_only = 0  # a broadcast leaves that of the root as it is
     if out != load(state + at.STATE_NONE):
         blocks_out = load(door + at.DOOR_OUT_BLOCKS)
         if elements(state, out, other) != count * blocks_out or data_type(other) != dtype:
             return 0
-        target = address(other)
+        target, read_only = address(other), load(other + at.VIEW_READ_ONLY)
         block = count * item_size(dtype)
         if target < source + blocks * block and source < target + blocks_out * block:
             if blocks != 1 and blocks_out != 1:
                 return 0
-            first = load(state + at.STATE_RANK) * block  # where this rank's block lies in all of them
+            first = rank * block  # where this rank's block lies in all of them
             if target - source != (first if blocks != 1 else 0) - (first if blocks_out != 1 else 0):
                 return 0  # not as the form in place has them
     elif load(door + at.DOOR_IN_PLACE) == 0:
+        return 0
+    if read_only != 0:
         return 0
     return find_launch(state, key_of(load(door + at.DOOR_COLLECTIVE), third, dtype), count, source, target)
 
@@ -109,14 +116,14 @@ def find_collective(door: int, args: int) -> int:
 
 
 @inline
-def write_message(state: int, message: int, x: int, peer: int, receives: int) -> bool:
-    """Describe a message of this call at ``message``; False for what is not an everyday one."""
-    view = state + at.STATE_VIEWS
-    count = elements(state, x, view)
-    if count < 0:
-        return False
+def write_message(state: int, number: int, x: int, peer: int, receives: int) -> bool:
+    """Describe a message of this call, the first (0) or the second; False for what is not an everyday one."""
+    message, view = state + at.STATE_CALL + number * at.MESSAGE_BYTES, state + at.STATE_VIEWS + number * at.VIEW_BYTES
     other = rank_of(state, peer)
     if other < 0:
+        return False
+    count = elements(state, x, view)
+    if count < 0 or (receives != 0 and load(view + at.VIEW_READ_ONLY) != 0):
         return False
     store(message + at.MESSAGE_WHAT, what_of(receives, other, data_type(view)))
     store(message + at.MESSAGE_COUNT, count)

@@ -2,7 +2,7 @@
 
 A call whose launch has been prepared needs nothing of Python but the addresses of tensors and the current stream, and the type of the
 tensors tells these to compiled code: ``__dlpack_c_exchange_api__`` (DLPack 1.3; PyTorch has it from 2.10 on).  CuPy's arrays are asked for
-their attributes.  All other arrays, and all that is not as the last time, go the long way.
+their attributes, all others by their protocol (``doors.kinds``).  All that is not as the last time goes the long way.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import numpy as np
 
 from miraccl import native
 from miraccl.executor.cuda.doors import layout as at
+from miraccl.executor.cuda.doors.kinds import DL_DTYPES, WORDS, Kind, words_of
 from miraccl.executor.cuda.launch import Launch
 from miraccl.executor.cuda.messages import Message
 from miraccl.native.capsules import pointer_of
 from miraccl.native.hashing import mix
 from miraccl.schedule.reduction import NUMPY_DTYPE
-from miraccl.types import DL_TYPES, Collective, DType, RedOp
+from miraccl.types import Collective, DType, RedOp
 
 Door = Callable[..., int]
+Hold = Callable[[list[Any], int], None]
 #: collective -> whether ``x`` has a block per rank, whether ``out`` has, whether the result lies in ``x`` without ``out``
 SHAPES = {
     Collective.ALL_REDUCE: (False, False, True),
@@ -51,12 +53,16 @@ _COLLECTIVES = {collective.label: collective for collective in SHAPES}
 #: operations whose doors take calls as users make them
 CALLS = (*_COLLECTIVES, *_MESSAGES)
 _OPERATORS = tuple(RedOp(number) for number in range(at.NOPS))
-_DL_DTYPES = {dtype: code | bits << 8 | 1 << 16 for (code, bits), dtype in DL_TYPES.items()}
 _ROW_WORDS = at.ROW_BYTES // 8
 
 
+def _entry(name: str) -> int:
+    """The address of a function of ``doors.call``."""
+    return native.library("miraccl.executor.cuda.doors.call").address(native.PREFIX + name)
+
+
 def _builtin(name: str, entry: str, owner: int) -> Callable[..., Any]:
-    return native.builtin(name, native.library("miraccl.executor.cuda.doors.call").address(native.PREFIX + entry), owner)
+    return native.builtin(name, _entry(entry), owner)
 
 
 @functools.cache
@@ -68,18 +74,32 @@ def group_builtins(groups: int) -> tuple[Callable[..., None], Callable[..., None
 class Doors:
     """``abort`` is the address of a 32-bit word that is not 0 when calls are to go the long way; ``order`` that of a word that holds
     ``own`` while no other communicator has filled the GPU last; ``groups`` that of the words of groups, and ``hand_over`` is called with a
-    group that has turned out to be Python's while messages of it are noted here."""
+    group that has turned out to be Python's while messages of it are noted here. ``hold`` keeps objects until the GPU has come past what is
+    in a stream now."""
 
     def __init__(
-        self, rank: int, nranks: int, ordinal: int, *, abort: int, order: int, own: int, groups: int, hand_over: Callable[[Any], None]
+        self,
+        rank: int,
+        nranks: int,
+        ordinal: int,
+        *,
+        abort: int,
+        order: int,
+        own: int,
+        groups: int,
+        hand_over: Callable[[Any], None],
+        hold: Hold,
     ) -> None:
         assert nranks <= at.MOST_RANKS
         self._nranks = nranks
         memory = np.zeros(at.STATE_BYTES // 8, np.int64)
         self._address = int(memory.ctypes.data)
         self._state = memory.data  # whose words are read and written in a fraction of the time that NumPy takes
-        fail = self._fail
-        self._kept: list[Any] = [hand_over, ordinal, fail]
+        fail, release = self._fail, self.release
+        self._kept: list[Any] = [hand_over, ordinal, fail, release]
+        self._hold = hold
+        self.held: list[Any] = []
+        self._kinds: dict[type, Any] = {}  # types stay, since another one might get the address
         self._launches: dict[int, tuple[Launch, Any]] = {}  # by the address of their block: those in the table, with their messages
         self._notes: list[Any] = []
         self._no_cpu_plan = np.zeros(1, np.int64)
@@ -104,9 +124,13 @@ class Doors:
             (at.STATE_HAND_OVER, id(hand_over)),
             (at.STATE_ORDINAL, id(ordinal)),
             (at.STATE_FAIL, id(fail)),
+            (at.STATE_RELEASE, id(release)),
+            (at.STATE_VIEW_FOREIGN, _entry("view_foreign")),
+            (at.STATE_HELD, id(self.held)),
+            *WORDS,
             *((at.STATE_NAMES + 8 * number, id(name)) for number, name in enumerate(at.NAMES)),
             *((at.STATE_OPS + 8 * number, id(op)) for number, op in enumerate(_OPERATORS)),
-            *((at.STATE_DTYPES + 8 * number, dtype) for number, dtype in enumerate(_DL_DTYPES.values())),
+            *((at.STATE_DTYPES + 8 * number, dtype) for number, dtype in enumerate(DL_DTYPES.values())),
         ):
             self._put(where, value)
 
@@ -167,9 +191,25 @@ class Doors:
         if kind is not None and all(hasattr(kind, name) for name in at.NAMES[: at.NAMES.index("ptr")]):
             for number, (code, dtype) in enumerate(NUMPY_DTYPE.items()):
                 self._put(at.STATE_ARRAY_DTYPES + 16 * number, id(dtype))
-                self._put(at.STATE_ARRAY_DTYPES + 16 * number + 8, _DL_DTYPES[code])
+                self._put(at.STATE_ARRAY_DTYPES + 16 * number + 8, DL_DTYPES[code])
             self._put(at.STATE_ARRAY_TYPE, id(kind))
         return kind is not None
+
+    def learn_kinds(self, kinds: dict[type, Kind]) -> None:
+        """Look at arrays of these types, too, as many as there is room for; none that was there before is missing."""
+        if len(kinds) == len(self._kinds):
+            return
+        for kind, how in kinds.items():
+            if kind not in self._kinds and len(self._kinds) < at.MOST_KINDS:
+                row = at.STATE_KINDS + len(self._kinds) * at.KIND_BYTES
+                words, self._kinds[kind] = words_of(kind, how)
+                for place, word in words.items():
+                    self._put(row + place, word)
+
+    def ask_the_driver(self, pointer_attribute: int, is_capturing: int) -> None:
+        """Addresses of cuPointerGetAttribute and cuStreamIsCapturing."""
+        self._put(at.STATE_POINTER_ATTRIBUTE, pointer_attribute)
+        self._put(at.STATE_IS_CAPTURING, is_capturing)
 
     def ask_for_stream(self, ask: Callable[[int], int]) -> None:
         """How the current stream is found, where the type of tensors does not tell."""
@@ -184,6 +224,13 @@ class Doors:
         """Take no calls any more; the words that were given may be freed."""
         self._put(at.STATE_ABORT, self._address + at.STATE_CLOSED)
         self._drop(list(self._launches))
+
+    def release(self) -> None:
+        """Let go of what launches read, once they have."""
+        if self.held:
+            self._hold(self.held.copy(), int(self._state[at.STATE_HELD_STREAM // 8]))
+            self.held.clear()
+            self._put(at.STATE_HELD_BYTES, 0)
 
     # ---- groups
 
@@ -200,21 +247,21 @@ class Doors:
 
     def remember(self, collective: Collective, dtype: DType, count: int, op: Any, root: int, launch: Launch, fills: bool) -> None:
         """Enter a launch for blocks of ``count`` elements; ``fills``: it may take the whole GPU."""
-        if collective not in SHAPES or dtype not in _DL_DTYPES:
+        if collective not in SHAPES or dtype not in DL_DTYPES:
             return
         if collective.reduces and not isinstance(op, RedOp):  # with a scalar of its own
             return
         third = at.both_of(int(op), root) if collective.reduces else root
-        self._enter(at.key_of(int(collective), third, _DL_DTYPES[dtype]), count, launch, fills, None)
+        self._enter(at.key_of(int(collective), third, DL_DTYPES[dtype]), count, launch, fills, None)
 
     def remember_messages(self, messages: Sequence[Message], places: Sequence[int], launch: Launch, fills: bool) -> None:
         """Enter a launch for messages like these; ``places`` are where their addresses belong."""
         dtypes = [DType(message.code) for message in messages]
-        if len(messages) > at.MOST_MESSAGES or any(dtype not in _DL_DTYPES for dtype in dtypes):
+        if len(messages) > at.MOST_MESSAGES or any(dtype not in DL_DTYPES for dtype in dtypes):
             return
         record, hashed = np.zeros((len(messages), at.MESSAGE_BYTES // 8), np.int64), 0
         for row, message, dtype, place in zip(record, messages, dtypes, places, strict=True):
-            what = at.what_of(int(message.receives), message.peer, _DL_DTYPES[dtype])
+            what = at.what_of(int(message.receives), message.peer, DL_DTYPES[dtype])
             count = message.nbytes // dtype.itemsize
             hashed = mix(mix(hashed, what), count)
             row[:] = (what, count, place)

@@ -1,5 +1,5 @@
-"""Kernel source: what doors see of their arguments: PyTorch's tensors, through the functions that their type offers to compiled code
-(DLPack 1.3, "C Exchange API"), CuPy's arrays (``doors.arrays``), numbers and streams."""
+"""Kernel source: what doors see of PyTorch's tensors, through the functions that their type offers to compiled code (DLPack 1.3, "C
+Exchange API"), and of numbers and streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba.extending import intrinsic
 
 from miraccl.executor.cuda.doors import layout as at
-from miraccl.executor.cuda.doors.arrays import taken, view_array
+from miraccl.executor.cuda.doors.arrays import taken
 from miraccl.native.intrinsics import I64, PyErr_Clear, PyLong_AsLong, PyObject_Vectorcall, inline, load, load32
 
 
@@ -57,19 +57,17 @@ def ask_stream(typingctx: Any, function: Any, device: Any, where: Any) -> Any:
 
 
 @inline
-def elements(state: int, thing: int, view: int) -> int:
-    """Look at a tensor or array on this GPU that is contiguous: its elements, -1 for anything else."""
-    kind = load(thing + at.OB_TYPE)
-    if kind == load(state + at.STATE_TYPE):
-        return view_tensor(state, thing, view)
-    return view_array(state, thing, view) if kind == load(state + at.STATE_ARRAY_TYPE) else -1
-
-
-@inline
 def view_tensor(state: int, thing: int, view: int) -> int:
+    """Look at a tensor on this GPU that is contiguous, and write at ``view`` what it is; its elements, -1 for anything else."""
     if call2(load(state + at.STATE_VIEW), thing, view) != 0:
         PyErr_Clear()
         return -1
+    return count_of(state, view)
+
+
+@inline
+def count_of(state: int, view: int) -> int:
+    """Elements of a DLTensor on this GPU that is contiguous; -1 for anything else."""
     if load(view + at.DL_DEVICE) != load(state + at.STATE_DEVICE):
         return -1
     shape, strides, count = load(view + at.DL_SHAPE), load(view + at.DL_STRIDES), 1
@@ -118,11 +116,10 @@ def stream_of(state: int, given: int) -> int:
     if load(state + at.STATE_CURRENT) == 0:
         ask = load(state + at.STATE_ASK)
         return taken(PyObject_Vectorcall(ask, state + at.STATE_ORDINAL, 1, 0)) if ask != 0 else -1
-    place = state + at.STATE_VIEWS + 2 * at.DL_BYTES
-    if ask_stream(load(state + at.STATE_CURRENT), load(state + at.STATE_DEVICE), place) != 0:
+    if ask_stream(load(state + at.STATE_CURRENT), load(state + at.STATE_DEVICE), state + at.STATE_ANSWER) != 0:
         PyErr_Clear()
         return -1
-    return load(place)
+    return load(state + at.STATE_ANSWER)
 
 
 @inline

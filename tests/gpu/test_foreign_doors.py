@@ -1,0 +1,625 @@
+"""Doors on GPU memory and arrays that only speak a protocol: what is looked at in every call, what is held, and what goes the long way.
+
+The arrays stand in CPU memory here, and are of NumPy's make beneath.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import miraccl
+from miraccl.executor.cuda.doors import layout as at
+from miraccl.executor.cuda.doors.kinds import Kind
+from miraccl.native.capsules import pointer_of
+from miraccl.schedule.reduction import NUMPY_DTYPE
+from miraccl.types import Collective, DType, RedOp
+from tests.gpu.door_side import Side
+from tests.gpu.fake_launch import SHAPE
+
+F32, I64 = DType.FLOAT32, DType.INT64
+
+
+class Described:
+    """An array with ``__cuda_array_interface__``; ``said`` is said otherwise."""
+
+    def __init__(self, array: np.ndarray, **said: Any) -> None:
+        self.array, self.said = array, said
+        self.asked: Callable[[], Any] = lambda: None
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        self.asked()
+        given = self.array.__array_interface__
+        usual = {"shape": given["shape"], "typestr": given["typestr"], "data": given["data"], "strides": given["strides"], "version": 3}
+        return {name: value for name, value in (usual | self.said).items() if value is not Ellipsis}
+
+
+class Packed:
+    """An array that has DLPack alone; counts the capsules that live."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.streams: list[Any] = []
+        self._exported: list[Any] = []
+        self.asked: Callable[[], Any] = lambda: None
+
+    def __dlpack__(self, *, stream: Any = None, max_version: Any = None) -> Any:
+        self.asked()
+        self.streams.append(stream)
+        return self.capsule(max_version=max_version)
+
+    def capsule(self, **options: Any) -> Any:
+        """One of an array of its own, which goes with it."""
+        array = self.array.view()
+        self._exported.append(weakref.ref(array))
+        return array.__dlpack__(**options)
+
+    @property
+    def capsules(self) -> int:
+        return sum(array() is not None for array in self._exported)
+
+
+class Subclass(Described, Packed):
+    pass
+
+
+@pytest.fixture
+def side() -> Side:
+    made = Side()
+    made.doors.learn_kinds({Described: Kind(dlpack=False), Packed: Kind(dlpack=True)})
+    made.stream = 0  # type: ignore[attr-defined]
+    made.doors.ask_for_stream(lambda ordinal: made.stream)  # type: ignore[attr-defined]
+    made.doors._put(at.STATE_CURRENT, 0)
+    made.remember(Collective.ALL_REDUCE, F32, 12)
+    return made
+
+
+def zeros(count: int = 12, dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(count, dtype)
+
+
+def frozen(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array
+
+
+both = pytest.mark.parametrize("make", [Described, Packed])
+
+
+# ---- both protocols
+
+
+@both
+def test_arrays_find_the_launch(side: Side, make: Any) -> None:
+    host, out, whole = zeros(24), zeros(), zeros(24)
+    side.remember(Collective.ALL_GATHER, F32, 12)
+    side.remember(Collective.REDUCE_SCATTER, F32, 12)
+    side.remember(Collective.BROADCAST, F32, 12, root=1)
+    side.remember_messages(1, (False, 1, 12, F32))
+    side.remember_messages(2, (False, 1, 12, F32), (True, 1, 12, F32))
+    for part in (host[:12], host[12:], host[5:17].reshape(3, 4), host[3:15].reshape(1, 12, 1)):
+        assert side.all_reduce(make(part)) == 0
+        assert side.driver.seen[-1] == (12, 0, *SHAPE, 0, part.ctypes.data, part.ctypes.data)
+    assert side.all_reduce(make(out), make(host[12:])) == 0
+    assert side.driver.seen[-1][-2:] == (out.ctypes.data, host[12:].ctypes.data)
+    assert side.all_gather(make(out), make(whole)) == side.reduce_scatter(make(whole), make(out), RedOp.SUM) == 0
+    assert side.driver.seen[-1][-2:] == (whole.ctypes.data, out.ctypes.data)
+    assert side.broadcast(make(out), 1) == 0
+    assert side.send(make(host[2:14])) == side.sendrecv(make(host[:12]), make(host[12:])) == 0
+    assert side.driver.seen[-1][-2:] == (host[12:].ctypes.data, host.ctypes.data)
+    assert side.door["gather"](make(out), None, 1, None, None, False, None) == 0
+    assert side.door["reduce_scatter_v"](make(whole), make(out), RedOp.SUM, False, None, [12, 12]) == 0
+    seen = len(side.driver.seen)
+    assert side.all_reduce(make(zeros(11))) == side.all_reduce(make(zeros(12, np.int32))) == side.all_reduce(make(host[::2])) == 1
+    assert side.all_reduce(make(host[:12].reshape(3, 4).T)) == side.all_reduce(make(zeros(0))) == side.send(make(zeros(0))) == 1
+    assert side.all_reduce(make(host[:12]), make(host[6:18])) == side.all_reduce(make(host[:12]), make(zeros(12, np.int32))) == 1
+    assert side.sendrecv(make(host[:12]), make(host[6:18])) == 1
+    assert side.all_reduce(make(zeros(13).view(np.uint8)[1:49].view(np.float32))) == 1
+    assert len(side.driver.seen) == seen
+
+
+@both
+def test_what_is_read_only_is_not_written(side: Side, make: Any) -> None:
+    x, out = frozen(zeros()), zeros()
+    for root in range(2):
+        side.remember(Collective.BROADCAST, F32, 12, root=root)
+        side.remember(Collective.REDUCE, F32, 12, RedOp.SUM, root)
+    for receives in (False, True):
+        side.remember_messages(1 + receives, (receives, 1, 12, F32))
+    side.remember_messages(3, (False, 1, 12, F32), (True, 1, 12, F32))
+    side.remember_messages(4, (False, 0, 12, F32), (True, 0, 12, F32), (True, 1, 12, F32))
+    assert side.all_reduce(make(x), make(out)) == side.send(make(x)) == side.sendrecv(make(x), make(out)) == 0
+    assert side.broadcast(make(x), 0) == side.reduce(make(x), 1) == side.reduce(make(x), 0, make(out)) == 0
+    seen = len(side.driver.seen)
+    assert side.all_reduce(make(x)) == side.all_reduce(make(out), make(x)) == side.recv(make(x)) == side.sendrecv(make(out), make(x)) == 1
+    assert side.broadcast(make(x), 1) == side.reduce(make(x), 0) == side.reduce(make(out), 0, make(x)) == 1
+    assert side.door["gather"](make(out), make(frozen(zeros(24))), 0, None, None, False, None) == 1
+    assert side.door["reduce_scatter_v"](make(zeros(24)), make(x), RedOp.SUM, False, None, [12, 12]) == 1
+    assert len(side.driver.seen) == seen
+    assert side.door["gather"](make(out), make(zeros(24)), 0, None, None, False, None) == 0
+
+
+@both
+def test_only_types_that_are_known_are_asked(side: Side, make: Any) -> None:
+    def never() -> None:
+        raise AssertionError
+
+    for thing in (Subclass(zeros()), object.__new__(make), types.SimpleNamespace(), make, None, zeros()):
+        if isinstance(thing, Subclass):
+            thing.asked = never
+        assert side.all_reduce(thing) == side.send(thing) == 1
+    many = {type(f"Kind{number}", (make,), {}): Kind(dlpack=make is Packed) for number in range(at.MOST_KINDS)}
+    side.doors.learn_kinds({Described: Kind(dlpack=False), Packed: Kind(dlpack=True)} | many)
+    taken = [side.all_reduce(kind(zeros())) for kind in many]
+    assert taken == [0] * (at.MOST_KINDS - 2) + [1] * 2  # as many as there is room for
+
+
+def test_types_that_are_known_stay() -> None:
+    """Another type may not get the address of one that went."""
+    side = Side()
+    kind = type("Short", (Described,), {})
+    alive = weakref.ref(kind)
+    side.doors.learn_kinds({kind: Kind(dlpack=False)})
+    del kind
+    gc.collect()
+    assert alive() is not None
+
+
+@both
+@pytest.mark.parametrize("error", [AttributeError, ValueError, BufferError])
+def test_arrays_that_say_no_go_the_long_way(side: Side, make: Any, error: type[Exception]) -> None:
+    """Such as those that were deleted. No exception is left behind."""
+    x, good = make(zeros()), make(zeros())
+
+    def refuse() -> None:
+        raise error
+
+    x.asked = refuse
+    assert side.all_reduce(x) == side.all_reduce(good, x) == side.send(x) == side.sendrecv(good, x) == 1
+    assert side.all_reduce(good) == 0
+
+
+@both
+def test_what_ends_programs_does(side: Side, make: Any) -> None:
+    x, good = make(zeros()), make(zeros())
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    x.asked = interrupt
+    for call in (lambda: side.all_reduce(x), lambda: side.all_reduce(good, x), lambda: side.sendrecv(good, x), lambda: side.recv(x)):
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    with pytest.raises(KeyboardInterrupt):
+        side.door["gather"](x, zeros(24), 0, None, None, False, None)
+    assert side.all_reduce(good) == 0
+    assert len(side.driver.seen) == 1
+
+
+@both
+def test_calls_that_asking_makes(side: Side, make: Any) -> None:
+    """An array may compute what it is asked for. Doors take nothing of it, and the call around it is right; unless that has changed the
+    stream."""
+    x, out, other = make(zeros()), make(zeros()), make(zeros())
+    answers: list[int] = []
+
+    def compute() -> None:
+        answers.extend((side.all_reduce(other), side.send(other), side.sendrecv(other, make(zeros()))))
+
+    x.asked = out.asked = compute
+    assert side.all_reduce(x, out) == 0
+    assert answers == [1] * 6
+    assert side.driver.seen == [(12, 0, *SHAPE, 0, x.array.ctypes.data, out.array.ctypes.data)]
+
+    def go_elsewhere() -> None:
+        side.doors.stream = 5
+
+    out.asked = go_elsewhere
+    assert side.all_reduce(x, out) == 1
+    assert len(side.driver.seen) == 1
+
+
+@both
+def test_the_stream_is_looked_at_before_the_array(side: Side, make: Any) -> None:
+    """Which may be gone: nobody is to wait in the stream of the operation before if that is not this one's."""
+    x = make(zeros())
+
+    def never() -> None:
+        raise AssertionError
+
+    x.asked = never
+    assert side.all_reduce(x, stream=5) == side.send(x, stream=5) == side.all_reduce(x, stream=None, op=None) == 1
+    side.stream = 7  # type: ignore[attr-defined]
+    assert side.all_reduce(x) == side.sendrecv(x, x) == side.door["all_gather_v"](x, x, None, None, [12, 0], False, None) == 1
+    side.abort.value = 1
+    assert side.all_reduce(x, stream=0) == 1
+
+
+def test_without_the_driver_nobody_is_asked(side: Side) -> None:
+    side.doors.ask_the_driver(0, 0)
+    assert side.all_reduce(Described(zeros())) == side.all_reduce(Packed(zeros())) == 1
+
+
+# ---- __cuda_array_interface__
+
+
+@pytest.mark.parametrize("code", list(DType))
+def test_every_type_that_the_interface_can_say(side: Side, code: DType) -> None:
+    side.remember(Collective.ALL_REDUCE, code, 8)
+    dtype = NUMPY_DTYPE[code]
+    assert side.all_reduce(Described(zeros(8, dtype), typestr=dtype.str)) == int(dtype.isbuiltin != 1)
+    for other in DType:
+        if other is not code:
+            assert side.all_reduce(Described(zeros(8, NUMPY_DTYPE[other]), typestr=NUMPY_DTYPE[other].str)) == 1
+    if code is DType.UINT8:
+        assert side.all_reduce(Described(zeros(8, np.bool_))) == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"shape": (13,)},
+        {"shape": (3, 5)},
+        {"shape": [12]},
+        {"shape": (np.int64(12),)},
+        {"shape": (True, 12)},
+        {"shape": (-12,)},
+        {"shape": (1 << 70,)},
+        {"shape": (1 << 32, 1 << 32, 12)},
+        {"shape": (4, 3 + (1 << 62))},
+        {"shape": ...},
+        {"shape": None},
+        {"strides": (8,)},
+        {"strides": (-4,)},
+        {"strides": (4, 4)},
+        {"strides": [4]},
+        {"strides": (4.0,)},
+        {"typestr": ">f4"},
+        {"typestr": "<f8"},
+        {"typestr": "<c8"},
+        {"typestr": "<V4"},
+        {"typestr": "|b1"},
+        {"typestr": b"<f4"},
+        {"typestr": np.dtype("f4")},
+        {"typestr": ...},
+        {"data": (4098, False)},
+        {"data": (0, False)},
+        {"data": (None, False)},
+        {"data": (-4096, False)},
+        {"data": (1 << 70, False)},
+        {"data": (4096,)},
+        {"data": (4096, 0)},
+        {"data": (4096, None)},
+        {"data": [4096, False]},
+        {"data": ...},
+        {"mask": np.ones(12, np.bool_)},
+        {"stream": 5},
+        {"stream": 2},
+        {"stream": -1},
+        {"stream": "1"},
+        {"stream": 1 << 70},
+    ],
+    ids=str,
+)
+def test_interfaces_that_go_the_long_way(side: Side, said: dict[str, Any]) -> None:
+    good, bad = Described(zeros()), Described(zeros(), **said)
+    side.remember_messages(1, (False, 1, 12, F32), (True, 1, 12, F32))
+    assert side.all_reduce(bad) == side.all_reduce(good, bad) == side.sendrecv(good, bad) == side.sendrecv(bad, good) == 1
+    assert not side.driver.seen
+    bad.said = {}
+    assert side.all_reduce(bad) == 0
+
+
+def test_an_interface_that_is_no_dictionary(side: Side) -> None:
+    class Sized(dict[str, Any]):
+        pass
+
+    for other in (None, 5, Sized(Described(zeros()).__cuda_array_interface__), list(Described(zeros()).__cuda_array_interface__.items())):
+        kind = type("Other", (), {"__cuda_array_interface__": other})
+        apart = Side()
+        apart.remember(Collective.ALL_REDUCE, F32, 12)
+        apart.doors.learn_kinds({kind: Kind(dlpack=False)})
+        assert apart.all_reduce(kind(), stream=0) == 1
+
+
+def test_what_an_interface_may_leave_out(side: Side) -> None:
+    nothing: tuple[dict[str, Any], ...] = ({"strides": None}, {"strides": ...}, {"stream": None}, {"mask": None}, {"version": ...})
+    for said in (*nothing, {"strides": (4,)}, {"descr": [("", "<f4")]}):
+        assert side.all_reduce(Described(zeros(), **said)) == 0
+    assert side.all_reduce(Described(zeros(), shape=(1, 12, 1), strides=(77, 4, 0))) == 0  # steps along axes of one
+
+
+def test_where_an_address_is_the_driver_says(side: Side) -> None:
+    x, out = Described(zeros()), Described(zeros())
+    assert side.all_reduce(x, out) == 0
+    for ordinal in (1, -1, None):
+        side.driver.ordinals[out.array.ctypes.data] = ordinal
+        assert side.all_reduce(x, out) == side.all_reduce(out) == 1
+    side.driver.ordinals.clear()  # the same address may be memory of another GPU at any time
+    assert side.all_reduce(x, out) == side.all_reduce(out) == 0
+
+
+def test_an_interface_with_the_stream_of_the_operation(side: Side) -> None:
+    """1 is the legacy default stream."""
+    x = Described(zeros(), stream=1)
+    assert side.all_reduce(x) == 0
+    side.doors.stream = side.stream = 1  # type: ignore[attr-defined]
+    assert side.all_reduce(x) == 0
+    x.said = {"stream": 77}
+    assert side.all_reduce(x) == 1
+    side.doors.stream = side.stream = 77  # type: ignore[attr-defined]
+    assert side.all_reduce(x) == side.all_reduce(Described(zeros())) == 0
+    x.said = {"stream": 1}
+    assert side.all_reduce(x) == 1
+
+
+def test_interfaces_in_groups(side: Side) -> None:
+    side.remember_messages(4, (False, 1, 12, F32), (True, 1, 7, I64))
+    arrays = [zeros(), zeros(7, np.int64)]
+    want = [array.ctypes.data for array in arrays]
+    alive = [weakref.ref(array) for array in arrays]
+    with miraccl.group():
+        assert side.send(Described(arrays[0])) == side.recv(Described(arrays[1])) == 0
+        assert side.recv(Described(frozen(zeros(7, np.int64)))) == 1
+        del arrays
+        assert all(array() is not None for array in alive)
+        side.handed_over.clear()
+    assert side.driver.seen == [(4, 0, *SHAPE, 0, *reversed(want))]
+    assert all(array() is None for array in alive)
+
+
+def test_references_of_interfaces_are_given_back(side: Side) -> None:
+    x, bad = Described(zeros()), Described(zeros(), data=(4098, False))
+    interface, wrong = x.__cuda_array_interface__, bad.__cuda_array_interface__
+
+    class Constant:
+        pass
+
+    good, other = Constant(), Constant()
+    good.__cuda_array_interface__, other.__cuda_array_interface__ = interface, wrong  # type: ignore[attr-defined]
+    side.doors.learn_kinds({Described: Kind(dlpack=False), Packed: Kind(dlpack=True), Constant: Kind(dlpack=False)})
+    watched = (interface, wrong, interface["data"], interface["shape"], interface["typestr"], good, other)
+    counts = [sys.getrefcount(thing) for thing in watched]
+    for _ in range(100):
+        assert side.all_reduce(good) == 0
+        assert side.all_reduce(other) == 1
+    assert [sys.getrefcount(thing) for thing in watched] == counts
+
+
+# ---- DLPack
+
+
+def test_the_producer_is_told_the_stream(side: Side) -> None:
+    x = Packed(zeros())
+    for stream in (0, 1, 2, 77):
+        side.doors.stream = side.stream = stream  # type: ignore[attr-defined]
+        assert side.all_reduce(x) == 0
+    assert x.streams == [1, 1, 2, 77]
+
+
+def test_capsules_are_held_until_they_are_handed_over(side: Side) -> None:
+    x, out = Packed(zeros()), Packed(zeros())
+    assert (x.capsules, out.capsules) == (0, 0)
+    for number in range(1, at.MOST_HELD // 2):
+        assert side.all_reduce(x, out) == 0
+        assert (x.capsules, out.capsules) == (number, number)
+    assert not side.held
+    assert side.all_reduce(x, out) == 0
+    ((objects, stream),) = side.held
+    assert (len(objects), stream) == (at.MOST_HELD, 0)
+    assert side.doors.held == []
+    assert x.capsules == out.capsules == at.MOST_HELD // 2
+    side.held.clear()
+    del objects
+    assert x.capsules == out.capsules == 0
+    assert side.all_reduce(x) == 0
+    assert x.capsules == 1
+    side.doors.release()
+    assert len(side.held) == 1
+    side.doors.release()
+    assert len(side.held) == 1
+
+
+def test_much_memory_is_handed_over_at_once(side: Side) -> None:
+    count = at.MOST_HELD_BYTES // 4
+    side.remember(Collective.ALL_REDUCE, F32, count)
+    side.remember(Collective.ALL_REDUCE, F32, count - 1)
+    assert side.all_reduce(Packed(zeros(count - 1))) == 0
+    assert not side.held
+    assert side.all_reduce(Packed(zeros())) == 0
+    assert [len(objects) for objects, _ in side.held] == [2]
+    assert side.all_reduce(Packed(zeros(count))) == 0
+    assert [len(objects) for objects, _ in side.held] == [2, 1]
+    assert side.all_reduce(Packed(zeros())) == 0
+    assert len(side.held) == 2
+
+
+def test_capsules_are_handed_over_with_their_stream(side: Side) -> None:
+    x = Packed(zeros())
+    assert side.all_reduce(x) == side.all_reduce(x) == 0
+    side.doors.stream = side.stream = 5  # type: ignore[attr-defined]
+    assert side.all_reduce(x) == 0
+    assert [(len(objects), stream) for objects, stream in side.held] == [(2, 0)]
+    side.doors.release()
+    assert [(len(objects), stream) for objects, stream in side.held] == [(2, 0), (1, 5)]
+
+
+def test_what_is_not_done_is_not_held(side: Side) -> None:
+    x, odd, unknown = Packed(zeros()), Packed(zeros(24)[::2]), Packed(zeros(13))
+    assert side.all_reduce(odd) == side.all_reduce(unknown) == side.all_reduce(x, unknown) == side.all_reduce(x, odd) == 1
+    assert side.send(x) == side.sendrecv(x, odd) == side.all_reduce(x, None, RedOp.MAX) == 1
+    side.driver._codes = (700,)
+    assert side.all_reduce(x, Packed(zeros())) == 1
+    assert x.capsules == odd.capsules == unknown.capsules == 0
+    assert side.doors.held == []
+    assert side.all_reduce(x) == 0
+    assert x.capsules == 1
+
+
+def test_where_handing_over_fails_it_is_told(side: Side) -> None:
+    """The operation is under way, so what it reads stays."""
+
+    def refuse(objects: list[Any], stream: int) -> None:
+        raise ZeroDivisionError
+
+    side.doors._hold = refuse
+    x = Packed(zeros())
+    for _ in range(at.MOST_HELD - 1):
+        assert side.all_reduce(x) == 0
+    with pytest.raises(ZeroDivisionError):
+        side.all_reduce(x)
+    assert x.capsules == at.MOST_HELD == len(side.driver.seen)
+
+
+def test_what_a_graph_reads_is_pythons_to_keep(side: Side) -> None:
+    x = Packed(zeros())
+    side.driver.capturing.add(0)
+    assert side.all_reduce(x) == 1
+    assert not x.streams
+    assert side.all_reduce(Described(zeros())) == 0
+    side.driver.capturing.clear()
+    assert side.all_reduce(x) == 0
+
+
+def test_capsules_in_groups_are_pythons(side: Side) -> None:
+    side.remember_messages(1, (False, 1, 12, F32))
+    x = Packed(zeros())
+    with miraccl.group():
+        assert side.send(x) == 1
+        assert not x.streams
+    assert side.send(x) == 0
+
+
+def test_an_operation_of_several_launches_holds_once(side: Side) -> None:
+    for root in range(2):
+        side.remember(Collective.REDUCE, F32, 4 + root, root=root).check = lambda code: [][code]
+    x, out = Packed(zeros(9)), Packed(zeros(4))
+    side.driver._codes = (700, 0, 0, 0, 700)
+    assert side.door["reduce_scatter_v"](x, out, RedOp.SUM, False, None, [4, 5]) == 1
+    assert (x.capsules, out.capsules) == (0, 0)
+    assert side.door["reduce_scatter_v"](x, out, RedOp.SUM, False, None, [4, 5]) == 0
+    assert (x.capsules, out.capsules) == (1, 1)
+    with pytest.raises(IndexError):  # the first launch is under way
+        side.door["reduce_scatter_v"](x, out, RedOp.SUM, False, None, [4, 5])
+    assert (x.capsules, out.capsules) == (2, 2)
+
+
+class Old(Packed):
+    """From before DLPack 1.0: no other arguments, and capsules that say nothing of writing."""
+
+    def __dlpack__(self, stream: Any = None) -> Any:  # type: ignore[override]
+        return self.capsule()
+
+
+class Telling(Packed):
+    def __dlpack__(self, **given: Any) -> Any:
+        assert given == {"stream": 1, "max_version": (1, 0)}
+        return self.capsule(max_version=(1, 0))
+
+
+@pytest.mark.parametrize("kind", [Old, Telling])
+@pytest.mark.parametrize("immutable", [False, True])
+def test_producers_of_all_ages(side: Side, kind: Any, immutable: bool) -> None:
+    side.doors.learn_kinds({Described: Kind(dlpack=False), Packed: Kind(dlpack=True), kind: Kind(dlpack=True, immutable=immutable)})
+    assert side.all_reduce(kind(zeros()), Packed(zeros())) == 0
+    assert side.all_reduce(kind(zeros())) == side.all_reduce(Packed(zeros()), kind(zeros())) == int(immutable)
+
+
+class Later(Packed):
+    """Of a version of DLPack that is not known."""
+
+    def __dlpack__(self, **given: Any) -> Any:
+        capsule = self.capsule(max_version=given["max_version"])
+        ctypes.c_uint32.from_address(pointer_of(capsule, b"dltensor_versioned")).value = at.DL_MAJOR + 1
+        return capsule
+
+
+def test_a_capsule_of_another_version(side: Side) -> None:
+    side.doors.learn_kinds({Described: Kind(dlpack=False), Packed: Kind(dlpack=True), Later: Kind(dlpack=True)})
+    x = Later(zeros())
+    assert side.all_reduce(x) == 1
+    assert x.capsules == 0
+
+
+def test_what_is_no_capsule(side: Side) -> None:
+    used = zeros().__dlpack__()
+    np.from_dlpack(types.SimpleNamespace(__dlpack__=lambda **_: used, __dlpack_device__=lambda: (1, 0)))
+    for thing in (None, 5, used, zeros().__array_struct__):
+        other = Packed(zeros())
+        kind = type("Other", (), {"__dlpack__": lambda self, thing=thing, **_: thing})
+        apart = Side()
+        apart.remember(Collective.ALL_REDUCE, F32, 12)
+        apart.doors.learn_kinds({kind: Kind(dlpack=True)})
+        assert apart.all_reduce(kind(), stream=0) == apart.all_reduce(kind(), other, stream=0) == 1
+        assert apart.doors.held == []
+
+
+def test_types_and_devices_of_capsules(side: Side) -> None:
+    for dtype in (np.complex64, np.bool_, np.float64):
+        assert side.all_reduce(Packed(zeros(12, dtype))) == 1
+    x = Packed(zeros())
+    for device in (at.DL_CUDA, 13, 3, 1 << 32 | 1):
+        side.doors._put(at.STATE_DEVICE, device)
+        assert side.all_reduce(x) == 1
+    assert x.capsules == 0
+    side.doors._put(at.STATE_DEVICE, 1)
+    assert side.all_reduce(x) == 0
+
+
+# ---- arrays of JAX: a function that the method wraps gives the capsule, of an array in several parts that of the first one
+
+
+class SingleDeviceSharding:
+    pass
+
+
+class Sharded(Packed):
+    def __init__(self, array: np.ndarray, sharding: Any) -> None:
+        super().__init__(array)
+        self.sharding = sharding
+
+
+def test_the_function_beneath_the_method(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def export(x: Any, stream: Any) -> Any:
+        given.append((x, stream))
+        return x.capsule()
+
+    monkeypatch.setitem(sys.modules, "a_library", types.SimpleNamespace(buffer_to_dlpack_managed_tensor=export))
+    shardings = types.SimpleNamespace(SingleDeviceSharding=SingleDeviceSharding)
+    monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(sharding=shardings))
+    monkeypatch.setattr(Sharded, "__module__", "a_library")
+    side.doors.learn_kinds({Sharded: Kind(dlpack=True, immutable=True)})
+    x, out = Sharded(zeros(), SingleDeviceSharding()), zeros()
+    assert side.all_reduce(x, Packed(out)) == 0
+    assert side.driver.seen[-1][-2:] == (x.array.ctypes.data, out.ctypes.data)
+    assert given == [(x, 1)]
+    assert x.capsules == 1
+    assert side.all_reduce(x) == side.all_reduce(Packed(out), x) == 1  # arrays of JAX never change
+    before = len(given)
+    assert not x.streams
+    for sharding in (object(), None, SingleDeviceSharding):
+        other = Sharded(zeros(), sharding)
+        assert side.all_reduce(other, Packed(out)) == 0
+        assert other.streams == [1]  # the method was called, which knows what to do
+    del x.sharding
+    assert side.all_reduce(x, Packed(out)) == 0
+    assert x.streams == [1]
+    assert len(given) == before
+
+
+def test_without_that_function_the_method_is_called(side: Side) -> None:
+    side.doors.learn_kinds({Sharded: Kind(dlpack=True, immutable=True)})
+    x = Sharded(zeros(), object())
+    assert side.all_reduce(x, Packed(zeros())) == 0
+    assert x.streams == [1]
