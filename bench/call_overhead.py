@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -65,6 +66,9 @@ def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
     counts = [8] * comm.nranks
     unequal = [12, 4, *counts[2:]]
     share = torch.zeros(unequal[comm.rank], device="cuda")
+    tables = np.random.default_rng(0).integers(1, 9, (4096, comm.nranks, comm.nranks))
+    new = [(table[comm.rank].tolist(), table[:, comm.rank].tolist()) for table in tables]
+    fresh = itertools.cycle([(whole[: sum(sends)], sends, receives, target[: sum(receives)]) for sends, receives in new])
     right, left = (comm.rank + 1) % comm.nranks, (comm.rank - 1) % comm.nranks
     comm.all_reduce(x)
     comm.sendrecv(x, right, y, left)
@@ -106,6 +110,7 @@ def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
         "scatter": lambda: comm.scatter(whole, 0, z),
         "all_gather_v": lambda: comm.all_gather_v(x, counts, whole),
         "all_to_all_v": lambda: comm.all_to_all_v(whole, counts, counts, target),
+        "all_to_all_v, new counts": lambda: comm.all_to_all_v(*next(fresh)),
         "reduce_scatter_v": lambda: comm.reduce_scatter_v(whole, counts, z),
         "reduce_scatter_v, unequal counts: a launch a rank": lambda: comm.reduce_scatter_v(whole, unequal, share),
         "group of nothing": nothing,

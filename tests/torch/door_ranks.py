@@ -145,6 +145,36 @@ def collectives() -> None:
         assert comm.last_plan is plan
 
 
+def new_counts() -> None:
+    """Counts that differ with every call: the first call of a shape is Python's, all others are compiled code's."""
+    with started() as me:
+        comm, n, rank = me.comm, me.nranks, me.rank
+        rng = np.random.default_rng(5)
+        for turn in range(12):
+            table = rng.integers(1, 3000 if turn % 3 else 40, (n, n))
+            sends, receives, counts = table[rank].tolist(), table[:, rank].tolist(), table[0].tolist()
+            blocks = [[me.tensor(10 * a + b + turn, int(table[a, b])) for b in range(n)] for a in range(n)]
+            x, out = torch.cat(blocks[rank]), torch.zeros(sum(receives))
+            assert comm.all_to_all_v(x, sends, receives, out) is out
+            assert me.through_a_door() == (turn > 0)
+            me.same(out, torch.cat([blocks[a][rank] for a in range(n)]))
+            plan: Any = comm.last_plan
+            assert f"{2 * n} messages, up to {plan.blocks * plan.threads // 32} warps" == plan.reason
+            parts, out, root = [me.tensor(r + turn, c) for r, c in enumerate(counts)], torch.zeros(sum(counts)), turn % n
+            assert comm.all_gather_v(parts[rank], counts, out) is out
+            assert me.through_a_door()  # of the shape of all_to_all_v
+            me.same(out, torch.cat(parts))
+            whole, share = torch.cat(parts), torch.zeros(counts[rank])
+            comm.scatter_v(whole if rank == root else None, counts, root, share)
+            assert me.through_a_door() or turn < n
+            me.same(share, parts[rank])
+            with miraccl.group():
+                comm.send(blocks[rank][0], (rank + 1) % n)
+                comm.recv(got := torch.zeros(int(table[rank - 1, 0])), (rank - 1) % n)
+            assert me.through_a_door() or turn == 0
+            me.same(got, blocks[rank - 1][0])
+
+
 def moves() -> None:
     """Gather, scatter and the collectives with counts, each twice."""
     with started() as me:

@@ -33,6 +33,10 @@ def test_collectives_that_are_messages() -> None:
     run(door_ranks.moves, 3)
 
 
+def test_counts_that_are_new() -> None:
+    run(door_ranks.new_counts, 3)
+
+
 def test_arrays_of_cupy() -> None:
     run(door_ranks.arrays, 2)
 

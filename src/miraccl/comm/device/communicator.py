@@ -214,7 +214,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
     def last_plan(self) -> DevicePlan | None:
         """What the last operation ran with."""
         launch = self._doors.last
-        return self._plan if launch is None else launch.plan
+        return self._plan if launch is None else launch.last_plan
 
     @last_plan.setter
     def last_plan(self, plan: DevicePlan | None) -> None:

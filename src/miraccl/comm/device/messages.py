@@ -16,7 +16,7 @@ from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.comm.device.uneven import UnevenCollectives, moves, parts_of
 from miraccl.errors import CollectiveMismatch, InvalidUsage, MiracclError
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.messages import MAX_BYTES, Message, describe
+from miraccl.executor.cuda.messages import MAX_BYTES, Message, describe, fills_gpu
 from miraccl.executor.cuda.source import Frame
 from miraccl.topo.records import PathType
 from miraccl.transport.cuda_p2p import SymmetricMemory
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from miraccl.executor.cuda.plan import DevicePlan
 
 SINCE_ARCH = 90
-SMALL_BYTES, SMALL_COUNT = 128 << 10, 32  # messages of a launch of at most 128 warps
 _ITEMSIZES = tuple(dtype.itemsize for dtype in DType)  # by code: calls are counted in fractions of a microsecond
 
 
@@ -113,7 +112,7 @@ class MessageCalls(UnevenCollectives):
     def _go(self, parts: list[tuple[DeviceMemory, Message]], name: str, stream: Any) -> None:
         """Enqueue one launch."""
         messages = [message for _, message in parts]
-        fills = sum([m.nbytes for m in messages]) > SMALL_BYTES or len(messages) > SMALL_COUNT
+        fills = fills_gpu(sum([m.nbytes for m in messages]), len(messages))
         number = self._enter(name, stream, fills)
         self._messages.run(messages, number, fills)
         self.last_plan = self._messages.last_plan

@@ -69,6 +69,11 @@ class Launch:
             self.block = ctypes.addressof(self._block)
             self.run = self._run_fast  # type: ignore[method-assign]
 
+    @property
+    def last_plan(self) -> DevicePlan:
+        """What it was last enqueued with."""
+        return self.plan
+
     def run(self, source: int, target: int, stream: int) -> None:
         """Enqueue in ``stream`` (a CUstream as a number): read at ``source``, write at ``target``."""
         _pointers.pack_into(self._args, 0, source, target)

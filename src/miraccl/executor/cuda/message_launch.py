@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from miraccl.executor.cuda.doors.table import Doors
@@ -43,9 +43,27 @@ class _Pattern(Launch):
         super().__init__(gpu, function, plan, lowered.blocks, lowered.args)
         self.lowered = lowered
 
+    @property
+    def argument(self) -> int:
+        """The address of the kernel's argument."""
+        return ctypes.addressof(self._args)
+
     def places(self) -> list[int]:
         """Where the messages' addresses belong, if they are in the arguments."""
-        return [ctypes.addressof(self._args) + position for position in self.lowered.positions]
+        return [self.argument + position for position in self.lowered.positions]
+
+
+class _Shaped(_Pattern):
+    """A pattern of its own for compiled code, which writes sizes into it as well."""
+
+    @property
+    def last_plan(self) -> DevicePlan:
+        blocks, threads = self._config.grid[0], self._config.block[0]
+        return replace(self.plan, blocks=blocks, threads=threads, reason=_reason(len(self.lowered.positions), blocks, threads))
+
+
+def _reason(count: int, blocks: int, threads: int) -> str:
+    return f"{count} messages, up to {blocks * threads // 32} warps"
 
 
 class MessageLaunches:
@@ -90,8 +108,9 @@ class MessageLaunches:
         bulk = lowered.bulk > 0
         function = self._kernels.function(self.reach.spec(bulk, lowered.room))
         proto = "simple" if bulk else "ll128" if self.reach.frame is Frame.LINE else "ll"
-        workers = f"{lowered.bulk} blocks" if bulk else f"up to {lowered.blocks * lowered.threads // 32} warps"
-        reason = f"{len(messages)} messages, {workers}"
+        reason = _reason(len(messages), lowered.blocks, lowered.threads)
+        if bulk:
+            reason = f"{len(messages)} messages, {lowered.bulk} blocks"
         plan = DevicePlan(algo="p2p", proto=proto, blocks=lowered.blocks, threads=lowered.threads, unroll=4 if bulk else 8, reason=reason)
         if len(self._patterns) >= PATTERNS:
             self._patterns.clear()
@@ -99,6 +118,10 @@ class MessageLaunches:
         launch = self._patterns[key] = _Pattern(self.gpu, function, plan, lowered)
         if lowered.table is None:
             self._doors.remember_messages(messages, launch.places(), launch, fills)
+            if launch.block and not bulk and not self._doors.knows_shape(messages):
+                own = replace(lowered, args=lowered.args.copy())
+                shaped = _Shaped(self.gpu, function, plan, own)
+                self._doors.remember_shape(messages, own, self._fixed.rank, self.reach, shaped.argument, shaped)
         return launch
 
     def _copy(self, messages: Sequence[Message], stream: int) -> None:

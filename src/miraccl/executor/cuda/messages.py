@@ -20,6 +20,7 @@ from miraccl.types import DType
 WARPS = 16  # of a block at most; one block per multiprocessor is on the GPU for certain
 COPY_BYTES = 16 << 10  # of a message of a rank to itself, per warp
 MAX_BYTES = 1 << 48  # of a message
+SMALL_BYTES, SMALL_COUNT = 128 << 10, 32  # messages of a launch of at most 128 warps
 
 _MESSAGE, _QUEUE, _HEAD = (struct.Struct(code) for code in (layout.MESSAGE, layout.QUEUE, layout.EXCHANGE_HEAD))
 
@@ -55,12 +56,7 @@ class Reach:
 
     def lanes_of(self, nbytes: int) -> int:
         """Lanes of a message (``cut`` of source/p2p.cuh)."""
-        if nbytes >= self.bulk_from:
-            return 1
-        group, first = layout.GROUPS[self.frame.value]
-        vectors = -(-nbytes // 16)
-        groups = 1 if vectors <= first else 1 - (first - vectors) // group
-        return min(groups, self.lanes)
+        return 1 if nbytes >= self.bulk_from else lanes_of(nbytes, *layout.GROUPS[self.frame.value], self.lanes)
 
     @property
     def bulk_from(self) -> int:
@@ -81,13 +77,31 @@ class Reach:
         )
 
 
+def lanes_of(nbytes: int, group: int, first: int, most: int) -> int:
+    """Lanes of a message whose first group has ``first`` vectors, all others ``group``."""
+    vectors = (nbytes + 15) // 16
+    return min(most, 1 if vectors <= first else 1 + (vectors - first + group - 1) // group)
+
+
+def copy_lanes_of(nbytes: int, most: int) -> int:
+    """Warps of a message of a rank to itself."""
+    return max(1, min(most, nbytes // COPY_BYTES))
+
+
+def fills_gpu(nbytes: int, count: int) -> bool:
+    """Whether a launch of ``count`` messages, ``nbytes`` together, may take the whole GPU."""
+    return nbytes > SMALL_BYTES or count > SMALL_COUNT
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lowered:
-    """A launch. ``positions[i]`` is where the address of the i-th message lies, in ``table`` if there is one, else in ``args``."""
+    """A launch. ``positions[i]`` is where the address of the i-th message lies, in ``table`` if there is one, else in ``args``; ``queues``
+    are the numbers of the messages of each queue that lanes serve."""
 
     args: bytearray
     table: bytearray | None
     positions: tuple[int, ...]
+    queues: tuple[tuple[int, ...], ...]
     blocks: int
     threads: int
     bulk: int  # of the blocks, those of large messages
@@ -96,6 +110,10 @@ class Lowered:
     def set_table(self, address: int) -> None:
         """Where the kernel finds the table."""
         struct.pack_into("<Q", self.args, len(self.args) - self.room - _HEAD.size, address)
+
+    def head_of(self, queue: int) -> int:
+        """Where in ``args`` the record of a queue lies."""
+        return len(self.args) - self.room + queue * _QUEUE.size
 
 
 def lower_messages(messages: Sequence[Message], fixed: Fixed, reach: Reach) -> Lowered:
@@ -112,12 +130,11 @@ def lower_messages(messages: Sequence[Message], fixed: Fixed, reach: Reach) -> L
     to_self = _pairs([(n, m) for n, m in enumerate(messages) if m.peer == fixed.rank], fixed.rank)
     if to_self:
         queues[layout.TO_SELF, fixed.rank] = to_self
-    order = [number for numbers in queues.values() for number in numbers]
     heads, large, warp, first = [], [], 0, 0
     for (kind, peer), numbers in queues.items():
         sizes = [messages[n].nbytes for n in numbers]
         if kind == layout.TO_SELF:
-            lanes = max(1, min(reach.copy_lanes, max(sizes) // COPY_BYTES))
+            lanes = copy_lanes_of(max(sizes), reach.copy_lanes)
         else:
             lanes = max(map(reach.lanes_of, sizes))
             if max(sizes) >= reach.bulk_from:
@@ -125,7 +142,7 @@ def lower_messages(messages: Sequence[Message], fixed: Fixed, reach: Reach) -> L
         heads.append(_QUEUE.pack(kind, peer, lanes, warp, first, len(numbers), 0, 0))
         warp, first = warp + lanes, first + len(numbers)
     blocks = _bulk_queues(large, 2 * reach.multiprocessors - -(-warp // WARPS))
-    return _pack([messages[n] for n in order], order, heads + blocks, warp, fixed, reach)
+    return _pack(messages, list(queues.values()), heads + blocks, warp, fixed, reach)
 
 
 def _bulk_queues(large: Sequence[tuple[int, int, int, int]], blocks: int) -> list[bytes]:
@@ -140,14 +157,18 @@ def _bulk_queues(large: Sequence[tuple[int, int, int, int]], blocks: int) -> lis
     return heads
 
 
-def _pack(messages: list[Message], order: list[int], heads: list[bytes], warps: int, fixed: Fixed, reach: Reach) -> Lowered:
+def _pack(
+    messages: Sequence[Message], queues: list[list[int]], heads: list[bytes], warps: int, fixed: Fixed, reach: Reach
+) -> Lowered:
+    order = [number for numbers in queues for number in numbers]
     bulk = sum(_QUEUE.unpack(head)[2] for head in heads if head[0] in (layout.TO_BULK, layout.FROM_BULK))
-    records = bytearray().join(_MESSAGE.pack(m.address, m.nbytes | m.code << layout.TYPE_SHIFT) for m in messages)
+    ordered = [messages[number] for number in order]
+    records = bytearray().join(_MESSAGE.pack(m.address, m.nbytes | m.code << layout.TYPE_SHIFT) for m in ordered)
     args = pack_args(fixed, count=0)
     args += _HEAD.pack(0, len(heads), reach.lanes, bulk)
-    inline, queues = len(messages) <= layout.MAX_MESSAGES, b"".join(heads)
-    start = len(args) + len(queues) if inline else 0
-    body, few = queues + records if inline else queues, layout.few_bytes(reach.nranks)
+    inline, head = len(messages) <= layout.MAX_MESSAGES, b"".join(heads)
+    start = len(args) + len(head) if inline else 0
+    body, few = head + records if inline else head, layout.few_bytes(reach.nranks)
     room = few if len(body) <= few and not bulk else layout.MANY_BYTES
     args += body.ljust(room, b"\0")
     places = {number: start + at * _MESSAGE.size for at, number in enumerate(order)}
@@ -156,6 +177,7 @@ def _pack(messages: list[Message], order: list[int], heads: list[bytes], warps: 
         args=args,
         table=None if inline else records,
         positions=tuple(places[number] for number in range(len(order))),
+        queues=tuple(map(tuple, queues)),
         blocks=bulk + blocks,
         threads=32 * (WARPS if bulk else max(1, -(-warps // blocks))),
         bulk=bulk,

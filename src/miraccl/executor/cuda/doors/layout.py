@@ -7,6 +7,7 @@ from __future__ import annotations
 BLOCK_WORDS = 5
 FUNCTION, ARGUMENT, CONFIG, KERNEL, PARAMETERS = range(BLOCK_WORDS)
 CONFIG_STREAM = 32  # from the beginning of the configuration to the stream
+CONFIG_BLOCKS, CONFIG_THREADS = 0, 8  # to words whose lower half is the number of blocks, whose upper half that of threads
 
 # what a door says: it has done the call, or noted it for the end of the group; Python is to do it, nothing has happened
 DONE, NOT_TAKEN = 0, 1
@@ -119,6 +120,17 @@ TABLE_SLOTS = 1024  # a power of two
 PROBES = 8  # rows in which a launch may stand
 STATE_BYTES = STATE_TABLE + TABLE_SLOTS * ROW_BYTES
 
+# a shape, which is what messages are but for their sizes, of a launch into whose argument sizes are written: what ``Reach`` says, then a
+# row for each message: what, its record in the argument (address, then bytes and type), the type there, the number of its queue, that of
+# the other half of a message of this rank to itself (-1: to or from a peer); then a row for each queue: its record, whose first word has
+# kind and peer, lanes << 16, first lane << 32; that word without lanes; its lanes in the call under way
+SHAPE_QUEUES, SHAPE_GROUP, SHAPE_FIRST, SHAPE_LANES, SHAPE_COPY_LANES, SHAPE_BLOCKS, SHAPE_BULK_FROM = range(0, 56, 8)
+SHAPE_BYTES = 56
+SHAPED_WHAT, SHAPED_RECORD, SHAPED_TYPE, SHAPED_QUEUE, SHAPED_PARTNER = range(0, 40, 8)
+SHAPED_BYTES = 40
+QUEUE_RECORD, QUEUE_HEAD, QUEUE_LANES = range(0, 24, 8)
+QUEUE_BYTES = 24
+
 # struct DLTensor of dlpack.h, DLPack 1.3; DLDevice is type and number, 32 bits each
 DL_DATA, DL_DEVICE, DL_NDIM, DL_DTYPE, DL_SHAPE, DL_STRIDES, DL_OFFSET, DL_BYTES = 0, 8, 16, 20, 24, 32, 40, 48
 DL_CUDA = 2
@@ -148,6 +160,7 @@ def what_of(receives: int, peer: int, dtype: int) -> int:
 
 
 KEY_OF_MESSAGES = 1 << 62  # with their hash; no collective has a key like it
+KEY_OF_SHAPE = 3 << 61  # with the hash of what they are
 
 
 def slot_of(hashed: int, probe: int) -> int:

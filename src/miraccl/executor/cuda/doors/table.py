@@ -19,7 +19,8 @@ from miraccl import native
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.kinds import DL_DTYPES, WORDS, Kind, words_of
 from miraccl.executor.cuda.launch import Launch
-from miraccl.executor.cuda.messages import Message
+from miraccl.executor.cuda.layout import GROUPS, TYPE_SHIFT
+from miraccl.executor.cuda.messages import Lowered, Message, Reach
 from miraccl.native.capsules import pointer_of
 from miraccl.native.hashing import mix
 from miraccl.schedule.reduction import NUMPY_DTYPE
@@ -267,12 +268,48 @@ class Doors:
             row[:] = (what, count, place)
         self._enter(at.KEY_OF_MESSAGES | hashed, len(messages), launch, fills, record)
 
+    def knows_shape(self, messages: Sequence[Message]) -> bool:
+        """Whether there is a launch into which the sizes of messages like these can be written, or can be none."""
+        whats = _whats(messages)
+        if len(messages) > at.MOST_MESSAGES or not all(whats):
+            return True
+        for row in self._rows(_shape_key(whats), len(messages)):
+            if int(self._state[row + at.ROW_KEY // 8]) == _shape_key(whats) and self._block_at(row):
+                shape = self._launches[self._block_at(row)][1]
+                rows = shape[at.SHAPE_BYTES // 8 :][: len(whats) * at.SHAPED_BYTES // 8].reshape(len(whats), -1)
+                if rows[:, at.SHAPED_WHAT // 8].tolist() == whats:
+                    return True
+        return False
+
+    def remember_shape(self, messages: Sequence[Message], lowered: Lowered, rank: int, reach: Reach, argument: int, launch: Launch) -> None:
+        """Enter a launch for messages like these of any size: one of its own, whose ``argument`` (an address) is ``lowered``'s."""
+        queue_of = {number: queue for queue, numbers in enumerate(lowered.queues) for number in numbers}
+        partners: dict[int, int] = {}
+        heads = []
+        for queue, numbers in enumerate(lowered.queues):
+            place = lowered.head_of(queue)
+            heads.append((argument + place, int.from_bytes(lowered.args[place : place + 2], "little"), 0))
+            if messages[numbers[0]].peer == rank:
+                partners |= dict(zip(numbers[::2], numbers[1::2])) | dict(zip(numbers[1::2], numbers[::2]))
+        rows = [
+            (what, argument + lowered.positions[number], message.code << TYPE_SHIFT, queue_of[number], partners.get(number, -1))
+            for number, (message, what) in enumerate(zip(messages, _whats(messages), strict=True))
+        ]
+        group, first = GROUPS[reach.frame.value]
+        head = (len(heads), group, first, reach.lanes, reach.copy_lanes, reach.multiprocessors, reach.bulk_from)
+        shape = np.array([*head, *(word for row in (*rows, *heads) for word in row)], np.int64)
+        self._enter(_shape_key(_whats(messages)), len(messages), launch, False, shape)
+
+    def _rows(self, key: int, count: int) -> list[int]:
+        """The words at which the rows begin in which a launch may stand."""
+        hashed = mix(mix(0, key), count)
+        return [(at.STATE_TABLE + at.slot_of(hashed, probe) * at.ROW_BYTES) // 8 for probe in range(at.PROBES)]
+
     def _enter(self, key: int, count: int, launch: Launch, fills: bool, messages: Any) -> None:
         """An older entry in the places of a new one is replaced."""
         if not launch.block:
             return
-        hashed = mix(mix(0, key), count)
-        rows = [(at.STATE_TABLE + at.slot_of(hashed, probe) * at.ROW_BYTES) // 8 for probe in range(at.PROBES)]
+        rows = self._rows(key, count)
         row = next((row for row in rows if not self._block_at(row)), rows[0])
         self._launches.pop(self._block_at(row), None)
         self._launches[launch.block] = launch, messages
@@ -315,3 +352,12 @@ class Doors:
     def went_another_way(self) -> None:
         """The last operation did not go through a door."""
         self._put(at.STATE_LAST, 0)
+
+
+def _whats(messages: Sequence[Message]) -> list[int]:
+    """What messages are, but for their sizes; 0 for a type that doors do not know."""
+    return [at.what_of(int(m.receives), m.peer, DL_DTYPES[DType(m.code)]) if DType(m.code) in DL_DTYPES else 0 for m in messages]
+
+
+def _shape_key(whats: Sequence[int]) -> int:
+    return at.KEY_OF_SHAPE | functools.reduce(mix, whats, 0)

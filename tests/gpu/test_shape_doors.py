@@ -1,0 +1,118 @@
+"""Doors on messages whose sizes no call before had: what compiled code writes into a launch is what Python would have lowered."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import miraccl
+from miraccl.executor.cuda.lower import Fixed
+from miraccl.executor.cuda.messages import COPY_BYTES, Message, Reach, lower_messages
+from miraccl.executor.cuda.source import Frame
+from miraccl.types import DType
+from tests.gpu.door_side import Side
+from tests.gpu.fake_launch import SHAPE
+
+torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
+if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+    pytest.skip(f"tensors of PyTorch {torch.__version__} have no interface for compiled code", allow_module_level=True)
+
+NRANKS = 4
+TYPES = {torch.float32: DType.FLOAT32, torch.int64: DType.INT64, torch.uint8: DType.UINT8}
+counts = st.sampled_from([0, 1, 3, 400, 440, 448, 449, 1000, 5000, 3 * COPY_BYTES, 10 * COPY_BYTES])
+kinds = st.tuples(st.booleans(), st.integers(0, NRANKS - 1), st.sampled_from(list(TYPES)))
+
+
+def fixed(rank: int) -> Fixed:
+    boxes = tuple(1 << 40 | r << 20 for r in range(NRANKS))
+    return Fixed(rank=rank, own=1 << 41, inboxes=boxes, outboxes=boxes, host=4096, timeout_ns=10**9)
+
+
+def tensors(shape: Any, sizes: Any) -> list[Any]:
+    return [torch.zeros(size, dtype=dtype) for (_, _, dtype), size in zip(shape, sizes, strict=True)]
+
+
+def messages(shape: Any, arrays: Any) -> list[Message]:
+    return [
+        Message(receives, peer, x.data_ptr(), x.nbytes, int(TYPES[dtype]))
+        for (receives, peer, dtype), x in zip(shape, arrays, strict=True)
+    ]
+
+
+def call(side: Side, shape: Any, arrays: Any) -> None:
+    with miraccl.group():
+        for (receives, peer, _), x in zip(shape, arrays, strict=True):
+            assert (side.recv if receives else side.send)(x, peer) == 0
+
+
+def launched(number: int, made: list[Message], place: Fixed, reach: Reach) -> tuple[int, ...]:
+    lowered = lower_messages(made, place, reach)
+    words = struct.unpack(f"<{len(lowered.args) // 8}Q", lowered.args)
+    return (number, 0, lowered.blocks, *SHAPE[1:3], lowered.threads, *SHAPE[4:], 0, *words)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    shape=st.lists(kinds, min_size=1, max_size=12),
+    to_self=st.integers(0, 2),
+    rank=st.integers(0, NRANKS - 1),
+    frame=st.sampled_from([Frame.LINE, Frame.PAIR]),
+    multiprocessors=st.sampled_from([4, 132]),
+    data=st.data(),
+)
+def test_doors_write_what_python_lowers(shape: Any, to_self: int, rank: int, frame: Frame, multiprocessors: int, data: Any) -> None:
+    """Several messages in a queue, queues that come in any order, a rank that sends to itself: the same in arguments and grid."""
+    own = [(False, rank, torch.float32)] * to_self
+    mixed = [*own, *[kind for kind in shape if kind[1] != rank], *[(True, *kind[1:]) for kind in own]]
+    side, place, reach = Side(rank, NRANKS), fixed(rank), Reach(nranks=NRANKS, multiprocessors=multiprocessors, frame=frame)
+    if not mixed:
+        return
+    side.remember_shape(5, messages(mixed, tensors(mixed, [7] * len(mixed))), place, reach)
+    for _ in range(2):
+        middle = data.draw(st.lists(counts, min_size=len(mixed) - 2 * to_self, max_size=len(mixed) - 2 * to_self))
+        mine = data.draw(st.lists(counts, min_size=to_self, max_size=to_self))
+        arrays = tensors(mixed, [*mine, *middle, *mine])
+        call(side, mixed, arrays)
+        assert side.driver.seen.pop() == launched(5, messages(mixed, arrays), place, reach)
+        assert not side.handed_over
+
+
+def test_another_shape_is_another_launch() -> None:
+    side, place, reach = Side(0, NRANKS), fixed(0), Reach(nranks=NRANKS, multiprocessors=132)
+    there, back, both = [(False, 1, torch.float32)], [(True, 1, torch.float32)], [(False, 1, torch.float32), (True, 2, torch.float32)]
+    assert not side.doors.knows_shape(messages(there, tensors(there, [1])))
+    for number, shape in enumerate((there, both), 1):
+        side.remember_shape(number, messages(shape, tensors(shape, [1] * len(shape))), place, reach)
+        assert side.doors.knows_shape(messages(shape, tensors(shape, [9] * len(shape))))
+    assert not side.doors.knows_shape(messages(back, tensors(back, [1])))
+    assert not side.doors.knows_shape(messages([(False, 1, torch.int64)], [torch.zeros(1, dtype=torch.int64)]))
+    x = torch.zeros(3)
+    assert side.recv(x) == side.send(x, 2) == side.send(torch.zeros(3, dtype=torch.int64)) == 1
+    assert side.send(x) == side.sendrecv(x, torch.zeros(4), 1, 2) == 0
+    assert [row[0] for row in side.driver.seen] == [1, 2]
+    side.doors.forget_messages()
+    assert side.send(x) == 1
+
+
+def test_what_is_left_to_python() -> None:
+    """Halves of a message to oneself that differ, messages in chunks, and a launch that fills the GPU and is not next."""
+    side, place = Side(0, NRANKS), fixed(0)
+    reach = Reach(nranks=NRANKS, multiprocessors=132)
+    own = [(False, 0, torch.uint8), (True, 0, torch.uint8)]
+    side.remember_shape(1, messages(own, tensors(own, [8, 8])), place, reach)
+    side.remember_shape(2, messages([(False, 1, torch.uint8)], [torch.zeros(8, dtype=torch.uint8)]), place, reach)
+    call(side, own, tensors(own, [9, 9]))
+    assert len(side.driver.seen) == 1
+    call(side, own, tensors(own, [9, 10]))
+    assert len(side.handed_over) == 1
+    large = torch.empty(reach.bulk_from, dtype=torch.uint8)
+    assert side.send(large[:-1]) == 0
+    assert side.send(large) == 1
+    side.order.value = 3  # another communicator filled the GPU last
+    assert side.send(large[:1000]) == 0
+    assert side.send(large[: 1 << 20]) == 1
+    assert [row[0] for row in side.driver.seen] == [1, 2, 2]
