@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -82,6 +83,21 @@ def uneven(path: str) -> None:
             return out
 
         both(single, other)
+        kinds: list[Any] = [tuple, np.array, lambda c: list(np.array(c)), lambda c: [torch.tensor(n) for n in c]]
+        for turn, kind in enumerate(kinds):
+            out = torch.zeros(sum(receives), 3)
+            dist.all_to_all_single(out, torch.full((sum(sends), 3), float(rank + turn)), kind(receives), kind(sends))
+            assert out[:, 0].tolist() == [float(r + turn) for r, n in enumerate(receives) for _ in range(n)]
+        rng, works = np.random.default_rng(2), []
+        for turn in range(20):  # splits that no call before had, while those of other calls are still to be run
+            table = rng.integers(0, 50, (nranks, nranks)) * (rng.random((nranks, nranks)) < 0.7 if turn else 0)
+            rows, columns = table[rank].tolist(), table[:, rank].tolist()
+            out, x = torch.zeros(sum(columns), dtype=torch.int64), torch.full((sum(rows),), rank + turn)
+            work = dist.all_to_all_single(out, x, columns, rows, async_op=bool(turn % 3))
+            works.append((work, out, [r + turn for r, n in enumerate(columns) for _ in range(n)]))
+        for work, out, want in works:
+            assert work is None or work.wait()
+            assert out.tolist() == want
         outs = [torch.zeros(n, 2, dtype=torch.int16) for n in receives]  # Gloo's list form wants equal sizes
         dist.all_to_all(outs, [torch.full((n, 2), 10 * rank + j, dtype=torch.int16) for j, n in enumerate(sends)])
         assert all((out == 10 * r + rank).all() for r, out in enumerate(outs))

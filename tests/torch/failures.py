@@ -26,6 +26,9 @@ def refusals(path: str) -> None:
             dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BXOR)
         with refused("splits", "4 rows"):
             dist.all_to_all_single(torch.ones(4), torch.ones(4), [1] * nranks, [1] * nranks)
+        for wrong in ([1.0] * nranks, [4], [4 + nranks] + [-1] * (nranks - 1)):
+            with refused("a split", "count"):
+                dist.all_to_all_single(torch.ones(4), torch.ones(4), wrong, wrong)
         expanded = torch.ones(1).expand(4)
         for into_shared_memory in (dist.all_reduce, lambda x: dist.all_gather([x] * nranks, torch.ones(4)), lambda x: dist.recv(x, 0)):
             with refused("(4,)", "share memory", "clone()"):
@@ -73,6 +76,17 @@ def mismatch(path: str) -> str:
     with world(path) as (rank, _):
         try:
             dist.all_reduce(torch.ones(2 + rank))
+        except BackendError as error:
+            return str(error)
+    return ""
+
+
+def other_splits(path: str) -> str:
+    """Rank 0 sends rank 1 less than that expects; the text of the error."""
+    with world(path) as (rank, _):
+        try:
+            dist.all_to_all_single(torch.zeros(8), torch.zeros(8 - (rank == 0)), [4, 4], [4, 4 - (rank == 0)])
+            dist.barrier()
         except BackendError as error:
             return str(error)
     return ""

@@ -98,6 +98,7 @@ def test_failures_are_told_with_their_reason(tmp_path: Path) -> None:
     """(rank that is told: words of its error) for each kind of failure."""
     expected: dict[Any, list[tuple[str, ...]]] = {
         failures.mismatch: [("CollectiveMismatch", "count")] * 2,
+        failures.other_splits: [("CollectiveMismatch", "rank 1 expects 16 bytes, rank 0 sent 12")] * 2,
         failures.lonely: [("CollectiveTimeout", "rank 1", "rank 1: ", "failures.py"), ()],
         failures.late_message: [("CollectiveTimeout", "deadline of 1 s", "rank 1", "tag 6", "rank 1: "), ("CollectiveTimeout",)],
         failures.aborted: [(), ("CommunicatorAborted", "rank 0")],

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
-from miraccl.comm.arguments import peer_rank
+from miraccl.comm.arguments import counts_of, peer_rank
 from miraccl.comm.communicator import Communicator
 from miraccl.errors import InvalidUsage
 from miraccl.torch import operators, sparse
@@ -215,7 +215,7 @@ class Collectives:
         name = "all_to_all_single"
         with as_backend_errors():
             source, target = stage(tensor, name), stage(output, name)
-            sends, receives = self._shares(source, input_splits), self._shares(target, output_splits)
+            sends, receives = self._shares(source, input_splits, name), self._shares(target, output_splits, name)
 
         def action() -> None:
             if even_on_gpu:  # one kernel for equal blocks; on the CPU the general form costs nothing
@@ -224,20 +224,21 @@ class Collectives:
                 self.communicator.all_to_all_v(source.array, sends, receives, target.array)
             target.store()
 
-        even_on_gpu = tensor.is_cuda and not output_splits and not input_splits
+        even_on_gpu = tensor.is_cuda and not _given(output_splits) and not _given(input_splits)
         return self._go(name, [output], [source, target], action, opts)
 
-    def _shares(self, staged: Staged, rows: Sequence[int]) -> list[int]:
+    def _shares(self, staged: Staged, splits: Sequence[int] | None, name: str) -> list[int]:
         """Counts of array elements per rank from counts of rows; equal shares where there are none."""
         tensor, nranks = staged.tensors[0], self.communicator.nranks
         length = tensor.shape[0] if tensor.dim() else 1
-        if not rows:
+        if not _given(splits):
             if length % nranks:
-                text = f"all_to_all_single: the tensor has {length} rows, which {nranks} ranks cannot share evenly"
+                text = f"{name}: the tensor has {length} rows, which {nranks} ranks cannot share evenly"
                 raise InvalidUsage(text, hint="give splits")
             return [staged.count // nranks] * nranks
+        rows = counts_of(splits, "a split", nranks, name)
         if sum(rows) != length:
-            raise InvalidUsage(f"all_to_all_single: the splits {list(rows)} add up to {sum(rows)}, the tensor has {length} rows")
+            raise InvalidUsage(f"{name}: the splits {rows} add up to {sum(rows)}, the tensor has {length} rows")
         per_row = staged.count // length if length else 0
         return [n * per_row for n in rows]
 
@@ -286,6 +287,11 @@ class Collectives:
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+
+def _given(splits: Sequence[int] | None) -> bool:
+    """Whether there are any; they may be an array, which has no truth."""
+    return splits is not None and len(splits) > 0
 
 
 def _check_equal_parts(whole: Staged | None, part: Staged, name: str) -> None:
