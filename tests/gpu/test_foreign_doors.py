@@ -5,9 +5,11 @@ The arrays stand in CPU memory here, and are of NumPy's make beneath.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -17,6 +19,7 @@ import numpy as np
 import pytest
 
 import miraccl
+from miraccl.comm import group as groups
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.kinds import Kind
 from miraccl.native.capsules import pointer_of
@@ -133,6 +136,7 @@ def test_what_is_read_only_is_not_written(side: Side, make: Any) -> None:
     for root in range(2):
         side.remember(Collective.BROADCAST, F32, 12, root=root)
         side.remember(Collective.REDUCE, F32, 12, RedOp.SUM, root)
+    side.remember(Collective.REDUCE_SCATTER, F32, 12)
     for receives in (False, True):
         side.remember_messages(1 + receives, (receives, 1, 12, F32))
     side.remember_messages(3, (False, 1, 12, F32), (True, 1, 12, F32))
@@ -146,6 +150,7 @@ def test_what_is_read_only_is_not_written(side: Side, make: Any) -> None:
     assert side.door["reduce_scatter_v"](make(zeros(24)), make(x), RedOp.SUM, False, None, [12, 12]) == 1
     assert len(side.driver.seen) == seen
     assert side.door["gather"](make(out), make(zeros(24)), 0, None, None, False, None) == 0
+    assert side.door["reduce_scatter_v"](make(zeros(24)), make(out), RedOp.SUM, False, None, [12, 12]) == 0
 
 
 @both
@@ -490,13 +495,113 @@ def test_what_a_graph_reads_is_pythons_to_keep(side: Side) -> None:
     assert side.all_reduce(x) == 0
 
 
-def test_capsules_in_groups_are_pythons(side: Side) -> None:
+@pytest.fixture
+def grouping(side: Side) -> Side:
+    """A side that knows the launch of a send, a receive and a pair."""
+    side.remember_messages(4, (False, 1, 12, F32), (True, 1, 12, F32), (False, 1, 12, F32), (True, 1, 12, F32))
+    return side
+
+
+def test_capsules_in_groups(grouping: Side) -> None:
+    side, x, y = grouping, Packed(zeros()), Packed(zeros())
+    for turn in range(1, at.MOST_HELD // 4 + 1):
+        with miraccl.group():
+            assert side.send(x) == side.recv(y) == side.sendrecv(x, y) == 0
+            assert (x.capsules, y.capsules, len(side.doors.held)) == (2 * turn, 2 * turn, 4 * (turn - 1))
+        assert side.driver.seen.pop()[-1] == x.array.ctypes.data
+        assert not side.driver.seen
+        assert len(side.doors.held) == 4 * turn % at.MOST_HELD
+    assert [(len(objects), stream) for objects, stream in side.held] == [(at.MOST_HELD, 0)]
+    side.held.clear()
+    assert (x.capsules, y.capsules) == (0, 0)
+    assert not side.handed_over
+
+
+@pytest.mark.parametrize("why", ["python", "exception", "captured", "failed", "asked"])
+def test_capsules_of_a_group_that_is_pythons(grouping: Side, why: str) -> None:
+    """Which makes capsules of its own."""
+    side, x, y = grouping, Packed(zeros()), Packed(zeros())
+    with contextlib.suppress(ZeroDivisionError), miraccl.group():
+        assert side.send(x) == side.recv(y) == 0
+        if why == "asked":
+            x.asked = groups.current
+            assert side.sendrecv(x, y) == side.send(y) == 1
+        else:
+            assert side.sendrecv(x, y) == 0
+        if why == "python":
+            assert groups.current() is not None
+            assert (x.capsules, y.capsules) == (0, 0)
+        if why == "captured":
+            side.driver.capturing.add(0)
+        if why == "failed":
+            side.driver._codes = (700,)
+        if why == "exception":
+            raise ZeroDivisionError
+    ((_, notes),) = side.handed_over
+    assert [thing for thing, _, _ in notes] == ([x, y] if why == "asked" else [x, y, x, y])
+    assert (x.capsules, y.capsules, side.doors.held) == (0, 0, [])
+    assert len(side.driver.seen) == (why == "failed")
+    x.asked = lambda: None
+    side.driver.capturing.clear()
+    with miraccl.group():
+        assert side.send(x) == side.recv(y) == side.sendrecv(x, y) == 0
+    assert (x.capsules, y.capsules) == (2, 2)
+
+
+def test_much_memory_of_a_group_is_handed_over_at_once(side: Side) -> None:
+    count = at.MOST_HELD_BYTES // 8
+    side.remember_messages(4, (False, 1, count, F32), (True, 1, count, F32))
+    for _ in range(2):
+        with miraccl.group():
+            assert side.send(Packed(zeros(count))) == side.recv(Packed(zeros(count))) == 0
+    assert [len(objects) for objects, _ in side.held] == [2, 2]
+
+
+def test_where_handing_over_the_capsules_of_a_group_fails_it_is_told(grouping: Side) -> None:
+    def refuse(objects: list[Any], stream: int) -> None:
+        raise ZeroDivisionError
+
+    side, x = grouping, Packed(zeros())
+    side.doors._hold = refuse
+
+    def exchange() -> None:
+        with miraccl.group():
+            assert side.send(x) == side.recv(Packed(zeros())) == side.sendrecv(x, Packed(zeros())) == 0
+
+    for _ in range(at.MOST_HELD // 4 - 1):
+        exchange()
+    with pytest.raises(ZeroDivisionError):
+        exchange()
+    assert 4 * len(side.driver.seen) == at.MOST_HELD == 2 * x.capsules
+    assert groups.current() is None
+    with miraccl.group():
+        assert groups.current() is not None
+
+
+def test_what_cannot_be_held_stays(grouping: Side) -> None:
+    def refuse(objects: list[Any], stream: int) -> None:
+        raise ZeroDivisionError
+
+    side, x, y = grouping, Packed(zeros()), Packed(zeros())
+    assert side.all_reduce(x) == 0
+    side.doors._hold = refuse
+    side.doors.stream = side.stream = 5  # type: ignore[attr-defined]
+    with pytest.raises(ZeroDivisionError), miraccl.group():  # where those of the other stream were to be handed over first
+        assert side.send(x) == side.recv(y) == side.sendrecv(x, y) == 0
+    assert (x.capsules, y.capsules, len(side.doors.held)) == (3, 2, 1)
+    with pytest.raises(ZeroDivisionError):
+        side.all_reduce(y)
+    assert (y.capsules, len(side.doors.held)) == (3, 1)
+
+
+def test_an_array_in_a_group_of_another_thread_is_not_asked(side: Side) -> None:
     side.remember_messages(1, (False, 1, 12, F32))
     x = Packed(zeros())
     with miraccl.group():
-        assert side.send(x) == 1
-        assert not x.streams
-    assert side.send(x) == 0
+        thread = threading.Thread(target=lambda: x.streams.append(side.send(x)))
+        thread.start()
+        thread.join()
+    assert x.streams == [1]  # what the door said
 
 
 def test_an_operation_of_several_launches_holds_once(side: Side) -> None:
@@ -510,7 +615,7 @@ def test_an_operation_of_several_launches_holds_once(side: Side) -> None:
     assert (x.capsules, out.capsules) == (1, 1)
     with pytest.raises(IndexError):  # the first launch is under way
         side.door["reduce_scatter_v"](x, out, RedOp.SUM, False, None, [4, 5])
-    assert (x.capsules, out.capsules) == (2, 2)
+    assert (x.capsules, out.capsules, len(side.doors.held)) == (2, 2, 4)
 
 
 class Old(Packed):

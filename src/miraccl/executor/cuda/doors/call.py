@@ -18,7 +18,18 @@ from typing import Any
 
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.foreign import view_foreign
-from miraccl.executor.cuda.doors.groups import can_be_noted, close, find_noted, is_of_this_thread, join, none, note, this_thread
+from miraccl.executor.cuda.doors.groups import (
+    can_be_noted,
+    close,
+    find_noted,
+    hold_noted,
+    is_of_this_thread,
+    join,
+    may_begin,
+    none,
+    note,
+    this_thread,
+)
 from miraccl.executor.cuda.doors.moves import find_moves
 from miraccl.executor.cuda.doors.reductions import find_reductions
 from miraccl.executor.cuda.doors.rows import find_collective, find_messages, overlap, write_message
@@ -126,7 +137,8 @@ def message(self: int, args: int, nargs: int) -> int:
     door = PyLong_AsLong(self)
     state, code, receives = load(door + at.DOOR_STATE), at.NOT_TAKEN, load(door + at.DOOR_RECEIVES)
     x, peer = load(args), load(args + 8)
-    if is_known(state, x) and is_plain(state, args + 16) and write_message(state, 0, x, peer, receives):
+    plain = is_known(state, x) and may_begin(door, state) and is_plain(state, args + 16)
+    if plain and write_message(state, 0, x, peer, receives):
         if load32(load(state + at.STATE_GROUPS)) == 0:
             code = go(state, find_messages(state, state + at.STATE_CALL, 1))
         elif can_be_noted(door, state, 1):
@@ -142,7 +154,7 @@ def pair(self: int, args: int, nargs: int) -> int:
     state, code = load(door + at.DOOR_STATE), at.NOT_TAKEN
     sent, got = state + at.STATE_CALL, state + at.STATE_CALL + at.MESSAGE_BYTES
     x, dst, out, src = load(args), load(args + 8), load(args + 16), load(args + 24)
-    if not is_known(state, x) or not is_plain(state, args + 32):
+    if not is_known(state, x) or not may_begin(door, state) or not is_plain(state, args + 32):
         return answer(door, code, args, nargs)
     if write_message(state, 0, x, dst, 0) and write_message(state, 1, out, src, 1) and not overlap(sent, got):
         if load32(load(state + at.STATE_GROUPS)) == 0:
@@ -180,7 +192,10 @@ def end(self: int, args: int, nargs: int) -> int:
     if depth > 1:
         store(groups + at.GROUPS_DEPTH, depth - 1)
     elif state == 0 or go(state, find_noted(state)) == at.DONE:
+        held = state == 0 or hold_noted(state)
         close(groups, state)
+        if not held:
+            return 0
     else:
         return PyObject_Vectorcall(load(groups + at.GROUPS_END), left_by, 3, 0)
     return none(groups)

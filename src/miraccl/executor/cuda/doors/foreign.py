@@ -139,8 +139,6 @@ def read_capsule(state: int, row: int, capsule: int, view: int) -> int:
 
 @inline
 def view_capsule(state: int, row: int, thing: int, view: int) -> int:
-    if load32(load(state + at.STATE_GROUPS)) != 0:  # what is held would be let go of before the group is launched
-        return -1
     if captures(state, load(state + at.STATE_STREAM)):
         return -1
     store(state + at.STATE_BUSY, 1)

@@ -7,12 +7,17 @@ threads, and any group with something that a door does not take, are Python's (`
 from __future__ import annotations
 
 from miraccl.executor.cuda.doors import layout as at
+from miraccl.executor.cuda.doors.foreign import captures
 from miraccl.executor.cuda.doors.rows import find_messages, type_is_known
+from miraccl.executor.cuda.doors.views import hold, limit
 from miraccl.native.intrinsics import (
+    Py_DecRef,
     Py_IncRef,
     PyErr_Clear,
     PyList_Append,
+    PyList_GetItem,
     PyList_SetSlice,
+    PyList_Size,
     PyThreadState_Get,
     PyThreadState_GetID,
     inline,
@@ -45,10 +50,17 @@ def is_of_this_thread(groups: int) -> bool:
 
 
 @inline
+def may_begin(door: int, state: int) -> bool:
+    """Whether messages are launched or noted here, as far as their arrays have no say."""
+    groups = load(state + at.STATE_GROUPS)
+    return load32(groups) == 0 or (load(door + at.DOOR_NOTES) != 0 and is_of_this_thread(groups))
+
+
+@inline
 def can_be_noted(door: int, state: int, count: int) -> bool:
     """Whether the messages of a call may join those of the group."""
     groups = load(state + at.STATE_GROUPS)
-    if load(door + at.DOOR_NOTES) == 0 or not is_of_this_thread(groups):
+    if not may_begin(door, state):  # which an array that computes something may have changed
         return False
     for number in range(count):
         if not type_is_known(state, state + at.STATE_CALL + number * at.MESSAGE_BYTES):
@@ -75,9 +87,17 @@ def join(state: int) -> bool:
 
 @inline
 def note(state: int, number: int, x: int) -> bool:
-    """Put a message of this call, and its array, beside those that are noted; likewise."""
+    """Put a message of this call, its array and what holds that beside those that are noted; likewise."""
     if PyList_Append(load(state + at.STATE_NOTES), x) != 0:
         return False
+    view = state + at.STATE_VIEWS + number * at.VIEW_BYTES
+    owner = load(view + at.VIEW_OWNER)
+    if owner != 0:
+        if PyList_Append(load(state + at.STATE_NOTED_OWNERS), owner) != 0:
+            return False
+        store(view + at.VIEW_OWNER, 0)
+        store(state + at.STATE_NOTED_BYTES, load(state + at.STATE_NOTED_BYTES) + load(view + at.VIEW_NBYTES))
+        Py_DecRef(owner)
     noted = load(state + at.STATE_NOTED)
     mine, its = state + at.STATE_CALL + number * at.MESSAGE_BYTES, state + at.STATE_GROUP + noted * at.MESSAGE_BYTES
     for offset in range(0, at.MESSAGE_BYTES, 8):
@@ -91,7 +111,28 @@ def find_noted(state: int) -> int:
     """The block for what is noted; 0 where Python is to do it."""
     if load32(load(state + at.STATE_ABORT)) != 0 or load(state + at.STATE_NOTED_STREAM) != load(state + at.STATE_STREAM):
         return 0
+    if PyList_Size(load(state + at.STATE_NOTED_OWNERS)) != 0 and captures(state, load(state + at.STATE_STREAM)):
+        return 0
     return find_messages(state, state + at.STATE_GROUP, load(state + at.STATE_NOTED))
+
+
+@inline
+def hold_noted(state: int) -> bool:
+    """After the launch: hold what it reads; False where Python is to raise."""
+    owners, held = load(state + at.STATE_NOTED_OWNERS), True
+    count = PyList_Size(owners)
+    if count == 0:
+        return True
+    for place in range(count):
+        owner = PyList_GetItem(owners, place)
+        if held and not hold(state, owner, 0):
+            held = False
+        if not held:
+            Py_IncRef(owner)  # it stays for good
+    store(state + at.STATE_HELD_BYTES, load(state + at.STATE_HELD_BYTES) + load(state + at.STATE_NOTED_BYTES))
+    store(state + at.STATE_NOTED_BYTES, 0)
+    clear(owners, count)
+    return held and limit(state)
 
 
 @inline

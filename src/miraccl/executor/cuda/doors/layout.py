@@ -95,7 +95,8 @@ MOST_HELD, MOST_HELD_BYTES = 16, 1 << 20
 # the types themselves, up to the first 0: whether asked by DLPack; whether such arrays never change; a function that gives the capsule of
 # those whose sharding has that type, 0: the method gives it; names of the keyword arguments
 STATE_VIEW_FOREIGN = STATE_TYPESTRS + 104  # address of the function that looks at them
-STATE_KINDS = STATE_TYPESTRS + 112
+STATE_NOTED_OWNERS, STATE_NOTED_BYTES = STATE_TYPESTRS + 112, STATE_TYPESTRS + 120  # a list of capsules of messages that are noted; as HELD
+STATE_KINDS = STATE_TYPESTRS + 128
 KIND_TYPE, KIND_DLPACK, KIND_IMMUTABLE, KIND_EXPORT, KIND_KEYWORDS, KIND_SHARDING, KIND_BYTES = 0, 8, 16, 24, 32, 40, 48
 MOST_KINDS = 8
 STATE_FOREIGN_END = STATE_KINDS + (MOST_KINDS + 1) * KIND_BYTES

@@ -100,6 +100,7 @@ class Doors:
         self._kept: list[Any] = [hand_over, ordinal, fail, release]
         self._hold = hold
         self.held: list[Any] = []
+        self._noted_owners: list[Any] = []
         self._kinds: dict[type, Any] = {}  # types stay, since another one might get the address
         self._launches: dict[int, tuple[Launch, Any]] = {}  # by the address of their block: those in the table, with their messages
         self._notes: list[Any] = []
@@ -128,6 +129,7 @@ class Doors:
             (at.STATE_RELEASE, id(release)),
             (at.STATE_VIEW_FOREIGN, _entry("view_foreign")),
             (at.STATE_HELD, id(self.held)),
+            (at.STATE_NOTED_OWNERS, id(self._noted_owners)),
             *WORDS,
             *((at.STATE_NAMES + 8 * number, id(name)) for number, name in enumerate(at.NAMES)),
             *((at.STATE_OPS + 8 * number, id(op)) for number, op in enumerate(_OPERATORS)),
@@ -239,7 +241,9 @@ class Doors:
         """(stream, what was noted: array, peer, whether it is received); nothing is noted any more."""
         arrays, words = self._notes.copy(), self._state[at.STATE_GROUP // 8 :: at.MESSAGE_BYTES // 8]
         self._notes.clear()
+        self._noted_owners.clear()
         self._put(at.STATE_NOTED, 0)
+        self._put(at.STATE_NOTED_BYTES, 0)
         whats = [word & (1 << 32) - 1 for word in words[: len(arrays)]]
         stream = int(self._state[at.STATE_NOTED_STREAM // 8])
         return stream, [(x, what >> 1, bool(what & 1)) for x, what in zip(arrays, whats, strict=True)]

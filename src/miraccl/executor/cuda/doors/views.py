@@ -60,14 +60,21 @@ def release(state: int) -> bool:
 
 
 @inline
-def hold(state: int, view: int) -> bool:
-    """Hold the capsule of a view, whose launch is in the stream of the operation before."""
+def hold(state: int, owner: int, nbytes: int) -> bool:
+    """Hold a capsule, whose launch is in the stream of the operation before."""
     held, stream = load(state + at.STATE_HELD), load(state + at.STATE_STREAM)
     if load(state + at.STATE_HELD_STREAM) != stream and PyList_Size(held) != 0 and not release(state):
         return False
     store(state + at.STATE_HELD_STREAM, stream)
-    store(state + at.STATE_HELD_BYTES, load(state + at.STATE_HELD_BYTES) + load(view + at.VIEW_NBYTES))
-    return PyList_Append(held, load(view + at.VIEW_OWNER)) == 0
+    store(state + at.STATE_HELD_BYTES, load(state + at.STATE_HELD_BYTES) + nbytes)
+    return PyList_Append(held, owner) == 0
+
+
+@inline
+def limit(state: int) -> bool:
+    """Not to hold too much for long; False where Python is to raise."""
+    full = PyList_Size(load(state + at.STATE_HELD)) >= at.MOST_HELD or load(state + at.STATE_HELD_BYTES) >= at.MOST_HELD_BYTES
+    return not full or release(state)
 
 
 @inline
@@ -81,12 +88,9 @@ def settle(state: int, code: int) -> bool:
     for view in range(state + at.STATE_VIEWS, state + at.STATE_VIEWS + 2 * at.VIEW_BYTES, at.VIEW_BYTES):
         owner = load(view + at.VIEW_OWNER)
         if owner != 0:
-            if code == at.DONE and not hold(state, view):
+            if code == at.DONE and not hold(state, owner, load(view + at.VIEW_NBYTES)):
                 store(view + at.VIEW_OWNER, 0)
                 return False
             store(view + at.VIEW_OWNER, 0)
             Py_DecRef(owner)
-    if PyErr_Occurred() != 0:
-        return False
-    full = PyList_Size(load(state + at.STATE_HELD)) >= at.MOST_HELD or load(state + at.STATE_HELD_BYTES) >= at.MOST_HELD_BYTES
-    return not full or release(state)
+    return PyErr_Occurred() == 0 and limit(state)
