@@ -54,13 +54,14 @@ class Collectives:
 
     def _all_reduce(self, name: str, tensors: Sequence[Any], opts: Any) -> Work:
         with as_backend_errors():
-            jobs, scattered = [], [tensor for tensor in tensors if sparse.is_sparse(tensor)]
+            jobs, scattered = [], []
             for tensor in tensors:
                 if sparse.is_sparse(tensor):
                     sparse.check_sum(opts.reduceOp, name)
-                    continue
-                how = recipe(opts.reduceOp, tensor.dtype, name)
-                jobs.append((stage(tensor, name, how.form), how))
+                    scattered.append(tensor)
+                else:
+                    how = recipe(opts.reduceOp, tensor.dtype, name)
+                    jobs.append((stage(tensor, name, how.form), how))
 
         def action() -> None:
             for tensor in scattered:
