@@ -13,9 +13,11 @@ from miraccl.comm.arguments import DLTensor, capsule_of
 from miraccl.comm.device import memory
 from miraccl.comm.device.arguments import DeviceArguments
 from miraccl.comm.device.memory import DeviceMemory, device_view
+from miraccl.comm.device.windows import DeviceArray
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.kinds import Kind
+from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DType
 
 
@@ -142,6 +144,17 @@ class Odd(Packed):
         tensor = DLTensor.from_address(address)
         tensor.code, tensor.bits, tensor.shape[0] = 2, 32, 4
         return capsule
+
+
+@pytest.mark.parametrize("code", list(DType))
+def test_windows_are_shown_to_others_as_numbers_that_they_know(code: DType) -> None:
+    """Not to this package: doors must not take 8-bit floats for integers."""
+    window = DeviceArray(4096, (2, 3), code, None)
+    shown = np.dtype(window.__cuda_array_interface__["typestr"])
+    kind = NUMPY_DTYPE[code]
+    assert shown == kind if kind.isbuiltin == 1 else (shown.kind, shown.itemsize) == ("u", kind.itemsize)
+    assert view(window) == DeviceMemory(4096, 6, code)
+    assert memory.kinds == {}
 
 
 def test_doors_are_told_what_was_right(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,9 +262,10 @@ def test_every_type_that_the_interface_can_say(side: Side, code: DType) -> None:
     side.remember(Collective.ALL_REDUCE, code, 8)
     dtype = NUMPY_DTYPE[code]
     assert side.all_reduce(Described(zeros(8, dtype), typestr=dtype.str)) == int(dtype.isbuiltin != 1)
+    assert side.all_reduce(Described(zeros(8, dtype), typestr=dtype.name)) == int(dtype.isbuiltin == 1)  # where it has no code
     for other in DType:
-        if other is not code:
-            assert side.all_reduce(Described(zeros(8, NUMPY_DTYPE[other]), typestr=NUMPY_DTYPE[other].str)) == 1
+        for text in (NUMPY_DTYPE[other].str, NUMPY_DTYPE[other].name):
+            assert side.all_reduce(Described(zeros(8, NUMPY_DTYPE[other]), typestr=text)) == 1 or other is code
     if code is DType.UINT8:
         assert side.all_reduce(Described(zeros(8, np.bool_))) == 0
 

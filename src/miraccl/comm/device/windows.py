@@ -39,7 +39,7 @@ class DeviceArray:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         kind = NUMPY_DTYPE[self.dtype]
-        typestr = kind.str if kind.isbuiltin else f"<u{kind.itemsize}"
+        typestr = kind.str if kind.isbuiltin == 1 else f"<u{kind.itemsize}"  # 2: another package's, whose codes nobody else knows
         return {"shape": self.shape, "typestr": typestr, "data": (self.address, False), "version": 3, "strides": None}
 
     @property
