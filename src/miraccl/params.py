@@ -159,7 +159,12 @@ ALGO = declare(
     nccl="ALGO",
 )
 PROTO = declare(
-    "PROTO", "", str.lower, "Protocol: simple, ll or ll128. NCCL's variable may be a list that leaves one.", kind="text", nccl="PROTO"
+    "PROTO",
+    "",
+    str.lower,
+    "Protocol: simple, ll or (on GPU memory) ll128. NCCL's variable may be a list that leaves one.",
+    kind="text",
+    nccl="PROTO",
 )
 DETERMINISTIC = declare(
     "DETERMINISTIC",

@@ -108,7 +108,6 @@ class Planner:
         self._plans: dict[int, Candidate] = {}
         if overrides.algo:
             catalog.get(overrides.algo)  # an unknown name is refused now
-        check_protocol(overrides.proto)
 
     def candidates(
         self, collective: Collective, block_bytes: int, dtype: DType, op: RedOp = RedOp.SUM, root: int = 0, uneven: bool = False
