@@ -19,6 +19,7 @@ def main() -> int:
     ask.add_argument("--first", type=int, default=0, help="the first seed")
     ask.add_argument("--seeds", type=int, default=100, help="how many")
     ask.add_argument("--steps", type=int, default=40, help="of a program")
+    ask.add_argument("--ranks-per-host", type=int, default=0, help="ranks say that they are on several hosts")
     ask.add_argument("--dtypes", default="", help="of these alone: float32,bfloat16 (fewer kernels to compile)")
     ask.add_argument("--huge", action="store_true", help="also buffers of some million elements")
     ask.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no program is begun")
@@ -32,6 +33,7 @@ def main() -> int:
         device=given.device,
         apis=("own", "torch") if given.api == "both" else (given.api,),
         backend=given.backend,
+        ranks_per_host=given.ranks_per_host,
         limit_s=given.limit,
         budget_s=given.budget,
         options={"nsteps": given.steps, "huge": given.huge, "plain": plain, "dtypes": [d for d in given.dtypes.split(",") if d]},
@@ -39,7 +41,12 @@ def main() -> int:
     if given.show:
         for seed in job.seeds:
             program = draw(seed, job.api(seed), job.nranks, job.device, **job.options)
-            print(f"seed {seed}, {program.api}", *program.buffers, *(f"{i}: {s}" for i, s in enumerate(program.steps)), sep="\n")
+            print(
+                f"seed {seed}, {program.api}, {program.options}",
+                *program.buffers,
+                *(f"{i}: {s}" for i, s in enumerate(program.steps)),
+                sep="\n",
+            )
         return 0
     begin = time.monotonic()
     outcome = conduct(job, lambda text: print(text, flush=True))

@@ -31,6 +31,7 @@ class Job:
     device: str
     apis: tuple[str, ...] = ("own", "torch")
     backend: str = "miraccl"
+    ranks_per_host: int = 0  # of hosts that the ranks pretend to be on; 0: this one
     limit_s: float = 60.0
     budget_s: float = float("inf")
     options: dict[str, Any] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class Crew:
         """What went wrong, or nothing."""
         job = self._job
         order = {"seed": seed, "api": job.api(seed), "nranks": job.nranks, "device": job.device, "options": job.options}
+        order["ranks_per_host"] = job.ranks_per_host
         order["environment"] = {"MASTER_PORT": str(free_port())}
         order["meeting"] = {"path": str(self._folder / f"meet-{number}"), "backend": job.backend}
         for process in self._ranks:

@@ -43,6 +43,7 @@ class Drawer(Calls):
         self._sizes = ["small", "small", "middle", "middle", *larger, *(["huge"] if huge else [])]
 
     def program_of(self, nsteps: int, dtypes: Sequence[DType]) -> at.Program:
+        self._draw_options()
         self._draw_buffers(dtypes)
         if self.rng.random() < 0.7:
             self._split()
@@ -53,6 +54,18 @@ class Drawer(Calls):
         self._check()
         self.program.steps = self.steps
         return self.program
+
+    def _draw_options(self) -> None:
+        rng, wanted = self.rng, self.program.options
+        match rng.choice(("", "", "", "algo", "algo", "proto", "deterministic", "buffsize")):
+            case "algo":
+                wanted["algo"] = rng.choice(_ON_GPUS if self.program.has_gpu else _ALGORITHMS)
+            case "proto":
+                wanted["proto"] = rng.choice(("ll", "ll128", "simple"))
+            case "deterministic":
+                wanted["deterministic"] = True
+            case "buffsize":
+                wanted["buffsize"] = 1  # the least there is: slots are used again
 
     def _draw_buffers(self, dtypes: Sequence[DType]) -> None:
         rng = self.rng
@@ -229,4 +242,6 @@ def calls_in(steps: Iterable[at.Step]) -> list[at.Call | at.Messages]:
     return [part for s in steps for part in (s.steps if isinstance(s, at.Batch) else [s]) if isinstance(part, at.Call | at.Messages)]
 
 
+_ON_GPUS = ("one_shot", "two_shot", "ring", "chain", "double_binary_tree")
+_ALGORITHMS = (*_ON_GPUS, "recursive_doubling", "recursive_halving_doubling", "bruck", "pairwise", "pat")
 _EVERYWHERE = (DType.INT8, DType.UINT8, DType.INT32, DType.INT64, DType.FLOAT16, DType.FLOAT32, DType.FLOAT64, DType.BFLOAT16)

@@ -23,7 +23,7 @@ class Own:
 
     def __init__(self, program: at.Program, rank: int, nranks: int, meeting: dict[str, Any], place: Cpu) -> None:
         self._place = place
-        self.comms: dict[int, Any] = {0: miraccl.init(timeout=TIMEOUT_S)}
+        self.comms: dict[int, Any] = {0: miraccl.init(timeout=TIMEOUT_S, **program.options)}
         self.works: dict[int, list[Any]] = {}
         self._prepared: dict[at.Call, Any] = {}
 

@@ -267,6 +267,8 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         os.environ.update(order["environment"])
+        if order["ranks_per_host"]:
+            os.environ["MIRACCL_HOSTID"] = f"host{rank // order['ranks_per_host']}"
         if order["device"] == "cuda":
             import torch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from miraccl.types import DType
 
@@ -185,7 +186,8 @@ Step = Call | Messages | Batch | Wait | Fill | Copy | Barrier | Split | Finalize
 
 @dataclass
 class Program:
-    """``device``: "cpu", "cuda", or "emulated", a GPU without a GPU, where calls name their stream."""
+    """``device``: "cpu", "cuda", or "emulated", a GPU without a GPU, where calls name their stream. ``options`` are those of
+    ``miraccl.init``."""
 
     seed: int
     api: str
@@ -193,6 +195,7 @@ class Program:
     device: str
     buffers: list[Buffer] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def has_gpu(self) -> bool:
