@@ -21,7 +21,7 @@ import pytest
 import miraccl
 from miraccl.comm import group as groups
 from miraccl.executor.cuda.doors import layout as at
-from miraccl.executor.cuda.doors.kinds import Kind
+from miraccl.executor.cuda.doors.kinds import Kind, words_of
 from miraccl.native.capsules import pointer_of
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
@@ -177,6 +177,22 @@ def test_types_that_are_known_stay() -> None:
     del kind
     gc.collect()
     assert alive() is not None
+
+
+def test_types_that_another_thread_adds_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks may be threads, which have these in common."""
+    side, kinds = Side(), {Described: Kind(dlpack=False)}
+
+    def add(kind: type, how: Kind) -> Any:
+        kinds[Packed] = Kind(dlpack=True)
+        return words_of(kind, how)
+
+    monkeypatch.setattr("miraccl.executor.cuda.doors.table.words_of", add)
+    side.remember(Collective.ALL_REDUCE, F32, 12)
+    side.doors.learn_kinds(kinds)
+    assert (side.all_reduce(Described(zeros()), stream=0), side.all_reduce(Packed(zeros()), stream=0)) == (0, 1)
+    side.doors.learn_kinds(kinds)
+    assert (side.all_reduce(Described(zeros()), stream=0), side.all_reduce(Packed(zeros()), stream=0)) == (0, 0)
 
 
 @both

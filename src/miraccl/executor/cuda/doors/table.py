@@ -202,7 +202,7 @@ class Doors:
         """Look at arrays of these types, too, as many as there is room for; none that was there before is missing."""
         if len(kinds) == len(self._kinds):
             return
-        for kind, how in kinds.items():
+        for kind, how in list(kinds.items()):  # other threads, which are ranks, too, may add some meanwhile
             if kind not in self._kinds and len(self._kinds) < at.MOST_KINDS:
                 row = at.STATE_KINDS + len(self._kinds) * at.KIND_BYTES
                 words, self._kinds[kind] = words_of(kind, how)
