@@ -181,7 +181,8 @@ def test_types_that_are_known_stay() -> None:
 
 def test_types_that_another_thread_adds_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks may be threads, which have these in common."""
-    side, kinds = Side(), {Described: Kind(dlpack=False)}
+    side = Side()
+    kinds: dict[type, Kind] = {Described: Kind(dlpack=False)}
 
     def add(kind: type, how: Kind) -> Any:
         kinds[Packed] = Kind(dlpack=True)
