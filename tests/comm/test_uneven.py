@@ -52,3 +52,10 @@ def test_ranks_of_other_hosts_that_disagree_are_told(what: str) -> None:
     for outcome in rank_outcomes(uneven_ranks.disagree, 3, what, "barrier", 1, timeout=30):
         assert outcome.ok, f"{outcome.error}\n{outcome.output}"
         assert outcome.value["type"] == "CollectiveMismatch", outcome.value
+
+
+def test_a_rank_of_another_host_that_has_ended_is_told_at_the_deadline() -> None:
+    for outcome in rank_outcomes(uneven_ranks.disagree, 2, "nothing", "nothing", 1, 1.0, timeout=30):
+        assert outcome.ok, f"{outcome.error}\n{outcome.output}"
+        assert outcome.value["type"] == "CollectiveMismatch", outcome.value
+        assert "rank 1 waits for rank 0, which has ended this operation" in outcome.value["text"]

@@ -145,10 +145,10 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def disagree(what: str, then: str, ranks_per_host: int) -> dict[str, Any]:
+def disagree(what: str, then: str, ranks_per_host: int, timeout: float = 4.0) -> dict[str, Any]:
     """Rank 1 does not expect what rank 0 sends, or the ranks' lists differ."""
     act_as_hosts(ranks_per_host)
-    comm = miraccl.init(timeout=4.0)
+    comm = miraccl.init(timeout=timeout)
     together(comm)
     n, me = comm.nranks, comm.rank
     sends, receives, counts = [4] * n, [4] * n, [4] * n

@@ -25,6 +25,16 @@ def compared(entries: dict[int, tuple[int, int]]) -> str:
     return differences(fields) or differences({rank: _fields(sig, -1) for rank, (sig, _) in sorted(entries.items())})
 
 
+def in_vain(rank: int, peer: int) -> str:
+    """That ``rank`` waits for ``peer`` in an operation that this one has ended."""
+    return f"ranks disagree on what is sent: rank {rank} waits for rank {peer}, which has ended this operation"
+
+
+def has_ended(board: dict[str, int], theirs: dict[str, Any]) -> bool:
+    """Whether the rank with the board ``theirs`` has ended the collective on ``board``."""
+    return bool(theirs["seq"] > board["seq"] or (theirs["seq"] == board["seq"] and theirs["state"] == at.STATE_IDLE))
+
+
 def of_another_operation(rank: int, peer: int, want: int, got: int) -> str:
     """What a message of ``peer`` means that belongs to an operation of another number than the one that ``rank`` waits in, where both ranks
     ran these alike; empty if it belongs to this one."""

@@ -19,6 +19,8 @@ from miraccl.comm.differences import (
     compared,
     describe_operation,
     differences,
+    has_ended,
+    in_vain,
     of_another_operation,
     parted,
     place,
@@ -77,7 +79,8 @@ class Faults:
 
     def status(self) -> dict[str, Any]:
         history = [[number, sig, count] for number, (sig, count) in self.fabric.history(self.rank).items()]
-        return {**self.fabric.board(), "history": history, "meeting": self.control.now}
+        counted = {"sent": self.fabric.context.sent()} if self.nranks <= control.COUNTED_RANKS else {}
+        return {**self.fabric.board(), "history": history, "meeting": self.control.now, **counted}
 
     # ---- operations on the control plane
 
@@ -219,7 +222,7 @@ class Faults:
         if code == at.ERR_TIMEOUT:
             statuses = self._statuses()
             differing = "" if board["p2p_sig"] else self._compared(board["sig"] & at.SEQ_MASK, statuses)
-            if differing := differing or parted(statuses):
+            if differing := differing or parted(statuses) or self._waits_in_vain(peer, board, statuses):
                 return self.spread(CollectiveMismatch(differing, rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
             graph = self.wait_for_graph(statuses)
             text = f"rank {self.rank} passed the deadline of {self.fabric.timeout:g} s while waiting for rank {peer} in step {step}"
@@ -238,13 +241,19 @@ class Faults:
             text = f"ranks disagree on the size of a message: rank {self.rank} expects {want} bytes, rank {peer} sent {got}"
             return self.spread(CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
         if code == at.ERR_ENDED:
-            text = f"ranks disagree on what is sent: rank {self.rank} waits for rank {peer}, which has ended this operation"
-            return self.spread(CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
+            return self.spread(CollectiveMismatch(in_vain(self.rank, peer), rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
         if code == at.ERR_CMA:
             text = f"the kernel refused to copy {want} bytes from the memory of rank {peer}"
             hint = "MIRACCL_CMA_DISABLE=1 avoids process_vm_readv"
             return self.spread(SystemFailure(text, rank=self.rank, peer=peer, op=op, hint=hint), "system")
         return self.spread(MiracclError(f"the engine returned {code}", rank=self.rank, op=op), "system")
+
+    def _waits_in_vain(self, peer: int, board: dict[str, int], statuses: dict[int, dict[str, Any]]) -> str:
+        """Where ``peer`` has ended the operation on ``board``, and nothing of what it sent is under way: so in words; else empty."""
+        theirs = statuses.get(peer, {}).get("status")
+        if board["p2p_sig"] or not isinstance(theirs, dict) or "sent" not in theirs or not has_ended(board, theirs):
+            return ""
+        return in_vain(self.rank, peer) if theirs["sent"][self.rank] == self.fabric.context.received(peer) else ""
 
     def _parted(self, peer: int, op: str) -> MiracclError:
         """The error of a wait for a rank that waits on the control plane."""

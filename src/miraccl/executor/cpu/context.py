@@ -252,6 +252,10 @@ class Context:
         """How many messages have been posted to each rank."""
         return [int(count) for count in self._send[:, at.CONN_COUNT // 8]]
 
+    def received(self, rank: int) -> int:
+        """How many messages of a rank have been taken."""
+        return int(self._recv[rank, at.CONN_COUNT // 8])
+
     def private_bytes(self) -> int:
         """Bytes of the context's own arrays and of all runs."""
         own = (self.words, self._send, self._recv, self._ctrls, self._scratch, self._stage, self._keep, self._plans)
