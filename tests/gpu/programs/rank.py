@@ -278,7 +278,8 @@ def main() -> None:
             program = draw(order["seed"], order["api"], order["nranks"], order["device"], **order["options"])
             Rank(program, rank, order["meeting"], notes).run()
         except BaseException as problem:
-            error = f"{type(problem).__name__}: {problem}\n{traceback.format_exc()}"
+            where = "" if isinstance(problem, AssertionError) else f"\n{traceback.format_exc()}"
+            error = f"{type(problem).__name__}: {problem}{where}"
         print(json.dumps({"seed": order["seed"], "error": error}), flush=True)
 
 
