@@ -104,6 +104,77 @@ def started() -> contextlib.AbstractContextManager[Rank]:
     return rank  # type: ignore[no-any-return]
 
 
+class StreamOrder:
+    """What orders streams, as C functions of the emulated driver. ``changes`` are (stream that was waited for, stream that waited)."""
+
+    EVENT = 77
+
+    def __init__(self, cuda: Any, doors: Any) -> None:
+        self._cuda, self._event = cuda, cuda.cuEventCreate(0)[1]
+        self.changes: list[tuple[int, int]] = []
+        self._recorded = -1
+        self._functions = (
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint32))(self._captures),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64)(self._record),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)(self._wait),
+        )
+        captures, record, wait = (ctypes.cast(function, ctypes.c_void_p).value for function in self._functions)
+        doors.ask_the_driver(0, captures)
+        doors.follow_streams(self.EVENT, record, wait)
+
+    def _captures(self, stream: int, status: Any) -> int:
+        status[0] = self._cuda.cuStreamIsCapturing(stream)[1]
+        return 0
+
+    def _record(self, event: int, stream: int) -> int:
+        assert event == self.EVENT
+        self._recorded = stream
+        self._cuda.cuEventRecord(self._event, stream)
+        return 0
+
+    def _wait(self, stream: int, event: int, flags: int) -> int:
+        assert (event, flags) == (self.EVENT, 0)
+        self.changes.append((self._recorded, stream))
+        self._cuda.cuStreamWaitEvent(stream, self._event, 0)
+        return 0
+
+
+def streams() -> None:
+    """A call in another stream goes through the door, after what the communicator did in the one before; not while one is captured."""
+    with started() as me:
+        comm, n, rank, cuda = me.comm, me.nranks, me.rank, me.cuda
+        order = StreamOrder(cuda, comm._device._doors)  # type: ignore[union-attr]
+        x = me.tensor(rank, 1001)
+        total = torch.stack([me.tensor(r, 1001) for r in range(n)]).sum(0)
+        one, other = (cuda.cuStreamCreate(0)[1] for _ in range(2))
+        out = torch.zeros_like(x)
+        comm.all_reduce(x, out, stream=one)
+        comm.all_reduce(out, stream=one)
+        order.changes.clear()
+        for turn in range(6):
+            out.zero_()
+            stream = (other, one)[turn % 2]
+            comm.all_reduce(x, out, stream=stream)
+            assert me.through_a_door(), turn
+            comm.all_reduce(out, stream=stream)  # in the same stream nothing waits
+            me.same(out, total * n, turn)
+        assert order.changes == [(one, other), (other, one)] * 3
+        cuda.cuStreamBeginCapture(other, 0)
+        comm.all_reduce(x, out, stream=other)
+        assert not me.through_a_door()
+        graph = cuda.cuStreamEndCapture(other)[1]
+        comm.all_reduce(x, out, stream=one)
+        assert order.changes[6:] == [(other, one)]
+        me.synchronize()
+        out.zero_()
+        cuda.cuGraphLaunch(graph, one)
+        me.same(out, total)
+        with miraccl.group():  # Python's, where streams change
+            comm.send(x, me.right, stream=other)
+            comm.recv(out, me.left, stream=other)
+        me.same(out, me.tensor(me.left, 1001))
+
+
 def collectives() -> None:
     """Each call twice: the second time through a door, with the same result."""
     with started() as me:

@@ -29,6 +29,10 @@ def test_collectives() -> None:
     run(door_ranks.collectives, 3)
 
 
+def test_changes_of_streams() -> None:
+    run(door_ranks.streams, 2)
+
+
 def test_collectives_that_are_messages() -> None:
     run(door_ranks.moves, 3)
 

@@ -113,6 +113,12 @@ def fast_questions(gpu: Gpu) -> tuple[int, int]:
     return (address_of("cuPointerGetAttribute"), address_of("cuStreamIsCapturing")) if real else (0, 0)
 
 
+def fast_order(gpu: Gpu) -> tuple[int, int]:
+    """Addresses of cuEventRecord and cuStreamWaitEvent, likewise."""
+    real = isinstance(gpu.cuda, types.ModuleType)
+    return (address_of("cuEventRecord"), address_of("cuStreamWaitEvent")) if real else (0, 0)
+
+
 class Kernels:
     """Compiled and loaded kernels of one GPU, by what they are for."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.arrays import item_size
-from miraccl.executor.cuda.doors.tensors import address, call2, call4, count_of, data_type, number_of
+from miraccl.executor.cuda.doors.tensors import address, call4, captures, count_of, data_type, number_of
 from miraccl.native.intrinsics import (
     Py_DecRef,
     PyCapsule_GetPointer,
@@ -70,15 +70,6 @@ def view_foreign(state: int, row: int, thing: int, view: int) -> int:
 
 
 # ---- DLPack
-
-
-@inline
-def captures(state: int, stream: int) -> bool:
-    """Whether a stream is captured, or may be; what a graph reads is not let go of here."""
-    if load(state + at.STATE_IS_CAPTURING) == 0:
-        return True
-    store(state + at.STATE_ANSWER, 0)
-    return call2(load(state + at.STATE_IS_CAPTURING), stream, state + at.STATE_ANSWER) != 0 or load32(state + at.STATE_ANSWER) != 0
 
 
 @inline

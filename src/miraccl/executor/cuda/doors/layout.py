@@ -110,7 +110,9 @@ MOST_MESSAGES = 64  # of a launch
 MOST_RANKS = 8
 STATE_SHARES = STATE_FOREIGN_END  # elements of the blocks of ``x`` of a call, then those of ``out``
 STATE_BLOCKS = STATE_SHARES + 2 * 8 * MOST_RANKS  # of a call of several launches, and room for a code
-STATE_CALL = STATE_BLOCKS + 8 * MOST_RANKS + 8  # the messages of a call,
+STATE_EVENT = STATE_BLOCKS + 8 * MOST_RANKS + 8  # by which one stream waits for another; 0: changes of streams are Python's
+STATE_RECORD, STATE_WAIT = STATE_EVENT + 8, STATE_EVENT + 16  # addresses of cuEventRecord and cuStreamWaitEvent
+STATE_CALL = STATE_EVENT + 24  # the messages of a call,
 STATE_GROUP = STATE_CALL + 2 * MOST_RANKS * MESSAGE_BYTES  # those that are noted
 
 # a row of the table of launches; MESSAGES is the address of those of a launch that has some, else 0. Their number is COUNT then.

@@ -214,6 +214,12 @@ class Doors:
         self._put(at.STATE_POINTER_ATTRIBUTE, pointer_attribute)
         self._put(at.STATE_IS_CAPTURING, is_capturing)
 
+    def follow_streams(self, event: int, record: int, wait: int) -> None:
+        """Take calls in another stream than the one before as well, which waits for that by ``event``; addresses of cuEventRecord and
+        cuStreamWaitEvent."""
+        for where, value in ((at.STATE_EVENT, event), (at.STATE_RECORD, record), (at.STATE_WAIT, wait)):
+            self._put(where, value)
+
     def ask_for_stream(self, ask: Callable[[int], int]) -> None:
         """How the current stream is found, where the type of tensors does not tell."""
         self._kept.append(ask)

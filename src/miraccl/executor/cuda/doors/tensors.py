@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.arrays import taken
-from miraccl.native.intrinsics import I64, PyErr_Clear, PyLong_AsLong, PyObject_Vectorcall, inline, load, load32
+from miraccl.native.intrinsics import I64, PyErr_Clear, PyLong_AsLong, PyObject_Vectorcall, inline, load, load32, store
 
 
 def _emit_call(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -30,6 +30,12 @@ def call4(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
 def call2(typingctx: Any, function: Any, a: Any, b: Any) -> Any:
     """The same with two words."""
     return I64(I64, I64, I64), _emit_call
+
+
+@intrinsic
+def call3(typingctx: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
+    """The same with three words."""
+    return I64(I64, I64, I64, I64), _emit_call
 
 
 @intrinsic
@@ -123,11 +129,34 @@ def stream_of(state: int, given: int) -> int:
 
 
 @inline
+def captures(state: int, stream: int) -> bool:
+    """Whether a stream is captured, or may be: what a graph reads is not let go of here, nor ordered."""
+    if load(state + at.STATE_IS_CAPTURING) == 0:
+        return True
+    store(state + at.STATE_ANSWER, 0)
+    return call2(load(state + at.STATE_IS_CAPTURING), stream, state + at.STATE_ANSWER) != 0 or load32(state + at.STATE_ANSWER) != 0
+
+
+@inline
+def follow(state: int, stream: int) -> bool:
+    """Make ``stream`` wait for that of the operation before, and be that from now on. Captures and groups are Python's."""
+    before, event = load(state + at.STATE_STREAM), load(state + at.STATE_EVENT)
+    if event == 0 or load32(load(state + at.STATE_GROUPS)) != 0 or captures(state, before) or captures(state, stream):
+        return False
+    if call2(load(state + at.STATE_RECORD), event, before) != 0 or call3(load(state + at.STATE_WAIT), stream, event, 0) != 0:
+        return False
+    store(state + at.STATE_STREAM, stream)
+    return True
+
+
+@inline
 def may_go_on(state: int, stream: int) -> bool:
-    """Whether nothing is wrong, and ``stream`` is that of the operation before."""
+    """Whether nothing is wrong, and ``stream`` is that of the operation before, or follows it. What producers of arrays have made that one
+    wait for is waited for then, too."""
     if load32(load(state + at.STATE_ABORT)) != 0 or load(state + at.STATE_STREAM) == -1:
         return False
-    return stream_of(state, stream) == load(state + at.STATE_STREAM)
+    number = stream_of(state, stream)
+    return number == load(state + at.STATE_STREAM) or (number >= 0 and follow(state, number))
 
 
 @inline
