@@ -203,9 +203,12 @@ class _Stream:
     def wait_event(self, event: _Event) -> None:
         self.log.append(f"{self.name} waits for {event.name}")
 
-    def record_event(self) -> _Event:
-        self.events += 1
-        return _Event(self.log, f"{self.name}/{self.events}")
+    def record_event(self, event: _Event | None = None) -> _Event:
+        if event is None:
+            self.events += 1
+            return _Event(self.log, f"{self.name}/{self.events}")
+        event.name = self.name
+        return event
 
 
 class _Cuda:
@@ -219,8 +222,17 @@ class _Cuda:
         self.made += 1
         return _Stream(self.log, f"own{self.made}")
 
+    def Event(self) -> _Event:  # noqa: N802
+        return _Event(self.log, "")
+
+    def current_device(self) -> int | None:
+        return None
+
     def current_stream(self, device: Any) -> _Stream:
         return self.current
+
+    def set_stream(self, stream: _Stream) -> None:
+        self.current = stream
 
     def is_current_stream_capturing(self) -> bool:
         return self.capturing

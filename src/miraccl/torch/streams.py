@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.group import group
-from miraccl.errors import CollectiveTimeout, InvalidUsage
+from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.torch.channel import check_gpu, wait_for_graph
 from miraccl.torch.failures import BackendError
-from miraccl.torch.work import Action, Work, seconds, translated
+from miraccl.torch.work import Action, Work, seconds
 
 POLL_S = 0.0002
 
@@ -37,8 +38,9 @@ class Streams:
     def __init__(self, comm: Communicator, device: Any, cuda: Any = None) -> None:
         self.comm, self.device = comm, device
         self.cuda: Any = torch.cuda if cuda is None else cuda
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._own: Any = None
+        self._fork: Any = None  # the event by which it waits for the current stream
         self._side: Any = None
         self._graph: tuple[str, ...] | None = None
         self._batch: list[tuple[_Part, Action, Action]] | None = None
@@ -47,23 +49,45 @@ class Streams:
     def own(self) -> Any:
         """The stream of asynchronous operations."""
         if self._own is None:
-            self._own = self.cuda.Stream(self.device)
+            self._own, self._fork = self.cuda.Stream(self.device), self.cuda.Event()
         return self._own
 
     def run(self, name: str, tensors: Sequence[Any], memory: Iterable[Any], action: Action, *, asynchronous: bool) -> StreamWork:
         """Enqueue ``action``, which only enqueues; ``memory`` is every tensor that it touches, ``tensors`` those with the result."""
-        with self._lock, self.cuda.device(self.device):
-            current = self.cuda.current_stream(self.device)
-            if not asynchronous:
-                self._enqueue(action)
-                return StreamWork(name, tensors, self, current)
-            own = self.own
-            own.wait_stream(current)
-            with self.cuda.stream(own):
-                self._enqueue(action)
-            for tensor in memory:
-                tensor.record_stream(own)
-            return StreamWork(name, tensors, self, own, own.record_event())
+        start = self._start_beside if asynchronous else self._start_here
+        with self.lock:
+            work: StreamWork = self._on_device(lambda: start(name, tensors, memory, action))
+        return work
+
+    def _start_here(self, name: str, tensors: Sequence[Any], memory: Iterable[Any], action: Action) -> StreamWork:
+        """In the current stream."""
+        self._enqueue(action)
+        return StreamWork(name, tensors, self, self.cuda.current_stream(self.device.index))
+
+    def _start_beside(self, name: str, tensors: Sequence[Any], memory: Iterable[Any], action: Action) -> StreamWork:
+        """In the group's stream, which waits for the current one."""
+        own = self.own
+        own.wait_event(self.cuda.current_stream(self.device.index).record_event(self._fork))
+        self._in_stream(own, lambda: self._enqueue(action))
+        for tensor in memory:
+            tensor.record_stream(own)
+        return StreamWork(name, tensors, self, own, own.record_event())
+
+    # PyTorch's own contexts for devices and streams take as long as a small operation
+
+    def _on_device(self, action: Callable[[], Any]) -> Any:
+        if self.cuda.current_device() == self.device.index:
+            return action()
+        with self.cuda.device(self.device):
+            return action()
+
+    def _in_stream(self, stream: Any, action: Action) -> None:
+        current = self.cuda.current_stream(self.device.index)
+        self.cuda.set_stream(stream)
+        try:
+            action()
+        finally:
+            self.cuda.set_stream(current)
 
     def transfer(self, name: str, tensors: Sequence[Any], memory: Iterable[Any], begin: Action, after: Action) -> Work:
         """A send or receive: now, or with the others of the batch that is open."""
@@ -116,45 +140,52 @@ class Streams:
         if error is not None:
             result.set_exception(error)
             return result
-        with self._lock, self.cuda.device(self.device):
-            if event is not None:  # the stream may hold later operations already
-                if self._side is None:
-                    self._side = self.cuda.Stream(self.device)
-                self._side.wait_event(event)
-                stream = self._side
-            with self.cuda.stream(stream):
-                result.set_result(tensors)
+        with self.lock:
+            self._on_device(lambda: self._fulfil(result, tensors, stream, event))
         return result
+
+    def _fulfil(self, result: Any, tensors: list[Any], stream: Any, event: Any) -> None:
+        if event is not None:  # the stream may hold later operations already
+            if self._side is None:
+                self._side = self.cuda.Stream(self.device)
+            self._side.wait_event(event)
+            stream = self._side
+        self._in_stream(stream, lambda: result.set_result(tensors))
 
     def check(self, name: str) -> None:
         """Raise what kernels have found so far."""
-        self._enqueue(lambda: check_gpu(self.comm, name))
+        try:
+            check_gpu(self.comm, name)
+        except MiracclError as error:
+            raise self._told(error) from error
 
     def _enqueue(self, action: Action) -> None:
-        """Run an action; a deadline that has passed on the GPU is told with what all ranks are doing now."""
         try:
-            translated(action)
-        except BackendError as failure:
-            error = failure.error
-            if not isinstance(error, CollectiveTimeout) or error.graph:
-                raise
+            action()
+        except MiracclError as error:
+            raise self._told(error) from error
+
+    def _told(self, error: MiracclError) -> BackendError:
+        """A deadline that has passed on the GPU is told with what all ranks are doing now."""
+        if isinstance(error, CollectiveTimeout) and not error.graph:
             if self._graph is None:
                 self._graph = wait_for_graph(self.comm)
             error.graph = self._graph
-            raise BackendError(error) from error
+        return BackendError(error)
 
 
 class StreamWork(Work):
     """An operation that has been enqueued in ``stream``; ``event`` follows it there, None for the stream's end at any time."""
 
     def __init__(self, name: str, tensors: Sequence[Any], streams: Streams, stream: Any, event: Any = None) -> None:
-        super().__init__(name, tensors)
+        dist.Work.__init__(self)  # nothing else of ``Work``'s: it has no end on the host that anybody could wait for
+        self._name, self._tensors, self._future = name, list(tensors), None
         self._streams, self._stream, self._event = streams, stream, event
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Make the current stream wait. With a ``timeout``, the host waits as well, at most that long."""
         streams = self._streams
-        current = streams.cuda.current_stream(streams.device)
+        current = streams.cuda.current_stream(streams.device.index)
         if self._event is not None:
             current.wait_event(self._event)
         elif current != self._stream:
@@ -191,7 +222,7 @@ class StreamWork(Work):
         return None
 
     def get_future(self) -> Any:
-        with self._lock:
+        with self._streams.lock:
             if self._future is None:
                 self._future = self._streams.future(self._tensors, self._stream, self._event, self.exception())
             return self._future

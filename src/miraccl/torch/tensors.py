@@ -219,12 +219,13 @@ def _element(dtype: Any, form: Form) -> tuple[Any, int, Any]:
 
 
 def _array(tensor: Any, form: Form) -> tuple[Any, int]:
-    """The memory of a plain tensor, flat, and how many elements of it one of the tensor is."""
+    """The memory of a plain tensor, flat, and how many elements of it one of the tensor is; values on a GPU keep their shape."""
     kind, width, seen_as = _element(tensor.dtype, form)
     if _on_gpu(tensor):
-        own = tensor.detach()
-        flat = own.view(-1) if own.numel() > 1 else own.as_strided((own.numel(),), (1,))  # a part of a column may have any stride
-        return (flat if seen_as is flat.dtype else flat.view(seen_as)), width
+        own = tensor.detach() if tensor.requires_grad or type(tensor) is not torch.Tensor else tensor
+        if own.numel() <= 1:  # a part of a column may have any stride
+            own = own.as_strided((own.numel(),), (1,))
+        return (own if form is Form.VALUES and seen_as is own.dtype else own.view(-1).view(seen_as)), width
     memory: Any = _FROM_HERE.from_address(tensor.data_ptr())  # after Tensor.numpy nobody could resize the storage
     memory.owner = tensor  # which the array keeps alive
     return np.ndarray(tensor.numel() * width, kind, memory), width
