@@ -51,6 +51,7 @@ SPIN_BETWEEN_YIELDS = 16
 HELD_NS = 1_000_000
 #: How many waits sleep at once after such a yield.  A wait that sleeps costs some 10 us more, so they make up for about what it has cost.
 NAPS = 256
+LONG_BYTES = 1 << 18  # an operation on more bytes lets other Python threads run from its start
 
 
 @inline

@@ -1,0 +1,72 @@
+"""Sends and receives as doors are handed them: arrays and peers, checked, to the engine of ``kernels.p2p``."""
+
+from __future__ import annotations
+
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.arguments import READABLE, WRITABLE, dtype_code, elements, small_int, usable
+from miraccl.executor.cpu.kernels.messages import connection
+from miraccl.executor.cpu.kernels.p2p import exchange_all, item_size, one_message, piece_bytes, signature
+from miraccl.executor.cpu.kernels.waiting import LONG_BYTES, fail, release_gil
+from miraccl.native.intrinsics import inline, load, load_acquire, store
+
+
+@inline
+def send_or_receive(ctx: int, args: int, receives: bool) -> int:
+    """(array, peer) -> result."""
+    x = load(args)
+    if not usable(ctx, x, WRITABLE if receives else READABLE):
+        return at.NEED_PLAN
+    peer = small_int(ctx, load(args + 8), at.CTX_INT_TYPE)
+    dtype = dtype_code(ctx, x)
+    if dtype < 0 or peer < 0 or peer >= load(ctx + at.CTX_NRANKS) or peer == load(ctx + at.CTX_RANK):
+        return at.NEED_PLAN
+    ctrl = load(ctx + at.CTX_CTRL)
+    if load_acquire(ctrl + at.CTRL_ABORT) != 0:
+        return fail(ctx, at.ERR_ABORTED, peer, 0, load(ctrl + at.CTRL_ABORT))
+    if load(ctx + at.CTX_THREADED) != 0:
+        release_gil(ctx)
+    return one_message(ctx, receives, peer, load(x + at.ARRAY_DATA), elements(x), dtype)
+
+
+@inline
+def fill_op(ctx: int, op: int, kind: int, array: int, peer: int, flags: int) -> bool:
+    """Write one entry of an exchange; False if the array or the peer is not an everyday one."""
+    if not usable(ctx, array, flags) or peer < 0 or peer >= load(ctx + at.CTX_NRANKS) or peer == load(ctx + at.CTX_RANK):
+        return False
+    dtype = dtype_code(ctx, array)
+    if dtype < 0 or load(connection(ctx, at.CTX_SEND, peer) + at.CONN_KIND) == at.KIND_NONE:
+        return False
+    count = elements(array)
+    nbytes = count * item_size(dtype)
+    piece = piece_bytes(ctx, peer)
+    store(op + at.OP_KIND, kind)
+    store(op + at.OP_PEER, peer)
+    store(op + at.OP_ADDR, load(array + at.ARRAY_DATA))
+    store(op + at.OP_BYTES, nbytes)
+    store(op + at.OP_SIG, signature(dtype, count))
+    store(op + at.OP_AFTER, -1)
+    store(op + at.OP_ROUNDS, max(1, (nbytes + piece - 1) // piece))
+    store(op + at.OP_COUNT, count)
+    store(op + at.OP_DONE, 0)
+    store(op + at.OP_MARK, 0)
+    store(op + at.OP_MUST, 1)
+    return True
+
+
+@inline
+def send_and_receive(ctx: int, args: int) -> int:
+    """(array, peer, array, peer) -> result."""
+    table = load(ctx + at.CTX_PAIR)
+    if not fill_op(ctx, table, 0, load(args), small_int(ctx, load(args + 8), at.CTX_INT_TYPE), READABLE):
+        return at.NEED_PLAN
+    if not fill_op(ctx, table + at.OP_SIZE, 1, load(args + 16), small_int(ctx, load(args + 24), at.CTX_INT_TYPE), WRITABLE):
+        return at.NEED_PLAN
+    first, second = load(table + at.OP_ADDR), load(table + at.OP_SIZE + at.OP_ADDR)
+    if first < second + load(table + at.OP_SIZE + at.OP_BYTES) and second < first + load(table + at.OP_BYTES):
+        return at.NEED_PLAN  # overlapping
+    ctrl = load(ctx + at.CTX_CTRL)
+    if load_acquire(ctrl + at.CTRL_ABORT) != 0:
+        return fail(ctx, at.ERR_ABORTED, load(table + at.OP_PEER), 0, load(ctrl + at.CTRL_ABORT))
+    if load(ctx + at.CTX_THREADED) != 0 or load(table + at.OP_BYTES) > LONG_BYTES:
+        release_gil(ctx)
+    return exchange_all(ctx, table, 2)
