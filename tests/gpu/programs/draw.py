@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from miraccl.types import DType
 from tests.gpu.programs import records as at
-from tests.gpu.programs.calls import Calls
+from tests.gpu.programs.together import Together
 from tests.gpu.programs.values import bound_of
 
 SIZES = {"small": (1, 70), "middle": (100, 6000), "large": (20_000, 120_000), "huge": (1 << 20, 3 << 20)}
@@ -35,7 +35,7 @@ def draw(
     return Drawer(seed, at.Program(seed, api, nranks, device), huge, plain).program_of(nsteps, chosen)
 
 
-class Drawer(Calls):
+class Drawer(Together):
     def __init__(self, seed: int, program: at.Program, huge: bool, plain: bool) -> None:
         super().__init__(random.Random(f"{program.api} {seed}"), program, plain)
         self.graphs: dict[int, Remembered] = {}
