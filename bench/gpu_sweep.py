@@ -1,7 +1,8 @@
 """Which shape of launch is fastest at which size: the measurement behind the thresholds of ``executor/cuda/plan.py``.
 
 ``python bench/gpu_sweep.py --ranks 2 [--out FILE]`` runs every candidate at every size, next to NCCL, and prints the best few.
-``--limits`` first measures what the links give: copy engine, stores and bulk copies of the multiprocessors.
+``--limits`` first measures what the links give: copy engine, stores and bulk copies of the multiprocessors.  ``--sms 16,24,32,64,128``
+measures instead what plans lose with so many multiprocessors: the measurement behind ``comm/device/ctas.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sizes", default="")
     parser.add_argument("--limits", action="store_true")
+    parser.add_argument("--sms", default="", help="numbers of multiprocessors")
     parser.add_argument("--no-nccl", action="store_true")
     parser.add_argument("--show", type=int, default=3)
     parser.add_argument("--out", default="")
@@ -151,7 +153,9 @@ def run(options: argparse.Namespace) -> None:
         limits(torch, comm, timer)
     record = []
     sizes = [int(s) for s in options.sizes.split(",")] if options.sizes else SIZES
-    for size in sizes:
+    for size in sizes if options.sms else ():
+        sweep_limits(torch, dist, comm, timer, size, [int(n) for n in options.sms.split(",")])
+    for size in () if options.sms else sizes:
         record.append(sweep_size(torch, dist, comm, timer, size, options))
         if rank == 0 and options.out:
             Path(options.out).parent.mkdir(parents=True, exist_ok=True)
@@ -193,6 +197,32 @@ def sweep_size(torch: Any, dist: Any, comm: Any, timer: Timer, size: int, option
             shape = f"{p['algo']} {p['proto']} {p['blocks']}x{p['threads']}u{p['unroll']}b{p['min_blocks']}"
             print(f"      {us:9.2f} us  x{nccl / us:5.2f}  {size / us / 1e3:7.1f} GB/s  {shape} wrong {wrong}", flush=True)
     return {"bytes": size, "nccl_us": nccl, "rows": rows}
+
+
+def sweep_limits(torch: Any, dist: Any, comm: Any, timer: Timer, size: int, numbers: Sequence[int]) -> None:
+    """Microseconds of calls with so many multiprocessors, of tensors of ``size`` bytes in all; rank 0 prints them beside NCCL's."""
+    from miraccl.comm.device.ctas import Ctas
+
+    agreed, each = comm.ctas, size // 4 // comm.nranks // 64 * 64
+    whole = torch.randn(each * comm.nranks, device="cuda")
+    out, part = torch.empty_like(whole), whole[:each].clone()
+    pairs = {
+        "all_reduce": (lambda: dist.all_reduce(out), lambda: comm.all_reduce(whole, out)),
+        "all_gather": (lambda: dist.all_gather_into_tensor(out, part), lambda: comm.all_gather(part, out)),
+        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, whole), lambda: comm.reduce_scatter(whole, part)),
+    }
+    for name, (theirs, ours) in pairs.items():
+        cells = [f"nccl {timer.slowest(timer.plain(theirs, iterations_for(size) // 2, 5)):.1f}"]
+        for number in numbers:
+            comm.ctas = Ctas(most=min(number, agreed.most), limited=number < agreed.most)
+            comm._forget()
+            us = timer.slowest(timer.plain(ours, iterations_for(size) // 2, 5))
+            plan = comm.last_plan
+            cells.append(f"{number}: {us:.1f} ({plan.proto} {plan.blocks}x{plan.threads})")
+        comm.check()
+        if comm.rank == 0:
+            print(f"{name:>14} {size:>11} B  {', '.join(cells)}", flush=True)
+    comm.ctas = agreed
 
 
 def host_cost(torch: Any, comm: Any, timer: Timer, dist: Any) -> None:

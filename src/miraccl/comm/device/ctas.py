@@ -22,7 +22,7 @@ SPARED = 4
 #: 1 MiB an operation is over before it is missed.  Sums read and write the plain data as well, and need more than what is only moved.
 Shares = tuple[tuple[int, int], ...]
 ALL, MIB = 1 << 30, 1 << 20
-MOVES: Shares = ((MIB, ALL), (32 * MIB, 24), (128 * MIB, 32), (1 << 62, 64))
+MOVES: Shares = ((MIB, ALL), (28 * MIB, 24), (1 << 62, 64))
 SUMS: Shares = ((MIB, ALL), (16 * MIB, 32), (64 * MIB - 1, 48), (1 << 62, 64))
 _SPREAD = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
 
