@@ -289,63 +289,51 @@ def start(ctx: int, run: int) -> int:
 
 
 @inline
-def asks_more(ctx: int, options: int) -> bool:
-    """Whether the last arguments, ``async_op`` and ``stream``, are something else than False and None: then Python looks."""
-    return load(options) != load(ctx + at.CTX_FALSE) or load(options + 8) != load(ctx + at.CTX_NONE)
+def may_not_enter(ctx: int, options: int) -> int:
+    """Enter, unless the last arguments, ``async_op`` and ``stream``, are something else than False and None, which Python looks at, or the
+    engine is busy; ``OK``, or what the builtin answers."""
+    if load(options) != load(ctx + at.CTX_FALSE) or load(options + 8) != load(ctx + at.CTX_NONE):
+        return at.NEED_PLAN
+    return at.OK if enter(ctx) else at.BUSY
 
 
 def collective(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, op_or_root, async_op, stream)``."""
     door = PyLong_AsLong(self)
     ctx = load(door + DOOR_CTX)
-    if asks_more(ctx, args + 24):
-        return PyLong_FromLong(at.NEED_PLAN)
-    if not enter(ctx):
-        return PyLong_FromLong(at.BUSY)
-    return leave(ctx, parse_and_run(door, ctx, args))
+    refused = may_not_enter(ctx, args + 24)
+    return PyLong_FromLong(refused) if refused != at.OK else leave(ctx, parse_and_run(door, ctx, args))
 
 
 def rooted(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, root, None, None, async_op, stream)``; with counts of blocks in the place of None, Python looks."""
     door = PyLong_AsLong(self)
     ctx = load(door + DOOR_CTX)
-    if asks_more(ctx, args + 40):
-        return PyLong_FromLong(at.NEED_PLAN)
-    if not enter(ctx):
-        return PyLong_FromLong(at.BUSY)
-    return leave(ctx, parse_rooted(door, ctx, args))
+    refused = may_not_enter(ctx, args + 40)
+    return PyLong_FromLong(refused) if refused != at.OK else leave(ctx, parse_rooted(door, ctx, args))
 
 
 def reduce(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, op, async_op, stream, root)``."""
     ctx = load(PyLong_AsLong(self) + DOOR_CTX)
-    if asks_more(ctx, args + 24):
-        return PyLong_FromLong(at.NEED_PLAN)
-    if not enter(ctx):
-        return PyLong_FromLong(at.BUSY)
-    return leave(ctx, parse_reduce(ctx, args))
+    refused = may_not_enter(ctx, args + 24)
+    return PyLong_FromLong(refused) if refused != at.OK else leave(ctx, parse_reduce(ctx, args))
 
 
 def uneven(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, root or None, counts of x, counts of out, async_op, stream)``."""
     door = PyLong_AsLong(self)
     ctx = load(door + DOOR_CTX)
-    if asks_more(ctx, args + 40):
-        return PyLong_FromLong(at.NEED_PLAN)
-    if not enter(ctx):
-        return PyLong_FromLong(at.BUSY)
-    return leave(ctx, parse_uneven(door, ctx, args, args + 24))
+    refused = may_not_enter(ctx, args + 40)
+    return PyLong_FromLong(refused) if refused != at.OK else leave(ctx, parse_uneven(door, ctx, args, args + 24))
 
 
 def uneven_reduce(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, op, async_op, stream, counts)`` of reduce_scatter."""
     door = PyLong_AsLong(self)
     ctx = load(door + DOOR_CTX)
-    if asks_more(ctx, args + 24):
-        return PyLong_FromLong(at.NEED_PLAN)
-    if not enter(ctx):
-        return PyLong_FromLong(at.BUSY)
-    return leave(ctx, parse_uneven(door, ctx, args, args + 40))
+    refused = may_not_enter(ctx, args + 24)
+    return PyLong_FromLong(refused) if refused != at.OK else leave(ctx, parse_uneven(door, ctx, args, args + 40))
 
 
 def prepared(self: int, args: int, nargs: int) -> int:
@@ -380,21 +368,15 @@ def send_recv(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(array, peer, async_op, stream)``."""
     door = PyLong_AsLong(self)
     ctx = load(door + DOOR_CTX)
-    if asks_more(ctx, args + 16):
-        return PyLong_FromLong(at.NEED_PLAN)
-    if not enter(ctx):
-        return PyLong_FromLong(at.BUSY)
-    return leave(ctx, send_or_receive(ctx, args, load(door + DOOR_ARG) != 0))
+    refused = may_not_enter(ctx, args + 16)
+    return PyLong_FromLong(refused) if refused != at.OK else leave(ctx, send_or_receive(ctx, args, load(door + DOOR_ARG) != 0))
 
 
 def sendrecv(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, dst, out, src, async_op, stream)``."""
     ctx = load(PyLong_AsLong(self) + DOOR_CTX)
-    if asks_more(ctx, args + 32):
-        return PyLong_FromLong(at.NEED_PLAN)
-    if not enter(ctx):
-        return PyLong_FromLong(at.BUSY)
-    return leave(ctx, send_and_receive(ctx, args))
+    refused = may_not_enter(ctx, args + 32)
+    return PyLong_FromLong(refused) if refused != at.OK else leave(ctx, send_and_receive(ctx, args))
 
 
 def exchange(self: int, args: int, nargs: int) -> int:
