@@ -66,9 +66,9 @@ class Streams:
 
     def _start_beside(self, name: str, tensors: Sequence[Any], memory: Iterable[Any], action: Action) -> StreamWork:
         """In the group's stream, which waits for the current one."""
-        own = self.own
-        own.wait_event(self.cuda.current_stream(self.device.index).record_event(self._fork))
-        self._in_stream(own, lambda: self._enqueue(action))
+        own, current = self.own, self.cuda.current_stream(self.device.index)
+        own.wait_event(current.record_event(self._fork))
+        self._in_stream(own, current, lambda: self._enqueue(action))
         for tensor in memory:
             tensor.record_stream(own)
         return StreamWork(name, tensors, self, own, own.record_event())
@@ -81,8 +81,7 @@ class Streams:
         with self.cuda.device(self.device):
             return action()
 
-    def _in_stream(self, stream: Any, action: Action) -> None:
-        current = self.cuda.current_stream(self.device.index)
+    def _in_stream(self, stream: Any, current: Any, action: Action) -> None:
         self.cuda.set_stream(stream)
         try:
             action()
@@ -150,7 +149,7 @@ class Streams:
                 self._side = self.cuda.Stream(self.device)
             self._side.wait_event(event)
             stream = self._side
-        self._in_stream(stream, lambda: result.set_result(tensors))
+        self._in_stream(stream, self.cuda.current_stream(self.device.index), lambda: result.set_result(tensors))
 
     def check(self, name: str) -> None:
         """Raise what kernels have found so far."""
