@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from miraccl.comm import nccl_wishes
 from miraccl.comm.member import Options
 from miraccl.comm.model import Constants, Shape
-from miraccl.comm.planner import Candidate, Overrides, Planner
+from miraccl.comm.planner import Candidate, Overrides, Planner, Request
 from miraccl.errors import InvalidUsage
+from miraccl.executor.cpu.sizes import size_class
 from miraccl.schedule import catalog
 from miraccl.schedule.catalog import register
-from miraccl.types import Collective, DType
+from miraccl.schedule.ir import Schedule
+from miraccl.types import Collective, DType, RedOp
 
 TUNED = (Collective.BROADCAST, Collective.REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
 
@@ -46,6 +49,57 @@ def test_equals_occur() -> None:
     assert (first.algo, first.reason) == ("ring", "preferred among equals (within 5% of the lowest predicted time)")
     assert second.predicted_us < first.predicted_us
     assert second.reason.endswith("which is taken among equals (within 5%)")
+
+
+@pytest.mark.parametrize("nranks", [2, 4, 8])
+def test_sizes_of_a_class_have_one_algorithm(nranks: int) -> None:
+    """... and the reason says so where another one is predicted to be faster at that very size."""
+    planner, reasons = Planner(rank=0, shape=Shape(nranks=nranks), slot_bytes=1 << 18, constants=Constants(), overrides=Overrides()), set()
+    for collective in (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE_SCATTER):
+        for least in [n << shift for shift in range(18) for n in (4, 5, 6, 7)]:
+            names = {}
+            for nbytes in (least, least + least // 9, least * 5 // 4 - 1 if least % 4 == 0 else least):
+                if size_class(nbytes) == least:
+                    first, *others = planner.candidates(collective, nbytes, DType.FLOAT32)
+                    names[nbytes] = first.algo
+                    lowest = min(row.predicted_us for row in (first, *others) if row.chosen or "times the predicted" in row.reason)
+                    assert first.predicted_us <= 1.05 * lowest or f"best for blocks of {least} bytes" in first.reason
+                    reasons.add(first.reason.partition(" ")[0])
+            assert len(set(names.values())) == 1, names
+    assert reasons >= {"lowest", "preferred"}
+
+
+def test_a_size_that_is_new_costs_no_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = Planner(rank=0, shape=Shape(nranks=4), slot_bytes=1 << 18, constants=Constants(), overrides=Overrides())
+    predicted: list[int] = []
+
+    def predict(schedule: object, steps: object, block_bytes: int, *rest: object) -> float:
+        predicted.append(block_bytes)
+        return float(block_bytes)
+
+    monkeypatch.setattr("miraccl.comm.planner.predict_us", predict)
+    ask = partial(Request, collective=Collective.ALL_REDUCE, dtype=DType.FLOAT32, op=RedOp.SUM, root=0)
+    runs = [planner.make_run(ask(in_counts=(n,), out_counts=(n,), block_bytes=4 * n, count=n)) for n in (1100, 1101, 1200, 1279)]
+    assert set(predicted) == {4096}, "the least of the class of 4400 to 5116 bytes"
+    assert len(predicted) == len(catalog.algorithms_for(Collective.ALL_REDUCE, 4))
+    assert [planner.choice_of(run.address).predicted_us for run in runs] == [4400.0, 4404.0, 4800.0, 5116.0]  # type: ignore[union-attr]
+    planner.make_run(ask(in_counts=(1280,), out_counts=(1280,), block_bytes=5120, count=1280))
+    assert 5120 in predicted
+
+
+def test_an_algorithm_that_is_new_is_considered() -> None:
+    planner = Planner(rank=0, shape=Shape(nranks=4), slot_bytes=1 << 18, constants=Constants(), overrides=Overrides())
+    before = planner.candidates(Collective.ALL_REDUCE, 8, DType.FLOAT32)[0].algo
+
+    def build(collective: Collective, nranks: int, root: int) -> Schedule:
+        return replace(catalog.build(before, collective, nranks, root), name="twin")
+
+    register("twin", collectives=[Collective.ALL_REDUCE], sentence="", latency=lambda collective, nranks: 0)(build)
+    try:
+        assert planner.candidates(Collective.ALL_REDUCE, 8, DType.FLOAT32)[0].algo == "twin"
+    finally:
+        catalog.unregister("twin")
+    assert planner.candidates(Collective.ALL_REDUCE, 8, DType.FLOAT32)[0].algo == before
 
 
 def test_uneven_blocks_are_not_kept_in_scratch_memory() -> None:

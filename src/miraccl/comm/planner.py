@@ -10,12 +10,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from miraccl.comm.model import Constants, Shape, predict_us
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.context import fold_kernel, scale_kernel, set_counts
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.lower import Counts, Program, Run, lower, signature
+from miraccl.executor.cpu.sizes import size_class
 from miraccl.schedule import catalog, cost
 from miraccl.schedule.catalog import Algorithm
 from miraccl.schedule.ir import Schedule
@@ -105,7 +107,8 @@ class Planner:
         self.addressable = addressable
         self.stream_from = stream_from
         self._programs: dict[tuple[str, Collective, int, bool], Program] = {}
-        self._plans: dict[int, Candidate] = {}
+        self._choices: dict[tuple[object, ...], tuple[str, list[Algorithm]]] = {}
+        self._plans: dict[int, tuple[str, Request]] = {}
         if overrides.algo:
             catalog.get(overrides.algo)  # an unknown name is refused now
 
@@ -114,29 +117,52 @@ class Planner:
     ) -> list[Candidate]:
         """All ways, the chosen one first, then by predicted time."""
         asked = self._asked(collective, uneven)
-        rows: list[tuple[float, str, str]] = []  # time, name, why not
-        for algorithm in catalog.algorithms_for(collective, self.shape.nranks):
-            barred = self._barred(algorithm, collective, dtype, uneven, asked)
-            rows.append((self._predict(algorithm, collective, block_bytes, dtype, root), algorithm.name, barred))
-        allowed = [row for row in rows if not row[2]]
-        if not allowed:
-            raise InvalidUsage(f"no algorithm is left for {collective.label} over {self.shape.nranks} ranks: {_reasons(rows)}")
-        fastest = min(allowed)[0]
-        equals = [row for row in allowed if row[0] <= TIE * fastest]
-        best = min(equals, key=lambda row: (_preference(row[1], collective, block_bytes), row[0]))
+        chosen = self._choose(collective, block_bytes, dtype, root, uneven)
+        rows = self._rows(catalog.algorithms_for(collective, self.shape.nranks), collective, block_bytes, dtype, root, uneven)
+        allowed = [row.time for row in rows if not row.barred]
+        fastest, best = min(allowed), next(row.time for row in rows if row.name == chosen)
         result = []
-        for time, name, barred in sorted(rows, key=lambda row: (row[1] != best[1], bool(row[2]), row[0])):
-            if name == best[1]:
-                reason = "asked for" if name == asked else _why_chosen(time, fastest, len(allowed))
+        for row in sorted(rows, key=lambda row: (row.name != chosen, bool(row.barred), row.time)):
+            if row.name == chosen:
+                reason = "asked for" if row.name == asked else _why_chosen(row.time, fastest, len(allowed), block_bytes)
             else:
-                reason = barred or f"{time / best[0]:.2f} times the predicted time of {best[1]}"
-                if not barred and time <= TIE * fastest:
+                reason = row.barred or f"{row.time / best:.2f} times the predicted time of {chosen}"
+                if not row.barred and row.time <= TIE * fastest:
                     reason += f", which is taken among equals (within {TIE - 1:.0%})"
             proto = self._protocol(block_bytes)
             result.append(
-                Candidate(algo=name, proto=proto, channels=1, predicted_us=time, chosen=name == best[1], reason=reason)
+                Candidate(algo=row.name, proto=proto, channels=1, predicted_us=row.time, chosen=row.name == chosen, reason=reason)
             )
         return result
+
+    def _rows(
+        self, algorithms: Sequence[Algorithm], collective: Collective, block_bytes: int, dtype: DType, root: int, uneven: bool
+    ) -> list[_Row]:
+        asked = self._asked(collective, uneven)
+        return [
+            _Row(
+                self._predict(algorithm, collective, block_bytes, dtype, root),
+                algorithm.name,
+                self._barred(algorithm, collective, dtype, uneven, asked),
+            )
+            for algorithm in algorithms
+        ]
+
+    def _choose(self, collective: Collective, block_bytes: int, dtype: DType, root: int, uneven: bool) -> str:
+        """The algorithm: what is best for the least size of a class is taken for all of it, so that a size that is new costs no
+        predictions."""
+        algorithms = catalog.algorithms_for(collective, self.shape.nranks)
+        least = size_class(block_bytes)
+        key = (collective, least, dtype, root, uneven, *map(id, algorithms))
+        if key not in self._choices:
+            rows = self._rows(algorithms, collective, least, dtype, root, uneven)
+            allowed = [row for row in rows if not row.barred]
+            if not allowed:
+                raise InvalidUsage(f"no algorithm is left for {collective.label} over {self.shape.nranks} ranks: {_reasons(rows)}")
+            equals = [row for row in allowed if row.time <= TIE * min(allowed).time]
+            best = min(equals, key=lambda row: (_preference(row.name, collective, least), row.time))
+            self._choices[key] = best.name, algorithms  # which stay, and with them their ids
+        return self._choices[key][0]
 
     def _protocol(self, block_bytes: int) -> str:
         """LL puts flag and data on one cache line: one miss instead of two for what fits. Larger messages are always Simple."""
@@ -204,17 +230,14 @@ class Planner:
 
     def make_run(self, request: Request) -> Run:
         """The run for a request; its addresses are set by whoever starts it."""
-        choice = self.candidates(
-            request.collective, request.block_bytes, request.dtype, request.op, request.root, uneven=request.uneven
-        )[0]
-        run = self._run(choice, request)
-        if self._asks(choice, request):
-            memory = replace(choice, algo=MEMORY_ALGORITHM, reason="all ranks passed window memory")
-            other = self._run(memory, request, opened=True)
+        algo = self._choose(request.collective, request.block_bytes, request.dtype, request.root, request.uneven)
+        run = self._run(algo, request)
+        if self._asks(algo, request):
+            other = self._run(MEMORY_ALGORITHM, request, opened=True)
             run.prefer_memory(other, [r for r in range(self.shape.nranks) if r != self.rank])
         return run
 
-    def _asks(self, choice: Candidate, request: Request) -> bool:
+    def _asks(self, algo: str, request: Request) -> bool:
         """Whether ranks tell each other where their buffers lie before they choose between the plan and the one for window memory."""
         algorithm = catalog.get(MEMORY_ALGORITHM)
         return (
@@ -225,12 +248,12 @@ class Planner:
             and algorithm.supports(request.collective, self.shape.nranks)
             and request.block_bytes >= ASK_FROM
             and (not request.uneven or request.collective in algorithm.uneven)
-            and choice.algo != MEMORY_ALGORITHM
+            and algo != MEMORY_ALGORITHM
         )
 
-    def _run(self, choice: Candidate, request: Request, opened: bool = False) -> Run:
-        algorithm = catalog.get(choice.algo)
-        program = self.program(choice.algo, request.collective, request.root, request.in_place, opened)
+    def _run(self, algo: str, request: Request, opened: bool = False) -> Run:
+        algorithm = catalog.get(algo)
+        program = self.program(algo, request.collective, request.root, request.in_place, opened)
         reduces = request.collective.reduces
         post, folded = 0, RedOp.SUM if request.op is RedOp.PREMUL_SUM else request.op
         if request.op is RedOp.AVG and not (algorithm.rank_ordered and algorithm.builtin):
@@ -242,8 +265,8 @@ class Planner:
             dtype=request.dtype,
             block_bytes=request.block_bytes,
             slot_bytes=self.slot_bytes,
-            round_bytes=WHOLE_BYTES if self._reads_blocks(choice.algo, request) else self.round_bytes(program.widest),
-            direct=self._direct(choice.algo, request),
+            round_bytes=WHOLE_BYTES if self._reads_blocks(algo, request) else self.round_bytes(program.widest),
+            direct=self._direct(algo, request),
             template=signature(request.collective, request.dtype, request.op if reduces else RedOp.SUM, request.root, 0),
             fold=fold_kernel(request.dtype, folded) if reduces else 0,
             post=post,
@@ -253,7 +276,7 @@ class Planner:
         )
         if not request.uneven:
             set_counts(run, Counts(request.in_counts, request.out_counts, agreed=request.count, shown=sum(request.in_counts)))
-        self._plans[run.address] = choice
+        self._plans[run.address] = algo, request
         weakref.finalize(run, self._plans.pop, run.address, None)
         return run
 
@@ -279,12 +302,30 @@ class Planner:
 
     def choice_of(self, run_address: int) -> Candidate | None:
         """The plan a run was made from."""
-        return self._plans.get(run_address)
+        if run_address not in self._plans:
+            return None
+        algo, request = self._plans[run_address]
+        ways = self.candidates(
+            request.collective, request.block_bytes, request.dtype, request.op, request.root, uneven=request.uneven
+        )
+        if algo == MEMORY_ALGORITHM and ways[0].algo != algo:
+            return replace(ways[0], algo=algo, reason="all ranks passed window memory")
+        return next((way for way in ways if way.algo == algo), None)
 
 
-def _why_chosen(time: float, fastest: float, allowed: int) -> str:
+class _Row(NamedTuple):
+    """An algorithm's predicted time, and why it may not be used, if so."""
+
+    time: float
+    name: str
+    barred: str
+
+
+def _why_chosen(time: float, fastest: float, allowed: int, block_bytes: int) -> str:
     if allowed == 1:
         return "the only one"
+    if time > TIE * fastest:
+        return f"best for blocks of {size_class(block_bytes)} bytes, the least of a class of sizes that are planned alike"
     return "lowest predicted time" if time == fastest else f"preferred among equals (within {TIE - 1:.0%} of the lowest predicted time)"
 
 
@@ -297,5 +338,5 @@ def schedule_widest(schedule: Schedule) -> int:
     return max((step.chunks for channel in schedule.channels for steps in channel for step in steps), default=1) or 1
 
 
-def _reasons(rows: Sequence[tuple[float, str, str]]) -> str:
-    return "; ".join(f"{name} {why}" for _, name, why in rows) or "none is registered"
+def _reasons(rows: Sequence[_Row]) -> str:
+    return "; ".join(f"{row.name} {row.barred}" for row in rows) or "none is registered"
