@@ -108,7 +108,7 @@ class Planner:
         self.stream_from = stream_from
         self._programs: dict[tuple[str, Collective, int, bool], Program] = {}
         self._choices: dict[tuple[object, ...], tuple[str, list[Algorithm]]] = {}
-        self._plans: dict[int, tuple[str, Request]] = {}
+        self._plans: dict[int, Candidate | tuple[str, Request]] = {}  # by the address of a run, in full once somebody has asked
         if overrides.algo:
             catalog.get(overrides.algo)  # an unknown name is refused now
 
@@ -302,15 +302,19 @@ class Planner:
 
     def choice_of(self, run_address: int) -> Candidate | None:
         """The plan a run was made from."""
-        if run_address not in self._plans:
-            return None
-        algo, request = self._plans[run_address]
+        plan = self._plans.get(run_address)
+        if isinstance(plan, tuple):
+            plan = self._plans[run_address] = self._candidate(*plan)
+        return plan
+
+    def _candidate(self, algo: str, request: Request) -> Candidate:
         ways = self.candidates(
             request.collective, request.block_bytes, request.dtype, request.op, request.root, uneven=request.uneven
         )
         if algo == MEMORY_ALGORITHM and ways[0].algo != algo:
             return replace(ways[0], algo=algo, reason="all ranks passed window memory")
-        return next((way for way in ways if way.algo == algo), None)
+        found = next((way for way in ways if way.algo == algo), None)
+        return found or replace(ways[0], algo=algo, reason="was chosen while it was registered")
 
 
 class _Row(NamedTuple):
