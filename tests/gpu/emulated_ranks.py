@@ -16,6 +16,7 @@ import pytest
 import miraccl
 from miraccl.comm.arguments import DLTensor
 from miraccl.comm.communicator import Communicator
+from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.member import Options
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, InvalidUsage, MiracclError
@@ -101,6 +102,27 @@ def rank(timeout: float = 30.0, make: Any = Rank) -> Iterator[Rank]:
         me = make(world, timeout)
         yield me
         me.comm.finalize()
+
+
+class SparingRank(Rank):
+    """Its communicator takes few multiprocessors for large operations."""
+
+    def __init__(self, world: Any, timeout: float) -> None:
+        super().__init__(world, timeout)
+        self.comm = Communicator.from_session(world, Options.create(timeout=timeout, cta_policy="efficiency"))
+
+
+def sparing() -> None:
+    """The policy reaches the GPU side of a communicator and of its parts."""
+    with rank(make=SparingRank) as me:
+        part = me.comm.split(0)
+        for comm in (me.comm, part):
+            assert comm is not None
+            comm.barrier(stream=0)
+            assert isinstance(comm._device, DeviceCommunicator)
+            assert comm._device.ctas.efficient
+        assert part is not None
+        part.finalize()
 
 
 def same(got: Any, want: Any, what: str = "") -> None:

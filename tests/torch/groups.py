@@ -166,6 +166,7 @@ def split(path: str) -> None:
         part = world_group.split_group([nranks - 1, 0] if rank in (0, nranks - 1) else [0, nranks - 1], timeout=LIMIT, group_name="ends")
         assert (part is not None) == (rank in (0, nranks - 1))
         if part is not None:
+            assert part.communicator._member.options.cta_policy == "efficiency"
             assert (part.rank(), part.size(), part.group_name) == (0 if rank else 1, 2, "ends")
             part.allreduce([x := torch.full((2,), float(rank))]).wait()
             assert x.tolist() == [nranks - 1.0] * 2
