@@ -106,17 +106,18 @@ class TorchCalls:
         raise ValueError(call.name)
 
     def _functional(self, call: at.Call, index: int, x: Any, group: Any) -> Any:
+        """PyTorch 2.11 refuses some of these calls for tensors with strides, before any backend sees them."""
         match call.name:
             case "all_reduce":
                 return functional.all_reduce(x, _FUNCTIONAL_OPS[call.op], group)
             case "broadcast":
                 return functional.broadcast(x, call.root, group)
             case "all_gather":
-                return functional.all_gather_tensor(x, 0, group)
+                return functional.all_gather_tensor(x.contiguous(), 0, group)
             case "reduce_scatter":
-                return functional.reduce_scatter_tensor(x, _FUNCTIONAL_OPS[call.op], 0, group)
+                return functional.reduce_scatter_tensor(x.contiguous(), _FUNCTIONAL_OPS[call.op], 0, group)
             case "all_to_all":
-                return functional.all_to_all_single(x, *self._splits(call, index), group)
+                return functional.all_to_all_single(x.contiguous(), *self._splits(call, index), group)
         raise ValueError(call.name)
 
     def _dropped(self, call: at.Call, index: int, x: Any, group: Any) -> Any:
