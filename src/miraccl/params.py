@@ -127,7 +127,7 @@ def _parse_cumem(text: str) -> int:
 
 def _parse_cta_policy(text: str) -> str:
     """Names as in ``NCCL_CTA_POLICY_*``, or NCCL's numbers of them."""
-    name = {"0": CTA_POLICIES[0], "1": CTA_POLICIES[1], "2": CTA_POLICIES[2]}.get(text, text.lower())
+    name = dict(zip("012", CTA_POLICIES, strict=True)).get(text, text.lower())
     if name not in CTA_POLICIES:
         raise ValueError(f"allowed are {', '.join(CTA_POLICIES)}, or 0, 1 and 2")
     return name

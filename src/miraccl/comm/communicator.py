@@ -118,7 +118,7 @@ class Communicator(Operations):
         """
         kind, block_bytes, element = self._member.question(collective, nbytes, dtype)
         if str(device) == "cpu":
-            return self._member.planner.candidates(kind, block_bytes, element, op)
+            return self._member.planner.candidates(kind, block_bytes, element)
         return self._on_device(device, "explain").explain(kind, block_bytes, element, op)
 
     @property

@@ -7,6 +7,7 @@ everything queues behind it.  The word ``CTX_BUSY`` of the context shuts the doo
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import os
 import threading
@@ -94,7 +95,8 @@ class Options:
         )
 
 
-_NAMES = ("timeout", "algo", "proto", "deterministic", "buffsize", "cta_policy")  # of options that a program may give
+#: of options that a program may give
+_NAMES = tuple(p.name for p in inspect.signature(Options.create).parameters.values() if p.kind is p.KEYWORD_ONLY)
 
 
 class Member:

@@ -113,7 +113,7 @@ class Planner:
             catalog.get(overrides.algo)  # an unknown name is refused now
 
     def candidates(
-        self, collective: Collective, block_bytes: int, dtype: DType, op: RedOp = RedOp.SUM, root: int = 0, uneven: bool = False
+        self, collective: Collective, block_bytes: int, dtype: DType, root: int = 0, uneven: bool = False
     ) -> list[Candidate]:
         """All ways, the chosen one first, then by predicted time."""
         asked = self._asked(collective, uneven)
@@ -159,7 +159,8 @@ class Planner:
             allowed = [row for row in rows if not row.barred]
             if not allowed:
                 raise InvalidUsage(f"no algorithm is left for {collective.label} over {self.shape.nranks} ranks: {_reasons(rows)}")
-            equals = [row for row in allowed if row.time <= TIE * min(allowed).time]
+            fastest = min(row.time for row in allowed)
+            equals = [row for row in allowed if row.time <= TIE * fastest]
             best = min(equals, key=lambda row: (_preference(row.name, collective, least), row.time))
             self._choices[key] = best.name, algorithms  # which stay, and with them their ids
         return self._choices[key][0]
@@ -308,9 +309,7 @@ class Planner:
         return plan
 
     def _candidate(self, algo: str, request: Request) -> Candidate:
-        ways = self.candidates(
-            request.collective, request.block_bytes, request.dtype, request.op, request.root, uneven=request.uneven
-        )
+        ways = self.candidates(request.collective, request.block_bytes, request.dtype, request.root, request.uneven)
         if algo == MEMORY_ALGORITHM and ways[0].algo != algo:
             return replace(ways[0], algo=algo, reason="all ranks passed window memory")
         found = next((way for way in ways if way.algo == algo), None)

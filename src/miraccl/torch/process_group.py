@@ -176,7 +176,7 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
         return work
 
     def _on_stream(self, name: str, tensors: Sequence[Any], staged: Sequence[Staged], action: Callable[[], Any], opts: Any) -> Work:
-        memory = [t for place in staged for t in place.memory]
+        memory = (t for place in staged for t in place.memory)  # which only asynchronous operations look at
         return self._streams_of(staged[0].device).run(name, tensors, memory, action, asynchronous=opts.asyncOp)
 
     def _on_cpu(self, name: str, tensors: Sequence[Any], staged: Sequence[Staged], action: Callable[[], Any], opts: Any) -> Work:

@@ -47,7 +47,7 @@ from miraccl.executor.cuda.copies import FASTER_FROM as COPIES_FROM
 from miraccl.executor.cuda.copies import CopyLaunch
 from miraccl.executor.cuda.doors.table import CALLS, Door, Doors, group_builtins
 from miraccl.executor.cuda.driver import Gpu
-from miraccl.executor.cuda.launch import Kernels, Launch, fast_order, fast_questions
+from miraccl.executor.cuda.launch import Kernels, Launch, fast_calls
 from miraccl.executor.cuda.lower import Fixed
 from miraccl.executor.cuda.message_launch import MessageLaunches
 from miraccl.executor.cuda.messages import Reach
@@ -132,9 +132,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             hand_over=self._hand_over,
             hold=self._kept.hold,
         )
-        self._doors.ask_the_driver(*fast_questions(self.gpu))
+        self._doors.ask_the_driver(*fast_calls(self.gpu, "cuPointerGetAttribute", "cuStreamIsCapturing"))
         self._event = self.gpu.make_event()
-        if all(order := fast_order(self.gpu)):
+        if all(order := fast_calls(self.gpu, "cuEventRecord", "cuStreamWaitEvent")):
             self._doors.follow_streams(int(self._event), *order)
         vars(self).update({f"_{name}": self._doors.door(name) for name in CALLS})
         self._messages = MessageLaunches(self.gpu, self._kernels, self._fixed, reach, self._doors)

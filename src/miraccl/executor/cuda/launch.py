@@ -107,16 +107,10 @@ def fast_launch(gpu: Gpu) -> tuple[int, Callable[[int, int, int, int], int]] | N
     return _cuda_launch() if isinstance(gpu.cuda, types.ModuleType) else None
 
 
-def fast_questions(gpu: Gpu) -> tuple[int, int]:
-    """Addresses of cuPointerGetAttribute and cuStreamIsCapturing for compiled code; 0 where the driver is not the real one."""
+def fast_calls(gpu: Gpu, *names: str) -> tuple[int, ...]:
+    """Addresses of functions of the driver, for compiled code; 0 where the driver is not the real one."""
     real = isinstance(gpu.cuda, types.ModuleType)
-    return (address_of("cuPointerGetAttribute"), address_of("cuStreamIsCapturing")) if real else (0, 0)
-
-
-def fast_order(gpu: Gpu) -> tuple[int, int]:
-    """Addresses of cuEventRecord and cuStreamWaitEvent, likewise."""
-    real = isinstance(gpu.cuda, types.ModuleType)
-    return (address_of("cuEventRecord"), address_of("cuStreamWaitEvent")) if real else (0, 0)
+    return tuple(address_of(name) if real else 0 for name in names)
 
 
 class Kernels:

@@ -17,7 +17,7 @@ from miraccl.executor.cpu.kernels.messages import connection, drain
 from miraccl.executor.cpu.kernels.p2p import exchange_all, item_size
 from miraccl.executor.cpu.kernels.steps import all_in_windows, do_step
 from miraccl.executor.cpu.kernels.transfers import send_and_receive, send_or_receive
-from miraccl.executor.cpu.kernels.uneven import lies_in_place, read_call_counts
+from miraccl.executor.cpu.kernels.uneven import elements_before, read_call_counts
 from miraccl.executor.cpu.kernels.waiting import LONG_BYTES, fail, release_gil, restore_gil
 from miraccl.executor.cpu.sizes import UNKNOWN_BYTES
 from miraccl.native.intrinsics import (
@@ -118,14 +118,14 @@ def find_plan(ctx: int, coll: int, count: int, out_count: int, dtype: int, arg: 
 
 
 @inline
-def overlap(ctx: int, coll: int, source: int, nbytes: int, target: int, out_bytes: int) -> int:
-    """0 if input and output are apart, 1 if they lie as the collective's in-place form has them, -1 otherwise."""
-    if source >= target + out_bytes or target >= source + nbytes:
+def overlap(coll: int, source: int, nbytes: int, target: int, out_bytes: int, before: int) -> int:
+    """0 if input and output are apart, 1 if they lie as the collective's in-place form has them, -1 otherwise. ``before``: bytes of the
+    blocks before this rank's, where one of them has a block for each rank."""
+    if nbytes == 0 or out_bytes == 0 or source >= target + out_bytes or target >= source + nbytes:
         return 0
-    rank = load(ctx + at.CTX_RANK)
-    if coll == ALL_GATHER and source == target + rank * nbytes:
+    if coll == ALL_GATHER and source == target + before:
         return 1
-    if coll == REDUCE_SCATTER and target == source + rank * out_bytes:
+    if coll == REDUCE_SCATTER and target == source + before:
         return 1
     if coll == ALL_REDUCE and source == target:
         return 1
@@ -155,15 +155,12 @@ def parse_and_run(door: int, ctx: int, args: int) -> int:
         if not usable(ctx, out, WRITABLE) or dtype_code(ctx, out) != dtype:
             return at.NEED_PLAN
         target, out_count = load(out + at.ARRAY_DATA), elements(out)
-        in_place = overlap(ctx, coll, source, count * item_size(dtype), target, out_count * item_size(dtype))
+        nbytes, out_bytes = count * item_size(dtype), out_count * item_size(dtype)
+        in_place = overlap(coll, source, nbytes, target, out_bytes, load(ctx + at.CTX_RANK) * min(nbytes, out_bytes))
         if in_place < 0:
             return at.NEED_PLAN  # Python says what is wrong
     run = find_plan(ctx, coll, count, out_count, dtype, arg, in_place)
-    if run == 0:
-        return at.NEED_PLAN
-    store(run + at.RUN_IN, source)
-    store(run + at.RUN_OUT, target)
-    return start(ctx, run)
+    return start_on(ctx, run, source, target)
 
 
 @inline
@@ -184,14 +181,10 @@ def parse_rooted(door: int, ctx: int, args: int) -> int:
         return at.NEED_PLAN
     count, out_count = elements(x) if has_input else 0, elements(out) if has_output else 0
     source, target = load(x + at.ARRAY_DATA), load(out + at.ARRAY_DATA)
-    if is_root and overlap(ctx, coll, source, count * item_size(dtype), target, out_count * item_size(dtype)) != 0:
+    if is_root and overlap(coll, source, count * item_size(dtype), target, out_count * item_size(dtype), 0) != 0:
         return at.NEED_PLAN
     run = find_plan(ctx, coll, count, out_count, dtype, root, 0)
-    if run == 0:
-        return at.NEED_PLAN
-    store(run + at.RUN_IN, source)
-    store(run + at.RUN_OUT, target)
-    return start(ctx, run)
+    return start_on(ctx, run, source, target)
 
 
 @inline
@@ -210,15 +203,11 @@ def parse_reduce(ctx: int, args: int) -> int:
         if not usable(ctx, out, WRITABLE) or dtype_code(ctx, out) != dtype or elements(out) != count:
             return at.NEED_PLAN
         target = load(out + at.ARRAY_DATA)
-        in_place = overlap(ctx, ALL_REDUCE, source, count * item_size(dtype), target, count * item_size(dtype))
+        in_place = overlap(ALL_REDUCE, source, count * item_size(dtype), target, count * item_size(dtype), 0)
     if dtype < 0 or in_place < 0:
         return at.NEED_PLAN
     run = find_plan(ctx, REDUCE, count, count, dtype, root << 3 | op, in_place)
-    if run == 0:
-        return at.NEED_PLAN
-    store(run + at.RUN_IN, source)
-    store(run + at.RUN_OUT, target)
-    return start(ctx, run)
+    return start_on(ctx, run, source, target)
 
 
 @inline
@@ -247,7 +236,7 @@ def parse_uneven(door: int, ctx: int, args: int, lists: int) -> int:
     table, nranks = load(ctx + at.CTX_COUNTS), load(ctx + at.CTX_NRANKS)
     in_place = 0
     if has_input and has_output:
-        in_place = lies_in_place(ctx, coll, source, count * itemsize, target, out_count * itemsize, itemsize)
+        in_place = overlap(coll, source, count * itemsize, target, out_count * itemsize, elements_before(ctx, coll) * itemsize)
         if in_place < 0:
             return at.NEED_PLAN
     else:
@@ -256,12 +245,9 @@ def parse_uneven(door: int, ctx: int, args: int, lists: int) -> int:
             store(blocks + 8 * i, 0)
     nbytes = UNKNOWN_BYTES if coll == ALL_TO_ALL else most * itemsize
     run = find_plan(ctx, coll | at.UNEVEN, size_class(nbytes), 0, dtype, arg, in_place)
-    if run == 0:
-        return at.NEED_PLAN
-    write_counts(run, table, 0, 0)
-    store(run + at.RUN_IN, source)
-    store(run + at.RUN_OUT, target)
-    return start(ctx, run)
+    if run != 0:
+        write_counts(run, table, 0, 0)
+    return start_on(ctx, run, source, target)
 
 
 @inline
@@ -286,6 +272,16 @@ def start(ctx: int, run: int) -> int:
         release_gil(ctx)
     store(ctx + at.CTX_LAST_PLAN, run)
     return call4(load(ctx + at.CTX_OPERATE), ctx, run, load(run + at.RUN_TEMPLATE), 0)
+
+
+@inline
+def start_on(ctx: int, run: int, source: int, target: int) -> int:
+    """Start a run on these addresses; without one (0), Python makes it."""
+    if run == 0:
+        return at.NEED_PLAN
+    store(run + at.RUN_IN, source)
+    store(run + at.RUN_OUT, target)
+    return start(ctx, run)
 
 
 @inline
@@ -356,9 +352,7 @@ def launch(self: int, args: int, nargs: int) -> int:
     counts = PyLong_AsLong(load(args + 24))
     if counts != 0:
         write_counts(run, counts, 0, 0)
-    store(run + at.RUN_IN, PyLong_AsLong(load(args + 8)))
-    store(run + at.RUN_OUT, PyLong_AsLong(load(args + 16)))
-    return leave(ctx, start(ctx, run))
+    return leave(ctx, start_on(ctx, run, PyLong_AsLong(load(args + 8)), PyLong_AsLong(load(args + 16))))
 
 
 # ---- point to point

@@ -55,14 +55,10 @@ def read_call_counts(ctx: int, coll: int, lists: int) -> tuple[int, int, int]:
 
 
 @inline
-def lies_in_place(ctx: int, coll: int, source: int, nbytes: int, target: int, out_bytes: int, itemsize: int) -> int:
-    """0 if input and output are apart, 1 if one is this rank's block of the other, as the in-place form has them, -1 otherwise."""
-    if nbytes == 0 or out_bytes == 0 or source >= target + out_bytes or target >= source + nbytes:
-        return 0
+def elements_before(ctx: int, coll: int) -> int:
+    """Elements of the blocks before this rank's, by the counts that were read last."""
     blocks = load(ctx + at.CTX_COUNTS) + at.COUNTS_BLOCKS + (0 if splits_input(coll) else 8)
-    first = 0
+    before = 0
     for i in range(load(ctx + at.CTX_RANK)):
-        first += load(blocks + 8 * i) * itemsize
-    if (coll == ALL_GATHER and source == target + first) or (coll == REDUCE_SCATTER and target == source + first):
-        return 1
-    return -1
+        before += load(blocks + 8 * i)
+    return before
