@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +18,7 @@ from miraccl.bootstrap import (
     UniqueId,
     connect,
     create_root,
+    dial,
     get_unique_id,
     join,
     solo,
@@ -101,6 +105,29 @@ def test_a_hub_that_hangs_up_at_once_is_tried_again(monkeypatch, moment):
     with job(2) as sessions:
         assert sorted(session.rank for session in sessions) == [0, 1]
     assert hung_up
+
+
+def test_a_connection_that_is_reset_as_soon_as_it_is_made_is_tried_again(monkeypatch):
+    """As by a process that gives its port up with the connection still in the queue: the kernel says connected, and then has no peer."""
+    taken = socket.create_server(("127.0.0.1", 0))
+    address = taken.getsockname()
+
+    class Reset(socket.socket):
+        def getsockopt(self, *args):
+            problem = super().getsockopt(*args)
+            if args == (socket.SOL_SOCKET, socket.SO_ERROR) and taken.fileno() >= 0 and self.getpeername() == address:
+                taken.close()
+                poll = select.poll()
+                poll.register(self, select.POLLHUP)
+                assert poll.poll(PATIENCE * 1000)
+            return problem
+
+    monkeypatch.setattr(dial, "socket", SimpleNamespace(**{**vars(socket), "socket": Reset}))
+    ids = [create_root(hosts=["127.0.0.1"], nranks=2)[0]]
+    ids.append(replace(ids[0], addresses=(address, *ids[0].addresses)))
+    for session in in_threads([lambda rank=rank: connect(ids[rank], rank, 2, PATIENCE) for rank in range(2)]):
+        session.close()
+    assert taken.fileno() < 0
 
 
 def test_a_gather_is_as_large_as_it_says():

@@ -176,7 +176,12 @@ class Dialer:
             if problem:
                 self._end(attempt, os.strerror(problem))
                 return False
-            if attempt.sock.getsockname() == attempt.sock.getpeername():
+            try:
+                itself = attempt.sock.getsockname() == attempt.sock.getpeername()
+            except OSError as error:  # reset since it was made, by a listener that closed, say
+                self._end(attempt, error.strerror or str(error))
+                return False
+            if itself:
                 self._end(attempt, "connected to itself")  # TCP simultaneous open on an ephemeral port of this host
                 return False
             attempt.started = True
