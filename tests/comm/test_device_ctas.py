@@ -14,7 +14,7 @@ from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.plan import DevicePlan, Request, choose, kernel_spec
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu import emulated_ranks
-from tests.gpu.emulator import COMPILER, folder
+from tests.gpu.emulator import folder, needs_compiler
 from tests.support.ranks import run_ranks
 
 MIB = 1 << 20
@@ -99,6 +99,6 @@ def test_a_limit_holds_for_all_sizes_and_kernels(most: int, nranks: int) -> None
 
 
 @pytest.mark.multiprocess
-@pytest.mark.skipif(COMPILER is None, reason="kernels are emulated with a C++ compiler (g++ or clang++), and there is none")
+@needs_compiler
 def test_communicators_keep_to_what_the_program_said() -> None:
     run_ranks(emulated_ranks.sparing, 2, env={"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)

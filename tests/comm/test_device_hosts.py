@@ -6,7 +6,7 @@ import pytest
 
 from miraccl.types import DType
 from tests.gpu import fake_hosts
-from tests.gpu.emulator import folder
+from tests.gpu.emulator import folder, needs_compiler
 from tests.support.ranks import rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -33,11 +33,13 @@ def test_collectives_over_tcp(hosts: str, sizes: list[int], staging: str) -> Non
         assert set(used) >= TWO_STEPS
 
 
+@needs_compiler
 @pytest.mark.parametrize("apart", [False, True])
 def test_with_emulated_kernels(apart: bool) -> None:
     run_ranks(fake_hosts.with_kernels, 4, "AABB", apart, env=SMALL | {"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=180.0)
 
 
+@needs_compiler
 @pytest.mark.parametrize(("kind", "env"), [("host", {"NCCL_P2P_DISABLE": "1"}), ("ipc", {"MIRACCL_CUMEM": "0"})])
 def test_one_host_with_emulated_kernels(kind: str, env: dict[str, str]) -> None:
     run_ranks(fake_hosts.one_host, 2, kind, env=env | {"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=180.0)
@@ -63,7 +65,7 @@ def test_sends_and_receives(hosts: str, apart: bool) -> None:
     run_ranks(fake_hosts.sends_and_receives, len(hosts), hosts, apart, env=SMALL)
 
 
-@pytest.mark.parametrize(("hosts", "kernels"), [("AB", False), ("AABB", True), ("ABC", False)])
+@pytest.mark.parametrize(("hosts", "kernels"), [("AB", False), pytest.param("AABB", True, marks=needs_compiler), ("ABC", False)])
 def test_operations_that_come_again(hosts: str, kernels: bool) -> None:
     run_ranks(fake_hosts.again, len(hosts), hosts, kernels, env=SMALL | {"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=180.0)
 

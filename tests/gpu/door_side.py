@@ -6,6 +6,8 @@ import ctypes
 import types
 from typing import Any
 
+import pytest
+
 from miraccl.comm import group as groups
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.table import CALLS, Doors, group_builtins
@@ -15,6 +17,14 @@ from miraccl.types import Collective, DType, RedOp
 from tests.gpu.fake_launch import Driver
 
 DL_CPU = 1
+
+
+def torch_with_doors() -> Any:
+    """PyTorch, whose tensors compiled code can read; skips the test, or the module that asks, where there is none."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip(f"tensors of PyTorch {torch.__version__} have no interface for compiled code", allow_module_level=True)
+    return torch
 
 
 class Side:

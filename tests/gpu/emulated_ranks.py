@@ -87,7 +87,8 @@ class OnlyDlpack:
 
     def held(self) -> int:
         """How many capsules somebody else has."""
-        return sum(sys.getrefcount(capsule) > 3 for capsule in self.capsules)  # the list, the loop, the argument
+        *counts, alone = [sys.getrefcount(thing) for thing in [*self.capsules, [self.capsules]]]
+        return sum(count > alone + 1 for count in counts)  # one for ``capsules``
 
 
 class Immutable(OnlyDlpack):

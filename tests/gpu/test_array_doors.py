@@ -15,7 +15,7 @@ import miraccl
 from miraccl.executor.cuda.doors import table
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
-from tests.gpu.door_side import Side
+from tests.gpu.door_side import Side, torch_with_doors
 from tests.gpu.fake_launch import SHAPE
 
 F32, I64 = DType.FLOAT32, DType.INT64
@@ -236,9 +236,7 @@ def test_references_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tensors_and_arrays(monkeypatch: pytest.MonkeyPatch, library: tuple[Any, Callable[..., Any]]) -> None:
     """Whichever library comes first: one table of launches, and PyTorch's stream where doors knew of it at the first operation."""
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
-    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        pytest.skip(f"tensors of PyTorch {torch.__version__} have no interface for compiled code")
+    torch = torch_with_doors()
     cupy, make = library
     modules: dict[str, Any] = {}
     monkeypatch.setattr(table, "sys", types.SimpleNamespace(modules=modules))

@@ -17,23 +17,19 @@ from miraccl.comm import group as groups
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.table import CALLS
 from miraccl.types import Collective, DType, PreMulSum, RedOp
-from tests.gpu.door_side import Side
+from tests.gpu.door_side import Side, torch_with_doors
 from tests.gpu.fake_launch import SHAPE
 
+torch = torch_with_doors()
 F32, I64 = DType.FLOAT32, DType.INT64
 
 
 @pytest.fixture
 def side() -> Side:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
-    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        pytest.skip(f"tensors of PyTorch {torch.__version__} have no interface for compiled code")
     return Side()
 
 
 def test_doors_find_the_launch(side: Side) -> None:
-    import torch
-
     x, out, both = torch.zeros(4, 3), torch.zeros(12), torch.zeros(24)
     assert side.all_reduce(x) == 1  # nothing is remembered yet
     made = side.remember(Collective.ALL_REDUCE, DType.FLOAT32, 12)
@@ -60,8 +56,6 @@ def test_doors_find_the_launch(side: Side) -> None:
 
 
 def test_what_goes_the_long_way(side: Side) -> None:
-    import torch
-
     side.remember(Collective.ALL_REDUCE, DType.FLOAT32, 12)
     side.remember(Collective.ALL_GATHER, DType.FLOAT32, 12)
     side.remember(Collective.ALL_REDUCE, DType.FLOAT32, 8, fills=True)
@@ -112,8 +106,6 @@ def test_what_goes_the_long_way(side: Side) -> None:
 
 
 def test_more_launches_than_the_table_holds(side: Side) -> None:
-    import torch
-
     x, counts = torch.zeros(2 * at.TABLE_SLOTS), range(1, 2 * at.TABLE_SLOTS)
     for count in counts:
         side.remember(Collective.ALL_REDUCE, DType.FLOAT32, count)
@@ -136,8 +128,6 @@ def test_powers_of_two_find_places_of_their_own(side: Side) -> None:
 
 
 def test_reduce_looks_at_the_root(side: Side) -> None:
-    import torch
-
     x, out, odd = torch.zeros(12), torch.zeros(3, 4), torch.zeros(24)[::2]
     for op in (RedOp.SUM, RedOp.MAX):
         for root in (0, 1):
@@ -159,8 +149,6 @@ def test_reduce_looks_at_the_root(side: Side) -> None:
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_in_place(rank: int) -> None:
     """Each operation in its own form; any other overlap is Python's."""
-    import torch
-
     side = Side(rank, 3)
     for collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL):
         side.remember(collective, F32, 4)
@@ -181,8 +169,6 @@ def test_in_place(rank: int) -> None:
 
 
 def test_every_call_says_that_the_last_plan_was_not_the_cpus(side: Side) -> None:
-    import torch
-
     side.remember(Collective.ALL_REDUCE, F32, 12)
     assert side.all_reduce(torch.zeros(11)) == 1
     assert side.cpu_plan.value == 9
@@ -192,8 +178,6 @@ def test_every_call_says_that_the_last_plan_was_not_the_cpus(side: Side) -> None
 
 def test_what_a_door_does_not_take_goes_to_the_next(side: Side) -> None:
     """As with the doors of the CPU: the same arguments, and the answer of the second one."""
-    import torch
-
     other = Side()
     first = {name: side.doors.door(name, other.door[name]) for name in CALLS}
     side.remember(Collective.ALL_REDUCE, F32, 12)
@@ -216,8 +200,6 @@ def test_what_a_door_does_not_take_goes_to_the_next(side: Side) -> None:
 
 
 def test_a_failed_launch_is_pythons(side: Side) -> None:
-    import torch
-
     side.driver._codes = (700, 0)
     side.remember(Collective.ALL_REDUCE, F32, 12)
     assert side.all_reduce(torch.zeros(12)) == 1  # which launches again, and says what CUDA says
@@ -228,8 +210,6 @@ def test_a_failed_launch_is_pythons(side: Side) -> None:
 
 
 def test_messages_find_their_launch(side: Side) -> None:
-    import torch
-
     x, y = torch.zeros(3, 4), torch.zeros(7, dtype=torch.int64)
     assert side.send(x) == side.recv(x) == side.sendrecv(x, y) == 1
     one = side.remember_messages(1, (False, 1, 12, F32))
@@ -252,8 +232,6 @@ def test_messages_find_their_launch(side: Side) -> None:
 
 
 def test_messages_that_go_the_long_way(side: Side) -> None:
-    import torch
-
     x, whole = torch.zeros(12), torch.zeros(24)
     for receives in (False, True):
         side.remember_messages(1, (receives, 1, 12, F32))
@@ -291,8 +269,6 @@ def test_messages_that_go_the_long_way(side: Side) -> None:
 
 
 def test_messages_of_many_kinds_find_places_of_their_own(side: Side) -> None:
-    import torch
-
     x, counts = torch.zeros(1 << 12), sorted({(1 << bits) + more for bits in range(12) for more in range(3)})
     kinds = [(receives, peer, count, F32) for receives in (False, True) for peer in range(2) for count in counts]
     for number, kind in enumerate(kinds, 1):
@@ -317,8 +293,6 @@ def addresses(notes: list[tuple[Any, int, bool]]) -> list[tuple[int, int, bool]]
 
 
 def test_a_group_is_noted_and_launched(grouping: Side) -> None:
-    import torch
-
     x, y, z = torch.zeros(12), torch.zeros(7, dtype=torch.int64), torch.zeros(12)
     grouping.remember(Collective.ALL_REDUCE, F32, 12)
     for _ in range(2):
@@ -337,8 +311,6 @@ def test_a_group_is_noted_and_launched(grouping: Side) -> None:
 
 
 def test_what_is_noted_lives_until_it_is_launched(grouping: Side) -> None:
-    import torch
-
     arrays = [torch.zeros(12), torch.zeros(7, dtype=torch.int64), torch.zeros(12)]
     alive = [weakref.ref(array) for array in arrays]
     with miraccl.group():
@@ -350,8 +322,6 @@ def test_what_is_noted_lives_until_it_is_launched(grouping: Side) -> None:
 
 
 def test_a_group_that_python_looks_at_is_pythons(grouping: Side) -> None:
-    import torch
-
     x, y = torch.zeros(12), torch.zeros(7, dtype=torch.int64)
     with miraccl.group():
         assert grouping.sendrecv(x, y) == 0
@@ -377,8 +347,6 @@ def test_a_group_that_python_looks_at_is_pythons(grouping: Side) -> None:
 
 @pytest.mark.parametrize("why", ["unknown", "stream", "abort", "failed", "exception", "closed"])
 def test_a_group_that_no_door_can_launch_is_pythons(grouping: Side, why: str) -> None:
-    import torch
-
     x, y = torch.zeros(12), torch.zeros(7, dtype=torch.int64)
     try:
         with miraccl.group():
@@ -409,8 +377,6 @@ def test_a_group_that_no_door_can_launch_is_pythons(grouping: Side, why: str) ->
 
 def test_what_is_not_noted(grouping: Side) -> None:
     """Python checks it, and says what is wrong."""
-    import torch
-
     x, whole = torch.zeros(12), torch.zeros(24)
     wrong = (torch.zeros(3, dtype=torch.bool), torch.zeros(2, dtype=torch.complex64), whole[::2], None, np.zeros(12, np.float32))
     inner = {name: grouping.doors.door(name) for name in ("send", "recv", "sendrecv")}  # for calls that are to be made at once
@@ -433,8 +399,6 @@ def test_what_is_not_noted(grouping: Side) -> None:
 
 
 def test_another_stream_thread_or_communicator_does_not_join(grouping: Side) -> None:
-    import torch
-
     x, other, answers = torch.zeros(12), Side(), list[Any]()
 
     def beside() -> None:
@@ -465,8 +429,6 @@ def test_another_stream_thread_or_communicator_does_not_join(grouping: Side) -> 
 
 def test_a_thread_that_left_a_group_open_leaves_it_to_nobody(grouping: Side) -> None:
     """Its number is not used again, as that of the system's thread may be."""
-    import torch
-
     answers: list[Any] = []
 
     def leave_open() -> None:
@@ -489,8 +451,6 @@ def test_a_thread_that_left_a_group_open_leaves_it_to_nobody(grouping: Side) -> 
 
 def test_groups_in_an_exit_stack(grouping: Side) -> None:
     """Which gives the attributes of the class the object, too."""
-    import torch
-
     x, y = torch.zeros(12), torch.zeros(7, dtype=torch.int64)
     for kind in (None, ZeroDivisionError):
         with contextlib.suppress(ZeroDivisionError), contextlib.ExitStack() as stack:
@@ -502,8 +462,6 @@ def test_groups_in_an_exit_stack(grouping: Side) -> None:
 
 
 def test_as_many_messages_as_there_is_room_for(side: Side) -> None:
-    import torch
-
     x = torch.zeros(2 * at.MOST_MESSAGES)
     rows = [(False, 1, 1 + place, F32) for place in range(at.MOST_MESSAGES)]
     side.remember_messages(8, *rows)
@@ -522,8 +480,6 @@ def test_as_many_messages_as_there_is_room_for(side: Side) -> None:
 
 def test_closed_doors_look_at_nothing(side: Side) -> None:
     """The words in host memory are gone then."""
-    import torch
-
     side.remember(Collective.ALL_REDUCE, F32, 12)
     side.remember_messages(1, (False, 1, 12, F32))
     side.doors.close()

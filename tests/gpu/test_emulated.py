@@ -15,10 +15,10 @@ from miraccl.executor.cuda.plan import frame_of, kernel_spec, vectors_of
 from miraccl.executor.cuda.source import Frame, KernelSpec, fan_of
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
-from tests.gpu.emulator import COMPILER, Machine
+from tests.gpu.emulator import Machine, needs_compiler
 from tests.gpu.emulator.collective import asked, launch_each, machine, run, small, special
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="kernels are emulated with a C++ compiler (g++ or clang++), and there is none")
+pytestmark = needs_compiler
 
 
 ALL_REDUCE = [

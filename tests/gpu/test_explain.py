@@ -10,7 +10,7 @@ from miraccl.comm.device.explain import DeviceCandidate, candidates
 from miraccl.executor.cuda.plan import KERNELS, Request, choose
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu import emulated_ranks
-from tests.gpu.emulator import COMPILER, folder
+from tests.gpu.emulator import folder, needs_compiler
 from tests.support.ranks import run_ranks
 
 WAYS = (((0, 1), "vmm", "NVL"),)
@@ -77,7 +77,7 @@ def test_without_kernels() -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.skipif(COMPILER is None, reason="kernels are emulated with a C++ compiler (g++ or clang++), and there is none")
+@needs_compiler
 def test_what_communicators_say() -> None:
     env = {"MIRACCL_SMS": "2", "MIRACCL_EMULATOR_CACHE": str(folder())}
     run_ranks(emulated_ranks.explanations, 3, env=env, timeout=100.0)

@@ -21,10 +21,9 @@ from miraccl.executor.cuda.source import Frame
 from miraccl.topo.records import PathType
 from miraccl.transport.cuda_pairs import HOST, IPC, Choice
 from miraccl.types import DType
-from tests.gpu.emulator import COMPILER, Machine
+from tests.gpu.emulator import Machine, needs_compiler
 from tests.gpu.emulator.exchange import Send, run
 
-emulated = pytest.mark.skipif(COMPILER is None, reason="kernels are emulated with a C++ compiler (g++ or clang++), and there is none")
 FRAMES = [Frame.LINE, Frame.PAIR]
 
 
@@ -61,21 +60,21 @@ EDGES = (0, 16, 120, 448, 496, 1008, 1344, 1792, 2032, 3776, 5000)
 SIZES = sorted({max(0, edge + change) for edge in EDGES for change in (-1, 0, 1)})
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
 def test_sizes(frame: Frame) -> None:
     right([Send(0, 1, size) for size in SIZES], frame=frame)
     right([Send(1, 0, size) for size in reversed(SIZES)], frame=frame, lanes=1)
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
 def test_addresses(frame: Frame) -> None:
     offsets = [1, 2, 4, 8, 12]
     right([Send(0, 1, 1000 + a, a, b) for a, b in itertools.product(offsets, [0, *offsets])], frame=frame)
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_rings_are_used_again(frame: Frame, lanes: int) -> None:
@@ -84,38 +83,38 @@ def test_rings_are_used_again(frame: Frame, lanes: int) -> None:
     right([Send(0, 1, size + 5), Send(1, 0, size)], frame=frame, lanes=lanes)
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
 def test_all_pairs_at_once(frame: Frame) -> None:
     pairs = [Send(a, b, 4000 + 700 * a + 90 * b) for a in range(3) for b in range(3)]
     right(pairs + pairs[::-1], 3, frame)
 
 
-@emulated
+@needs_compiler
 def test_four_ranks() -> None:
     right([Send(a, b, 3000 * (1 + a)) for a in range(4) for b in range(4)], 4, lanes=1)
 
 
-@emulated
+@needs_compiler
 def test_orders_that_would_deadlock_one_by_one() -> None:
     """Rank 0 names its sends first, rank 1, too: each has more than the rings hold."""
     big = 2 * layout.ring_rows(2) * 512
     right([Send(0, 1, big), Send(0, 1, big), Send(1, 0, big), Send(1, 0, 0), Send(0, 1, 3)], lanes=1)
 
 
-@emulated
+@needs_compiler
 def test_many_messages_are_read_from_a_table() -> None:
     right([Send(i % 2, 1 - i % 2, 1 + i % 40) for i in range(2 * layout.MAX_MESSAGES)])
 
 
-@emulated
+@needs_compiler
 def test_launches_of_changing_shapes_follow_one_another() -> None:
     for round_ in range(12):
         sends = [Send(0, 1, 300 * round_), Send(1, 0, 5000 - 400 * round_)]
         right(sends[round_ % 3 == 0 : 1 + (round_ % 3 < 2)], lanes=2)
 
 
-@emulated
+@needs_compiler
 def test_messages_may_be_distributed_over_launches_differently() -> None:
     """Rank 0 sends three messages in three launches, rank 1 takes them in one."""
     where = machine(2, Frame.LINE)
@@ -127,7 +126,7 @@ def test_messages_may_be_distributed_over_launches_differently() -> None:
     right([Send(0, 1, 9), Send(1, 0, 8)])
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize(("sent", "expected"), [(100, 99), (0, 1), (16, 0), (5000, 100), (100, 5000), (200_000, 300_000)])
 @pytest.mark.parametrize("frame", FRAMES)
 def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Frame) -> None:
@@ -145,7 +144,7 @@ def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Frame) 
     assert where.host[0][layout.HOST_ERROR] == layout.ERROR_SIZES
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("alone", [0, 1])
 def test_waiting_ends(alone: int) -> None:
     where = Machine(2, timeout_s=0.2)
@@ -155,7 +154,7 @@ def test_waiting_ends(alone: int) -> None:
     assert (host[layout.HOST_ERROR], host[layout.HOST_PEER], host[layout.HOST_WHAT]) == (layout.ERROR_TIMEOUT, 1 - alone, what)
 
 
-@emulated
+@needs_compiler
 def test_an_abort_ends_the_wait() -> None:
     where = Machine(2)
     where.host[1][layout.HOST_ABORT] = 1
@@ -179,7 +178,7 @@ def few(nranks: int, frame: Frame = Frame.LINE, blocks: int = 4) -> Reach:
     return _Narrow(nranks=nranks, multiprocessors=max(2 * (nranks - 1), blocks // 2 + 1), frame=frame, width=2)
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
 @pytest.mark.usefixtures("small_pool")
 def test_large_messages(frame: Frame) -> None:
@@ -191,7 +190,7 @@ def test_large_messages(frame: Frame) -> None:
     assert where.errors() == [0, 0]
 
 
-@emulated
+@needs_compiler
 @pytest.mark.usefixtures("small_pool")
 def test_large_messages_share_the_pool_of_their_receiver() -> None:
     where = Machine(4)
@@ -201,7 +200,7 @@ def test_large_messages_share_the_pool_of_their_receiver() -> None:
     assert where.errors() == [0] * 4
 
 
-@emulated
+@needs_compiler
 @pytest.mark.usefixtures("small_pool")
 def test_large_messages_may_be_distributed_over_launches_differently() -> None:
     where = Machine(2)
@@ -212,7 +211,7 @@ def test_large_messages_may_be_distributed_over_launches_differently() -> None:
     assert where.errors() == [0, 0]
 
 
-@emulated
+@needs_compiler
 @pytest.mark.usefixtures("small_pool")
 @pytest.mark.parametrize(("sent", "expected"), [(100, 9000), (9000, 100), (9000, 9001), (0, 5000)])
 def test_sizes_of_large_messages_that_differ_are_reported(sent: int, expected: int) -> None:
@@ -225,7 +224,7 @@ def test_sizes_of_large_messages_that_differ_are_reported(sent: int, expected: i
         assert where.errors()[0] == layout.ERROR_SIZES
 
 
-@emulated
+@needs_compiler
 @pytest.mark.usefixtures("small_pool")
 @pytest.mark.parametrize("alone", [0, 1])
 def test_waiting_with_large_messages_ends(alone: int) -> None:
@@ -244,7 +243,7 @@ sends = st.builds(
 )
 
 
-@emulated
+@needs_compiler
 @given(
     program=st.lists(st.lists(sends, min_size=1, max_size=8), min_size=1, max_size=3),
     lanes=st.integers(1, 4),

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from tests.gpu import emulated_ranks
-from tests.gpu.emulator import COMPILER, folder
+from tests.gpu.emulator import folder, needs_compiler
 from tests.support.ranks import rank_outcomes, run_ranks
 
 pytestmark = [
     pytest.mark.multiprocess,
-    pytest.mark.skipif(COMPILER is None, reason="kernels are emulated with a C++ compiler (g++ or clang++), and there is none"),
+    needs_compiler,
 ]
 
 

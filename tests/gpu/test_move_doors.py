@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,12 +13,10 @@ from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.device.uneven import moves
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.types import Collective, DType
-from tests.gpu.door_side import Side
+from tests.gpu.door_side import Side, torch_with_doors
 from tests.gpu.fake_launch import SHAPE
 
-torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
-if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-    pytest.skip(f"tensors of PyTorch {torch.__version__} have no interface for compiled code", allow_module_level=True)
+torch = torch_with_doors()
 
 F32, I64 = DType.FLOAT32, DType.INT64
 COLLECTIVES = {

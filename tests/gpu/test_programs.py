@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from tests.comm.sweep_ranks import act_as_hosts
-from tests.gpu.emulator import COMPILER, folder
+from tests.gpu.emulator import folder, needs_compiler
 from tests.gpu.programs.draw import draw
 from tests.gpu.programs.rank import Rank
 from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.multiprocess,
-    pytest.mark.skipif(COMPILER is None, reason="kernels are emulated with a C++ compiler (g++ or clang++), and there is none"),
+    needs_compiler,
 ]
 
 

@@ -14,12 +14,10 @@ from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.device.uneven import parts_of
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.types import Collective, DType, PreMulSum, RedOp
-from tests.gpu.door_side import Side
+from tests.gpu.door_side import Side, torch_with_doors
 from tests.gpu.fake_launch import SHAPE
 
-torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
-if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-    pytest.skip(f"tensors of PyTorch {torch.__version__} have no interface for compiled code", allow_module_level=True)
+torch = torch_with_doors()
 
 F32, SUM = DType.FLOAT32, RedOp.SUM
 

@@ -13,7 +13,7 @@ from miraccl.native import cache
 from miraccl.topo.load import load_topology
 from miraccl.transport.cuda_pairs import Facts, Paths, read_paths
 from tests.gpu import emulated_ranks
-from tests.gpu.emulator import COMPILER, folder
+from tests.gpu.emulator import folder, needs_compiler
 from tests.support.ranks import run_ranks
 
 MACHINES = Path(__file__).parent.parent / "data" / "topologies"
@@ -109,7 +109,7 @@ def test_where_nothing_is_found_the_order_is_that_of_the_ranks(monkeypatch: pyte
 
 
 @pytest.mark.multiprocess
-@pytest.mark.skipif(COMPILER is None, reason="kernels are emulated with a C++ compiler (g++ or clang++), and there is none")
+@needs_compiler
 def test_kernels_follow_the_order_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four GPUs of a DGX-1, of which those of ranks 1 and 2 are exchanged."""
     monkeypatch.setenv("NCCL_TOPO_FILE", str(MACHINES / "nvidia-dgx1v.xml"))

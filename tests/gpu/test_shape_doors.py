@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,12 +13,10 @@ from miraccl.executor.cuda.lower import Fixed
 from miraccl.executor.cuda.messages import COPY_BYTES, Message, Reach, lower_messages
 from miraccl.executor.cuda.source import Frame
 from miraccl.types import DType
-from tests.gpu.door_side import Side
+from tests.gpu.door_side import Side, torch_with_doors
 from tests.gpu.fake_launch import SHAPE
 
-torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
-if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-    pytest.skip(f"tensors of PyTorch {torch.__version__} have no interface for compiled code", allow_module_level=True)
+torch = torch_with_doors()
 
 NRANKS = 4
 TYPES = {torch.float32: DType.FLOAT32, torch.int64: DType.INT64, torch.uint8: DType.UINT8}

@@ -16,11 +16,10 @@ from miraccl.schedule import catalog
 from miraccl.schedule.algos.double_binary_tree import Place, places
 from miraccl.schedule.reduction import NUMPY_DTYPE, fold, premultiply
 from miraccl.types import Collective, DType, RedOp
-from tests.gpu.emulator import COMPILER, Machine
+from tests.gpu.emulator import Machine, needs_compiler
 from tests.gpu.emulator.collective import asked, launch_each, machine, run, run_in_a_row, small, special
 from tests.gpu.worker import make_input
 
-emulated = pytest.mark.skipif(COMPILER is None, reason="kernels are emulated with a C++ compiler (g++ or clang++), and there is none")
 ALONG_TREES = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
 
 
@@ -112,7 +111,7 @@ DTYPES = [
 ]
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize(("dtype", "proto"), DTYPES)
 def test_all_reduce_of_every_type(dtype: DType, proto: str) -> None:
     for count in (1, 203, 6007):
@@ -120,7 +119,7 @@ def test_all_reduce_of_every_type(dtype: DType, proto: str) -> None:
         assert check_sums(machine(4), request, small(request), repeat=2) == [""] * 4
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("nranks", [2, 3, 5, 8])
 @pytest.mark.parametrize(("dtype", "proto"), [(DType.BFLOAT16, "ll128"), (DType.INT32, "ll128"), (DType.BFLOAT16, "ll")])
 def test_all_reduce_among_any_number(nranks: int, dtype: DType, proto: str) -> None:
@@ -130,7 +129,7 @@ def test_all_reduce_among_any_number(nranks: int, dtype: DType, proto: str) -> N
             assert check_sums(machine(nranks), request, small(request, unroll=unroll), order) == [""] * nranks
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("op", [RedOp.PROD, RedOp.MIN, RedOp.MAX, RedOp.AVG, RedOp.PREMUL_SUM])
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.INT32])
 def test_operators(op: RedOp, dtype: DType) -> None:
@@ -138,14 +137,14 @@ def test_operators(op: RedOp, dtype: DType) -> None:
     assert check_sums(machine(4), request, small(request)) == [""] * 4
 
 
-@emulated
+@needs_compiler
 def test_which_elements_a_tree_adds_does_not_depend_on_the_launch() -> None:
     request = along(Collective.ALL_REDUCE, DType.BFLOAT16, 20_003, 4)
     for blocks in (1, 3, 40):
         assert check_sums(machine(4), request, replace(small(request), blocks=blocks)) == [""] * 4
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("collective", [Collective.BROADCAST, Collective.REDUCE])
 @pytest.mark.parametrize(("dtype", "proto"), [(DType.FLOAT32, "ll128"), (DType.INT32, "ll128"), (DType.UINT8, "ll")])
 def test_from_and_to_every_root(monkeypatch: pytest.MonkeyPatch, collective: Collective, dtype: DType, proto: str) -> None:
@@ -159,7 +158,7 @@ def test_from_and_to_every_root(monkeypatch: pytest.MonkeyPatch, collective: Col
             assert run(four, request, replace(small(request), blocks=1), inputs=inputs, order=order) == [""] * 4
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("nranks", [2, 3, 8])
 @pytest.mark.parametrize("collective", [Collective.BROADCAST, Collective.REDUCE])
 def test_one_way_among_any_number(collective: Collective, nranks: int) -> None:
@@ -168,7 +167,7 @@ def test_one_way_among_any_number(collective: Collective, nranks: int) -> None:
         assert run(machine(nranks), request, small(request, unroll=unroll), repeat=2, offset=1, close=True) == [""] * nranks
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("nranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT32])
 @pytest.mark.parametrize("collective", ALONG_TREES)
@@ -198,7 +197,7 @@ class OnlyNeighbours(Machine):
         return replace(usual, outboxes=tuple(boxes))
 
 
-@emulated
+@needs_compiler
 def test_only_neighbours_in_the_trees_talk() -> None:
     request = along(Collective.ALL_REDUCE, DType.INT32, 3001, 8)
     order = ORDERS[8][1]
@@ -207,7 +206,7 @@ def test_only_neighbours_in_the_trees_talk() -> None:
     assert run(eight, request, small(request), order=order, repeat=3) == [""] * 8
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("nranks", [3, 4])
 @pytest.mark.parametrize("collective", ALONG_TREES)
 def test_words_that_the_mask_makes_ones(collective: Collective, nranks: int) -> None:
@@ -233,7 +232,7 @@ KINDS = [
 ]
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("collective", [*ALONG_TREES, None])
 def test_ranks_that_run_ahead(collective: Collective | None) -> None:
     """Launches in a row, nobody waiting for others between them: banks are used in turn, whatever kernel runs."""
@@ -244,7 +243,7 @@ def test_ranks_that_run_ahead(collective: Collective | None) -> None:
     assert [text for text in run_in_a_row(Machine(4), operations) if text] == []
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("collective", ALONG_TREES)
 def test_a_rank_that_does_not_come_ends_the_wait(collective: Collective) -> None:
     """Also that of the root of a broadcast, which needs no data of the other's."""
@@ -254,7 +253,7 @@ def test_a_rank_that_does_not_come_ends_the_wait(collective: Collective) -> None
     assert int(lonely.host[0][layout.HOST_PEER]) == 1
 
 
-@emulated
+@needs_compiler
 def test_ranks_that_call_different_sizes_are_told() -> None:
     three = Machine(3, timeout_s=60)
     launch_each(three, [along(Collective.ALL_REDUCE, DType.FLOAT32, count, 3) for count in (4000, 4000, 100)])

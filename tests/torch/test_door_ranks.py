@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.emulator import COMPILER, folder
+from tests.gpu.emulator import folder, needs_compiler
 from tests.support.ranks import run_ranks
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
@@ -17,7 +17,7 @@ from tests.torch import door_ranks  # noqa: E402
 
 pytestmark = [
     pytest.mark.multiprocess,
-    pytest.mark.skipif(COMPILER is None, reason="kernels are emulated with a C++ compiler (g++ or clang++), and there is none"),
+    needs_compiler,
 ]
 
 

@@ -83,7 +83,10 @@ def main(args: list[str] | None = None) -> Any:
     """Entry point of the command; never returns."""
     _open_standard_streams()
     try:
-        sys.exit(cli.main(args, prog_name="miraccl", standalone_mode=True))
+        try:
+            sys.exit(cli.main(args, prog_name="miraccl", standalone_mode=True))
+        finally:
+            sys.stdout.flush()  # what cannot be written is told here, not by the interpreter at its end
     except MiracclError as error:
         sys.exit(report(error))
     except OSError as error:

@@ -22,12 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.lower import Fixed
 from miraccl.executor.cuda.source import KernelSpec, write_source
 
 COMPILER = next((path for name in ("g++", "clang++") if (path := shutil.which(name))), None)
+needs_compiler = pytest.mark.skipif(
+    COMPILER is None, reason="kernels are emulated with a C++ compiler (g++ or clang++), and there is none"
+)
 HERE = Path(__file__).parent
 _folder: Path | None = None
 _loaded: dict[str, Any] = {}
