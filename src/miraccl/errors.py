@@ -6,6 +6,8 @@ An error answers four questions: whose fault it is (``fault``), who is involved 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 Fault = Literal["usage", "peer", "system", "internal"]
@@ -141,3 +143,18 @@ class CommunicatorAborted(MiracclError):
     """Some rank called ``abort()``; ``peer`` is the one that did."""
 
     fault: Fault = "peer"
+
+
+@contextmanager
+def as_system_failure(text: str, **where: Any) -> Iterator[None]:
+    """Inside the block, what the system refuses (a descriptor, memory, a thread) leaves as ``SystemFailure``: ``text``, and why."""
+    try:
+        yield
+    except MiracclError:
+        raise
+    except OSError as error:
+        raise SystemFailure(f"{text}: {error.strerror or error}", **where) from error
+    except RuntimeError as error:
+        if "new thread" not in str(error):
+            raise
+        raise SystemFailure(f"{text}: {error}", hint="is there a limit on processes?", **where) from error

@@ -372,7 +372,7 @@ def test_a_wrong_secret_is_no_member():
 
     def impatient():
         assert refused.wait(PATIENCE)
-        return meet(detect_launch(environs[2]), 0.1)
+        return meet(detect_launch(environs[2]), 0.5)
 
     first, second, third = in_threads([lambda: meet(detect_launch(environs[0]), PATIENCE), stranger, impatient])
     for error in (first, third):

@@ -403,3 +403,24 @@ def test_threads_agree_on_window_memory() -> None:
             assert (x == comm.nranks * (comm.nranks - 1) / 2).all()
 
     in_threads(3, work)
+
+
+def test_background_work_without_a_thread_fails_alone() -> None:
+    """The host's limit on processes, say: the operation was not begun, and the communicator goes on."""
+
+    def work(comm: Communicator) -> float:
+        x = np.ones(4, np.float32)
+        if comm.rank == 0:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(threading.Thread, "start", _no_more_threads)
+                with pytest.raises(SystemFailure, match=r"all_reduce: there can be no background work: can't start new thread"):
+                    comm.all_reduce(x, async_op=True)
+        comm.all_reduce(x)
+        comm.all_reduce(x, async_op=True).wait()
+        return float(x[0])
+
+    assert in_threads(2, work) == [4.0, 4.0]
+
+
+def _no_more_threads(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
@@ -12,6 +13,7 @@ import pytest
 from miraccl.errors import SystemFailure
 from miraccl.transport.cuda_fds import Address, Door, close_all
 from miraccl.transport.cuda_pairs import pid_namespace
+from tests.support.accidents import few_descriptors
 from tests.support.ranks import run_ranks
 
 
@@ -53,6 +55,19 @@ def test_everybody_pushes_before_anybody_takes(doors: list[Door]) -> None:
 def test_who_does_not_come_is_missing(doors: list[Door]) -> None:
     doors[1].push(1, doors[0].address, [])
     assert doors[0].take({1: doors[1].address, 2: doors[2].address}, 0.05) == {1: []}
+
+
+def test_a_caller_is_let_in_as_soon_as_a_descriptor_is_free(doors: list[Door], monkeypatch: pytest.MonkeyPatch) -> None:
+    doors[1].push(1, doors[0].address, [])
+    with contextlib.ExitStack() as shortage:
+        shortage.enter_context(few_descriptors(0))
+        monkeypatch.setattr("time.sleep", lambda seconds: shortage.close())
+        assert doors[0].take({1: doors[1].address}, 5) == {1: []}
+
+
+def test_a_door_that_cannot_be_opened_is_a_failure_of_the_system() -> None:
+    with few_descriptors(0), pytest.raises(SystemFailure, match="cannot listen on a Unix socket: Too many open files"):
+        Door(1, 0)
 
 
 @pytest.mark.parametrize("how", ["token", "rank", "silent", "junk", "process"])

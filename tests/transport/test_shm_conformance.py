@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
+from miraccl.errors import SystemFailure
 from miraccl.transport.base import Endpoint
 from miraccl.transport.shm import ShmTransport
+from tests.support.accidents import few_descriptors, open_files
 from tests.transport.conformance import TransportConformance, World
 
 
@@ -19,3 +23,11 @@ class TestShm(TransportConformance):
         for transport in transports.values():
             world.cleanup.callback(transport.close)
         return world
+
+
+@pytest.mark.parametrize("count", range(2))
+def test_a_rank_that_is_short_of_descriptors_says_so_and_leaves_none(count):
+    files = open_files()
+    with few_descriptors(count), pytest.raises(SystemFailure, match=r"cannot make a shared segment .* Too many open files"):
+        ShmTransport(Endpoint(rank=0, hostid="here", pid=os.getpid()), {})
+    assert open_files() <= files

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+from contextlib import nullcontext
 
 import pytest
 
@@ -13,6 +15,7 @@ from miraccl.transport.fifo import Memory, Mode, memory_at
 from miraccl.transport.socket import ConnectInfo, SocketOptions, SocketTransport
 from miraccl.wire.proxy_records import LossKind
 from miraccl.wire.stream import HELLO_BYTES, InitiatorHandshake, StreamIdentity, derive_key
+from tests.support.accidents import PARTIAL, Sweep, few_descriptors, open_files
 from tests.transport.conformance import TransportConformance, World, pattern
 from tests.transport.socket_world import SLOT, build_rank, build_world
 
@@ -166,7 +169,8 @@ def test_address_that_does_not_answer_is_passed_over(world):
     assert way.take()[0] == b"x"
 
 
-def test_peer_that_cannot_be_reached_is_named(world):
+def test_peer_that_cannot_be_reached_is_named(world, monkeypatch):
+    monkeypatch.setattr(meeting, "REFUSED_S", 0.05)
     transport = build_rank(world, 0)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -174,6 +178,79 @@ def test_peer_that_cannot_be_reached_is_named(world):
         with pytest.raises(SystemFailure, match=r"rank 4 at 127.0.0.1: Connection refused") as caught:
             transport.connect({4: info.encode()})
     assert caught.value.peer == 4
+
+
+#: Accidents on the way to a stream, after which it is made all the same.
+PASSING = {
+    "socket": [errno.EMFILE],
+    "connect": [errno.EADDRNOTAVAIL, errno.ECONNREFUSED, errno.EHOSTUNREACH],
+    "accept": [errno.EMFILE, errno.ECONNABORTED],
+    "getpeername": [errno.ENOTCONN],
+    "send": [errno.EAGAIN, errno.ECONNRESET, PARTIAL],
+    "recv": [errno.EAGAIN, PARTIAL],
+}
+
+
+def test_accidents_on_the_way_to_a_stream_pass(monkeypatch):
+    def scenario(accident=None):
+        world = build_world(2)
+        infos = {rank: transport.setup() for rank, transport in world.transports.items()}
+        try:
+            with accident or nullcontext():
+                world.in_parallel(lambda rank: world.connect_rank(rank, {1 - rank: infos[1 - rank]}))
+        except Exception as error:
+            raise AssertionError(accident) from error
+        finally:
+            world.close()
+
+    for accident in Sweep(monkeypatch).accidents(PASSING, scenario):
+        scenario(accident)
+
+
+def test_call_that_reaches_itself_is_made_again(world, monkeypatch):
+    """TCP's simultaneous open: nobody listens at a port of this host (any more), and the kernel takes the same one for the call."""
+    original = meeting.Meeting._connect
+    itself: list[socket.socket] = []
+
+    def connect(self, address, port):
+        if itself:
+            return original(self, address, port)
+        itself.append(socket.socket())
+        itself[0].bind((address, 0))
+        itself[0].setblocking(False)
+        itself[0].connect_ex(itself[0].getsockname())
+        return itself[0]
+
+    monkeypatch.setattr(meeting.Meeting, "_connect", connect)
+    for rank in range(2):
+        build_rank(world, rank)
+    world.connect()
+    assert itself[0].fileno() < 0
+
+
+def test_address_that_the_host_has_lost_is_left_out(world):
+    info = build_rank(world, 0, addresses=("192.0.2.77", "127.0.0.1")).setup()
+    assert [address for address, _ in ConnectInfo.decode(info).addresses] == ["127.0.0.1"]
+    with pytest.raises(SystemFailure, match=r"rank 1: cannot listen on 192\.0\.2\.77: Cannot assign requested address"):
+        build_rank(world, 1, addresses=("192.0.2.77",)).setup()
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_rank_that_is_short_of_descriptors_says_so_and_leaves_none(count):
+    """A proxy needs 2, a listener and a meeting 1 each; for streams, a rank waits until the deadline."""
+    files, world = open_files(), World(transports={})
+
+    def connect():
+        transport = build_rank(world, 0, timeout=0.1)
+        transport.setup()
+        transport.connect({1: ConnectInfo(addresses=(("127.0.0.1", 9),), nstreams=2, slot_bytes=4096).encode()})
+
+    try:
+        with few_descriptors(count), pytest.raises((SystemFailure, BootstrapError), match="Too many open files"):
+            connect()
+    finally:
+        world.close()
+    assert open_files() <= files
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from miraccl.bootstrap.hub import LONGEST_NAP, tune
-from miraccl.errors import AuthenticationError, BootstrapError
+from miraccl.bootstrap.names import Lookup
+from miraccl.errors import AuthenticationError, BootstrapError, as_system_failure
 from miraccl.wire.auth import NONCE_BYTES
 from miraccl.wire.bootstrap import Disconnected, HubProved, HubRejected, Received, Send, Start
 from miraccl.wire.bootstrap_member import MemberMachine
@@ -23,7 +24,7 @@ from miraccl.wire.bootstrap_member import MemberMachine
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.6, 0.1  # seconds between tries of one address
 CONNECT_SECONDS, ANSWER_SECONDS = 2.0, 5.0  # after which a try is given up
 VERDICT_SECONDS = 0.25  # a wrong secret at one address is final unless another address proves itself meanwhile
-RESOLVE_SECONDS = 1.0
+RESOLVE_SECONDS, RESOLVE_NAP = 1.0, 0.005  # between look-ups of a name, and between looks whether one has ended
 
 
 class HubNotFound(BootstrapError):
@@ -53,7 +54,7 @@ class Dialer:
     """One search for a hub. ``targets``: (host, port) in order of preference; hosts may be names.
 
     ``deadline`` is a time of the monotonic clock.  ``probing``: a wrong secret or version at one address is no error, somebody else
-    may sit there.  ``not_before``: socket addresses that are not to be tried before a time.
+    may sit there.  ``not_before``: socket addresses that are not to be tried before a time.  Raises ``SystemFailure``.
     """
 
     def __init__(
@@ -70,12 +71,15 @@ class Dialer:
         self._targets, self._secret, self._rank, self._nranks = targets, secret, rank, nranks
         self._deadline, self._probing, self._not_before = deadline, probing, not_before or {}
         self._endpoints: dict[tuple[object, ...], _Endpoint] = {}
-        self._unresolved: dict[tuple[str, int], str] = dict.fromkeys(targets, "not tried")
+        self._unresolved: dict[str, str] = dict.fromkeys((host for host, _ in targets), "not tried")
+        self._lookups: list[Lookup] = []
         self._resolve_at = 0.0
         self._tries: list[_Try] = []
         self._verdict: HubRejected | None = None
         self._verdict_at = float("inf")
-        self._selector = selectors.DefaultSelector()
+        self.hub: tuple[object, ...] = ()  # the socket address of the hub, once it is found
+        with as_system_failure("the hub of the job cannot be looked for", rank=rank):
+            self._selector = selectors.DefaultSelector()
 
     def dial(self) -> tuple[socket.socket, MemberMachine]:
         """The connection and its machine, which waits for ``Join``. Raises ``HubNotFound`` at the deadline with what was tried."""
@@ -91,6 +95,7 @@ class Dialer:
                     raise HubNotFound(self._explain(), rank=self._rank, hint="is rank 0 running, and is its address right?")
             self._selector.unregister(winner.sock)
             self._tries.remove(winner)
+            self.hub = winner.endpoint.address
             return winner.sock, winner.machine
         finally:
             for attempt in self._tries:
@@ -101,7 +106,7 @@ class Dialer:
         troubles: dict[str, list[str]] = {}
         for endpoint in self._endpoints.values():
             troubles.setdefault(endpoint.trouble, []).append(endpoint.name)
-        for (host, _), trouble in self._unresolved.items():
+        for host, trouble in self._unresolved.items():
             troubles.setdefault(trouble, []).append(host)
         details = [f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}: {t}" for t, names in troubles.items()]
         return f"no hub of this job answered before the deadline; {'; '.join(details)}"
@@ -114,21 +119,23 @@ class Dialer:
             raise BootstrapError(verdict.reason, rank=self._rank, hint="run the same version of miraccl on all ranks")
 
     def _resolve(self, now: float) -> None:
-        if not self._unresolved or now < self._resolve_at:
-            return
-        self._resolve_at = now + RESOLVE_SECONDS
-        for host, port in list(self._unresolved):
-            try:
-                infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            except OSError as error:
-                self._unresolved[host, port] = f"the name is not known ({error.strerror})"
-                continue
-            del self._unresolved[host, port]
-            for family, _, _, _, address in infos:
+        """Have every name looked up, those that are not known again and again."""
+        if self._unresolved and not self._lookups and now >= self._resolve_at:
+            self._resolve_at = now + RESOLVE_SECONDS
+            self._lookups = [Lookup(host) for host in self._unresolved]
+            self._unresolved |= {lookup.host: lookup.trouble for lookup in self._lookups}
+        ended = [lookup for lookup in self._lookups if lookup.wait(0)]
+        self._lookups = [lookup for lookup in self._lookups if lookup not in ended]
+        found = {lookup.host: lookup.infos for lookup in ended if lookup.infos}
+        self._unresolved |= {lookup.host: lookup.trouble for lookup in ended}
+        for host, port in self._targets:
+            for family, _, _, _, address in found.get(host, ()):
                 name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-                key = tuple(address)
+                key = (address[0], port, *address[2:])
                 endpoint = _Endpoint(family=family, address=key, name=name, next_try=self._not_before.get(key, 0.0))
                 self._endpoints.setdefault(key, endpoint)
+        for host in found:
+            del self._unresolved[host]
 
     def _start_tries(self, now: float) -> None:
         busy = {id(attempt.endpoint) for attempt in self._tries}
@@ -151,8 +158,13 @@ class Dialer:
                 continue
             machine = MemberMachine(secret=self._secret, rank=self._rank, nranks=self._nranks, nonce=os.urandom(NONCE_BYTES))
             attempt = _Try(endpoint=endpoint, sock=sock, machine=machine, give_up=now + CONNECT_SECONDS)
+            try:
+                self._selector.register(sock, selectors.EVENT_WRITE, attempt)
+            except OSError as error:  # no memory for it, or none allowed
+                endpoint.trouble = error.strerror or str(error)
+                sock.close()
+                continue
             self._tries.append(attempt)
-            self._selector.register(sock, selectors.EVENT_WRITE, attempt)
 
     def _turn(self) -> _Try | None:
         """Wait for the next thing to happen, at most until a try is due or given up."""
@@ -161,22 +173,22 @@ class Dialer:
         times = [self._deadline, self._verdict_at]
         times += [endpoint.next_try for endpoint in self._endpoints.values() if id(endpoint) not in busy]
         times += [attempt.give_up for attempt in self._tries]
-        times += [self._resolve_at] if self._unresolved else []
+        times += [now + RESOLVE_NAP] if self._lookups else [self._resolve_at] if self._unresolved else []
         ready = self._selector.select(min(max(0.0, min(times) - now), LONGEST_NAP))
         proved = [key.data for key, _ in ready if self._advance(key.data)]
         now = time.monotonic()
-        for attempt in [attempt for attempt in self._tries if attempt.give_up <= now]:
+        # A process that was stopped finds the hub's answer and its own patience at an end: the answer counts.
+        for attempt in [attempt for attempt in self._tries if attempt.give_up <= now and attempt not in proved]:
             self._end(attempt, "no answer" if attempt.started else "no connection")
         return proved[0] if proved else None
 
     def _advance(self, attempt: _Try) -> bool:
         """Move one try on; true when its hub has proved itself."""
         if not attempt.started:
-            problem = attempt.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if problem:
-                self._end(attempt, os.strerror(problem))
-                return False
             try:
+                problem = attempt.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if problem:
+                    raise OSError(problem, os.strerror(problem))
                 itself = attempt.sock.getsockname() == attempt.sock.getpeername()
             except OSError as error:  # reset since it was made, by a listener that closed, say
                 self._end(attempt, error.strerror or str(error))
@@ -208,7 +220,9 @@ class Dialer:
                 proved = True
             elif isinstance(output, Send):
                 try:
-                    attempt.sock.send(output.data)  # below a hundred bytes into an empty buffer: never partial
+                    sent = attempt.sock.send(output.data)
+                    if sent < len(output.data):  # below a hundred bytes into an empty buffer: only where memory is short
+                        raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
                 except OSError as error:
                     self._end(attempt, error.strerror or str(error))
                     return False

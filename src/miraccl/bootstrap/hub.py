@@ -24,7 +24,7 @@ from miraccl.bootstrap import lifetime
 from miraccl.bootstrap.host import network_fingerprint, process_token
 from miraccl.bootstrap.interfaces import choose_addresses
 from miraccl.bootstrap.unique_id import UniqueId
-from miraccl.errors import InvalidUsage, SystemFailure
+from miraccl.errors import InvalidUsage, SystemFailure, as_system_failure
 from miraccl.wire.auth import NONCE_BYTES, SECRET_BYTES
 from miraccl.wire.bootstrap import CloseHub, Connected, Disconnected, Drop, Finished, MeetingState, Received, Send, Tick
 from miraccl.wire.bootstrap_hub import HubMachine
@@ -34,6 +34,8 @@ BACKLOG = 1024
 FULL_SECONDS, SHORTAGE_SECONDS = 0.003, 0.05  # pauses of listening: too many strangers, no descriptors
 ACCEPTS_PER_TURN = 64  # so that a flood of connections does not keep the ranks waiting
 READ_BYTES = 1 << 18
+#: Refusals of a socket that lives: what was to be sent can be sent later.
+LATER = frozenset({errno.EAGAIN, errno.EINTR, errno.ENOBUFS, errno.ENOMEM})
 #: Unsent bytes for one rank after which it counts as lost: it has not read for a long time.
 MAX_UNSENT_BYTES = 512 << 20
 LONGEST_NAP = 3600.0  # seconds; epoll counts milliseconds in 32 bits
@@ -59,29 +61,35 @@ class _Line:
 
 
 class Root:
-    """A running hub. ``addresses`` are those it listens on; ``next_job`` makes the machine of the next job, if it serves many."""
+    """A running hub, which owns the listening sockets. ``addresses`` are theirs; ``next_job`` makes the machine of the next job, if it
+    serves many.  Raises ``SystemFailure``."""
 
     def __init__(self, listeners: Sequence[socket.socket], machine: HubMachine, next_job: Callable[[], HubMachine] | None = None) -> None:
-        self.addresses = tuple((str(s.getsockname()[0]), int(s.getsockname()[1])) for s in listeners)
         self._machine, self._next_job = machine, next_job
         self._met: list[HubMachine] = []  # of earlier jobs whose ranks are still there
         self._listeners = list(listeners)
         self._lines: dict[int, _Line] = {}
         self._dirty: set[int] = set()
         self._next_conn = 1
-        self._selector = selectors.DefaultSelector()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
         self._close_reason: str | None = None
         self._listen_again_at: float | None = None
         self._finished = False
-        for sock in listeners:
-            sock.setblocking(False)
-            self._selector.register(sock, selectors.EVENT_READ, sock)
-        self._selector.register(self._wake_in, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._run, name="miraccl-hub", daemon=True)
+        with as_system_failure("the meeting point of the ranks cannot be opened"), contextlib.ExitStack() as unless_it_runs:
+            for sock in listeners:
+                unless_it_runs.callback(sock.close)
+            self.addresses = tuple((str(s.getsockname()[0]), int(s.getsockname()[1])) for s in listeners)
+            self._selector = unless_it_runs.enter_context(selectors.DefaultSelector())
+            self._wake_in, self._wake_out = map(unless_it_runs.enter_context, socket.socketpair())
+            self._wake_in.setblocking(False)
+            self._wake_out.setblocking(False)
+            for sock in listeners:
+                sock.setblocking(False)
+                self._selector.register(sock, selectors.EVENT_READ, sock)
+            self._selector.register(self._wake_in, selectors.EVENT_READ, None)
+            self._thread.start()
+            unless_it_runs.pop_all()
         lifetime.hubs.add(self)
-        self._thread.start()
 
     @property
     def alive(self) -> bool:
@@ -138,9 +146,7 @@ class Root:
     def _clock(self) -> None:
         now = time.monotonic()
         if self._listen_again_at is not None and now >= self._listen_again_at:
-            self._listen_again_at = None
-            for sock in self._listeners:
-                self._selector.register(sock, selectors.EVENT_READ, sock)
+            self._listen_again()
         for machine in [*self._met, self._machine]:
             deadline = machine.deadline()
             if deadline is not None and deadline <= now:
@@ -179,9 +185,14 @@ class Root:
             sock.setblocking(False)
             tune(sock)
             line = _Line(conn=self._next_conn, sock=sock, machine=self._machine)
+            try:
+                self._selector.register(sock, selectors.EVENT_READ, line)
+            except OSError:  # no memory for it, or none allowed: it may call again
+                sock.close()
+                self._pause_listening(SHORTAGE_SECONDS)
+                return
             self._next_conn += 1
             self._lines[line.conn] = line
-            self._selector.register(sock, selectors.EVENT_READ, line)
             peer = f"{address[0]}:{address[1]}"
             self._feed(line.machine, Connected(now=time.monotonic(), conn=line.conn, nonce=os.urandom(NONCE_BYTES), peer=peer))
 
@@ -191,6 +202,17 @@ class Root:
             for sock in self._listeners:
                 self._selector.unregister(sock)
             self._listen_again_at = time.monotonic() + seconds
+
+    def _listen_again(self) -> None:
+        self._listen_again_at = None
+        try:
+            for sock in self._listeners:
+                self._selector.register(sock, selectors.EVENT_READ, sock)
+        except OSError:
+            for sock in self._listeners:
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(sock)
+            self._listen_again_at = time.monotonic() + SHORTAGE_SECONDS
 
     def _read(self, line: _Line) -> None:
         try:
@@ -240,11 +262,11 @@ class Root:
         while line.unsent:
             try:
                 sent = line.sock.send(line.unsent)
-            except BlockingIOError:
-                break
-            except OSError as error:  # what it said before it went is still to be read, and then the end
-                line.unsent.clear()
-                line.broken = f"its connection broke ({error.strerror})"
+            except OSError as error:
+                if error.errno not in LATER:  # what it said before it went is still to be read, and then the end
+                    line.unsent.clear()
+                    line.broken = f"its connection broke ({error.strerror})"
+                    end_sending(line.sock)
                 break
             del line.unsent[:sent]
         if line.closing and not line.unsent and not line.linger:
@@ -252,8 +274,7 @@ class Root:
             return
         if line.closing and not line.unsent and not line.shut:
             line.shut = True
-            with contextlib.suppress(OSError):
-                line.sock.shutdown(socket.SHUT_WR)
+            end_sending(line.sock)
         if len(line.unsent) > MAX_UNSENT_BYTES:
             self._lost(line, "it does not read what it is sent")
         else:
@@ -302,6 +323,12 @@ def tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15000)
+
+
+def end_sending(sock: socket.socket) -> None:
+    """The other side reads what is under way, and then the end."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -358,11 +385,9 @@ def create_root(
         chosen, loopback = choose_addresses()
         hosts = [*chosen, *(["127.0.0.1"] if loopback else [])]
     secret = os.urandom(SECRET_BYTES) if secret is None else secret
-    listeners = _listen_on(hosts, port)
-    addresses = tuple((str(s.getsockname()[0]), int(s.getsockname()[1])) for s in listeners)
-    unique_id = UniqueId(addresses=addresses, secret=secret, host=network_fingerprint())
     job = functools.partial(HubMachine, secret=secret, token=process_token(), nranks=nranks, log=log)
-    return unique_id, Root(listeners, job(), job if many else None)
+    root = Root(_listen_on(hosts, port), job(), job if many else None)
+    return UniqueId(addresses=root.addresses, secret=secret, host=network_fingerprint()), root
 
 
 def get_unique_id() -> UniqueId:

@@ -16,10 +16,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from miraccl import params
-from miraccl.errors import BootstrapError, InvalidUsage
+from miraccl.bootstrap.names import Lookup
+from miraccl.errors import BootstrapError, InvalidUsage, as_system_failure
 
 SIOCGIFADDR, SIOCGIFFLAGS = 0x8915, 0x8913  # linux/sockios.h
 IFF_UP, IFF_LOOPBACK, IFF_RUNNING = 0x1, 0x8, 0x40  # linux/if.h
+DISCARD_PORT = 9
 #: Interfaces that usually lead to containers and virtual machines of this host only.
 VIRTUAL_PREFIXES = (
     "docker",
@@ -89,10 +91,10 @@ class NameFilter:
 
 
 def list_interfaces() -> list[Interface]:
-    """All interfaces that are up, in kernel order."""
+    """All interfaces that are up, in kernel order. Raises ``SystemFailure``."""
     ipv6 = _ipv6_addresses()
     found: list[Interface] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with as_system_failure("the network interfaces cannot be listed"), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
@@ -126,15 +128,17 @@ def _ipv6_addresses() -> dict[str, list[str]]:
     return found
 
 
-def source_address(host: str, port: int = 9) -> str | None:
-    """The local address from which packets to ``host`` leave (a UDP connect asks the routing table and sends nothing)."""
-    try:
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    except OSError:
+def source_address(host: str, seconds: float = 2.0) -> str | None:
+    """The local address from which packets to ``host`` leave (a UDP connect asks the routing table and sends nothing).
+
+    The name service has ``seconds`` to answer.
+    """
+    lookup = Lookup(host)
+    if not lookup.wait(seconds):
         return None
-    for family, kind, proto, _, address in infos:
-        with contextlib.suppress(OSError), socket.socket(family, kind, proto) as probe:
-            probe.connect(address)
+    for family, _, _, _, address in lookup.infos:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address[0], DISCARD_PORT, *address[2:]))
             return str(probe.getsockname()[0]).partition("%")[0]
     return None
 
@@ -159,15 +163,18 @@ def rank_interfaces(interfaces: Iterable[Interface], names: str = "", route: str
     return sorted(usable, key=lambda i: (not (route and route in i.addresses), i.loopback, i.virtual))
 
 
-def choose_addresses(peer: str | None = None, interfaces: Sequence[Interface] | None = None) -> tuple[tuple[str, ...], bool]:
+def choose_addresses(
+    peer: str | None = None, interfaces: Sequence[Interface] | None = None, *, seconds: float = 2.0
+) -> tuple[tuple[str, ...], bool]:
     """Addresses of the interface this process should announce, and whether loopback may replace them on one host.
 
     ``peer`` is the meeting point's host, when it is known.  With SOCKET_IFNAME set only those interfaces count, and loopback
-    replaces nothing.  The address that routes to ``peer`` comes first.  Raises ``InvalidUsage`` or ``BootstrapError``.
+    replaces nothing.  The address that routes to ``peer`` comes first, if its name is known within ``seconds``.  Raises ``InvalidUsage``,
+    ``SystemFailure`` or ``BootstrapError``.
     """
     names = params.SOCKET_IFNAME.read()
     interfaces = list_interfaces() if interfaces is None else interfaces
-    route = source_address(peer) if peer else None
+    route = source_address(peer, seconds) if peer else None
     if route is not None and is_loopback(route):
         route = None  # a host's own name often means 127.0.1.1 there, which says nothing about how others reach it
     ranked = rank_interfaces(interfaces, names, route)

@@ -7,21 +7,29 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from miraccl import params
 from miraccl.bootstrap.dial import Dialer, HubNotFound
 from miraccl.bootstrap.host import host_fingerprint, network_fingerprint, process_token
 from miraccl.bootstrap.hub import Root
 from miraccl.bootstrap.interfaces import choose_addresses, is_loopback
-from miraccl.bootstrap.link import HubVanished, JobOver, Link
+from miraccl.bootstrap.link import HubVanished, JobOver, Link, Meeting, RankTaken
 from miraccl.bootstrap.session import Session, solo
 from miraccl.bootstrap.unique_id import UniqueId
-from miraccl.errors import BootstrapError
+from miraccl.errors import BootstrapError, MiracclError, SystemFailure
 from miraccl.wire.auth import MAX_RANKS, VERSION
+from miraccl.wire.bootstrap_member import MemberMachine
 from miraccl.wire.bootstrap_messages import Join
 
 #: Seconds before the hub of a job that has met already is asked again, when ports are probed.
 OVER_PAUSE = 0.1
+#: Seconds between an accident and the next try.
+ACCIDENT_PAUSE = 0.02
+#: Seconds that the name service is given to tell where the meeting point is, which only orders the addresses of this host.
+ROUTE_SECONDS = 2.0
+#: Seconds after an accident: the hub hung up, or this host has no descriptor to give.
+ACCIDENT_PAUSE = 0.02
 
 
 def connect(
@@ -110,48 +118,111 @@ def join_job(
     timeout = min(timeout, params.FOREVER)
     deadline = time.monotonic() + timeout
     hosts = [route_to] if route_to else [host for host, _ in targets]
-    remote = next((host for host in hosts if not is_loopback(host)), None)
-    dial_deadline = deadline if dial_timeout is None else min(deadline, time.monotonic() + dial_timeout)
-    over: JobOver | None = None
-    not_before: dict[tuple[object, ...], float] = {}
-    while True:
-        dialer = Dialer(targets, secret=secret, rank=rank, nranks=nranks, deadline=dial_deadline, probing=probing, not_before=not_before)
-        try:
-            sock, machine = dialer.dial()
-        except HubNotFound:
-            if over is not None:
-                raise over from None
-            raise
+    search = _Search(
+        targets=targets,
+        secret=secret,
+        rank=rank,
+        nranks=nranks,
+        patience=timeout,
+        deadline=deadline,
+        dial_deadline=deadline if dial_timeout is None else min(deadline, time.monotonic() + dial_timeout),
+        probing=probing,
+        remote=next((host for host in hosts if not is_loopback(host)), None),
+    )
+    link, meeting = search.meet()
+    session = Session(
+        link=link, meeting=meeting, ranks=tuple(range(nranks)), rank=rank, timeout=session_timeout, root=root, thread_ids=thread_ids
+    )
+    session.data_key = hashlib.sha256(b"miraccl data" + secret).digest()
+    return session
+
+
+@dataclass(kw_only=True)
+class _Search:
+    """One rank on its way into its job. What may pass (a hub that hangs up before it knew the rank, a lost connection, a host without
+    descriptors) is tried again until ``dial_deadline``; the error then says what it was."""
+
+    targets: Sequence[tuple[str, int]]
+    secret: bytes
+    rank: int
+    nranks: int
+    patience: float
+    deadline: float
+    dial_deadline: float
+    probing: bool
+    remote: str | None
+    accident: str = ""
+    not_before: dict[tuple[object, ...], float] = field(default_factory=dict)
+
+    def meet(self) -> tuple[Link, Meeting]:
+        over: JobOver | None = None
+        while True:
+            hub: tuple[object, ...] = ()
+            problem: MiracclError
+            try:
+                dialer = self._dialer()
+                sock, machine = dialer.dial()
+                hub = dialer.hub
+                return self._join_hub(sock, machine)
+            except HubNotFound as error:
+                raise over or self._after_accident(error) from None
+            except RankTaken as error:
+                if not (self.probing and isinstance(error, JobOver)):
+                    raise self._after_accident(error) from None
+                # An earlier job of the same port and secret is still there; ours may come at another port, or later at this one.
+                over, self.not_before[hub] = error, time.monotonic() + OVER_PAUSE
+                continue
+            except HubVanished as error:
+                self.accident = f"the hub hung up before it had taken this rank in ({error})"
+                problem = HubNotFound(self.accident, rank=self.rank)
+            except SystemFailure as error:
+                self.accident, problem = error.message, error
+            left = self.dial_deadline - time.monotonic()
+            if left <= 0:
+                raise over or problem
+            time.sleep(min(ACCIDENT_PAUSE, left))
+
+    def _after_accident(self, error: BootstrapError) -> BootstrapError:
+        if self.accident:
+            error.hint = f"before that, {self.accident}"
+        return error
+
+    def _dialer(self) -> Dialer:
+        return Dialer(
+            self.targets,
+            secret=self.secret,
+            rank=self.rank,
+            nranks=self.nranks,
+            deadline=self.dial_deadline,
+            probing=self.probing,
+            not_before=self.not_before,
+        )
+
+    def _join_hub(self, sock: socket.socket, machine: MemberMachine) -> tuple[Link, Meeting]:
         try:  # before the link takes the socket over: it closes it when the hub hangs up
-            hub, join = tuple(sock.getpeername()), _join(sock, remote, timeout, deadline)
-        except OSError:
+            join = _join(sock, self.remote, self.patience, self.deadline)
+            link = Link(sock, machine, rank=self.rank, nranks=self.nranks)
+        except BaseException:
             sock.close()
-            continue
-        link = Link(sock, machine, rank=rank, nranks=nranks)
+            raise
         try:
-            meeting = link.meet(join, deadline)
-        except HubVanished:
-            continue  # it made place for others before it knew us; the deadline holds
-        except JobOver as error:
-            if not probing:
-                raise
-            # An earlier job of the same port and secret is still there; ours may come at another port, or later at this one.
-            over, not_before[hub] = error, time.monotonic() + OVER_PAUSE
-            continue
+            return link, link.meet(join, self.deadline)
         except BaseException:
             link.close("the meeting failed")
             raise
-        session = Session(
-            link=link, meeting=meeting, ranks=tuple(range(nranks)), rank=rank, timeout=session_timeout, root=root, thread_ids=thread_ids
-        )
-        session.data_key = hashlib.sha256(b"miraccl data" + secret).digest()
-        return session
 
 
 def _join(sock: socket.socket, remote: str | None, patience: float, deadline: float) -> Join:
-    """What this rank tells about itself. The address it announces is the one that leads to the hub, or to the hub's own network."""
-    local, hub = (str(name[0]).removeprefix("::ffff:").partition("%")[0] for name in (sock.getsockname(), sock.getpeername()))
-    addresses, loopback = choose_addresses(remote if is_loopback(local) else hub)
+    """What this rank tells about itself. The address it announces is the one that leads to the hub, or to the hub's own network.
+
+    Raises ``HubVanished`` if the connection has no other end any more.
+    """
+    try:
+        names = sock.getsockname(), sock.getpeername()
+    except OSError as error:
+        raise HubVanished(error.strerror or str(error)) from None
+    local, hub = (str(name[0]).removeprefix("::ffff:").partition("%")[0] for name in names)
+    addresses, loopback = choose_addresses(remote if is_loopback(local) else hub, seconds=ROUTE_SECONDS)
     return Join(
         host=host_fingerprint(),
         network=network_fingerprint(),

@@ -344,8 +344,9 @@ def _meet_by_file(launch: Launch, point: FilePoint, timeout: float, session_time
             ),
         )
     unique_id, root = create_root(nranks=launch.nranks)
-    path = publish_id(job, unique_id)
+    path = ""
     try:
+        path = publish_id(job, unique_id)
         return connect(unique_id, 0, launch.nranks, timeout, session_timeout=session_timeout, root=root)
     except BaseException as error:
         root.close(f"rank 0 gave up: {type(error).__name__}")

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from miraccl import trace
 from miraccl.bootstrap import lifetime
-from miraccl.bootstrap.hub import READ_BYTES
-from miraccl.errors import BootstrapError, CommunicatorClosed, InvalidUsage, PeerDied, ProtocolError
+from miraccl.bootstrap.hub import LATER, READ_BYTES, end_sending
+from miraccl.errors import BootstrapError, CommunicatorClosed, InvalidUsage, PeerDied, ProtocolError, as_system_failure
 from miraccl.params import FOREVER
 from miraccl.wire import framing
 from miraccl.wire.bootstrap import Arrived, Disconnected, Drop, HubLost, MemberState, Received, Send, SendMessage
@@ -86,7 +86,11 @@ class Meeting:
     hub_rank: int
 
 
-class JobOver(BootstrapError):
+class RankTaken(BootstrapError):
+    """The hub has this rank already: another process, or a connection of this one that broke and is not known to be broken yet."""
+
+
+class JobOver(RankTaken):
     """The hub serves a job that has met already, with another process as this rank."""
 
 
@@ -95,7 +99,7 @@ class HubVanished(Exception):
 
 
 class Link:
-    """Takes over a connected socket whose machine waits for ``Join``."""
+    """Takes over a connected socket whose machine waits for ``Join``, unless it raises ``SystemFailure``."""
 
     def __init__(self, sock: socket.socket, machine: MemberMachine, *, rank: int, nranks: int) -> None:
         self.rank, self.nranks = rank, nranks
@@ -118,12 +122,17 @@ class Link:
         self._deliveries: deque[Callable[[], None]] = deque()
         self._closed = False
         self._over = threading.Event()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
         self._thread = threading.Thread(target=self._watch, name=f"miraccl-watcher-{rank}", daemon=True)
+        with as_system_failure("the connection to the hub cannot be watched", rank=rank), contextlib.ExitStack() as unless_it_runs:
+            self._selector = unless_it_runs.enter_context(selectors.DefaultSelector())
+            self._wake_in, self._wake_out = map(unless_it_runs.enter_context, socket.socketpair())
+            self._wake_in.setblocking(False)
+            self._wake_out.setblocking(False)
+            self._selector.register(self._sock, selectors.EVENT_READ)
+            self._selector.register(self._wake_in, selectors.EVENT_READ)
+            self._thread.start()
+            unless_it_runs.pop_all()
         lifetime.links.add(self)
-        self._thread.start()
 
     # --- meeting ----------------------------------------------------------------------------------------------------
 
@@ -314,10 +323,11 @@ class Link:
         while self._unsent and not waiting:
             try:
                 del self._unsent[: self._sock.send(self._unsent)]
-            except BlockingIOError:
-                waiting = True
-            except OSError:
-                self._unsent.clear()  # the reader sees the end, after what arrived before it
+            except OSError as error:
+                waiting = error.errno in LATER
+                if not waiting:
+                    self._unsent.clear()  # the reader sees the end, after what arrived before it
+                    end_sending(self._sock)
         if waiting and not self.on_watcher:
             self._wake()
 
@@ -420,10 +430,8 @@ class Link:
             self._command(StatusReply(group=ask.group, rank=ask.rank, ident=ask.ident, payload=payload))
 
     def _watch(self) -> None:
-        selector = selectors.DefaultSelector()
+        selector = self._selector
         try:
-            selector.register(self._sock, selectors.EVENT_READ)
-            selector.register(self._wake_in, selectors.EVENT_READ)
             while self._machine.state is not MemberState.CLOSED:
                 selector.modify(self._sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0))
                 for key, mask in selector.select():
@@ -475,6 +483,7 @@ class Link:
         self._closed = True
         self._cond = threading.Condition(threading.Lock())
         self._over.set()
+        self._selector.close()
         for sock in (self._sock, self._wake_in, self._wake_out):
             sock.close()
 
@@ -485,7 +494,7 @@ def _refusal(refused: Refused, rank: int) -> BootstrapError | PeerDied:
         return PeerDied(refused.text, rank=rank, peer=peer)
     if refused.code == Refusal.OVER:
         return JobOver(refused.text, rank=rank, peer=peer, hint="each process needs its own rank, and each job its own id or port")
-    hint = {Refusal.DUPLICATE: "each process needs its own rank", Refusal.NRANKS: "all ranks need the same nranks"}
-    return BootstrapError(
-        refused.text, rank=rank, peer=peer, hint=hint.get(Refusal(refused.code)) if refused.code in set(Refusal) else None
-    )
+    if refused.code == Refusal.DUPLICATE:
+        return RankTaken(refused.text, rank=rank, peer=peer, hint="each process needs its own rank")
+    hint = "all ranks need the same nranks" if refused.code == Refusal.NRANKS else None
+    return BootstrapError(refused.text, rank=rank, peer=peer, hint=hint)

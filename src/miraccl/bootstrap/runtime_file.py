@@ -18,7 +18,7 @@ from collections.abc import Callable
 from miraccl.bootstrap.dial import HubNotFound
 from miraccl.bootstrap.session import Session
 from miraccl.bootstrap.unique_id import UniqueId
-from miraccl.errors import AuthenticationError, BootstrapError, InvalidUsage, SystemFailure
+from miraccl.errors import AuthenticationError, BootstrapError, InvalidUsage, SystemFailure, as_system_failure
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
 #: How long (seconds) one reading of the file is trusted while nobody answers at its address.
@@ -31,15 +31,14 @@ MAX_ANCESTORS = 16
 def runtime_folder() -> str:
     """The user's private folder, made when missing. Raises ``SystemFailure`` when somebody else could write there."""
     base = os.environ.get("XDG_RUNTIME_DIR", "")
-    if not (base and os.path.isdir(base) and os.stat(base).st_uid == os.getuid()):
-        base = tempfile.gettempdir()
+    with as_system_failure("there is no folder for the meeting file"):
+        if not (base and os.path.isdir(base) and os.stat(base).st_uid == os.getuid()):
+            base = tempfile.gettempdir()
     path = os.path.join(base, f"miraccl-{os.getuid()}")
-    try:
+    with as_system_failure(f"cannot make the folder {path}"):
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         info = os.lstat(path)
-    except OSError as error:
-        raise SystemFailure(f"cannot make the folder {path}: {error.strerror}") from None
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         raise SystemFailure(f"{path} is not a folder of this user alone (mode 0700)", hint="remove it, or set XDG_RUNTIME_DIR")
     return path
@@ -50,12 +49,17 @@ def _path_of(job: str) -> str:
 
 
 def publish_id(job: str, unique_id: UniqueId) -> str:
-    """Write the id for the other ranks of ``job``; returns the path."""
+    """Write the id for the other ranks of ``job``; returns the path. Raises ``SystemFailure`` and leaves nothing then."""
     path = _path_of(job)
-    handle, draft = tempfile.mkstemp(dir=os.path.dirname(path))  # 0600
-    with os.fdopen(handle, "w", encoding="ascii") as file:
-        file.write(str(unique_id))
-    os.replace(draft, path)
+    with as_system_failure(f"cannot write the meeting file {path}"):
+        handle, draft = tempfile.mkstemp(dir=os.path.dirname(path))  # 0600
+        try:
+            with os.fdopen(handle, "w", encoding="ascii") as file:
+                file.write(str(unique_id))
+            os.replace(draft, path)
+        except BaseException:
+            forget_id(draft)
+            raise
     return path
 
 
@@ -66,14 +70,16 @@ def forget_id(path: str) -> None:
 
 def _read_id(path: str) -> UniqueId | None:
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as file:
+            info = os.fstat(handle)
+            if info.st_uid != os.getuid() or info.st_mode & 0o077 or not stat.S_ISREG(info.st_mode):
+                raise SystemFailure(f"{path} is not a file of this user alone (mode 0600)")
+            text = file.read(4 * UniqueId.MAX_BYTES).decode("ascii", "replace")
+    except SystemFailure:
+        raise
+    except OSError:  # it is not there, or cannot be read now
         return None
-    with os.fdopen(handle, "rb") as file:
-        info = os.fstat(handle)
-        if info.st_uid != os.getuid() or info.st_mode & 0o077 or not stat.S_ISREG(info.st_mode):
-            raise SystemFailure(f"{path} is not a file of this user alone (mode 0600)")
-        text = file.read(4 * UniqueId.MAX_BYTES).decode("ascii", "replace")
     try:
         return UniqueId.parse(text)
     except InvalidUsage:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from miraccl import params
-from miraccl.errors import CollectiveTimeout, InvalidUsage
+from miraccl.errors import CollectiveTimeout, InvalidUsage, as_system_failure
 
 
 def patience(timeout: float | None) -> float | None:
@@ -82,8 +82,10 @@ class Worker:
             if self._closed:
                 raise InvalidUsage("the communicator is closed", op=name)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                with as_system_failure("there can be no background work", op=name):
+                    thread.start()
+                self._thread = thread
             self._pending += 1
             if self._pending == 1:
                 self._busy(True)

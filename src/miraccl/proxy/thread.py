@@ -16,10 +16,10 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from miraccl import trace
-from miraccl.errors import CommunicatorClosed, MiracclError
+from miraccl.errors import CommunicatorClosed, MiracclError, as_system_failure
 from miraccl.proxy.driver import Driver
 from miraccl.transport.base import NetConnection, OnLost, Wake
 from miraccl.transport.fifo import PAGE_BYTES, Atomics, Memory, native_atomics
@@ -39,7 +39,7 @@ class Proxy:
 
     ``wake(rank)`` is called after flags or tails were published, ``on_lost(peer, loss)`` once per lost peer; both run in the proxy's
     thread.  ``close`` ends the thread; until it or ``abort`` or ``detach`` has returned, memory given to FIFOs may still be touched.
-    ``rounds`` counts the rounds of the thread, for whoever asks why it is busy.
+    ``rounds`` counts the rounds of the thread, for whoever asks why it is busy.  The constructor raises ``SystemFailure``.
     """
 
     def __init__(self, *, rank: int, wake: Wake, on_lost: OnLost, atomics: Atomics | None = None, piece_bytes: int = PIECE_BYTES) -> None:
@@ -54,13 +54,16 @@ class Proxy:
         self._closers: list[tuple[list[Driver], threading.Event]] = []
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._words = Memory(PAGE_BYTES)
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll = select.epoll()
-        self._epoll.register(self._bell, select.EPOLLIN)
         self._stopping = False
         self._closed = False
         self._thread = threading.Thread(target=self._main, name=f"miraccl-proxy-{rank}", daemon=True)
-        self._thread.start()
+        with as_system_failure("the proxy cannot be started", rank=rank), ExitStack() as unless_it_runs:
+            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            unless_it_runs.callback(os.close, self._bell)
+            self._epoll = unless_it_runs.enter_context(select.epoll())
+            self._epoll.register(self._bell, select.EPOLLIN)
+            self._thread.start()
+            unless_it_runs.pop_all()
 
     # --- other threads' side
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from miraccl import params
-from miraccl.errors import CollectiveTimeout, CommunicatorClosed, MiracclError
-from miraccl.torch.failures import BackendError
+from miraccl.errors import CollectiveTimeout, CommunicatorClosed, MiracclError, as_system_failure
+from miraccl.torch.failures import BackendError, as_backend_errors
 from miraccl.torch.post import Message, Post
 
 Action = Callable[[], Any]
@@ -150,8 +150,10 @@ class Lane:
 
     def _enqueue(self, work: Work, action: Action) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            with as_backend_errors(), as_system_failure("there can be no operation in the background"):
+                thread.start()
+            self._thread = thread
         self._count(1)
         self._queue.put((work, action))
 

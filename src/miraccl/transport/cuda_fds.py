@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from miraccl.errors import SystemFailure
+from miraccl.errors import SystemFailure, as_system_failure
 
 TOKEN_BYTES = 16
 TIMEOUT_S = 20.0
@@ -29,6 +29,8 @@ STRANGER_S = 1.0
 _HEAD = struct.Struct(f"<{TOKEN_BYTES}sII")  # the door's token, the caller's rank, how many descriptors
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
 MAX_DESCRIPTORS = 8
+SHORTAGE_S = 0.01
+"""Before the next look at the queue, when a connection in it cannot be taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +56,12 @@ class Door:
     def __init__(self, npeers: int, pid_namespace: int) -> None:
         self._token = os.urandom(TOKEN_BYTES)
         self._namespace = pid_namespace
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         name = f"miraccl-{os.getpid()}-{os.urandom(8).hex()}"
-        try:
+        with as_system_failure("cannot listen on a Unix socket"), contextlib.ExitStack() as unless_it_listens:
+            self._socket = unless_it_listens.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             self._socket.bind("\0" + name)
             self._socket.listen(npeers + 16)
-        except OSError as error:
-            self._socket.close()
-            raise SystemFailure(f"cannot listen on a Unix socket: {error.strerror}") from error
+            unless_it_listens.pop_all()
         self.address = Address(name=name, token=self._token.hex(), pid=os.getpid(), pid_namespace=pid_namespace)
 
     def close(self) -> None:
@@ -92,6 +92,9 @@ class Door:
                 sock, _ = self._socket.accept()
             except TimeoutError:
                 break
+            except OSError:  # it has gone again, or no descriptor is free: one may be soon
+                time.sleep(min(SHORTAGE_S, left))
+                continue
             with sock:
                 sock.settimeout(min(left, STRANGER_S))
                 found = self._hear(sock, peers)
@@ -105,6 +108,8 @@ class Door:
         """Rank and descriptors of a caller, None for a stranger."""
         received: list[int] = []
         try:
+            if _credentials(sock)[1] != os.geteuid():
+                return None  # the names are there for everybody to see: nobody of another user is waited for
             data, received, flags = _receive(sock)
             if len(data) == _HEAD.size and not flags & socket.MSG_CTRUNC:
                 token, rank, count = _HEAD.unpack(data)
@@ -119,9 +124,15 @@ class Door:
         return None
 
     def _check_other_side(self, sock: socket.socket, peer: Address) -> None:
-        pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        pid, uid = _credentials(sock)
         if uid != os.geteuid() or (peer.pid_namespace == self._namespace and pid != peer.pid):
             raise SystemFailure(f"process {pid} of user {uid} is on the other side instead of process {peer.pid} of user {os.geteuid()}")
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int]:
+    """(process, user) of the other side."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, list[int], int]:

@@ -2,6 +2,10 @@
 
 A ``Meeting`` is one call of ``connect``.  Its rules are in the head of ``transport.socket``; the proofs themselves are those of
 ``wire.stream``.  It owns sockets until they are proven; proven ones belong to its caller.
+
+A call that fails is made again, at the peer's next address and after a growing pause, until the deadline: ports of this host may be used
+up, a connection be dropped among a crowd of strangers.  Only a peer at whose addresses nobody listens is given up earlier: it has listened
+since before it told them.
 """
 
 from __future__ import annotations
@@ -12,11 +16,11 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from miraccl import trace
-from miraccl.errors import AuthenticationError, BootstrapError, MiracclError, ProtocolError, SystemFailure
+from miraccl.errors import AuthenticationError, BootstrapError, MiracclError, ProtocolError, SystemFailure, as_system_failure
 from miraccl.wire.stream import NONCE_BYTES, AcceptorHandshake, Handshake, InitiatorHandshake, StreamIdentity
 
 log = trace.logger("socket")
@@ -24,12 +28,14 @@ log = trace.logger("socket")
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_STRANGERS = 64
 CHECK_S = 0.2
-DIAL_ROUNDS = 3
-"""A call may be dropped among a crowd of strangers, or be refused while the peer's queue is full."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.5
+"""Between two rounds of calls at all addresses of a peer; each is twice as long as the one before."""
+REFUSED_S = 3.0
+"""After which a peer that nobody answers for but its kernel, which refuses, is given up."""
+SHORTAGE_S = 0.01
+"""Before the next look at the queue, when a connection in it cannot be taken."""
 KEEPALIVE_S = (10, 5, 3)
 """Idle time, interval and count: a host that vanishes without a FIN is noticed after 25 s."""
-
-Route: TypeAlias = Sequence[tuple[str, int]]
 
 
 def tune(sock: socket.socket, buffer_bytes: int) -> None:
@@ -66,19 +72,25 @@ class Proven:
     identity: StreamIdentity
 
 
-class _Approach:
-    """One socket on its way to being proven.  ``peer`` is None until a stranger has said who it is."""
+@dataclass(kw_only=True)
+class _Call:
+    """One of our streams, until it is proven. ``turn`` counts its tries, the next of which is due at the time ``due``."""
 
-    def __init__(
-        self, sock: socket.socket, machine: Handshake, *, peer: int | None = None, address: str = "", route: Route = (), stream: int = 0
-    ) -> None:
+    peer: int
+    stream: int
+    turn: int = 0
+    due: float = 0.0
+
+
+class _Approach:
+    """One socket on its way to being proven; ``call`` is None for a stranger, who may be a peer."""
+
+    def __init__(self, sock: socket.socket, machine: Handshake, call: _Call | None = None, address: str = "") -> None:
         self.sock = sock
         self.machine = machine
-        self.peer = peer
+        self.call = call
         self.address = address
-        self.route = route
-        self.stream = stream
-        self.connecting = peer is not None
+        self.connecting = call is not None
         self.got = b""
         self.answer = b""
 
@@ -110,19 +122,26 @@ class Meeting:
         self._buffer_bytes = buffer_bytes
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
-        self._selector = selectors.DefaultSelector()
         self._approaches: set[_Approach] = set()
+        self._calls: list[_Call] = []  # those that are to be made
         self._proven: dict[tuple[int, int], Proven] = {}
         self._why: dict[int, str] = {}
-        for listener in listeners:
-            self._selector.register(listener, selectors.EVENT_READ, None)
+        self._refused: dict[int, float] = {}  # since when nothing but refusals came
+        with as_system_failure("the ranks of other hosts cannot be met", rank=rank):
+            self._selector = selectors.DefaultSelector()
+            try:
+                for listener in listeners:
+                    self._selector.register(listener, selectors.EVENT_READ, None)
+            except OSError:
+                self._selector.close()
+                raise
 
     def run(self) -> dict[int, list[Proven]]:
         """Proven streams per peer, in order of their numbers."""
-        for peer, info in self._peers.items():
+        for peer in self._peers:
             for stream in range(self._nstreams(peer)):
                 if peer > self._rank:
-                    self._dial(peer, info.addresses * DIAL_ROUNDS, stream)
+                    self._calls.append(_Call(peer=peer, stream=stream))
                 else:
                     parked = self._parked.pop((peer, stream), None)
                     if parked:
@@ -130,10 +149,11 @@ class Meeting:
                         self._check_streams(parked.identity, peer)
         while missing := self._missing():
             self._check()
+            self._dial()
             now = time.monotonic()
             if now >= self._deadline:
                 raise self._overdue(missing)
-            timers = [a.machine.deadline for a in self._approaches]
+            timers = [a.machine.deadline for a in self._approaches] + [call.due for call in self._calls]
             for key, _ in self._selector.select(max(0.0, min([self._deadline, now + CHECK_S, *timers]) - now)):
                 if key.data is None:
                     self._accept(key.fileobj)  # type: ignore[arg-type]
@@ -169,56 +189,61 @@ class Meeting:
 
     # --- our calls
 
-    def _dial(self, peer: int, route: Route, stream: int) -> None:
-        """Try the addresses of ``route`` one after the other, the last one until the deadline."""
-        while route:
-            (address, port), *route = route
-            machine = InitiatorHandshake(
-                key=self._key,
-                nonce=os.urandom(NONCE_BYTES),
-                deadline=min(self._deadline, time.monotonic() + HANDSHAKE_TIMEOUT_S) if route else self._deadline,
-                want=StreamIdentity(
-                    initiator=self._rank,
-                    acceptor=peer,
-                    stream=stream,
-                    nstreams=self._nstreams(peer),
-                ),
-            )
-            sock = socket.socket(family_of(address), socket.SOCK_STREAM)
+    def _dial(self) -> None:
+        """Make the calls that are due."""
+        now = time.monotonic()
+        due = [call for call in self._calls if call.due <= now]
+        self._calls = [call for call in self._calls if call.due > now]
+        for call in due:
+            addresses = self._peers[call.peer].addresses
+            address, port = addresses[call.turn % len(addresses)]
+            want = StreamIdentity(initiator=self._rank, acceptor=call.peer, stream=call.stream, nstreams=self._nstreams(call.peer))
+            deadline = min(self._deadline, now + HANDSHAKE_TIMEOUT_S)
+            machine = InitiatorHandshake(key=self._key, nonce=os.urandom(NONCE_BYTES), deadline=deadline, want=want)
             try:
-                sock.setblocking(False)
-                tune(sock, self._buffer_bytes)
-                status = sock.connect_ex((address, port))
-            except OSError as error:
-                status = error.errno or errno.EIO
-            if status in (0, errno.EINPROGRESS):
-                approach = _Approach(sock, machine, peer=peer, address=address, route=route, stream=stream)
+                approach = _Approach(self._connect(address, port), machine, call, address)
                 approach.answer = machine.hello
-                self._approaches.add(approach)
-                self._selector.register(sock, selectors.EVENT_WRITE, approach)
-                return
-            sock.close()
-            self._why[peer] = f"{address}: {os.strerror(status)}"
-        if peer not in self._why:
-            self._why[peer] = "it has no address"
-        raise SystemFailure(f"cannot reach rank {peer} at {self._why[peer]}", rank=self._rank, peer=peer)
+                self._watch(approach, selectors.EVENT_WRITE)
+            except OSError as error:
+                self._fail(call, address, error)
 
-    def _redial(self, approach: _Approach, why: str) -> None:
-        """The address did not work; the next one may."""
-        peer = approach.peer
-        assert peer is not None
-        self._why[peer] = f"{approach.address}: {why}"
-        self._drop(approach)
-        self._dial(peer, approach.route, approach.stream)
+    def _connect(self, address: str, port: int) -> socket.socket:
+        sock = socket.socket(family_of(address), socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            tune(sock, self._buffer_bytes)
+            status = sock.connect_ex((address, port))
+            if status not in (0, errno.EINPROGRESS):
+                raise OSError(status, os.strerror(status))
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _fail(self, call: _Call, address: str, error: OSError) -> None:
+        """A call has failed: it is made again later. Raises ``SystemFailure`` when the peer is given up."""
+        now, peer = time.monotonic(), call.peer
+        self._why[peer] = f"{address}: {error.strerror or error}"
+        if error.errno != errno.ECONNREFUSED:
+            self._refused.pop(peer, None)
+        elif now - self._refused.setdefault(peer, now) >= REFUSED_S:
+            raise SystemFailure(f"cannot reach rank {peer} at {self._why[peer]}", rank=self._rank, peer=peer)
+        call.turn += 1
+        round, within = divmod(call.turn, len(self._peers[peer].addresses))
+        call.due = now if within else now + min(FIRST_PAUSE_S * 2.0 ** min(round, 16), LONGEST_PAUSE_S)
+        self._calls.append(call)
 
     # --- their calls
 
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, _ = listener.accept()
-        except OSError:  # it has gone again, or there are no descriptors left
+        except BlockingIOError:
             return
-        strangers = [a for a in self._approaches if a.peer is None]
+        except OSError:  # it has gone again, or there are no descriptors left
+            time.sleep(SHORTAGE_S)
+            return
+        strangers = [a for a in self._approaches if a.call is None]
         if len(strangers) >= MAX_STRANGERS + sum(self._nstreams(peer) for peer in self._peers):
             self._drop(min(strangers, key=lambda a: a.machine.deadline))
         sock.setblocking(False)
@@ -228,17 +253,26 @@ class Meeting:
             deadline=time.monotonic() + HANDSHAKE_TIMEOUT_S,
             rank=self._rank,
         )
-        approach = _Approach(sock, machine)
-        self._approaches.add(approach)
-        self._selector.register(sock, selectors.EVENT_READ, approach)
+        with suppress(OSError):  # no memory for one more: if it is a peer, it calls again
+            self._watch(_Approach(sock, machine), selectors.EVENT_READ)
 
     # --- both
+
+    def _watch(self, approach: _Approach, mask: int) -> None:
+        try:
+            self._selector.register(approach.sock, mask, approach)
+        except OSError:
+            approach.sock.close()
+            raise
+        self._approaches.add(approach)
 
     def _step(self, approach: _Approach) -> None:
         """The socket is ready for what the handshake waits for."""
         try:
             if approach.connecting:
                 status = approach.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if not status and approach.sock.getsockname() == approach.sock.getpeername():
+                    status = errno.ECONNREFUSED  # TCP simultaneous open: nobody listens, and the kernel took the same port for the call
                 if status:
                     raise OSError(status, os.strerror(status))
                 approach.connecting = False
@@ -247,18 +281,20 @@ class Meeting:
                 self._read(approach)
             self._answer(approach)
         except (AuthenticationError, ProtocolError) as problem:
-            if approach.peer is not None:
-                problem.rank, problem.peer = self._rank, approach.peer
+            if approach.call is not None:
+                problem.rank, problem.peer = self._rank, approach.call.peer
                 raise
             log.warning("dropped a connection: %s", problem.message)
             self._drop(approach)
         except BlockingIOError:
             pass
         except OSError as error:
-            if approach.peer is not None:
-                self._redial(approach, f"{error.strerror or error}")
-            else:
-                self._drop(approach)
+            self._give_up(approach, error)
+
+    def _give_up(self, approach: _Approach, error: OSError) -> None:
+        self._drop(approach)
+        if approach.call is not None:
+            self._fail(approach.call, approach.address, error)
 
     def _read(self, approach: _Approach) -> None:
         data = approach.sock.recv(approach.machine.needs - len(approach.got))
@@ -271,8 +307,9 @@ class Meeting:
 
     def _answer(self, approach: _Approach) -> None:
         if approach.answer:
-            sent = approach.sock.send(approach.answer)
-            approach.answer = approach.answer[sent:]
+            with suppress(BlockingIOError):
+                sent = approach.sock.send(approach.answer)
+                approach.answer = approach.answer[sent:]
         if approach.answer:
             self._selector.modify(approach.sock, selectors.EVENT_WRITE, approach)
         elif approach.machine.done:
@@ -283,7 +320,7 @@ class Meeting:
     def _finish(self, approach: _Approach) -> None:
         identity = approach.machine.identity
         assert identity is not None
-        peer = identity.acceptor if approach.peer is not None else identity.initiator
+        peer = identity.acceptor if approach.call is not None else identity.initiator
         self._check_streams(identity, peer)
         self._approaches.discard(approach)
         self._selector.unregister(approach.sock)
@@ -304,10 +341,7 @@ class Meeting:
     def _expire(self) -> None:
         now = time.monotonic()
         for approach in [a for a in self._approaches if a.machine.expire(now)]:
-            if approach.peer is not None and now < self._deadline:
-                self._redial(approach, "no answer")
-            else:
-                self._drop(approach)
+            self._give_up(approach, OSError(errno.ETIMEDOUT, "no answer"))
 
     def _drop(self, approach: _Approach) -> None:
         self._approaches.discard(approach)

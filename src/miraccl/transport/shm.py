@@ -117,7 +117,11 @@ class ShmTransport(Transport):
         self._fifo_bytes = fifo.fifo_bytes(self.slot_bytes)
         size = CONTROL_BYTES + len(self._order) * self._fifo_bytes
         self.segment = Segment.create(f"miraccl-rank{endpoint.rank}", size)
-        self.window = Segment.create(f"miraccl-window{endpoint.rank}", window_bytes or default_window_bytes())
+        try:
+            self.window = Segment.create(f"miraccl-window{endpoint.rank}", window_bytes or default_window_bytes())
+        except SystemFailure:
+            self.segment.release()
+            raise
         self._probe = ctypes.c_int64(MAGIC ^ os.getpid())
         self.peers: dict[int, Segment] = {}
         self.windows: dict[int, Segment] = {}

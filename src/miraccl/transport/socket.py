@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miraccl import params
-from miraccl.errors import CommunicatorClosed, ProtocolError, SystemFailure
+from miraccl.errors import CommunicatorClosed, ProtocolError, SystemFailure, as_system_failure
 from miraccl.transport.base import TRANSPORTS, Endpoint, Fifo, FifoKind, FifoPair, NetConnection, ProxyPort, Transport
 from miraccl.transport.fifo import FifoMemory, check_slot_bytes
 from miraccl.transport.meeting import Invitation, Meeting, Proven, family_of, tune
@@ -121,22 +121,28 @@ class SocketTransport(Transport):
         return a.rank != b.rank and bool({family_of(x) for x in a.addresses} & {family_of(x) for x in b.addresses})
 
     def setup(self) -> bytes:
-        """Listen on a free port of each address."""
+        """Listen on a free port of each address; one that the host has lost, or is not sure of yet (IPv6), is left out."""
         self._check_open()
         if self._info is None:
+            found: list[tuple[str, int]] = []
+            problem = SystemFailure("there is no address to listen on", rank=self.rank)
             for address in self._endpoint.addresses:
-                self._listeners.append(self._listen(address))
-            if not self._listeners:
-                raise SystemFailure("there is no address to listen on", rank=self.rank)
-            ports = [listener.getsockname()[1] for listener in self._listeners]
+                try:
+                    with as_system_failure(f"cannot listen on {address}", rank=self.rank):
+                        found.append((address.partition("%")[0], self._listen(address)))
+                except SystemFailure as error:
+                    problem = error
+            if not found:
+                raise problem
             self._info = ConnectInfo(
-                addresses=tuple((a.partition("%")[0], port) for a, port in zip(self._endpoint.addresses, ports)),
+                addresses=tuple(found),
                 nstreams=self._options.nstreams,
                 slot_bytes=self._slot_bytes,
             ).encode()
         return self._info
 
-    def _listen(self, address: str) -> socket.socket:
+    def _listen(self, address: str) -> int:
+        """The port of a new listening socket."""
         listener = socket.socket(family_of(address), socket.SOCK_STREAM)
         try:
             tune(listener, self._options.buffer_bytes)  # accepted sockets inherit
@@ -145,10 +151,12 @@ class SocketTransport(Transport):
             listener.bind((address, 0))
             listener.listen(BACKLOG)
             listener.setblocking(False)
-        except OSError as error:
+            port = int(listener.getsockname()[1])
+        except OSError:
             listener.close()
-            raise SystemFailure(f"cannot listen on {address}: {error.strerror}", rank=self.rank) from None
-        return listener
+            raise
+        self._listeners.append(listener)
+        return port
 
     def connect(self, infos: Mapping[int, bytes]) -> dict[int, FifoPair]:
         """See ``Transport.connect``.  Ranks that are connected already are returned as they are."""
@@ -178,7 +186,8 @@ class SocketTransport(Transport):
         finally:
             meeting.close()
         connections = [self._connection(peer, proven[peer], peers[peer]) for peer in peers]
-        self._proxy.attach(connections)
+        with as_system_failure("the connections to other ranks cannot be served", rank=self.rank):
+            self._proxy.attach(connections)
         self._connected |= {c.peer: c.pair for c in connections}
         return {rank: self._connected[rank] for rank in infos}
 

@@ -145,8 +145,9 @@ class Sealer:
     def seal(self, body: bytes) -> bytes:
         """The whole frame of one message."""
         numbered = _SEQUENCE.pack(self.sequence) + body
-        self.sequence += 1
-        return encode_frame(numbered + hmac.digest(self._key, numbered, "sha256")[:MAC_BYTES])
+        frame = encode_frame(numbered + hmac.digest(self._key, numbered, "sha256")[:MAC_BYTES])
+        self.sequence += 1  # a message that is too long was not sent
+        return frame
 
 
 class Opener:

@@ -1,0 +1,240 @@
+"""Whatever call into the system fails while ranks meet: they meet all the same, or are told why in time, and nothing is left open."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import socket
+import threading
+import time
+
+import pytest
+
+from miraccl.bootstrap import UniqueId, connect, create_root, dial, join, runtime_file
+from miraccl.bootstrap.dial import Dialer, HubNotFound
+from miraccl.bootstrap.launch import FilePoint, Launch, meet
+from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
+from miraccl.wire import framing
+from miraccl.wire.auth import NONCE_BYTES, Challenge, Handshake, Hello
+from miraccl.wire.framing import FrameReader, decode, encode, encode_frame
+from tests.bootstrap.kit import PATIENCE, in_threads, job, until
+from tests.support.accidents import PARTIAL, Sweep, few_descriptors, open_files
+
+#: Accidents that pass: the ranks meet all the same.
+PASSING = {
+    "socket": [errno.EMFILE],
+    "socketpair": [errno.EMFILE],
+    "epoll": [errno.EMFILE],
+    "thread": [errno.EAGAIN],
+    "connect": [errno.EADDRNOTAVAIL, errno.ENETUNREACH],
+    "accept": [errno.ECONNABORTED, errno.EMFILE],
+    "getpeername": [errno.ENOTCONN],
+    "send": [errno.ENOBUFS, errno.EAGAIN],
+    "recv": [errno.EAGAIN, PARTIAL],
+}
+#: Accidents after which a rank counts as dead, unless they come before the hub knows it.
+ENDING = {"send": [errno.ECONNRESET], "recv": [errno.ECONNRESET]}
+_NOTHING = contextlib.nullcontext()
+
+
+def _job(unique_id: UniqueId, patience: float = PATIENCE / 2) -> list[object]:
+    """What two ranks get of a small job: "done", or an error."""
+
+    def rank(number: int) -> str:
+        with connect(unique_id, number, 2, patience, session_timeout=patience) as session:
+            assert session.all_gather(bytes([number]), "x") == [b"\0", b"\1"]
+            session.barrier("end")
+        return "done"
+
+    return in_threads([lambda number=number: rank(number) for number in range(2)])
+
+
+def _job_with(accident: contextlib.AbstractContextManager[object] = _NOTHING, patience: float = PATIENCE / 2) -> list[object]:
+    unique_id, root = create_root(nranks=2, hosts=["127.0.0.1"])
+    with root, accident:
+        return _job(unique_id, patience)
+
+
+@pytest.fixture
+def nothing_is_left(caplog):
+    """No file, no thread, and no error on one of our threads."""
+    files, threads = open_files(), set(threading.enumerate())
+    yield
+    until(lambda: set(threading.enumerate()) <= threads and open_files() <= files)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_ranks_meet_through_accidents_that_pass(monkeypatch, nothing_is_left):
+    for accident in Sweep(monkeypatch).accidents(PASSING, _job_with):
+        assert _job_with(accident) == ["done", "done"], accident
+
+
+def test_ranks_are_told_of_accidents_that_end_a_job(monkeypatch, nothing_is_left):
+    for accident in Sweep(monkeypatch).accidents(ENDING, _job_with):
+        for result in _job_with(accident, 0.5):  # of which a rank that has lost a hub that is gone uses all
+            assert result == "done" or isinstance(result, MiracclError), (accident, result)
+
+
+def test_a_hub_that_cannot_be_opened_leaves_nothing(monkeypatch, nothing_is_left):
+    def scenario() -> None:
+        create_root(hosts=["127.0.0.1"])[1].close()
+
+    plan = {"socket": [errno.EMFILE], "socketpair": [errno.EMFILE], "epoll": [errno.EMFILE], "thread": [errno.EAGAIN]}
+    for accident in Sweep(monkeypatch).accidents(plan, scenario):
+        with accident, pytest.raises(SystemFailure, match=r"Too many open files|can't start new thread"):
+            scenario()
+
+
+def test_a_host_that_stays_short_of_descriptors_is_named_at_the_deadline(nothing_is_left):
+    unique_id, root = create_root(hosts=["127.0.0.1"])
+    told = []
+    with root:
+        for more in range(8):  # the rank needs 5, and the hub one
+            with few_descriptors(more), pytest.raises(MiracclError) as caught:
+                connect(unique_id, 0, 2, 0.1)
+            told.append("Too many open files" in str(caught.value))
+    assert told[:2] == [True, True]
+    assert not told[-1]  # rank 1 is missing, and that is all
+
+
+# --- the hub ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fickle_hub():
+    """(id, calls): a hub that proves itself, hears the proof of the rank, and hangs up; it counts how often."""
+    secret, calls = b"s" * 32, []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    sock, _ = server.accept()
+                    calls.append(sock.getpeername())
+                    with sock, contextlib.suppress(OSError):
+                        reader = FrameReader()
+                        while (frame := reader.next_frame()) is None:
+                            reader.feed(sock.recv(100))
+                        nonce = bytes(NONCE_BYTES)
+                        handshake = Handshake(secret, decode(frame, {Hello.KIND: Hello}), nonce)
+                        sock.sendall(encode_frame(encode(Challenge(nonce=nonce, proof=handshake.hub_proof()))))
+                        sock.recv(1)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield UniqueId(addresses=(server.getsockname()[:2],), secret=secret), calls
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join(PATIENCE)
+
+
+def test_a_hub_that_hangs_up_on_a_rank_again_and_again_ends_with_the_deadline(fickle_hub, nothing_is_left):
+    unique_id, calls = fickle_hub
+    (error,) = in_threads([lambda: connect(unique_id, 0, 2, 0.3)])
+    assert isinstance(error, HubNotFound)
+    assert "the hub hung up before it had taken this rank in" in str(error)
+    assert len(calls) <= 0.3 / join.ACCIDENT_PAUSE + 1  # it is not called without pause
+
+
+def test_a_process_that_was_stopped_takes_the_answer_that_waits_for_it(monkeypatch, nothing_is_left):
+    """SIGSTOP, a debugger, a laptop's lid: the hub's answer is there, and the time to wait for it is over."""
+
+    class Stopped(Dialer):
+        def _advance(self, attempt):
+            proved = super()._advance(attempt)
+            if proved:
+                attempt.give_up = 0.0
+            return proved
+
+    monkeypatch.setattr(join, "Dialer", Stopped)
+    assert _job_with() == ["done", "done"]
+
+
+def test_a_message_that_is_too_long_is_refused_and_the_next_one_passes(monkeypatch):
+    monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 1 << 16)
+    with job(2) as sessions:
+        with pytest.raises(InvalidUsage, match="a control message has at most 65536 bytes"):
+            sessions[0].notify({"text": "x" * (1 << 16)})
+        assert in_threads([lambda s=s: s.all_gather(b"x", "after it") for s in sessions]) == [[b"x", b"x"]] * 2
+
+
+# --- names --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def silent_names(monkeypatch):
+    """A name service that does not answer before the test is over; the names that it was asked for."""
+    over, asked, numeric = threading.Event(), [], socket.getaddrinfo
+
+    def getaddrinfo(host, *args, **kwargs):
+        if kwargs["flags"] & socket.AI_NUMERICHOST:
+            return numeric(host, *args, **kwargs)
+        asked.append(host)
+        over.wait(PATIENCE)
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    yield asked
+    over.set()
+
+
+def test_a_name_service_that_is_silent_takes_no_more_than_the_deadline(nothing_is_left, silent_names):
+    targets = [("hub.example", port) for port in range(29500, 29533)]
+    began = time.monotonic()
+    with pytest.raises(HubNotFound, match=r"hub\.example: the name service does not answer"):
+        join.join_job(targets, secret=b"s" * 32, rank=1, nranks=2, timeout=0.1)
+    assert time.monotonic() - began < PATIENCE / 2
+    assert silent_names == ["hub.example"]  # once, and not for every port
+
+
+def test_a_name_service_that_is_silent_holds_up_no_other_address(nothing_is_left, silent_names, monkeypatch):
+    monkeypatch.setattr(join, "ROUTE_SECONDS", 0.01)
+    unique_id, root = create_root(hosts=["127.0.0.1"])
+    with root:
+        assert _job(UniqueId(addresses=(("hub.example", 1), *unique_id.addresses), secret=unique_id.secret)) == ["done", "done"]
+
+
+def test_a_name_that_is_not_known_is_asked_for_again(monkeypatch):
+    monkeypatch.setattr(dial, "RESOLVE_SECONDS", 0.01)
+    known, asked = socket.getaddrinfo, []
+
+    def getaddrinfo(host, *args, **kwargs):
+        if host != "hub.example" or kwargs["flags"] & socket.AI_NUMERICHOST:
+            return known(host, *args, **kwargs)
+        asked.append(host)
+        if len(asked) <= 3:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return known("127.0.0.1", *args, **kwargs)
+
+    unique_id, root = create_root(hosts=["127.0.0.1"])
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    with root:
+        assert _job(UniqueId(addresses=(("hub.example", unique_id.addresses[0][1]),), secret=unique_id.secret)) == ["done", "done"]
+
+
+def test_a_word_that_is_no_name_is_named():
+    with pytest.raises(HubNotFound, match=r"a\.\.b: this is no name of a host"):
+        connect(UniqueId(addresses=(("a..b", 1),), secret=b"s" * 32), 1, 2, 0.1)
+
+
+# --- the meeting file ---------------------------------------------------------------------------------------------------
+
+
+def test_a_meeting_file_that_cannot_be_written_leaves_nothing(monkeypatch, tmp_path, nothing_is_left):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(SystemFailure, match=r"cannot write the meeting file .*: File too large"):
+            meet(Launch(launcher="mpich", rank=0, nranks=2, point=FilePoint(job="j")), 1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir(runtime_file.runtime_folder()) == []
+
+
+def test_no_folder_for_the_meeting_file(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "gone too"))
+    with pytest.raises(SystemFailure, match=r"cannot make the folder .* No such file or directory"):
+        meet(Launch(launcher="mpich", rank=1, nranks=2, point=FilePoint(job="j")), 0.1)

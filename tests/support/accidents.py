@@ -1,0 +1,167 @@
+"""Makes one call into the system fail: the K-th of a kind, with an error of choice, whoever makes it.
+
+    sweep = Sweep(monkeypatch)
+    for accident in sweep.accidents({"connect": [errno.EADDRNOTAVAIL]}, scenario):
+        with accident:
+            scenario()
+
+The calls are those of Python's ``socket`` (whole connections are real), ``selectors`` and ``threading``; a first run of the scenario
+counts them.  Threads may come in another order the next time: which call is hit may differ, that all kinds of places are hit does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import select
+import selectors
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+PARTIAL = 0
+"""In place of an error: the call moves one byte."""
+
+
+class Sweep:
+    """Patches the calls for the rest of the test; without an accident they do what they always do."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._accident: tuple[str, int, int] | None = None
+        self._patch(patch)
+
+    def accidents(self, plan: Mapping[str, Sequence[int]], scenario: Callable[[], object]) -> Iterator[Accident]:
+        """One for each call of these kinds that ``scenario`` makes, and each error."""
+        self.set(None)
+        scenario()
+        counts = Counter(self._counts)
+        assert set(plan) <= set(counts), f"never called: {set(plan) - set(counts)}"
+        for kind, errors in plan.items():
+            for error in errors:
+                for number in range(1, counts[kind] + 1):
+                    yield Accident(self, kind, number, error)
+
+    def set(self, accident: tuple[str, int, int] | None) -> None:
+        with self._lock:
+            self._counts.clear()
+            self._accident = accident
+
+    def happens(self, kind: str) -> int | None:
+        """The error of the call that is being made, or none."""
+        with self._lock:
+            self._counts[kind] += 1
+            if self._accident is not None and self._accident[:2] == (kind, self._counts[kind]):
+                return self._accident[2]
+        return None
+
+    def check(self, kind: str) -> None:
+        problem = self.happens(kind)
+        if problem is not None:
+            raise OSError(problem, os.strerror(problem))
+
+    def _patch(self, patch: pytest.MonkeyPatch) -> None:
+        sweep, start, epoll, pair = self, threading.Thread.start, select.epoll, socket.socketpair
+
+        class Socket(socket.socket):
+            def __init__(self, family: int = -1, type: int = -1, proto: int = -1, fileno: int | None = None) -> None:
+                if fileno is None:
+                    sweep.check("socket")
+                super().__init__(family, type, proto, fileno)
+
+            def accept(self) -> tuple[socket.socket, Any]:
+                problem = sweep.happens("accept")
+                if problem is not None:
+                    if problem == errno.ECONNABORTED:  # it leaves the queue
+                        super().accept()[0].close()
+                    raise OSError(problem, os.strerror(problem))
+                return super().accept()
+
+            def connect_ex(self, address: Any) -> int:
+                return sweep.happens("connect") or super().connect_ex(address)
+
+            def getpeername(self) -> Any:
+                sweep.check("getpeername")
+                return super().getpeername()
+
+            def send(self, data: Any, *flags: int) -> int:
+                return super().send(memoryview(data)[: self._allowed("send", len(data))], *flags)
+
+            def recv(self, size: int, *flags: int) -> bytes:
+                return super().recv(self._allowed("recv", size), *flags)
+
+            def _allowed(self, kind: str, size: int) -> int:
+                """How many bytes may move; connections only, and not pairs of one process."""
+                problem = sweep.happens(kind) if self.family in (socket.AF_INET, socket.AF_INET6) else None
+                if problem == errno.ECONNRESET:
+                    self.shutdown(socket.SHUT_RDWR)
+                if problem:
+                    raise OSError(problem, os.strerror(problem))
+                return size if problem is None else 1
+
+        def checked(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def make(*args: Any, **kwargs: Any) -> Any:
+                sweep.check(kind)
+                return call(*args, **kwargs)
+
+            return make
+
+        def start_thread(thread: threading.Thread) -> None:
+            if thread.name.startswith("miraccl") and sweep.happens("thread") is not None:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        patch.setattr(socket, "socket", Socket)
+        patch.setattr(socket, "socketpair", checked("socketpair", pair))
+        patch.setattr(selectors.EpollSelector, "_selector_cls", staticmethod(checked("epoll", epoll)))
+        patch.setattr(threading.Thread, "start", start_thread)
+
+
+class Accident:
+    """A context in which it happens."""
+
+    def __init__(self, sweep: Sweep, kind: str, number: int, error: int) -> None:
+        self._sweep, self._what = sweep, (kind, number, error)
+
+    def __repr__(self) -> str:
+        kind, number, error = self._what
+        return f"{errno.errorcode.get(error, 'one byte')} in call {number} of {kind}"
+
+    def __enter__(self) -> Accident:
+        self._sweep.set(self._what)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._sweep.set(None)
+
+
+@contextlib.contextmanager
+def few_descriptors(count: int) -> Iterator[None]:
+    """Inside the block this process can open ``count`` more files, and no more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(line.split()[0]) for line in open_files()}
+    free = [number for number in range(len(used) + count + 1) if number not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[count], limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def open_files() -> set[str]:
+    """What this process has open, by number and what it is."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+        except OSError:  # that of the listing itself
+            continue
+    return found
