@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.tools.run import Job, build_command, open_job
+from tests.support.accidents import few_descriptors, open_files
 
 Script = Callable[[str], str]
 
@@ -57,6 +58,48 @@ def test_lines_are_tagged(script: Script) -> None:
     done = run("-n", "2", "--tag", script("print('out'); print('no newline', end='', file=sys.stderr)"))
     assert sorted(done.stdout.splitlines()) == ["[0] out", "[1] out"]
     assert sorted(done.stderr.splitlines()) == ["[0] no newline", "[1] no newline"]
+
+
+def test_all_output_arrives_also_where_somebody_has_made_it_non_blocking(script: Script) -> None:
+    """As a shell's other programs may, since the setting belongs to what they share."""
+    path = script("sys.stdout.write(('x' * 99 + '\\n') * 5000)")
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    command = [sys.executable, "-m", "miraccl", "run", "--tag", path]
+    with subprocess.Popen(command, stdout=writer, stdin=subprocess.DEVNULL) as job, os.fdopen(reader) as output:
+        os.close(writer)
+        assert sum(line == "[0] " + "x" * 99 + "\n" for line in output) == 5000
+        assert job.wait(60) == 0
+
+
+def test_the_status_of_a_rank_is_known_where_children_are_ignored(script: Script) -> None:
+    """``trap '' CHLD``, or a parent that never asks: a program inherits it."""
+    ignore = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    command = [sys.executable, "-c", ignore, sys.executable, "-m", "miraccl", "run", "-n", "2", script("sys.exit(7 * rank)")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL)
+    assert done.returncode == 7, done.stderr
+    assert "rank 1 ended with status 7" in done.stderr
+
+
+def test_a_rank_that_a_nameless_signal_ended(script: Script) -> None:
+    done = run(script("os.kill(os.getpid(), 40)"))
+    assert done.returncode == 168
+    assert "rank 0 was ended by signal 40" in done.stderr
+
+
+@pytest.mark.parametrize("count", range(10))  # 3 are for the launcher itself, 3 for each rank, and more while one is started
+def test_a_launcher_that_is_short_of_descriptors_says_so_and_leaves_nothing(count: int) -> None:
+    files, jobs = open_files(), []
+
+    def start() -> None:
+        jobs.append(Job(["sleep", "60"], 2, lambda rank: {}, tag=True, grace=0.0))
+        jobs[0].run()
+
+    with few_descriptors(count), pytest.raises(SystemFailure, match="Too many open files"):
+        start()
+    assert all(entry.process.returncode is not None for job in jobs for entry in job._processes)
+    jobs.clear()
+    assert open_files() <= files
 
 
 def test_modules_and_other_programs() -> None:

@@ -8,7 +8,11 @@ import sys
 import time
 from typing import Any
 
+import pytest
+
+from miraccl.errors import SystemFailure
 from miraccl.tools.spawn import Context, Outcome, Ranks
+from tests.support.accidents import few_descriptors, open_files
 
 
 def run(target: Any, nranks: int, *args: Any, timeout: float = 30.0, grace: float = 30.0) -> list[Outcome]:
@@ -140,3 +144,19 @@ def test_messages_both_ways() -> None:
         assert ranks.wait(time.monotonic() + 30)
     assert got == [(1, (1, {"a": 1}))]
     assert all(o.ok for o in ranks.outcomes)
+
+
+@pytest.mark.parametrize("count", range(8))  # 1 for the parent, 3 for each rank, and 2 more while one is started
+def test_a_parent_that_is_short_of_descriptors_says_so_and_leaves_nothing(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, fork = open_files(), os.fork
+    forked: list[int] = []
+
+    def forks() -> int:
+        forked.append(fork())
+        return forked[-1]
+
+    monkeypatch.setattr(os, "fork", forks)
+    with few_descriptors(count), pytest.raises(SystemFailure, match="Too many open files"):
+        Ranks(_never_end, 2, capture=True)
+    assert open_files() <= files
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in forked)

@@ -12,8 +12,10 @@ Rules it keeps:
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -26,13 +28,15 @@ from typing import IO, Any
 
 import click
 
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, SystemFailure, as_system_failure
 from miraccl.tools import launch
 from miraccl.tools.options import Finite
-from miraccl.tools.spawn import LONGEST_NAP, die_with_parent
+from miraccl.tools.spawn import LONGEST_NAP, die_with_parent, expect_children, signal_name
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+#: Why a program cannot be run that are not the program's fault.
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 
 @click.command(
@@ -103,7 +107,7 @@ def open_job(nproc: int, nnodes: int, node_rank: int, master: str | None) -> con
 class _Process:
     rank: int
     process: subprocess.Popen[bytes]
-    pidfd: int
+    pidfd: int = -1
     pending: dict[int, bytearray] = field(default_factory=dict)
 
 
@@ -117,7 +121,8 @@ class Job:
         self._tag = tag
         self._grace = grace
         self._first = first
-        self._selector = selectors.DefaultSelector()
+        with as_system_failure("ranks cannot be watched"):
+            self._selector = selectors.DefaultSelector()
         self._processes: list[_Process] = []
         self._running: set[int] = set()
         self._signals: list[int] = []
@@ -126,6 +131,7 @@ class Job:
         self._limit: float | None = None
 
     def run(self) -> int:
+        expect_children()
         with self._signals_caught():
             try:
                 for local_rank in range(self._nproc):
@@ -155,10 +161,17 @@ class Job:
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),  # this process has one thread
             )
         except OSError as error:
-            raise InvalidUsage(f"cannot run {self._command[0]}: {error.strerror}") from None
-        entry = _Process(rank=self._first + local_rank, process=process, pidfd=os.pidfd_open(process.pid))
+            kind = SystemFailure if error.errno in _SHORTAGES else InvalidUsage
+            raise kind(f"cannot run {self._command[0]}: {error.strerror}") from None
+        entry = _Process(rank=self._first + local_rank, process=process)
         self._processes.append(entry)
         self._running.add(local_rank)
+        with as_system_failure(f"rank {entry.rank} cannot be watched"):
+            self._watch(entry, local_rank)
+
+    def _watch(self, entry: _Process, local_rank: int) -> None:
+        process = entry.process
+        entry.pidfd = os.pidfd_open(process.pid)
         self._selector.register(entry.pidfd, selectors.EVENT_READ, ("exit", local_rank, None))
         for number, pipe in enumerate((process.stdout, process.stderr), start=1):
             if pipe is not None:
@@ -169,21 +182,20 @@ class Job:
     @contextlib.contextmanager
     def _signals_caught(self) -> Any:
         """Have signals wake the selector; the previous handlers come back."""
-        reader, writer = socket.socketpair()
-        writer.setblocking(False)
-        reader.setblocking(False)
-        self._selector.register(reader, selectors.EVENT_READ, ("signal", 0, reader))
-        old_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        old = {number: signal.signal(number, lambda n, frame: self._signals.append(n)) for number in _FORWARDED}
-        try:
-            yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(old_fd)
-            self._selector.close()
-            reader.close()
-            writer.close()
+        with self._selector, contextlib.ExitStack() as pair:
+            with as_system_failure("signals cannot be caught"):
+                reader, writer = map(pair.enter_context, socket.socketpair())
+                writer.setblocking(False)
+                reader.setblocking(False)
+                self._selector.register(reader, selectors.EVENT_READ, ("signal", 0, reader))
+            old_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+            old = {number: signal.signal(number, lambda n, frame: self._signals.append(n)) for number in _FORWARDED}
+            try:
+                yield
+            finally:
+                for number, handler in old.items():
+                    signal.signal(number, handler)
+                signal.set_wakeup_fd(old_fd)
 
     # ------------------------------------------------------------------ watching
 
@@ -213,7 +225,7 @@ class Job:
         self._drain(local_rank)
         if status and not self._status and self._stage == 0:
             self._status = status if status > 0 else 128 - status
-            what = f"ended with status {status}" if status > 0 else f"was ended by {signal.Signals(-status).name}"
+            what = f"ended with status {status}" if status > 0 else f"was ended by {signal_name(-status)}"
             others = "; ending the others" if self._running else ""
             print(f"miraccl run: rank {entry.rank} {what}{others}", file=sys.stderr, flush=True)
             self._stage, self._limit = 1, time.monotonic() + self._grace
@@ -237,8 +249,11 @@ class Job:
     def _kill_all(self) -> None:
         """Whatever happened: nothing of the job stays behind."""
         for local_rank in self._running:
-            self._end_group(self._processes[local_rank])
-            self._processes[local_rank].process.wait()
+            entry = self._processes[local_rank]
+            self._end_group(entry)
+            entry.process.wait()
+            if entry.pidfd >= 0:
+                os.close(entry.pidfd)
 
     @staticmethod
     def _end_group(entry: _Process) -> None:
@@ -276,7 +291,9 @@ class Job:
     def _print(self, rank: int, number: int, lines: list[bytes]) -> None:
         target: IO[bytes] = sys.stdout.buffer if number == 1 else sys.stderr.buffer
         prefix = f"[{rank}] ".encode()
-        for line in lines:
-            target.write(prefix + line + b"\n")
-        if lines:
-            target.flush()
+        rest = memoryview(b"".join(prefix + line + b"\n" for line in lines))
+        while rest:
+            try:
+                rest = rest[os.write(target.fileno(), rest) :]
+            except BlockingIOError:  # somebody who shares our output has made it so for all
+                select.select([], [target.fileno()], [])

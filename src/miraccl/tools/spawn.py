@@ -29,8 +29,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+
+from miraccl.errors import as_system_failure
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LENGTH = struct.Struct("<Q")
@@ -134,11 +137,12 @@ class Outcome:
         if self.status is None:
             return f"rank {self.rank} did not end"
         if self.status < 0:
-            return f"rank {self.rank} was ended by {_signal_name(-self.status)}"
+            return f"rank {self.rank} was ended by {signal_name(-self.status)}"
         return f"rank {self.rank} ended with status {self.status}"
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Also of those that have none, such as most real-time signals."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -171,10 +175,12 @@ class Ranks:
         environ: Callable[[int], Mapping[str, str]] | None = None,
         capture: bool = False,
     ) -> None:
-        self._selector = selectors.DefaultSelector()
+        with as_system_failure("no ranks can be started"):
+            self._selector = selectors.DefaultSelector()
         self._ranks: list[_Rank] = []
         self._ended = 0
         self._closed = False
+        expect_children()
         _flush()
         try:
             for rank in range(nranks):
@@ -271,23 +277,30 @@ class Ranks:
     def _start(
         self, target: Callable[..., Any], rank: int, nranks: int, args: Sequence[Any], environ: Mapping[str, str], capture: bool
     ) -> _Rank:
-        parent_end, child_end = socket.socketpair()
-        read_fd, write_fd = os.pipe() if capture else (-1, -1)
         parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            for other in self._ranks:
-                other.channel.close()
-            _become_rank(parent, target, Context(rank=rank, nranks=nranks, channel=Channel(child_end)), args, environ, write_fd)
-        child_end.close()
-        if capture:
-            os.close(write_fd)
-            os.set_blocking(read_fd, False)
-            self._selector.register(read_fd, selectors.EVENT_READ, ("output", rank))
-        pidfd = os.pidfd_open(pid)
-        channel = Channel(parent_end)
-        self._selector.register(channel, selectors.EVENT_READ, ("message", rank))
-        self._selector.register(pidfd, selectors.EVENT_READ, ("exit", rank))
+        with as_system_failure(f"rank {rank} cannot be started"), ExitStack() as in_parent, ExitStack() as unless_it_runs:
+            parent_end, child_end = socket.socketpair()
+            unless_it_runs.enter_context(parent_end)
+            in_parent.enter_context(child_end)
+            read_fd, write_fd = os.pipe() if capture else (-1, -1)
+            if capture:
+                unless_it_runs.callback(os.close, read_fd)
+                in_parent.callback(os.close, write_fd)
+            pid = os.fork()
+            if pid == 0:
+                for other in self._ranks:
+                    other.channel.close()
+                _become_rank(parent, target, Context(rank=rank, nranks=nranks, channel=Channel(child_end)), args, environ, write_fd)
+            unless_it_runs.callback(_end_child, pid)
+            pidfd = os.pidfd_open(pid)
+            unless_it_runs.callback(os.close, pidfd)
+            channel = Channel(parent_end)
+            if capture:
+                os.set_blocking(read_fd, False)
+                self._selector.register(read_fd, selectors.EVENT_READ, ("output", rank))
+            self._selector.register(channel, selectors.EVENT_READ, ("message", rank))
+            self._selector.register(pidfd, selectors.EVENT_READ, ("exit", rank))
+            unless_it_runs.pop_all()
         return _Rank(pid=pid, pidfd=pidfd, channel=channel, output_fd=read_fd, outcome=Outcome(rank=rank))
 
     def _take_messages(self, number: int, messages: list[tuple[int, Any]]) -> bool:
@@ -387,6 +400,17 @@ def _run(target: Callable[..., Any], context: Context, args: Sequence[Any]) -> i
             body = (traceback.format_exc(), f"{type(error).__name__}: {error}", getattr(error, "fault", ""))
             context.channel.send(("error", body))
         return 1
+
+
+def _end_child(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def expect_children() -> None:
+    """Have the kernel keep the statuses of children that end; where it was told to forget them (``trap '' CHLD``), so were we."""
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def die_with_parent(parent: int) -> None:
