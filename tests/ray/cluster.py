@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import miraccl
@@ -86,6 +88,27 @@ class Plain:
     def join(self, nranks: int, rank: int, **options: Any) -> Any:
         comm = miraccl.ray.join_group(nranks, rank, "by hand", **options)
         return comm.all_gather(np.array([10 + comm.rank])).tolist()
+
+    def join_without_store(self, nranks: int, rank: int, calls: int) -> Any:
+        """Ray's store refuses so many calls of this rank, as while its head node starts again."""
+        refused: list[Any] = []
+
+        def refusing(call: Any) -> Any:
+            def or_refuse(*args: Any, **options: Any) -> Any:
+                if len(refused) < calls:
+                    refused.append(call)
+                    raise ray.exceptions.RpcError("UNAVAILABLE")
+                return call(*args, **options)
+
+            return or_refuse
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("_internal_kv_get", "_internal_kv_put", "_internal_kv_del"):
+                patch.setattr(internal_kv, name, refusing(getattr(internal_kv, name)))
+            return self.join(nranks, rank, meet_timeout=10.0)
+
+    def has_a_hub(self) -> bool:
+        return any(thread.name == "miraccl-hub" for thread in threading.enumerate())
 
 
 class Gate:

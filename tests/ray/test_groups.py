@@ -152,6 +152,15 @@ def test_without_a_driver(three: list[Any]) -> None:
     assert get([actor.join.remote(3, rank) for rank, actor in enumerate(three)]) == [[10, 11, 12]] * 3
 
 
+def test_a_store_that_is_away_for_a_while(three: list[Any]) -> None:
+    calls = [three[0].join.remote(2, 0), three[1].join_without_store.remote(2, 1, 5)]
+    assert get(calls) == [[10, 11]] * 2
+    get([actor.leave.remote("by hand") for actor in three[:2]])
+    with pytest.raises(BootstrapError, match="Ray's store does not answer: UNAVAILABLE"):
+        get(three[0].join_without_store.remote(2, 0, 2))
+    assert not get(three[0].has_a_hub.remote())
+
+
 def test_what_is_refused_before_anything_is_sent(three: list[Any]) -> None:
     for wrong, options, why in (
         ([], {}, "at least one actor"),

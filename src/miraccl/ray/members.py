@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -139,21 +140,34 @@ def _host(key: bytes, rank: int, nranks: int, patience: float, options: Options)
     root: Root | None = None
     try:
         ident, root = create_root(nranks=nranks)
-        internal_kv._internal_kv_put(key, str(ident), overwrite=True, namespace=_STORE)
+        _put(key, str(ident))
         session = connect(ident, rank, nranks, patience, session_timeout=options.timeout, root=root)
-    except MiracclError as error:
-        internal_kv._internal_kv_put(key, f"{_FAILED}{error}", overwrite=True, namespace=_STORE)
+    except BaseException as error:
         _close(root, error)
+        if isinstance(error, MiracclError):
+            with suppress(MiracclError):
+                _put(key, f"{_FAILED}{error}")
         raise
-    internal_kv._internal_kv_del(key, namespace=_STORE)
+    with suppress(ray.exceptions.RayError):  # what is left leads nowhere
+        internal_kv._internal_kv_del(key, namespace=_STORE)
     return session
+
+
+def _put(key: bytes, text: str) -> None:
+    try:
+        internal_kv._internal_kv_put(key, text, overwrite=True, namespace=_STORE)
+    except ray.exceptions.RayError as error:
+        raise BootstrapError(f"Ray's store does not answer: {error}", rank=0) from error
 
 
 def _visit(key: bytes, rank: int, nranks: int, patience: float, options: Options) -> Session:
     deadline, pause = time.monotonic() + patience, FIRST_PAUSE
     problem = BootstrapError(f"rank 0 put no unique id into Ray's store within {patience:g} s", rank=rank, peer=0)
     while (left := deadline - time.monotonic()) > 0:
-        text = (internal_kv._internal_kv_get(key, namespace=_STORE) or b"").decode("ascii", "replace")
+        try:
+            text = (internal_kv._internal_kv_get(key, namespace=_STORE) or b"").decode("ascii", "replace")
+        except ray.exceptions.RayError as error:  # the head node is starting again, say
+            problem, text = BootstrapError(f"Ray's store does not answer: {error}", rank=rank, peer=0), ""
         if text.startswith(_FAILED):  # it may be trying again
             problem = BootstrapError(f"rank 0 did not get the ranks together: {text.removeprefix(_FAILED)}", rank=rank, peer=0)
         elif text:

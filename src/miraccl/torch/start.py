@@ -8,10 +8,9 @@ from typing import Any
 import torch.distributed as dist
 
 from miraccl import params, trace
-from miraccl.bootstrap import UniqueId, connect
+from miraccl.bootstrap import Root, Session, UniqueId, connect, create_root, solo
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.member import Options
-from miraccl.comm.start import get_unique_id
 from miraccl.errors import BootstrapError, MiracclError
 from miraccl.torch.elsewhere import Elsewhere, devices_of_call
 from miraccl.torch.failures import as_backend_errors
@@ -31,9 +30,12 @@ def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
     store, rank, size, timeout = opts.store, opts.group_rank, opts.group_size, opts.timeout
     devices = devices_of_call(dict.fromkeys(DEVICES, NAME))
     with as_backend_errors():
-        ident = _publish(store) if rank == 0 else _wait_for(store, rank)
-        comm = _meet(ident, rank, size, timeout.total_seconds())
-        mail = comm.split(0)
+        comm = _meet(store, rank, size, timeout.total_seconds())
+        try:
+            mail = comm.split(0)
+        except BaseException:
+            comm.finalize()
+            raise
     assert mail is not None
     if rank == 0:  # all have read it by now; a later group on the same store must not find it
         with contextlib.suppress(RuntimeError, NotImplementedError):
@@ -61,22 +63,37 @@ def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
     return ProcessGroupMiraccl(store, comm, mail, elsewhere)
 
 
-def _meet(ident: str, rank: int, size: int, patience: float) -> Communicator:
-    """Ranks may come as far apart as the group's timeout; one that cannot reach rank 0 knows it sooner."""
+def _meet(store: Any, rank: int, size: int, patience: float) -> Communicator:
     trace.configure()
-    dial = min(patience, params.BOOTSTRAP_TIMEOUT.read())
-    session = connect(UniqueId.parse(ident), rank, size, patience, session_timeout=patience, dial_timeout=dial)
-    return Communicator.from_session(session, Options.create(timeout=patience, cta_policy="efficiency"))
+    options = Options.create(timeout=patience, cta_policy="efficiency")
+    if size == 1:
+        session = solo(patience)
+    elif rank == 0:
+        session = _host(store, size, patience)
+    else:
+        session = _connect(UniqueId.parse(_wait_for(store, rank)), rank, size, patience)
+    return Communicator.from_session(session, options)
 
 
-def _publish(store: Any) -> str:
+def _host(store: Any, size: int, patience: float) -> Session:
+    """Rank 0's way: it opens the meeting point, and closes it if it gives up."""
     try:
-        ident = str(get_unique_id())
+        ident, root = create_root(nranks=size)
     except MiracclError as error:
         store.set(KEY, f"{_FAILED}{error}")
         raise
-    store.set(KEY, ident)
-    return ident
+    try:
+        store.set(KEY, str(ident))
+        return _connect(ident, 0, size, patience, root)
+    except BaseException as error:
+        root.close(f"rank 0 gave up: {type(error).__name__}")
+        raise
+
+
+def _connect(ident: UniqueId, rank: int, size: int, patience: float, root: Root | None = None) -> Session:
+    """Ranks may come as far apart as the group's timeout; one that cannot reach rank 0 knows it sooner."""
+    dial = min(patience, params.BOOTSTRAP_TIMEOUT.read())
+    return connect(ident, rank, size, patience, session_timeout=patience, dial_timeout=dial, root=root)
 
 
 def _wait_for(store: Any, rank: int) -> str:
