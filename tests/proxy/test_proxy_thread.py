@@ -265,6 +265,41 @@ def test_bug_in_the_proxy_is_reported_as_internal_loss(rig, monkeypatch, caplog)
     assert "the proxy failed" in caplog.text
 
 
+@pytest.mark.parametrize("command", ["detach", "abort", "close", "attach"])
+def test_nobody_waits_for_a_proxy_that_has_failed(monkeypatch, command):
+    """A command that comes between the failure and the end of the thread."""
+    calls = {"detach": ([7],), "abort": ("enough",), "close": (), "attach": ([],)}
+    caught: list[CommunicatorClosed] = []
+
+    def give() -> None:
+        try:
+            getattr(rig.proxy, command)(*calls[command], **({"linger": WAIT_S} if command == "detach" else {}))
+        except CommunicatorClosed as error:
+            caught.append(error)
+
+    def lost(peer, loss):
+        giver.start()
+        while rig.proxy._commands.empty():
+            pass
+
+    def broken(self):
+        raise ZeroDivisionError("a bug")
+
+    giver = threading.Thread(target=give)
+    rig = Rig(on_lost=lost)
+    try:
+        monkeypatch.setattr(Driver, "advance", broken)
+        rig.send.post(b"x")
+        rig.proxy._thread.join(WAIT_S)
+        giver.join(WAIT_S / 4)
+        assert not giver.is_alive()
+        assert len(caught) == (command == "attach")
+        while rig.peers[0].recv(4096):  # and no stream stays open
+            pass
+    finally:
+        rig.close()
+
+
 # --- life ---
 
 

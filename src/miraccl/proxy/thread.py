@@ -55,6 +55,8 @@ class Proxy:
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._words = Memory(PAGE_BYTES)
         self._stopping = False
+        self._ended = False  # the thread takes no more commands
+        self._gate = threading.Lock()  # between that and commands on their way
         self._closed = False
         self._thread = threading.Thread(target=self._main, name=f"miraccl-proxy-{rank}", daemon=True)
         with as_system_failure("the proxy cannot be started", rank=rank), ExitStack() as unless_it_runs:
@@ -82,26 +84,25 @@ class Proxy:
         self._call(lambda: self._attach(connections))
 
     def detach(self, peers: Sequence[int], *, linger: float) -> None:
-        """Send what is posted for at most ``linger`` seconds, then close these links."""
-        if self._closed:
-            return
+        """Send what is posted for at most ``linger`` seconds, then close these links. Nothing is left to do once the thread has ended."""
         deadline = time.monotonic() + linger
         done = threading.Event()
-        self._call(lambda: self._start_closing(peers, done))
-        done.wait(max(0.0, deadline - time.monotonic()))
-        self._call(lambda: self._remove(peers))
+        with suppress(CommunicatorClosed):
+            self._call(lambda: self._start_closing(peers, done))
+            done.wait(max(0.0, deadline - time.monotonic()))
+            self._call(lambda: self._remove(peers))
 
     def abort(self, text: str) -> None:
         """Close all links at once; peers that listen are told ``text``."""
-        if not self._closed:
+        with suppress(CommunicatorClosed):
             self._call(lambda: self._abort(text))
 
     def close(self, *, linger: float = 0.0) -> None:
         """Close all links and end the thread; may be called twice."""
         if self._closed:
             return
-        if self._thread.is_alive():
-            self.detach(list(self._drivers), linger=linger)
+        self.detach(list(self._drivers), linger=linger)
+        with suppress(CommunicatorClosed):  # it has ended by a fault of its own
             self._call(self._stop)
         self._closed = True
         self._thread.join(COMMAND_TIMEOUT_S)
@@ -110,13 +111,14 @@ class Proxy:
 
     def _call(self, action: Callable[[], None]) -> None:
         """Run ``action`` in the thread and wait for its end."""
-        if self._closed or not self._thread.is_alive():
-            raise CommunicatorClosed("the proxy is closed", rank=self.rank)
         if threading.current_thread() is self._thread:
             return action()
         command = _Command(action)
-        self._commands.put(command)
-        os.eventfd_write(self._bell, 1)
+        with self._gate:
+            if self._ended:
+                raise CommunicatorClosed("the proxy is closed", rank=self.rank)
+            self._commands.put(command)
+            os.eventfd_write(self._bell, 1)
         if not command.done.wait(COMMAND_TIMEOUT_S):
             raise MiracclError(f"the proxy did not answer for {COMMAND_TIMEOUT_S} s", rank=self.rank)
         if command.error:
@@ -139,6 +141,19 @@ class Proxy:
             for driver in self._drivers.values():
                 driver.handle(wire.InternalError(f"the proxy failed: {error!r}"))
             self._wake(self.rank)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Close what is open, and let nobody wait for this thread."""
+        self._remove(list(self._drivers))
+        with self._gate:
+            self._ended = True
+        with suppress(queue.Empty):
+            while True:
+                self._commands.get_nowait().refuse(CommunicatorClosed("the proxy is closed", rank=self.rank))
+        for _, done in self._closers:
+            done.set()
 
     def _round(self) -> bool:
         """One call per stream and direction; True when some stream is ready for another."""
@@ -225,6 +240,10 @@ class _Command:
             self._action()
         except Exception as error:
             self.error = error
+        self.done.set()
+
+    def refuse(self, error: Exception) -> None:
+        self.error = error
         self.done.set()
 
 
