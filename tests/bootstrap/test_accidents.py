@@ -151,6 +151,14 @@ def test_a_process_that_was_stopped_takes_the_answer_that_waits_for_it(monkeypat
     assert _job_with() == ["done", "done"]
 
 
+def test_a_hub_whose_process_is_stopped_does_not_answer(nothing_is_left):
+    """Its kernel takes the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        address = stopped.getsockname()[:2]
+        with pytest.raises(HubNotFound, match=rf"127\.0\.0\.1:{address[1]}: no answer"):
+            connect(UniqueId(addresses=(address,), secret=b"s" * 32), 1, 2, 0.2)
+
+
 def test_a_message_that_is_too_long_is_refused_and_the_next_one_passes(monkeypatch):
     monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 1 << 16)
     with job(2) as sessions:

@@ -49,6 +49,11 @@ class _Try:
     give_up: float
     started: bool = False
 
+    @property
+    def silence(self) -> str:
+        """What is wrong with a try in which nothing happens."""
+        return "no answer" if self.started else "no connection"
+
 
 class Dialer:
     """One search for a hub. ``targets``: (host, port) in order of preference; hosts may be names.
@@ -103,6 +108,8 @@ class Dialer:
             self._selector.close()
 
     def _explain(self) -> str:
+        for attempt in self._tries:
+            attempt.endpoint.trouble = attempt.silence
         troubles: dict[str, list[str]] = {}
         for endpoint in self._endpoints.values():
             troubles.setdefault(endpoint.trouble, []).append(endpoint.name)
@@ -179,7 +186,7 @@ class Dialer:
         now = time.monotonic()
         # A process that was stopped finds the hub's answer and its own patience at an end: the answer counts.
         for attempt in [attempt for attempt in self._tries if attempt.give_up <= now and attempt not in proved]:
-            self._end(attempt, "no answer" if attempt.started else "no connection")
+            self._end(attempt, attempt.silence)
         return proved[0] if proved else None
 
     def _advance(self, attempt: _Try) -> bool:
