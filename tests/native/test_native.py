@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import stat
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -99,3 +101,28 @@ def test_helpers_of_kernels_are_callable_from_kernels_only() -> None:
         load(0)
     assert PyLong_AsLong.symbol == "PyLong_AsLong"
     assert PyLong_FromLong.symbol == "PyLong_FromLong"
+
+
+def test_builtins_of_many_owners_cost_nothing_once_they_are_gone() -> None:
+    """Every communicator makes its builtins anew. ``PyObject_Repr`` looks at their owner, and at no argument."""
+    address = ctypes.cast(ctypes.pythonapi.PyObject_Repr, ctypes.c_void_p).value
+    assert address is not None
+    assert [native.builtin("repr", address, owner)() for owner in ("one", 2)] == ["'one'", "2"]
+    tracemalloc.start()
+    try:
+        for _ in range(1000):
+            native.builtin("repr", address)
+        assert tracemalloc.get_traced_memory()[0] < 10_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_builtins_may_be_there_until_the_interpreter_ends() -> None:
+    """The last garbage collection reads their definitions, when the module that made them has gone; freed memory is overwritten here."""
+    command = (
+        "import ctypes, sys; from miraccl import native;"
+        "sys.kept = native.builtin('repr', ctypes.cast(ctypes.pythonapi.PyObject_Repr, ctypes.c_void_p).value, 1); print(sys.kept())"
+    )
+    environment = os.environ | {"PYTHONMALLOC": "malloc", "MALLOC_PERTURB_": "255"}
+    done = subprocess.run([sys.executable, "-c", command], env=environment, timeout=60, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")

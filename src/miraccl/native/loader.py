@@ -26,7 +26,6 @@ class _PyMethodDef(ctypes.Structure):
 _new_builtin = ctypes.pythonapi.PyCFunction_NewEx
 _new_builtin.restype = ctypes.py_object
 _new_builtin.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.py_object]
-_definitions: list[_PyMethodDef] = []  # CPython keeps a pointer to each
 _function_of = ctypes.pythonapi.PyCFunction_GetFunction
 _function_of.restype = ctypes.c_void_p
 _function_of.argtypes = [ctypes.py_object]
@@ -105,10 +104,19 @@ def _undefined(objects: list[bytes]) -> set[str]:
 
 def builtin(name: str, address: int, owner: object = None) -> Callable[..., Any]:
     """A Python builtin over the C function ``PyObject *f(PyObject *owner, PyObject *const *args, Py_ssize_t nargs)``."""
-    definition = _PyMethodDef(name.encode(), address, METH_FASTCALL, b"")
-    _definitions.append(definition)
-    function: Callable[..., Any] = _new_builtin(ctypes.addressof(definition), owner, None)
+    function: Callable[..., Any] = _new_builtin(ctypes.addressof(_definition(name, address)), owner, None)
     return function
+
+
+@functools.cache
+def _definition(name: str, address: int) -> _PyMethodDef:
+    """Builtins of all owners point to it.
+
+    It is never freed: builtins that are there until the interpreter ends outlive this module, and the last garbage collection reads it.
+    """
+    definition = _PyMethodDef(name.encode(), address, METH_FASTCALL, b"")
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(definition))
+    return definition
 
 
 def entry_of(function: Callable[..., Any]) -> tuple[int, int]:
