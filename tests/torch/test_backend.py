@@ -79,6 +79,7 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
                 training.checkpoint,
                 training.sharded,
                 training.compiled,
+                training.recorded,
             ),
         ),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
@@ -19,6 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.torch.worlds import both, equal, gloo, refused, world
@@ -281,6 +283,17 @@ def _compiled_with(path: str, backend: str) -> None:
                 x = torch.arange(4.0) + rank
                 both(lambda g: torch.compile(_around, backend=backend, fullgraph=whole)(x, rank, g or dist.group.WORLD), other)  # noqa: B023
             torch._dynamo.reset()
+
+
+def recorded(path: str) -> None:
+    """``make_fx`` records functional collectives; the others, which it would leave out, are refused, and so are tensors without values."""
+    with world(path) as (rank, nranks):
+        graph = make_fx(lambda x: functional.all_reduce(x, "sum", dist.group.WORLD) + 1)(torch.ones(2))
+        assert graph(torch.full((2,), float(rank))).tolist() == [sum(range(nranks)) + 1.0] * 2
+        with refused("broadcast", "make_fx", "_functional_collectives"):
+            make_fx(lambda x: dist.broadcast(x, 0))(torch.ones(2))
+        with FakeTensorMode(), refused("all_reduce", "a FakeTensor has no values"):
+            dist.all_reduce(torch.ones(2))
 
 
 def _around(x: Any, rank: int, group: Group) -> Any:

@@ -127,11 +127,20 @@ def _copy(target: Any, source: Any) -> None:
 
 def check(tensor: Any, where: str) -> None:
     """Raise ``InvalidUsage`` for tensors that this backend cannot carry."""
+    if torch._C._len_torch_dispatch_stack():
+        _check_not_recorded(where)
     if not tensor.is_cpu and not tensor.is_cuda:
         hint = "name a backend for this device: init_process_group('cpu:miraccl,xpu:xccl'), say"
         raise InvalidUsage(f"{where}: the tensor is on {tensor.device}; this backend works on {' and '.join(DEVICES)} tensors", hint=hint)
     if tensor.layout is not torch.strided:
         raise InvalidUsage(f"{where}: the tensor's layout is {tensor.layout}; allowed is torch.strided", hint="use to_dense()")
+
+
+def _check_not_recorded(where: str) -> None:
+    """``make_fx`` records PyTorch's operators, of which a call of a group written in Python is none: the recorded program would lack it."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        hint = "use torch.distributed._functional_collectives, or torch.compile"
+        raise InvalidUsage(f"{where}: make_fx does not record calls of this backend", hint=hint)
 
 
 def check_result(tensor: Any, where: str) -> None:
@@ -146,6 +155,8 @@ def _own(tensor: Any, where: str) -> Any:
     check(tensor, where)
     if type(tensor) is torch.Tensor:
         return tensor
+    if hasattr(tensor, "fake_mode"):
+        raise InvalidUsage(f"{where}: a {type(tensor).__name__} has no values", hint="use torch.distributed._functional_collectives")
     own = tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor.detach()
     if own.numel() and not own.data_ptr():
         raise InvalidUsage(f"{where}: a {type(tensor).__name__} has no memory of its own", hint="of a DTensor use to_local()")
