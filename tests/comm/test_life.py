@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 import miraccl
 from miraccl import Communicator
+from miraccl.bootstrap import solo
+from miraccl.comm.member import Options
 from miraccl.comm.window import PAGE, Window
-from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
+from miraccl.errors import InvalidUsage, MiracclError, PeerDied, SystemFailure
 from miraccl.transport.shm import Segment, slot_bytes_for
 from tests.comm import cases
 from tests.comm.test_p2p import background_collectives, everybody_to_everybody, receive_first, ring
@@ -420,6 +422,14 @@ def test_background_work_without_a_thread_fails_alone() -> None:
         return float(x[0])
 
     assert in_threads(2, work) == [4.0, 4.0]
+
+
+def test_a_broken_connection_is_told_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Communicator.from_session(solo(), Options.create()) as comm:
+        monkeypatch.setattr(threading.Thread, "start", _no_more_threads)
+        comm._member.faults.connection_lost(0, "reset", "the connection broke")
+        with pytest.raises(PeerDied, match="rank 0 died: the connection broke"):
+            comm.all_reduce(np.ones(2, np.float32))
 
 
 def _no_more_threads(thread: threading.Thread) -> None:

@@ -51,6 +51,20 @@ def test_centuries_are_a_deadline() -> None:
 # ---- the lane
 
 
+def test_a_lane_without_a_thread_takes_nothing_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more_threads(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    lane, work = Lane("test"), Work("first", [])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_more_threads)
+        with pytest.raises(BackendError, match=r"there can be no operation in the background: can't start new thread"):
+            lane.submit(Work("none", []), lambda: None)
+    lane.submit(work, lambda: None)
+    assert work.wait(datetime.timedelta(seconds=LIMIT_S))
+    assert lane.close(LIMIT_S)
+
+
 def test_many_threads_may_wait_for_one_work() -> None:
     work, lane, go = Work("slow", []), Lane("test"), threading.Event()
     lane.submit(work, lambda: go.wait(LIMIT_S))

@@ -141,7 +141,10 @@ class Faults:
             # A rank that raised an error and ended has told the hub why before its connections broke: that reason is the better one.
             timer = threading.Timer(NOTICE_FIRST_S, self.peer_lost, (rank, reason))
             timer.daemon = True
-            timer.start()
+            try:
+                timer.start()
+            except RuntimeError:  # no thread can be started: the reason that is known is better than none
+                self.peer_lost(rank, reason)
 
     def _noticed(self, source: int, payload: dict[str, Any]) -> None:
         if payload.get("kind") == control.KIND:
