@@ -229,8 +229,8 @@ class Meeting:
         elif now - self._refused.setdefault(peer, now) >= REFUSED_S:
             raise SystemFailure(f"cannot reach rank {peer} at {self._why[peer]}", rank=self._rank, peer=peer)
         call.turn += 1
-        round, within = divmod(call.turn, len(self._peers[peer].addresses))
-        call.due = now if within else now + min(FIRST_PAUSE_S * 2.0 ** min(round, 16), LONGEST_PAUSE_S)
+        lap, within = divmod(call.turn, len(self._peers[peer].addresses))
+        call.due = now if within else now + min(FIRST_PAUSE_S * 2.0 ** min(lap, 16), LONGEST_PAUSE_S)
         self._calls.append(call)
 
     # --- their calls
