@@ -157,9 +157,9 @@ def unlike_messages_of_groups(what: str) -> Any:
 
 
 def split_against(what: str, ranks_per_host: int) -> Any:
-    """Rank 1 calls split, the others ``what``; all have time, but for what is not decided before the deadline."""
+    """Rank 1 calls split, the others ``what``; all have time."""
     act_as_hosts(ranks_per_host)
-    comm = miraccl.init(timeout=1.0 if what == "async" else 600)
+    comm = miraccl.init(timeout=600)
     together(comm)
     comm.all_reduce(np.ones(3))
     session = comm._member.session
@@ -179,7 +179,7 @@ def split_against(what: str, ranks_per_host: int) -> Any:
         if comm.rank == 1:
             comm.split(0)
         else:
-            if what == "async" or (what == "abort" and comm.rank == 0):  # who aborts ends the meeting that another one would look for
+            if what == "abort" and comm.rank == 0:  # who aborts ends the meeting that another one would look for
                 until(lambda told: bool(told[1]["meeting"]), session)
             if what != "abort" or comm.rank == 0:
                 calls[what]()

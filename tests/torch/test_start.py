@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
+import types
 from collections.abc import Iterator
 
 import pytest
@@ -19,23 +21,30 @@ from tests.support.accidents import few_descriptors, open_files
 
 @pytest.fixture
 def no_meeting_point_is_left() -> Iterator[None]:
-    files = open_files()
+    files, threads = open_files(), threading.enumerate()
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("miraccl")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("miraccl") and thread not in threads]
     assert open_files() <= files
+
+
+def meet(store: dist.Store, rank: int, patience: float) -> None:
+    """One of two ranks on its way into a group."""
+    timeout = datetime.timedelta(seconds=patience)
+    opts = types.SimpleNamespace(timeout=timeout, group_id="", group_rank=rank, global_ranks_in_group=[])
+    start._meet(store, rank, 2, patience, start._NewGroup(opts))
 
 
 def test_a_rank_0_that_is_short_of_descriptors_tells_the_others(no_meeting_point_is_left: None) -> None:
     store = dist.HashStore()
     with few_descriptors(0), pytest.raises(SystemFailure, match="Too many open files"):
-        start._meet(store, 0, 2, 1.0)
+        meet(store, 0, 1.0)
     with pytest.raises(BootstrapError, match=r"rank 0 could not open the meeting point: .*Too many open files"):
-        start._meet(store, 1, 2, 1.0)
+        meet(store, 1, 1.0)
 
 
 def test_a_rank_0_that_gives_up_closes_the_meeting_point(no_meeting_point_is_left: None) -> None:
     with pytest.raises(BootstrapError, match="rank 1 of 2 never arrived"):
-        start._meet(dist.HashStore(), 0, 2, 0.05)
+        meet(dist.HashStore(), 0, 0.05)
 
 
 def test_a_store_that_fails_leaves_no_meeting_point(no_meeting_point_is_left: None) -> None:
@@ -44,7 +53,7 @@ def test_a_store_that_fails_leaves_no_meeting_point(no_meeting_point_is_left: No
             raise RuntimeError("the store is gone")
 
     with pytest.raises(RuntimeError, match="the store is gone"):
-        start._meet(Gone(), 0, 2, 1.0)
+        meet(Gone(), 0, 1.0)
 
 
 def test_a_group_of_one_needs_no_meeting_point() -> None:

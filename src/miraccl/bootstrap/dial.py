@@ -11,7 +11,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from miraccl.bootstrap.hub import LONGEST_NAP, tune
@@ -72,9 +72,10 @@ class Dialer:
         deadline: float,
         probing: bool = False,
         not_before: Mapping[tuple[object, ...], float] | None = None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         self._targets, self._secret, self._rank, self._nranks = targets, secret, rank, nranks
-        self._deadline, self._probing, self._not_before = deadline, probing, not_before or {}
+        self._deadline, self._probing, self._not_before, self._look = deadline, probing, not_before or {}, look
         self._endpoints: dict[tuple[object, ...], _Endpoint] = {}
         self._unresolved: dict[str, str] = dict.fromkeys((host for host, _ in targets), "not tried")
         self._lookups: list[Lookup] = []
@@ -91,6 +92,7 @@ class Dialer:
         winner: _Try | None = None
         try:
             while winner is None:
+                self._look()
                 now = time.monotonic()
                 self._check_verdict(now)
                 self._resolve(now)

@@ -6,7 +6,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from miraccl import params
@@ -32,6 +32,10 @@ ROUTE_SECONDS = 2.0
 ACCIDENT_PAUSE = 0.02
 
 
+def _nothing() -> None:
+    pass
+
+
 def connect(
     unique_id: UniqueId,
     rank: int,
@@ -42,11 +46,13 @@ def connect(
     dial_timeout: float | None = None,
     root: Root | None = None,
     thread_ids: Sequence[int] = (),
+    look: Callable[[], None] = _nothing,
 ) -> Session:
     """Meet all ranks of the job; returns when everyone is in. ``timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT.
 
     ``session_timeout`` (default MIRACCL_TIMEOUT) is the deadline of the session's later calls, ``dial_timeout`` (default ``timeout``)
-    that for finding the hub; ``root`` is handed to the session to keep.  Ranks come in any order, also before the root listens.
+    that for finding the hub; ``root`` is handed to the session to keep; ``look`` is called every so often, and what it raises ends the
+    attempt.  Ranks come in any order, also before the root listens.
     Raises ``BootstrapError``: missing ranks named, a rank number used twice, different nranks, another version;
     ``AuthenticationError``: wrong secret; ``PeerDied``: a rank died while the ranks were meeting.
     """
@@ -67,6 +73,7 @@ def connect(
         dial_timeout=dial_timeout,
         root=root,
         thread_ids=thread_ids,
+        look=look,
     )
 
 
@@ -104,6 +111,7 @@ def join_job(
     root: Root | None = None,
     route_to: str | None = None,
     thread_ids: Sequence[int] = (),
+    look: Callable[[], None] = _nothing,
 ) -> Session:
     """``connect`` for a list of (host, port), see ``Dialer`` for ``probing``.
 
@@ -128,6 +136,7 @@ def join_job(
         dial_deadline=deadline if dial_timeout is None else min(deadline, time.monotonic() + dial_timeout),
         probing=probing,
         remote=next((host for host in hosts if not is_loopback(host)), None),
+        look=look,
     )
     link, meeting = search.meet()
     session = Session(
@@ -151,6 +160,7 @@ class _Search:
     dial_deadline: float
     probing: bool
     remote: str | None
+    look: Callable[[], None]
     accident: str = ""
     not_before: dict[tuple[object, ...], float] = field(default_factory=dict)
 
@@ -196,6 +206,7 @@ class _Search:
             deadline=self.dial_deadline,
             probing=self.probing,
             not_before=self.not_before,
+            look=self.look,
         )
 
     def _join_hub(self, sock: socket.socket, machine: MemberMachine) -> tuple[Link, Meeting]:
@@ -206,7 +217,7 @@ class _Search:
             sock.close()
             raise
         try:
-            return link, link.meet(join, self.deadline)
+            return link, link.meet(join, self.deadline, self.look)
         except BaseException:
             link.close("the meeting failed")
             raise

@@ -46,6 +46,8 @@ _log = trace.logger("bootstrap")
 #: The hub keeps the deadlines; a member waits this much longer (seconds) for its word.
 GRACE_SECONDS = 1.0
 GOODBYE_SECONDS = 1.0
+#: How often whoever waits for a meeting looks whether that has a use.
+LOOK_SECONDS = 0.1
 
 
 class View(Protocol):
@@ -136,17 +138,19 @@ class Link:
 
     # --- meeting ----------------------------------------------------------------------------------------------------
 
-    def meet(self, join: Join, deadline: float) -> Meeting:
-        """Join and wait for all ranks. ``deadline`` is a time of the monotonic clock.
+    def meet(self, join: Join, deadline: float, look: Callable[[], None]) -> Meeting:
+        """Join and wait for all ranks. ``deadline`` is a time of the monotonic clock; ``look`` may raise to end the wait.
 
         Raises ``PeerDied`` (a rank or the hub died), ``BootstrapError`` (a rank is missing or was refused), ``JobOver`` or
         ``HubVanished``.
         """
         with self._cond:
             self._command(join)
-            self._cond.wait_for(
-                lambda: self.meeting or self._refused or self._hub_lost, max(0.0, deadline - time.monotonic()) + GRACE_SECONDS
-            )
+            left = GRACE_SECONDS
+            while not (self.meeting or self._refused or self._hub_lost) and left > 0:
+                look()
+                left = deadline + GRACE_SECONDS - time.monotonic()
+                self._cond.wait(min(max(0.0, left), LOOK_SECONDS))
             if self.meeting is not None:
                 return self.meeting
             refused, lost = self._refused, self._hub_lost

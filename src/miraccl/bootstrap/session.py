@@ -73,6 +73,8 @@ class Session:
         self._of_world = {world: local for local, world in enumerate(ranks)}
         self.hosts = [meeting.members[r].host for r in ranks]
         self.pids = [meeting.members[r].pid for r in ranks]
+        #: By rank what names its process, in all sessions.
+        self.tokens = tuple(meeting.members[r].token.hex() for r in ranks)
         self.all_addresses = [meeting.members[r].addresses for r in ranks]
         self.addresses = _addresses([meeting.members[r] for r in ranks])
         self._lock = threading.Lock()
@@ -89,6 +91,11 @@ class Session:
     @property
     def closed(self) -> bool:
         return self._closed
+
+    @property
+    def key(self) -> str:
+        """A name of this session that no other has; the same on all ranks."""
+        return hashlib.sha256(b"key of a session" + self.data_key).hexdigest()[:16]
 
     @property
     def root(self) -> Root | None:
@@ -145,8 +152,8 @@ class Session:
         if self._link is not None:  # each answers after what came before the question
             self._link.ask_status(self._group, timeout, [self._ranks[r] for r in without])
 
-    def request_status(self, timeout: float = 1.0) -> dict[int, dict[str, Any]]:
-        """What each rank is doing, by rank, after at most ``timeout`` seconds.
+    def request_status(self, timeout: float = 1.0, without: Collection[int] = ()) -> dict[int, dict[str, Any]]:
+        """What each rank is doing, by rank, after at most ``timeout`` seconds; those in ``without`` are not waited for.
 
         An answer has ``answered: True``, pid, host, ``threads`` (for each thread ``where``: file:line function outside this package, and
         its ``stack``) and ``status``, the provider's result.  A rank that did not answer has ``answered: False`` and a ``reason``.
@@ -154,7 +161,7 @@ class Session:
         self._check_open("request_status")
         answers = {self.rank: framing.decode_json(self._own_status())}
         if self._link is not None:
-            replies, absent = self._link.ask_status(self._group, timeout)
+            replies, absent = self._link.ask_status(self._group, timeout, [self._ranks[r] for r in without])
             for world, payload in replies.items():
                 if world in self._of_world:
                     with contextlib.suppress(ProtocolError):

@@ -57,3 +57,16 @@ def _below_libraries(frame: FrameType) -> FrameType:
     while caller is not None and _is_library(caller) and not _is_ours(caller):
         caller = caller.f_back
     return caller or frame
+
+
+def runs_user_code(frame: FrameType, *, also_here: bool) -> bool:
+    """Whether a thread at ``frame`` runs a line that is neither of a library nor ours (``also_here``: or ours)."""
+    at: FrameType | None = frame
+    while at is not None:
+        if _is_ours(at):
+            if also_here:
+                return True
+        elif not _is_library(at):
+            return True
+        at = at.f_back
+    return False

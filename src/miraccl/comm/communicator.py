@@ -5,15 +5,18 @@ Its operations are those of ``comm.operations``.  This file knows neither transp
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from miraccl.bootstrap import Session, UniqueId
 from miraccl.comm.control import FINALIZE
+from miraccl.comm.fabric import FIRST_TAG
+from miraccl.comm.lookout import Creation
 from miraccl.comm.meeting import meet_by_id
 from miraccl.comm.member import Member, Options
 from miraccl.comm.operations import SUM, Operations
 from miraccl.comm.planner import Candidate
-from miraccl.errors import BootstrapError, MiracclError, PeerDied
+from miraccl.errors import BootstrapError, CommunicatorAborted, MiracclError, PeerDied
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.types import Collective, DType
 
@@ -144,13 +147,17 @@ class Communicator(Operations):
         """A communicator of the ranks that live, after this one broke. Collective over the living; who dies meanwhile is left out, too."""
         member = self._member
         self._splits += 1
+        name = f"shrink {self._splits} of {member.session.key}"  # whoever they take for living: those who know less will learn it
         while True:
             ranks = member.living()
-            try:
-                return Communicator.from_session(member.among(ranks, self._splits), member.options, parent=self)
-            except (PeerDied, BootstrapError):
-                if not member.fewer_live(ranks):
-                    raise
+            session = member.among(ranks, self._splits)
+            with Creation(name, session.tokens, "shrink", self.rank, functools.partial(session.end_gather, FIRST_TAG)) as creation:
+                try:
+                    return Communicator.from_session(session, member.options, parent=self)
+                except (CommunicatorAborted, PeerDied, BootstrapError) as error:
+                    if isinstance(error, CommunicatorAborted) or not member.fewer_live(ranks):
+                        creation.look()
+                        raise
 
     def abort(self, reason: str = "abort() was called") -> None:
         """End the communicator now, on all ranks: whoever waits raises ``CommunicatorAborted``. Any thread may call it."""

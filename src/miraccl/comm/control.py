@@ -30,8 +30,9 @@ COUNTED_RANKS = 64
 class Control:
     """This rank's operations on the control plane. ``alone`` says whether nothing else of this rank is under way."""
 
-    def __init__(self, session: Session, fabric: Fabric, alone: Callable[[], bool]) -> None:
-        self._session, self._fabric, self._alone = session, fabric, alone
+    def __init__(self, session: Session, fabric: Fabric, alone: Callable[[], bool], long: Callable[[], None]) -> None:
+        """``long`` is called, on any thread, when an operation takes long."""
+        self._session, self._fabric, self._alone, self._long = session, fabric, alone, long
         self._lock = threading.Lock()
         self._completed = 0
         self._now: dict[str, Any] = {}
@@ -42,6 +43,12 @@ class Control:
         """The operation that this rank is in, empty if it is in none: ``op``, ``tag``, ``number``, ``alone``."""
         now = self._now
         return {**now, "alone": self._alone()} if now else {}
+
+    @property
+    def come(self) -> int:
+        """The number of the last operation that this rank has come to."""
+        now = self._now
+        return max(self._completed, now["number"] if now and now["op"] != FINALIZE else 0)
 
     def gather(self, tag: str, data: bytes) -> list[bytes]:
         """``session.all_gather`` as the operation that this rank is in."""
@@ -69,15 +76,17 @@ class Control:
 
     def _tell(self, after: float, over: threading.Event) -> None:
         """On a thread of its own: tell once, as soon as nothing else of this rank is under way."""
-        while not over.wait(after):
-            now = self.now
-            if now.get("alone"):
-                word = {"kind": KIND, **now, "seq": self._fabric.board()["seq"]}
-                if self._session.nranks <= COUNTED_RANKS:
-                    word["sent"] = self._fabric.context.sent()
-                with suppress(MiracclError):  # the control plane is gone, and the wait with it
-                    self._session.notify(word)
+        if over.wait(after):
+            return
+        self._long()
+        while not (now := self.now).get("alone"):
+            if over.wait(after):
                 return
+        word = {"kind": KIND, **now, "seq": self._fabric.board()["seq"]}
+        if self._session.nranks <= COUNTED_RANKS:
+            word["sent"] = self._fabric.context.sent()
+        with suppress(MiracclError):  # the control plane is gone, and the wait with it
+            self._session.notify(word)
 
     def hear(self, rank: int, word: dict[str, Any]) -> None:
         """From the watcher: a rank waits."""

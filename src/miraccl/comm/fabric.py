@@ -32,6 +32,7 @@ NET_SLOT, NET_BUDGET = 1 << 20, 16 << 20
 ALONE = WaitPolicy(spin=1000, yields=5)
 CROWDED = WaitPolicy(spin=30, yields=60, membarrier=False)
 
+FIRST_TAG = "fabric hello"  # of the rounds of the all-gather
 DEATH_NOTICE_S = 1.0  # in which the control plane tells of a death that a system call has shown already
 
 
@@ -89,7 +90,7 @@ class Fabric:
             "machine": machine(),
             "numa": numa_domain(),
         }
-        records = self._exchange("hello", hello)
+        records = self._exchange(FIRST_TAG, hello)
         _compare([record["beliefs"] for record in records])
         self.constants_text = str(records[0]["beliefs"]["constants"])
         self.endpoints = {
@@ -114,13 +115,13 @@ class Fabric:
         self._transports.append(shm)
         network = self._network(me, len(far)) if far else None
         blob = {"shm": shm.setup().decode(), "net": network.setup().hex() if network else ""}
-        infos = self._exchange("connect", blob)
+        infos = self._exchange("fabric connect", blob)
         pairs = self._reach(shm, {r: infos[r]["shm"].encode() for r in near})
         if network:
             pairs.update(self._reach(network, {r: bytes.fromhex(infos[r]["net"]) for r in far}))
         readable = [] if params.CMA_DISABLE.read() else sorted(shm.readable)
         mine = {"readable": readable, "membarrier": atomics.register_membarrier(), "domains": self._domains()}
-        abilities = self._exchange("abilities", mine)
+        abilities = self._exchange("fabric abilities", mine)
         shm.release()
         order = order_ranks(self.places, abilities[0]["domains"])
         self.order = () if order == tuple(range(self.nranks)) else order
@@ -143,7 +144,7 @@ class Fabric:
             stream_from=self.stream_from,
         )
         slot_bytes = min([w.slot_bytes for w in wires.values()], default=shm.slot_bytes)
-        self.slot_bytes = min(int(n) for n in self._exchange("ready", slot_bytes))  # hosts with many ranks have smaller slots
+        self.slot_bytes = min(int(n) for n in self._exchange("fabric ready", slot_bytes))  # hosts with many ranks have smaller slots
 
     def _reach(self, transport: Transport, infos: dict[int, bytes]) -> dict[int, FifoPair]:
         """Connect; where that fails because a process is gone, its death is the error."""
@@ -205,11 +206,11 @@ class Fabric:
         )
 
     def _exchange(self, tag: str, value: Any) -> list[Any]:
-        blobs = self.session.all_gather(json.dumps(value).encode(), f"fabric {tag}")
+        blobs = self.session.all_gather(json.dumps(value).encode(), tag)
         try:
             return [json.loads(blob) for blob in blobs]
         except ValueError as error:
-            raise ProtocolError(f"a rank's {tag} record is malformed") from error
+            raise ProtocolError(f"a rank's record for {tag!r} is malformed") from error
 
     def wake(self, rank: int) -> None:
         """Wake this rank if it sleeps in the engine; any thread may call it."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from miraccl.bootstrap import Event, Notice, PeerLeft, PeerLost, Session
-from miraccl.comm import control
+from miraccl.comm import control, lookout, whereabouts
 from miraccl.comm.control import Control
 from miraccl.comm.differences import (
     activity,
@@ -69,7 +69,7 @@ class Faults:
         self._silent: set[int] = set()  # did not answer when they were asked last
         self._told = threading.Event()
         self._lock = threading.Lock()
-        self.control = Control(session, fabric, alone)
+        self.control = Control(session, fabric, alone, lookout.lookout.call)
         session.status_provider = self.status
         session.on_event(self._on_event)
         for event in list(fabric.early):
@@ -80,7 +80,7 @@ class Faults:
     def status(self) -> dict[str, Any]:
         history = [[number, sig, count] for number, (sig, count) in self.fabric.history(self.rank).items()]
         counted = {"sent": self.fabric.context.sent()} if self.nranks <= control.COUNTED_RANKS else {}
-        return {**self.fabric.board(), "history": history, "meeting": self.control.now, **counted}
+        return {**self.fabric.board(), "history": history, "meeting": self.control.now, **counted, "program": whereabouts.report()}
 
     # ---- operations on the control plane
 
@@ -140,7 +140,7 @@ class Faults:
         elif kind != "aborted":  # a notice with the reason is under way
             # A rank that raised an error and ended has told the hub why before its connections broke: that reason is the better one.
             timer = threading.Timer(NOTICE_FIRST_S, self.peer_lost, (rank, reason))
-            timer.daemon = True
+            timer.daemon, timer.name = True, "miraccl connection lost"
             try:
                 timer.start()
             except RuntimeError:  # no thread can be started: the reason that is known is better than none
@@ -150,6 +150,9 @@ class Faults:
         if payload.get("kind") == control.KIND:
             self.control.hear(source, payload)
             self._compare_meetings()
+            return
+        if payload.get("kind") == lookout.KIND:
+            lookout.end(str(payload.get("message")), payload.get("waits", {}))
             return
         kind = _KINDS.get(str(payload.get("kind")))
         if kind is None:
@@ -302,7 +305,7 @@ class Faults:
 
     def _statuses(self) -> dict[int, dict[str, Any]]:
         try:
-            statuses = self.session.request_status(STATUS_WAIT_S)
+            statuses = self.session.request_status(STATUS_WAIT_S, without={*self.left, *self.session.gone()})
         except MiracclError:
             return {}
         self._silent = {rank for rank, answer in statuses.items() if not answer.get("answered")}

@@ -7,6 +7,7 @@ everything queues behind it.  The word ``CTX_BUSY`` of the context shuts the doo
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import os
@@ -21,14 +22,17 @@ import numpy as np
 
 from miraccl import __version__, params
 from miraccl.bootstrap import Session
-from miraccl.comm import nccl_wishes
+from miraccl.comm import nccl_wishes, whereabouts
 from miraccl.comm.arguments import data_type
 from miraccl.comm.calls import Call, Place, barrier
+from miraccl.comm.control import COUNTED_RANKS
 from miraccl.comm.exchange import Entry, Exchange, Transfer
 from miraccl.comm.fabric import Beliefs, Fabric
 from miraccl.comm.faults import NOTICE_FIRST_S, Faults
+from miraccl.comm.lookout import lookout
 from miraccl.comm.model import Constants, Shape, default_block_bytes
 from miraccl.comm.planner import Overrides, Planner, Request
+from miraccl.comm.seat import MemberSeat
 from miraccl.comm.tuning import load_constants
 from miraccl.comm.work import Work, Worker, patience
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError
@@ -144,9 +148,14 @@ class Member:
         )
         self.context.set(at.CTX_P2P_DIRECT, self.planner.single_copy)
         self.context.set(at.CTX_SWAP, int(self.constants.swap_slots))
-        self._worker = Worker(f"miraccl-work-{session.name}", lambda on: self.look_before_running(REASON_PENDING, on))
+        self.seat = MemberSeat(self)
+        busy = functools.partial(self.look_before_running, REASON_PENDING)
+        self._worker = Worker(f"miraccl-work-{session.name}", busy, self.seat.wait_inside)
         self._runs: dict[Request, Run] = {}
         self._exchange = Exchange(self.rank, self.context.wires, self.context.door("exchange", Collective.SEND_RECV))
+        if 1 < self.nranks <= COUNTED_RANKS:  # else there is nobody to ask, or too many
+            self.context.set(at.CTX_LOOKOUT, lookout.open())
+            whereabouts.take(self.seat)
         _members.add(self)
 
     def _copy_once_from(self, asked: str, measured: int) -> int:
@@ -339,7 +348,18 @@ class Member:
 
     def meet(self, name: str, tag: str, data: bytes) -> list[bytes]:
         """Everybody's ``data``, from an operation ``name`` of all ranks on the control plane."""
-        return self.faults.meet(name, tag, data)
+        with whereabouts.Waiting(self.seat.meeting):
+            return self.faults.meet(name, tag, data)
+
+    @property
+    def pending(self) -> int:
+        """Operations in the background."""
+        return self._worker.pending
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """Sends and receives that have begun and not ended."""
+        return [entry.transfer for entry in self._exchange.open]
 
     def waits_only(self) -> bool:
         """Whether nothing of this rank is under way beside its program."""
@@ -395,6 +415,7 @@ class Member:
                 self.fabric.set_abort(at.ERR_ABORTED)
                 self._worker.close(CLOSE_WAIT_S)
             self.closed = True
+            whereabouts.leave(self.seat)
             self.look_before_running(REASON_CLOSED, True)
             broken = str(self.faults.fault) if self.faults.fault is not None else ""
             self.fabric.close(abort=broken)

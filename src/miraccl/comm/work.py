@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from miraccl import params
+from miraccl.comm.whereabouts import Wait, Waiting
 from miraccl.errors import CollectiveTimeout, InvalidUsage, as_system_failure
 
 
@@ -24,14 +25,18 @@ def patience(timeout: float | None) -> float | None:
 class Work:
     """An operation that was started with ``async_op=True``. Its buffers belong to the library until ``wait`` has returned."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, where: Callable[[], Wait | None] | None = None) -> None:
+        """``where``: what whoever waits for it waits in."""
+        self.name, self._where = name, where
         self._done = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
 
     def wait(self, timeout: float | None = None) -> Any:
         """The result, once it is there; raises the operation's error, or ``CollectiveTimeout`` after ``timeout`` seconds."""
+        if timeout is None and self._where is not None and not self._done.is_set():
+            with Waiting(self._where):
+                self._done.wait()
         if not self._done.wait(patience(timeout)):
             raise CollectiveTimeout(f"not finished within {timeout:g} s; it goes on in the background", op=self.name)
         if self._error is not None:
@@ -64,8 +69,9 @@ class Worker:
     of the communicator queues up behind them.
     """
 
-    def __init__(self, name: str, busy: Callable[[bool], None]) -> None:
-        self._name, self._busy = name, busy
+    def __init__(self, name: str, busy: Callable[[bool], None], where: Callable[[], Wait | None]) -> None:
+        """``where``: what its thread waits in."""
+        self._name, self._busy, self._where = name, busy, where
         self._queue: queue.SimpleQueue[tuple[Work, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pending = 0
@@ -77,7 +83,7 @@ class Worker:
         return self._pending
 
     def submit(self, name: str, action: Callable[[], Any]) -> Work:
-        work = Work(name)
+        work = Work(name, self._where)
         with self._lock:
             if self._closed:
                 raise InvalidUsage("the communicator is closed", op=name)

@@ -14,6 +14,7 @@ from miraccl import params
 from miraccl.comm.arguments import Array, view
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.exchange import Entry, Exchange, Transfer
+from miraccl.comm.seat import MemberSeat
 from miraccl.errors import CollectiveTimeout, MiracclError
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.types import Collective
@@ -37,6 +38,11 @@ def run_beside(comm: Communicator, on: bool) -> None:
     """Whether other threads than that of the program are inside the communicator, so that one that waits there keeps nothing else from
     running."""
     comm._member.context.set(at.CTX_ASIDE, int(on))
+
+
+def seat_of(comm: Communicator) -> MemberSeat:
+    """For those who look for where programs wait."""
+    return comm._member.seat
 
 
 @contextmanager
@@ -92,6 +98,16 @@ class Wire(Exchange):
     def header(self, array: Array, peer: int, *, receives: bool) -> Entry:
         """What ``take_in`` and ``put`` take, for memory that is used again and again."""
         return self._entry(self._transfer(array, peer, receives))
+
+    def received(self, peer: int) -> int:
+        """How many messages of a rank have come."""
+        return self._member.context.received(peer)
+
+    def must_be_taken(self, entry: Entry) -> int:
+        """How many messages the peer must have taken for a send to go on."""
+        if entry.words[at.OP_DONE // 8] >= entry.words[at.OP_ROUNDS // 8]:
+            return int(entry.words[at.OP_MARK // 8])
+        return self._member.context.sent()[entry.transfer.peer] - (at.NSLOTS - 1)
 
     def put(self, entry: Entry) -> bool:
         """Post a message that fits into one slot, if there is room and nothing is before it; else nothing has happened."""

@@ -24,13 +24,17 @@ import numpy as np
 from miraccl.comm.arguments import Array
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.exchange import Entry
+from miraccl.comm.lookout import lookout
+from miraccl.comm.whereabouts import ANY, Wait, Waiting
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
-from miraccl.torch.channel import Wire, as_bytes, run_beside, set_timeout, timeout_of
+from miraccl.torch.channel import Wire, as_bytes, run_beside, seat_of, set_timeout, timeout_of
 
 SLICE_S = 0.005
 #: A rank that waits for any other cannot sleep on one bell; it looks again after ever longer naps.
 NAP_FIRST_S, NAP_LAST_S = 20e-6, 500e-6
 CLOSE_WAIT_S = 10.0
+#: After this the lookout is told that a wait is long.
+LONG_S = 0.1
 #: Headers all have this size, so that they can be received before anything is known; two words are the tag and the count of bytes.
 HEADER_BYTES, WORDS = 1024, struct.Struct("=qq")
 SHORT_BYTES = HEADER_BYTES - WORDS.size
@@ -71,6 +75,8 @@ class Post:
         self.timeout = timeout_of(comm)
         self._wire = Wire(comm)
         run_beside(comm, True)
+        self._seat = seat_of(comm)
+        self._seat.transfers, self._seat.aside = self._transfers, lambda: False
         self._turn = threading.RLock()
         self._counting = threading.Lock()
         self._waiting = 0
@@ -139,21 +145,51 @@ class Post:
         After ``limit`` seconds it raises ``CollectiveTimeout`` and the message goes on; without a limit, the group's deadline breaks
         the communicator.
         """
-        end = time.monotonic() + (self.timeout if limit is None else limit)
+        if limit is None and not message.done:
+            with Waiting(lambda: self._wait_for(message)):
+                self._go_on(message, None)
+        else:
+            self._go_on(message, limit)
+        if message.error is not None:
+            raise message.error
+
+    def _go_on(self, message: Message, limit: float | None) -> None:
+        now = time.monotonic()
+        end, long = now + (self.timeout if limit is None else limit), now + LONG_S
         nap = NAP_FIRST_S
         while not message.done:
-            left = end - time.monotonic()
+            now = time.monotonic()
+            left = end - now
             if left <= 0:
                 self._late(message, limit)
                 break
+            if now > long:
+                lookout.call()
+                long = end
             with self._inside:
                 must = self._next(message)
                 self._advance(must, min(SLICE_S, left))
             if not message.done and (not must or self._waiting):
                 time.sleep(min(nap, left))
                 nap = min(2 * nap, NAP_LAST_S)
-        if message.error is not None:
-            raise message.error
+
+    def _wait_for(self, message: Message) -> Wait | None:
+        """What has to come for ``message`` to go on, where that is up to one rank."""
+        peer = 1 - self.comm.rank if message.peer is None and self.comm.nranks == 2 else message.peer
+        if peer is None or peer == self.comm.rank or self.timeout < self._seat.usual_s:
+            return None
+        received = self._wire.received(peer)  # before the rest, as it only grows
+        sends = message.header is not None
+        entry = next((e for e in message.entries if not e.done), None)
+        taken = self._wire.must_be_taken(entry) if sends and entry is not None else 0
+        if message.done or (sends and taken <= 0):
+            return None
+        return self._seat.wait_for_message(peer, received, taken, f"{message.name}, tag {message.tag}")
+
+    def _transfers(self) -> list[tuple[int, bool]]:
+        """What goes on inside any call: (peer, whether it receives)."""
+        messages = [*self._wanted, *self._moving]
+        return [(ANY if m.peer is None else m.peer, m.header is None) for m in messages]
 
     def withdraw(self, message: Message) -> bool:
         """Take back a receive that has found no message; whether that was so."""

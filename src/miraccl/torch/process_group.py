@@ -24,7 +24,7 @@ from torch._C import _distributed_c10d as c10d
 from miraccl.comm.communicator import Communicator
 from miraccl.errors import InvalidUsage
 from miraccl.torch import monitored
-from miraccl.torch.channel import deadline, run_beside, set_timeout, timeout_of
+from miraccl.torch.channel import deadline, run_beside, seat_of, set_timeout, timeout_of
 from miraccl.torch.collectives import Collectives, only
 from miraccl.torch.elsewhere import Elsewhere
 from miraccl.torch.failures import as_backend_errors
@@ -58,7 +58,8 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
         self._group_name = self._group_desc = ""
         self.communicator = communicator
         self._elsewhere = elsewhere
-        self._lane = Lane(f"{NAME}-torch-{communicator.rank}", functools.partial(run_beside, communicator))
+        beside = functools.partial(run_beside, communicator)
+        self._lane = Lane(f"{NAME}-torch-{communicator.rank}", beside, seat_of(communicator).wait_inside)
         self._mail_lane = Lane(f"{NAME}-torch-mail-{communicator.rank}")
         self._post = Post(mail)
         self._streams: Streams | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -10,8 +12,11 @@ import torch.distributed as dist
 from miraccl import params, trace
 from miraccl.bootstrap import Root, Session, UniqueId, connect, create_root, solo
 from miraccl.comm.communicator import Communicator
+from miraccl.comm.faults import NOTICE_FIRST_S
+from miraccl.comm.lookout import Creation
 from miraccl.comm.member import Options
-from miraccl.errors import BootstrapError, MiracclError
+from miraccl.errors import BootstrapError, MiracclError, PeerDied
+from miraccl.torch.channel import seat_of
 from miraccl.torch.elsewhere import Elsewhere, devices_of_call
 from miraccl.torch.failures import as_backend_errors
 from miraccl.torch.process_group import NAME, ProcessGroupMiraccl
@@ -19,6 +24,8 @@ from miraccl.torch.tensors import DEVICES
 
 KEY = "miraccl/unique_id"
 _FAILED = "failed: "
+#: Pauses of who waits for the id, in seconds.
+NAP_FIRST_S, NAP_LAST_S = 1e-3, 0.05
 
 
 def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
@@ -29,14 +36,20 @@ def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
     """
     store, rank, size, timeout = opts.store, opts.group_rank, opts.group_size, opts.timeout
     devices = devices_of_call(dict.fromkeys(DEVICES, NAME))
-    with as_backend_errors():
-        comm = _meet(store, rank, size, timeout.total_seconds())
+    creation = _NewGroup(opts)
+    with as_backend_errors(), creation:
+        try:
+            comm = _meet(store, rank, size, timeout.total_seconds(), creation)
+        except BootstrapError:
+            creation.look_again()
+            raise
         try:
             mail = comm.split(0)
         except BaseException:
             comm.finalize()
             raise
     assert mail is not None
+    seat_of(comm).usual_s = seat_of(mail).usual_s = creation.usual_s
     if rank == 0:  # all have read it by now; a later group on the same store must not find it
         with contextlib.suppress(RuntimeError, NotImplementedError):
             store.delete_key(KEY)
@@ -63,19 +76,51 @@ def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
     return ProcessGroupMiraccl(store, comm, mail, elsewhere)
 
 
-def _meet(store: Any, rank: int, size: int, patience: float) -> Communicator:
+class _NewGroup(Creation):
+    """A group that is made: the default group knows the processes of its ranks, and which of them have left, so that they will not come."""
+
+    def __init__(self, opts: Any) -> None:
+        world = dist.group.WORLD
+        self.name, self.usual_s = "world", opts.timeout.total_seconds()
+        self._world, self._ranks, tokens, parent = None, [], [], ""
+        if isinstance(world, ProcessGroupMiraccl):
+            seat, self._world = seat_of(world.communicator), world.communicator._member.session
+            self.name, self._ranks, parent = f"group {opts.group_id}", list(opts.global_ranks_in_group), seat.key
+            if self.usual_s >= seat.usual_s:  # else the program may go on when it has waited in vain
+                tokens = [self._world.tokens[rank] for rank in self._ranks]
+            self.usual_s = max(self.usual_s, seat.usual_s)
+        super().__init__(f"group {opts.group_id} of {parent}", tokens, "new_group", opts.group_rank)
+
+    def look_again(self) -> None:
+        """After a failure, which may be another rank's that was told more: raise that."""
+        deadline = time.monotonic() + NOTICE_FIRST_S
+        while self._world is not None and time.monotonic() < deadline:
+            self.look()
+            time.sleep(NAP_FIRST_S)
+
+    def look(self) -> None:
+        super().look()
+        gone = self._world.gone() & {*self._ranks} if self._world is not None else ()
+        if gone:
+            peer = min(gone)
+            raise PeerDied(f"rank {peer} has left the default group and will not come", rank=self._rank, peer=peer, op="new_group")
+
+
+def _meet(store: Any, rank: int, size: int, patience: float, creation: _NewGroup) -> Communicator:
     trace.configure()
     options = Options.create(timeout=patience, cta_policy="efficiency")
     if size == 1:
         session = solo(patience)
     elif rank == 0:
-        session = _host(store, size, patience)
+        session = _host(store, size, patience, creation.look)
     else:
-        session = _connect(UniqueId.parse(_wait_for(store, rank)), rank, size, patience)
+        ident = UniqueId.parse(_wait_for(store, rank, patience, creation.look))
+        session = _connect(ident, rank, size, patience, creation.look)
+    session.name = creation.name
     return Communicator.from_session(session, options)
 
 
-def _host(store: Any, size: int, patience: float) -> Session:
+def _host(store: Any, size: int, patience: float, look: Callable[[], None]) -> Session:
     """Rank 0's way: it opens the meeting point, and closes it if it gives up."""
     try:
         ident, root = create_root(nranks=size)
@@ -84,20 +129,29 @@ def _host(store: Any, size: int, patience: float) -> Session:
         raise
     try:
         store.set(KEY, str(ident))
-        return _connect(ident, 0, size, patience, root)
+        return _connect(ident, 0, size, patience, look, root)
     except BaseException as error:
         root.close(f"rank 0 gave up: {type(error).__name__}")
         raise
 
 
-def _connect(ident: UniqueId, rank: int, size: int, patience: float, root: Root | None = None) -> Session:
+def _connect(
+    ident: UniqueId, rank: int, size: int, patience: float, look: Callable[[], None], root: Root | None = None
+) -> Session:
     """Ranks may come as far apart as the group's timeout; one that cannot reach rank 0 knows it sooner."""
     dial = min(patience, params.BOOTSTRAP_TIMEOUT.read())
-    return connect(ident, rank, size, patience, session_timeout=patience, dial_timeout=dial, root=root)
+    return connect(ident, rank, size, patience, session_timeout=patience, dial_timeout=dial, root=root, look=look)
 
 
-def _wait_for(store: Any, rank: int) -> str:
+def _wait_for(store: Any, rank: int, patience: float, look: Callable[[], None]) -> str:
+    deadline, nap = time.monotonic() + patience, NAP_FIRST_S
     try:
+        while not store.check([KEY]):
+            look()
+            if time.monotonic() > deadline:
+                raise BootstrapError(f"rank 0 put no unique id into the store within {patience:g} s", rank=rank, peer=0)
+            time.sleep(nap)
+            nap = min(2 * nap, NAP_LAST_S)
         text: str = store.get(KEY).decode()
     except RuntimeError as error:  # DistStoreError, but not of every store
         raise BootstrapError(f"rank 0 put no unique id into the store: {error}", rank=rank, peer=0) from error

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from miraccl import params
+from miraccl.comm.whereabouts import Wait, Waiting
 from miraccl.errors import CollectiveTimeout, CommunicatorClosed, MiracclError, as_system_failure
 from miraccl.torch.failures import BackendError, as_backend_errors
 from miraccl.torch.post import Message, Post
@@ -33,6 +34,7 @@ class Work(dist.Work):
         self._done = False
         self._going_on = threading.Lock()  # until it has ended; an Event is made in the time of a small operation
         self._going_on.acquire()
+        self.where: Callable[[], Wait | None] | None = None  # what whoever waits for it waits in
         self._error: Exception | None = None
         self._future: Any = None
         self._lock = threading.Lock()
@@ -41,7 +43,10 @@ class Work(dist.Work):
         """True when the operation has ended well; ``BackendError`` after its failure or after ``timeout`` (none, or 0: the group's)."""
         if not self._done:
             limit = seconds(timeout)
-            if not self._going_on.acquire(timeout=-1 if limit is None else limit):
+            if limit is None and self.where is not None:
+                with Waiting(self.where):
+                    self._going_on.acquire()
+            elif not self._going_on.acquire(timeout=-1 if limit is None else limit):
                 raise BackendError(CollectiveTimeout(f"not finished within {timeout}; it goes on in the background", op=self._name))
             self._going_on.release()
         if self._error is not None:
@@ -114,9 +119,12 @@ class FinishedWork(Work):
 class Lane:
     """One thread for the asynchronous operations of a group, started when it is first needed."""
 
-    def __init__(self, name: str, beside: Callable[[bool], None] = lambda _: None) -> None:
-        """``beside`` is called with True before the first pending operation and with False after the last."""
-        self._name, self._beside = name, beside
+    def __init__(
+        self, name: str, beside: Callable[[bool], None] = lambda _: None, where: Callable[[], Wait | None] | None = None
+    ) -> None:
+        """``beside`` is called with True before the first pending operation and with False after the last; ``where``: what the lane waits
+        in."""
+        self._name, self._beside, self._where = name, beside, where
         self._queue: queue.SimpleQueue[tuple[Work, Action] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._turn = threading.RLock()
@@ -155,6 +163,7 @@ class Lane:
                 thread.start()
             self._thread = thread
         self._count(1)
+        work.where = self._where
         self._queue.put((work, action))
 
     def _run(self, action: Action) -> Exception | None:

@@ -188,6 +188,7 @@ class Context:
             (at.CTX_THREADED, int(threaded)),
             (at.CTX_P2P_DIRECT, -1),
             (at.CTX_MEMBARRIER, int(policy.membarrier)),
+            (at.CTX_LOOKOUT, -1),
         ):
             self.words[place // 8] = value
         self.address = int(self.words.ctypes.data)

@@ -11,6 +11,7 @@ from typing import Any
 
 from miraccl import params
 from miraccl.bootstrap import Session
+from miraccl.comm import whereabouts
 from miraccl.comm.device.hosts.direct import DirectStreams
 from miraccl.comm.device.hosts.layout import HostsLayout
 from miraccl.comm.device.hosts.messages import MessageNetwork, MessageStreams
@@ -73,6 +74,7 @@ class HostsJobs:
 
     def _open(self, ranks: Sequence[int], name: str) -> CpuCommunicator:
         cpu = self._open_cpu(self._session.sub(ranks, f"{self._session.name}/{name}"))
+        whereabouts.leave(cpu._member.seat)  # the threads of ``staging`` wait in there
         self._cpus.append(cpu)
         return cpu
 

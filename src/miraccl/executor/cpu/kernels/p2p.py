@@ -32,6 +32,7 @@ from miraccl.executor.cpu.kernels.waiting import (
     fail,
     futex_wait,
     interrupted,
+    longer,
     may_yield,
     never_comes,
     now_ns,
@@ -256,11 +257,21 @@ def ready(ctx: int, table: int, count: int) -> bool:
     return first < 0 or first != load(ctx + at.CTX_STEP)
 
 
+@inline
+def messages_taken(ctx: int, op: int) -> int:
+    """How many messages the peer must have taken for a send to go on: those in the way of its next piece, or all that are to be taken."""
+    if load(op + at.OP_DONE) >= load(op + at.OP_ROUNDS):
+        return load(op + at.OP_MARK)
+    return load(connection(ctx, at.CTX_SEND, load(op + at.OP_PEER)) + at.CONN_COUNT) - (at.NSLOTS - 1)
+
+
 def _sleep_any(ctx: int, table: int, count: int) -> int:
     """As ``waiting.sleep``, for the first of many events: whoever brings one about rings this rank's bell."""
     ctrl = load(ctx + at.CTX_CTRL)
     op = table + load(ctx + at.CTX_STEP) * at.OP_SIZE
     peer = load(op + at.OP_PEER)
+    sends = load(op + at.OP_KIND) == 0
+    store(ctx + at.CTX_SENDS, messages_taken(ctx, op) if sends else 0)
     store(ctrl + at.BOARD_PEER, peer)
     store(ctrl + at.BOARD_STEP, load(ctx + at.CTX_STEP))
     store(ctrl + at.BOARD_P2P_COUNT, load(op + at.OP_COUNT))
@@ -290,13 +301,13 @@ def _sleep_any(ctx: int, table: int, count: int) -> int:
         if load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0 and not ready(ctx, table, count):
             result = fail(ctx, at.ERR_LEFT, peer, 0, 0)
             break
-        if never_comes(ctx, peer, load(op + at.OP_KIND) == 0) and not ready(ctx, table, count):
+        if never_comes(ctx, peer, sends) and not ready(ctx, table, count):
             result = fail(ctx, at.ERR_PARTED, peer, 0, 0)
             break
         if interrupted(ctx):
             result = fail(ctx, at.ERR_INTERRUPTED, peer, 0, 0)
             break
-        nap = min(2 * nap, load(ctx + at.CTX_NAP_NS))
+        nap = longer(ctx, nap)
     store(ctrl + at.CTRL_SLEEP, 0)
     if result == at.OK:
         store_release(ctrl + at.BOARD_STATE, at.STATE_IDLE)

@@ -274,8 +274,21 @@ def yield_core(ctx: int, since: int) -> int:
     return now
 
 
+@inline
+def longer(ctx: int, nap: int) -> int:
+    """The nap after one of ``nap``; where they stop growing, some 60 ms into the wait, the lookout is told."""
+    most = load(ctx + at.CTX_NAP_NS)
+    if nap < most <= 2 * nap and load(ctx + at.CTX_LOOKOUT) >= 0:
+        word = load(ctx + at.CTX_SCRATCH) + 48
+        store(word, 1)
+        libc_write(types.int32(load(ctx + at.CTX_LOOKOUT)), word, 8)
+    return min(2 * nap, most)
+
+
 def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
     ctrl = load(ctx + at.CTX_CTRL)
+    sends = address == load(load(ctx + at.CTX_SEND) + peer * at.CONN_SIZE + at.CONN_TAIL_ADDR)
+    store(ctx + at.CTX_SENDS, target if sends else 0)
     show_waiting(ctx, peer)
     nap = 1000000
     result = at.OK
@@ -309,14 +322,13 @@ def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
             if load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0 and load_acquire(address) < target:
                 result = fail(ctx, at.ERR_LEFT, peer, 0, 0)
                 break
-            sends = address == load(load(ctx + at.CTX_SEND) + peer * at.CONN_SIZE + at.CONN_TAIL_ADDR)
             if never_comes(ctx, peer, sends) and load_acquire(address) < target:
                 result = fail(ctx, at.ERR_PARTED, peer, 0, 0)
                 break
             if interrupted(ctx):
                 result = fail(ctx, at.ERR_INTERRUPTED, peer, 0, 0)
                 break
-            nap = min(2 * nap, load(ctx + at.CTX_NAP_NS))
+            nap = longer(ctx, nap)
     store(ctrl + at.CTRL_SLEEP, 0)
     if result == at.OK:  # else the board goes on telling where this rank got stuck
         store_release(ctrl + at.BOARD_STATE, at.STATE_RUNNING)

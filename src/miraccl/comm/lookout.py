@@ -1,0 +1,185 @@
+"""Programs that wait for one another in different operations, of whatever communicators, are told so long before a deadline.
+
+Whoever waits long tells this process's lookout, a thread that sleeps otherwise: compiled code writes to a descriptor.  The lookout asks the
+other processes where they are (``whereabouts``).  If some wait in a circle, each for the next one to come, none ever will.  The one that
+finds that tells the others, and all of them raise ``CollectiveMismatch``.
+
+It asks again after ever longer pauses.  The first time is late enough that ranks which are a little apart are left in peace, and later the
+more ranks there are, as all may ask at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from miraccl import trace
+from miraccl.bootstrap import Session
+from miraccl.bootstrap.host import process_token
+from miraccl.comm import whereabouts
+from miraccl.comm.control import COUNTED_RANKS, TELL_US
+from miraccl.comm.differences import place
+from miraccl.comm.whereabouts import Wait
+from miraccl.errors import CollectiveMismatch, MiracclError
+
+KIND = "waits in a circle"
+#: Seconds from the word that a wait is long until others are asked, by how much longer each pause gets, and what an answer may take.
+LOOK_AFTER_S, LONGER, ANSWER_S, HEARD_S = 0.1, 4.0, 1.0, 0.5
+LONGEST_PAUSE_S = 60.0
+_log = trace.logger("bootstrap")
+
+
+class Lookout:
+    """The one of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bell = -1
+
+    def open(self) -> int:
+        """The descriptor that compiled code writes to; -1 where the host has none left, or no thread: then deadlines tell."""
+        with self._lock:
+            if self._bell < 0:
+                with contextlib.suppress(OSError):
+                    self._begin(os.eventfd(0, os.EFD_CLOEXEC))
+            return self._bell
+
+    def _begin(self, bell: int) -> None:
+        try:
+            threading.Thread(target=self._watch, args=(bell,), name="miraccl lookout", daemon=True).start()
+        except RuntimeError:
+            os.close(bell)
+        else:
+            self._bell = bell
+
+    def call(self) -> None:
+        """A wait is long."""
+        if (bell := self.open()) >= 0:
+            os.eventfd_write(bell, 1)
+
+    def forked(self) -> None:
+        """In a forked child, which has none of the parent's threads."""
+        self._lock = threading.Lock()
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1
+
+    def _watch(self, bell: int) -> None:
+        while True:
+            os.eventfd_read(bell)
+            try:
+                self._look(bell)
+            except Exception:  # it must go on for the next one
+                _log.exception("the lookout failed")
+
+    def _look(self, bell: int) -> None:
+        """Until this process waits no longer, or what it waits for has been told."""
+        ident, pause, due = "", 0.0, 0.0
+        poll = select.poll()
+        poll.register(bell, select.POLLIN)
+        while (wait := whereabouts.current()) is not None:
+            session = _session_with(wait)
+            if wait.ident != ident:
+                ident, pause = wait.ident, max(LOOK_AFTER_S, TELL_US * 1e-6 * (session.nranks if session else 1) ** 2)
+                due = time.monotonic() + pause
+            elif time.monotonic() >= due:
+                if session is not None and self._ask(session):
+                    return
+                pause = min(LONGER * pause, LONGEST_PAUSE_S)
+                due = time.monotonic() + pause
+            if poll.poll(1e3 * max(0.0, due - time.monotonic())):  # another wait is long
+                os.eventfd_read(bell)
+
+    def _ask(self, session: Session) -> bool:
+        """Whether this process is in a circle, or waits for one that is, which has been told to all of these."""
+        answers = session.request_status(ANSWER_S)
+        reports = {answer["status"]["program"]["token"]: answer for answer in answers.values() if answer.get("status", {}).get("program")}
+        programs = {token: answer["status"]["program"] for token, answer in reports.items()}
+        mine = process_token().hex()
+        cycle = whereabouts.find_cycle(mine, programs)
+        if not cycle:
+            return False
+        text = _describe(cycle, programs, {token: place(answer) for token, answer in reports.items()}, session)
+        waits = {token: program["wait"]["ident"] for token, program in programs.items() if whereabouts.find_cycle(token, programs)}
+        with contextlib.suppress(MiracclError):
+            session.notify({"kind": KIND, "message": text, "waits": waits})
+            session.wait_until_heard(HEARD_S)
+        end(text, waits)
+        return True
+
+
+class Creation:
+    """A communicator that this process makes together with others, under a name that all of them know; it is waited for inside the block.
+
+    Whoever waits calls ``look`` every so often, which raises if the others will not come.  ``wake`` ends a wait that cannot.
+    """
+
+    def __init__(self, key: str, awaited: Iterable[str], op: str, rank: int, wake: Callable[[str], None] = lambda _: None) -> None:
+        self._rank, self._op, self._wake = rank, op, wake
+        self._ended = ""
+        others = tuple(token for token in awaited if token != process_token().hex())
+        wait = Wait(kind=whereabouts.CREATION, key=key, awaited=others, op=op, end=self._end, rank=rank)
+        self._waiting = whereabouts.Waiting(lambda: wait)
+        self._timer = threading.Timer(LOOK_AFTER_S, lookout.call)
+        self._timer.daemon, self._timer.name = True, "miraccl creation"
+        whereabouts.come_to(key)
+
+    def __enter__(self) -> Creation:
+        self._waiting.__enter__()
+        with contextlib.suppress(RuntimeError):  # the host has no thread left
+            self._timer.start()
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._timer.cancel()
+        self._waiting.__exit__()
+
+    def _end(self, text: str) -> None:
+        self._ended = text
+        self._wake(text)
+
+    def look(self) -> None:
+        if self._ended:
+            raise CollectiveMismatch(self._ended, rank=self._rank, op=self._op)
+
+
+def end(text: str, waits: dict[str, Any]) -> None:
+    """End this process's wait if it is the one that ``waits`` has for it, by token."""
+    wait = whereabouts.current()
+    if wait is not None and waits.get(process_token().hex()) == wait.ident:
+        wait.end(text)
+
+
+def _session_with(wait: Wait) -> Session | None:
+    """That of the communicator with the most ranks that knows all who are awaited: circles may go through any of them."""
+    sessions = [(session, seat.key == wait.key) for seat in whereabouts.seats() if (session := seat.session) is not None]
+    fitting = [(s.nranks, own, s) for s, own in sessions if set(wait.awaited) <= set(s.tokens) and s.nranks <= COUNTED_RANKS]
+    return max(fitting, key=lambda entry: entry[:2], default=(0, False, None))[2]
+
+
+def _describe(cycle: list[str], programs: dict[str, dict[str, Any]], places: dict[str, str], session: Session) -> str:
+    """Who waits for whom, and where its program is, beginning with the lowest rank."""
+    ranks = [session.tokens.index(token) for token in cycle]
+    first = ranks.index(min(ranks))
+    turned = cycle[first:] + cycle[:first]
+    lines = []
+    for token, following in zip(turned, [*turned[1:], turned[0]], strict=True):
+        rank, other = session.tokens.index(token), session.tokens.index(following)
+        lines.append(f"rank {rank} waits for rank {other} in {programs[token]['wait']['op']}{places[token]}")
+    return "ranks wait for one another, so none goes on: " + " | ".join(lines)
+
+
+lookout = Lookout()
+
+
+def _after_fork() -> None:
+    lookout.forked()
+    whereabouts.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,99 @@
+"""One rank's place in a communicator, for those who look for where programs wait."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from miraccl.bootstrap import Session
+from miraccl.comm.control import FINALIZE
+from miraccl.comm.differences import describe_operation
+from miraccl.comm.faults import HINT
+from miraccl.comm.whereabouts import MEETING, MESSAGE, OPERATION, Wait
+from miraccl.errors import CollectiveMismatch
+from miraccl.executor.cpu.kernels import layout as at
+
+if TYPE_CHECKING:
+    from miraccl.comm.member import Member
+
+
+class MemberSeat:
+    """That of a member. Who uses its communicator for messages in another way sets ``transfers`` and ``aside``."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self.key = member.session.key
+        #: the deadline of operations that were not given one
+        self.usual_s = member.options.timeout
+        #: sends and receives that go on by themselves or in later calls: (peer, whether it receives); peer -1: any
+        self.transfers: Callable[[], list[tuple[int, bool]]] = self._open
+        #: whether operations that were called already may be to come
+        self.aside: Callable[[], bool] = self._pending
+
+    @property
+    def session(self) -> Session | None:
+        faults = self._member.faults
+        return None if self._member.closed or faults.closing or faults.fault is not None else self._member.session
+
+    @property
+    def hurried(self) -> bool:
+        """Whether operations have a shorter deadline than usual: the program may go on after it."""
+        return self._member.fabric.timeout < self.usual_s
+
+    def _pending(self) -> bool:
+        return bool(self._member.pending or self._member.context.get(at.CTX_ASIDE))
+
+    def _open(self) -> list[tuple[int, bool]]:
+        return [(transfer.peer, transfer.receives) for transfer in self._member.transfers]
+
+    def wait(self) -> Wait | None:
+        return None if self._pending() else self.wait_inside()
+
+    def wait_inside(self) -> Wait | None:
+        """The wait of whatever thread is inside."""
+        member, context = self._member, self._member.context
+        if member.closed or member.faults.fault is not None or self.hurried:
+            return None
+        received = [context.received(rank) for rank in range(member.nranks)]  # before the rest, as it only grows
+        board = member.fabric.board()
+        taken = context.get(at.CTX_SENDS)
+        if board["state"] != at.STATE_WAITING or taken < 0 or board != member.fabric.board():
+            return None
+        peer, op = board["peer"], f"{describe_operation(board)} of {member.session.name}"
+        if board["p2p_sig"]:
+            return self.wait_for_message(peer, received[peer], taken, op)
+        return self._wait(OPERATION, [peer], op, number=board["seq"], taken=taken)
+
+    def wait_for_message(self, peer: int, received: int, taken: int, op: str) -> Wait:
+        """For the message of a rank after the first ``received``, or until it has taken ``taken`` of this one's."""
+        return self._wait(MESSAGE, [peer], op, number=received, taken=taken)
+
+    def meeting(self) -> Wait | None:
+        """The meeting on the control plane that this rank is in."""
+        member, now = self._member, self._member.faults.control.now
+        if not now or now["op"] == FINALIZE or member.faults.fault is not None:
+            return None
+        others = [rank for rank in range(member.nranks) if rank != member.rank]
+        return self._wait(MEETING, others, f"{now['op']} of {member.session.name}", number=now["number"])
+
+    def _wait(self, kind: str, ranks: Sequence[int], op: str, *, number: int, taken: int = 0) -> Wait:
+        tokens = tuple(self._member.session.tokens[rank] for rank in ranks)
+        end = functools.partial(self._end, op)
+        return Wait(kind=kind, key=self.key, awaited=tokens, op=op, end=end, number=number, taken=taken, rank=self._member.rank)
+
+    def come(self) -> dict[str, Any]:
+        member = self._member
+        transfers = self.transfers()
+        return {
+            "operations": member.context.get(at.CTX_SEQ),
+            "meetings": member.faults.control.come,
+            "sent": member.context.sent(),
+            "taken": [member.context.received(rank) for rank in range(member.nranks)],
+            "aside": self.aside(),
+            "sends": [peer for peer, receives in transfers if not receives],
+            "receives": [peer for peer, receives in transfers if receives],
+        }
+
+    def _end(self, op: str, text: str) -> None:
+        self._member.faults.spread(CollectiveMismatch(text, rank=self._member.rank, op=op, hint=HINT), "mismatch")

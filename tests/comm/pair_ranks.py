@@ -1,0 +1,132 @@
+"""Calls of which one rank makes another one than the others, over several communicators; each rank returns what it saw."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import miraccl
+from miraccl.bootstrap import Session, StatusRequest
+from miraccl.errors import MiracclError
+from tests.comm.fault_ranks import seen
+from tests.comm.sweep_ranks import act_as_hosts
+
+ODD = 1  # the rank that makes another call
+LARGE = 400_000  # more elements than slots take
+
+
+class Rank:
+    """A rank of a communicator of its own, and of a part of that with the same ranks."""
+
+    def __init__(self, world: miraccl.Communicator, timeout: float) -> None:
+        made = str(miraccl.get_unique_id()) if world.rank == 0 else ""
+        ident = world._member.session.all_gather(made.encode(), "id")[0].decode()
+        self.comm = miraccl.Communicator(world.nranks, ident, world.rank, timeout=timeout)
+        part = self.comm.split(0)
+        assert part is not None
+        self.part = part
+        for comm in (self.comm, self.part):
+            comm.all_reduce(np.ones(3))
+            comm._member.session.timeout = timeout
+        self.rank, self.nranks = world.rank, world.nranks
+        self.peer = (ODD + 1) % self.nranks if self.rank == ODD else ODD
+
+    def ring(self) -> None:
+        with miraccl.group():
+            self.comm.send(np.ones(3), (self.rank + 1) % self.nranks)
+            self.comm.recv(np.ones(3), (self.rank - 1) % self.nranks)
+
+    def close(self) -> None:
+        for comm in (self.part, self.comm):
+            with contextlib.suppress(MiracclError):
+                comm.finalize()
+
+
+CALLS: dict[str, Callable[[Rank], Any]] = {
+    "all_reduce": lambda me: me.comm.all_reduce(np.ones(3)),
+    "large": lambda me: me.comm.all_reduce(np.ones(LARGE)),
+    "async": lambda me: me.comm.all_reduce(np.ones(3), async_op=True).wait(),
+    "barrier": lambda me: me.comm.barrier(),
+    "broadcast": lambda me: me.comm.broadcast(np.ones(3), ODD),
+    "recv": lambda me: me.comm.recv(np.ones(3), me.peer),
+    "irecv": lambda me: me.comm.recv(np.ones(3), me.peer, async_op=True).wait(),
+    "send": lambda me: me.comm.send(np.ones(LARGE), me.peer),
+    "ring": lambda me: me.ring(),
+    "split": lambda me: me.comm.split(0),
+    "shrink": lambda me: me.comm.shrink(),
+    "part": lambda me: me.part.all_reduce(np.ones(3)),
+    "send in a part": lambda me: me.part.send(np.ones(LARGE), me.peer),
+    "finalize": lambda me: me.comm.finalize(),
+}
+
+
+def pairs(names: list[tuple[str, str]], timeout: float, ranks_per_host: int) -> list[dict[str, Any]]:
+    """What this rank saw of each pair (call of rank ODD, call of the others)."""
+    act_as_hosts(ranks_per_host)
+    with miraccl.init(timeout=60) as world:
+        return [one(world, *pair, timeout) for pair in names]
+
+
+def one(world: miraccl.Communicator, first: str, second: str, timeout: float) -> dict[str, Any]:
+    session = world._member.session
+    me = Rank(world, timeout)
+    name = first if me.rank == ODD else second
+    got: dict[str, Any] = {"type": "none", "text": ""}
+    session.barrier("ready")
+    start = time.monotonic()
+    try:
+        CALLS[name](me)
+        if name != "finalize":
+            me.comm.barrier()
+    except MiracclError as error:
+        got = seen(error)
+    got["seconds"] = time.monotonic() - start
+    session.barrier("seen")
+    me.close()
+    return got
+
+
+def threads() -> float:
+    """Rank 0 waits in one communicator for rank 1, which waits for it in another one, where a thread of rank 0 is to come: it comes when
+    rank 1 has asked twice where everybody is."""
+    with miraccl.init(timeout=60) as world:
+        me = Rank(world, 60)
+        x, y = np.ones(3), np.ones(3)
+        helper = threading.Thread(target=come_late, args=(me, y))
+        if me.rank == 0:
+            helper.start()
+            me.comm.all_reduce(x)
+            helper.join()
+        else:
+            me.part.all_reduce(y)
+            me.comm.all_reduce(x)
+        me.close()
+        return float(x[0] + y[0])
+
+
+def come_late(me: Rank, y: Any) -> None:
+    asked_twice(me.part._member.session)
+    me.part.all_reduce(y)
+
+
+def asked_twice(session: Session) -> None:
+    """Returns when another rank has asked twice what this one does."""
+    asked = threading.Semaphore(0)
+    session.on_event(lambda event: asked.release() if isinstance(event, StatusRequest) else None)
+    for _ in range(2):
+        assert asked.acquire(timeout=30)
+
+
+def late() -> float:
+    """Rank 0 computes while the others wait for it, until they have asked twice where it is."""
+    with miraccl.init(timeout=60) as comm:
+        x = np.ones(3)
+        if comm.rank == 0:
+            asked_twice(comm._member.session)
+        comm.all_reduce(x)
+        return float(x[0])

@@ -1,0 +1,107 @@
+"""Who waits for whom, from what processes tell: only a circle of waits that certainly do not end is one."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from miraccl.comm import whereabouts
+from miraccl.comm.whereabouts import ANY, CREATION, MEETING, MESSAGE, OPERATION, Wait, find_cycle
+
+
+def program(wait: dict[str, Any] | None, *made: str, **come: dict[str, Any]) -> dict[str, Any]:
+    """The report of a process: its wait, creations it has come to, and how far it has come in communicators, by key."""
+    nothing = {"operations": 0, "meetings": 0, "sent": [0, 0, 0], "taken": [0, 0, 0], "aside": False, "sends": [], "receives": []}
+    return {"wait": wait, "made": list(made), "come": {key: nothing | counts for key, counts in come.items()}}
+
+
+def wait(kind: str, key: str, *awaited: str, number: int = 0, taken: int = 0, rank: int = 0) -> dict[str, Any]:
+    return {"kind": kind, "key": key, "awaited": list(awaited), "number": number, "taken": taken, "rank": rank}
+
+
+IN_A = wait(OPERATION, "a", "1", number=5)  # of process 0, for process 1
+MEETS = wait(MEETING, "a", "0", "2", number=2)  # of process 1
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "circle"),
+    [
+        (program(IN_A, a={"meetings": 1}), program(MEETS, a={"operations": 4}), True),
+        (program(IN_A, a={"meetings": 1}), program(MEETS, a={"operations": 5}), False),  # it has come: what it sent may be under way
+        (program(IN_A, a={"meetings": 2}), program(MEETS, a={"operations": 4}), False),  # this one has been there
+        (program(IN_A, a={"meetings": 1}), program(MEETS, a={"operations": 4, "aside": True}), False),  # called, if not begun
+        (program(IN_A, a={"meetings": 1}), program(None, a={"operations": 4}), False),  # it computes
+        (program(IN_A, a={"meetings": 1}), program(MEETS), False),  # it has left
+        (program(IN_A | {"taken": 3}, a={"meetings": 1}), program(MEETS, a={"operations": 4, "taken": [2, 0, 0]}), True),
+        (program(IN_A | {"taken": 3}, a={"meetings": 1}), program(MEETS, a={"operations": 4, "taken": [3, 0, 0]}), False),
+        (program(IN_A), program(wait(CREATION, "b", "0"), a={"operations": 4}), True),
+        (program(IN_A, "b"), program(wait(CREATION, "b", "0"), a={"operations": 4}), False),
+    ],
+)
+def test_a_circle_of_two(mine: dict[str, Any], theirs: dict[str, Any], circle: bool) -> None:
+    assert bool(find_cycle("0", {"0": mine, "1": theirs})) == circle
+
+
+RECEIVES = wait(MESSAGE, "m", "1", number=7)
+SENDS = wait(MESSAGE, "m", "1", taken=4)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "circle"),
+    [
+        (RECEIVES, {"sent": [7, 0, 0]}, True),
+        (RECEIVES, {"sent": [8, 0, 0]}, False),  # it is under way
+        (RECEIVES, {"sent": [7, 0, 0], "sends": [0]}, False),
+        (RECEIVES, {"sent": [7, 0, 0], "sends": [2], "receives": [0]}, True),
+        (SENDS, {"taken": [3, 0, 0]}, True),
+        (SENDS, {"taken": [4, 0, 0]}, False),
+        (SENDS, {"taken": [3, 0, 0], "receives": [0]}, False),
+        (SENDS, {"taken": [3, 0, 0], "receives": [ANY]}, False),
+        (SENDS, {"taken": [3, 0, 0], "receives": [2], "sends": [0]}, True),
+    ],
+)
+def test_a_message_against_an_operation(mine: dict[str, Any], theirs: dict[str, Any], circle: bool) -> None:
+    other = wait(OPERATION, "a", "0", number=1, rank=1)
+    assert bool(find_cycle("0", {"0": program(mine, a={}), "1": program(other, m=theirs)})) == circle
+
+
+def test_circles_of_three_and_those_who_wait_for_one() -> None:
+    of = {r: wait(OPERATION, f"{r}", str((r + 1) % 3), number=1) for r in range(3)}
+    reports = {str(r): program(of[r], **{str(k): {} for k in range(3)}) for r in range(3)}
+    assert find_cycle("1", reports) == ["1", "2", "0"]
+    reports["3"] = program(wait(MEETING, "0", "0", number=1), **{"0": {}})
+    assert find_cycle("3", reports) == ["0", "1", "2"]
+    reports["2"]["wait"] = None
+    assert not find_cycle("1", reports)
+    assert not find_cycle("4", reports)
+
+
+def test_only_a_program_with_one_thread_is_in_one_place() -> None:
+    me = threading.get_ident()
+    here = Wait(kind=OPERATION, key="a", awaited=("1",), op="all_reduce", end=print)
+    inside = Wait(kind=MEETING, key="b", awaited=("1",), op="split", end=print)
+    begun, end = threading.Event(), threading.Event()
+
+    def thread() -> None:
+        begun.set()
+        end.wait()
+
+    with whereabouts.Waiting(lambda: here), whereabouts.Waiting(lambda: inside):
+        assert whereabouts.only_thread() == me
+        assert whereabouts.current() is here  # the outer one ends last
+        for make in (threading.Thread(target=thread), threading.Timer(0, thread)):
+            make.start()
+            begun.wait()
+            assert whereabouts.current() is None
+            end.set()
+            make.join()
+            begun.clear()
+            end.clear()
+        library = threading.Thread(target=end.wait)  # runs no line of the program's
+        library.start()
+        assert whereabouts.current() is here
+        end.set()
+        library.join()
+    assert not whereabouts._waits
