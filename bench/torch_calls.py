@@ -148,13 +148,19 @@ def subjects(group: Any, elements: int) -> dict[str, Callable[[], Any]]:
         for future in [dist.all_reduce(bucket, group=group, async_op=True).get_future() for bucket in buckets]:
             future.wait()
 
-    def there_and_back() -> None:
+    def there_and_back(source: int | None) -> None:
         if rank % 2:
-            dist.recv(block, partner, group)
+            dist.recv(block, source, group)
             dist.send(block, partner, group)
         elif partner < nranks:
             dist.send(block, partner, group)
-            dist.recv(block, partner, group)
+            dist.recv(block, source, group)
+
+    def neighbours() -> None:
+        works = [dist.irecv(blocks[0], left, group, 1), dist.irecv(other, right, group, 2)]
+        works += [dist.isend(block, right, group, 1), dist.isend(block, left, group, 2)]
+        for work in works:
+            work.wait()
 
     def ring() -> None:
         for work in (dist.isend(block, right, group), dist.irecv(other, left, group)):
@@ -181,8 +187,10 @@ def subjects(group: Any, elements: int) -> dict[str, Callable[[], Any]]:
         "gather": lambda: dist.gather(block, blocks if on_root else None, 0, group=group),
         "scatter": lambda: dist.scatter(block, blocks if on_root else None, 0, group=group),
         "barrier": lambda: dist.barrier(group=group),
-        "send, recv and back": there_and_back,
+        "send, recv and back": lambda: there_and_back(partner),
+        "send, recv from anyone and back": lambda: there_and_back(None),
         "isend and irecv in a ring": ring,
+        "isend and irecv, both neighbours": neighbours,
         "batch_isend_irecv in a ring": batch,
         "all_gather_object": objects,
         "broadcast_object_list": lambda: dist.broadcast_object_list([{"step": 1}, "x"], 0, group=group),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,8 +109,8 @@ def aborted(path: str) -> str:
     return ""
 
 
-def lonely(path: str) -> str:
-    """A rank that comes too late to the operation of another one; the text of the error."""
+def _late(path: str, operation: Callable[[], Any]) -> str:
+    """An operation to which only rank 0 comes; the text of its error."""
     with world(path) as (rank, _):
         dist.barrier()
         group = dist.group.WORLD
@@ -115,7 +118,7 @@ def lonely(path: str) -> str:
         group.set_timeout(datetime.timedelta(seconds=1))  # not that of the meeting: ranks may start far apart
         if rank == 0:
             try:
-                dist.all_reduce(torch.ones(2), async_op=True).wait()
+                operation()
             except BackendError as error:
                 Path(f"{path}-told").touch()
                 return str(error)
@@ -124,6 +127,16 @@ def lonely(path: str) -> str:
                 break
             time.sleep(0.01)
     return ""
+
+
+def lonely(path: str) -> str:
+    """A rank that comes too late to the operation of another one."""
+    return _late(path, lambda: dist.all_reduce(torch.ones(2), async_op=True).wait())
+
+
+def late_from_anyone(path: str) -> str:
+    """A receive from any rank that passes the group's deadline."""
+    return _late(path, lambda: dist.recv(torch.zeros(1), tag=6))
 
 
 def late_message(path: str) -> str:
@@ -151,4 +164,23 @@ def all_aborted(path: str) -> str:
             dist.recv(torch.ones(2), 0)
         except BackendError as error:
             return str(error)
+    return ""
+
+
+def interrupted(path: str) -> str:
+    """A handler of a signal raises while rank 0 waits for a message; the text of the error of each rank."""
+
+    def ring(number: int, frame: Any) -> None:
+        raise TimeoutError("from a handler")
+
+    with world(path) as (rank, nranks):
+        before = signal.signal(signal.SIGALRM, ring)
+        try:
+            if rank == 0:
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
+            dist.recv(torch.ones(2), (rank + 1) % nranks)
+        except (BackendError, TimeoutError) as error:
+            return str(error)
+        finally:
+            signal.signal(signal.SIGALRM, before)
     return ""

@@ -6,10 +6,12 @@ import datetime
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from miraccl.executor.cpu.kernels import layout as at
 from tests.torch.worlds import LIMIT, both, gloo, refused, world
 
 LARGE = 200_000  # elements of a message that goes in many pieces
@@ -106,6 +108,103 @@ def floods(path: str) -> None:
             assert waits is not None
             assert waits.wait()
             assert (got.tolist(), other.item()) == ([float(i)] * 2, -float(i))
+
+
+def without_help(path: str) -> None:
+    """A message that is there, and next, is taken by compiled code alone; so is any that fits into the FIFO sent.  Whatever else comes
+    first stays where it is, and a long message that does not get through goes on."""
+    with world(path) as (rank, nranks):
+        group: Any = dist.group.WORLD
+        post = group._post
+        to, fro = (rank + 1) % nranks, (rank - 1) % nranks
+        put, taken = _results(post._wire, "_put"), _results(post._wire, "_take")
+        sizes = (0, 1, at.SHORT_BYTES - 1, at.SHORT_BYTES, at.SHORT_BYTES + 1, 5000)
+        sends = [dist.isend(torch.full((n,), i + 10 * rank, dtype=torch.uint8), to, tag=i) for i, n in enumerate(sizes)]
+        assert put == [at.OK] * len(sizes)
+        assert all(work is not None and work.is_completed() for work in sends)
+        dist.barrier()
+        for i, n in enumerate(sizes):
+            dist.recv(got := torch.zeros(n, dtype=torch.uint8), fro, tag=i)
+            assert (got == i + 10 * fro).all(), n
+        assert taken == [fro] * len(sizes)
+        dist.send(torch.ones(1), to, tag=1)
+        dist.send(torch.ones(1), to, tag=2)
+        dist.barrier()
+        for tag in (2, 1):
+            dist.recv(torch.zeros(1), fro, tag=tag)
+        assert taken[len(sizes) :] == [-at.NEED_PLAN]  # the other one had come aside by then
+        _stops_on_the_way(rank, post, put)
+        _woken_by_any(rank, post)
+
+
+def _results(wire: Any, name: str) -> list[int]:
+    """What a door says from now on."""
+    door: Any = getattr(wire, name)
+    results: list[int] = []
+
+    def call(*args: int) -> int:
+        results.append(door(*args))
+        return results[-1]
+
+    setattr(wire, name, call)
+    return results
+
+
+def _stops_on_the_way(rank: int, post: Any, put: list[int]) -> None:
+    """The sender leaves while a part of its message is on the way, and comes back when the receiver's compiled code has let go of it."""
+    numbers = torch.arange(5.0 * LARGE)
+    if rank == 0:
+        send = dist.isend(numbers, 1)
+        dist.barrier()
+        assert put[-1] == at.UNDER_WAY
+        assert send is not None
+        send.wait()
+    elif rank == 1:
+        out = torch.zeros(5 * LARGE)
+        waiter = threading.Thread(target=dist.recv, args=(out, 0))
+        waiter.start()
+        while not post._moving:
+            pass
+        dist.barrier()
+        waiter.join(LIMIT.total_seconds())
+        assert (out == numbers).all()
+    else:
+        dist.barrier()
+
+
+def _woken_by_any(rank: int, post: Any) -> None:
+    """Who waits for a send that cannot end learns of a message that has come."""
+    wire = post._wire
+    if rank == 0:
+        send = wire.start(torch.ones(5 * LARGE).numpy().view(np.uint8), 1, receives=False)
+        header = wire.header_from(1)
+        wire.take_in(header)
+        assert wire.go_on([send], LIMIT.total_seconds(), [header])
+        assert header.done
+        assert not send.done
+        wire.renew(header)
+        dist.barrier()
+        assert wire.go_on([send], LIMIT.total_seconds())
+    else:
+        if rank == 1:
+            post.send(torch.ones(1), 0, 0)
+        dist.barrier()
+        if rank == 1:
+            assert wire.go_on([wire.start(np.zeros(20 * LARGE, np.uint8), 0, receives=True)], LIMIT.total_seconds())
+    dist.barrier()
+
+
+def in_turn_from_anyone(path: str) -> None:
+    """No rank's messages wait for all those of another one."""
+    with world(path) as (rank, nranks):
+        rounds = 3
+        if rank:
+            for i in range(rounds):
+                dist.send(torch.full((2,), float(i)), 0)
+        dist.barrier()
+        if rank == 0:
+            got = [(dist.recv(out := torch.zeros(2)), out[0].item()) for _ in range(rounds * (nranks - 1))]
+            assert got == [(peer, float(i)) for i in range(rounds) for peer in range(1, nranks)]
 
 
 def any_source(path: str) -> None:

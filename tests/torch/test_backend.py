@@ -43,6 +43,7 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
     [
         (3, (calls.layouts, calls.uneven, calls.handles, calls.profiled, calls.pending, calls.short_forms)),
         (3, (messages.point_to_point, messages.tags, messages.floods, messages.any_source, messages.threads)),
+        (3, (messages.without_help, messages.in_turn_from_anyone)),
         (
             3,
             (
@@ -102,8 +103,10 @@ def test_failures_are_told_with_their_reason(tmp_path: Path) -> None:
         failures.other_splits: [("CollectiveMismatch", "rank 1 expects 16 bytes, rank 0 sent 12")] * 2,
         failures.lonely: [("CollectiveTimeout", "rank 1", "rank 1: ", "failures.py"), ()],
         failures.late_message: [("CollectiveTimeout", "deadline of 1 s", "rank 1", "tag 6", "rank 1: "), ("CollectiveTimeout",)],
+        failures.late_from_anyone: [("CollectiveTimeout", "deadline of 1 s", "any rank", "tag 6", "rank 0: waits for any rank"), ()],
         failures.aborted: [(), ("CommunicatorAborted", "rank 0")],
         failures.all_aborted: [(), ("CommunicatorAborted", "rank 0")],
+        failures.interrupted: [("from a handler",), ("CommunicatorAborted", "signal handler", "rank 0")],
     }
     told = run_ranks(failures.in_turn, 2, str(tmp_path / "meet"), [check.__name__ for check in expected], timeout=120.0)
     for rank, texts in enumerate(told):

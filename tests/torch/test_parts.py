@@ -20,7 +20,7 @@ from miraccl import params
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.start import get_unique_id
 from miraccl.errors import CollectiveTimeout, InvalidUsage
-from miraccl.torch import BackendError, ProcessGroupMiraccl, operators, tensors
+from miraccl.torch import BackendError, ProcessGroupMiraccl, operators, process_group, tensors
 from miraccl.torch.channel import timeout_of
 from miraccl.torch.streams import Streams, StreamWork, as_one_batch
 from miraccl.torch.work import Lane, Work, seconds
@@ -373,6 +373,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     group = ProcessGroupMiraccl(dist.HashStore(), comm, mail)
     monkeypatch.setattr(tensors.Staged, "device", torch.device("cuda", 0))
     monkeypatch.setattr(tensors, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(process_group, "is_everyday", lambda tensor: False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     cuda = _Cuda()
     group._streams = Streams(comm, torch.device("cuda", 0), cuda)

@@ -292,6 +292,8 @@ def recorded(path: str) -> None:
         assert graph(torch.full((2,), float(rank))).tolist() == [sum(range(nranks)) + 1.0] * 2
         with refused("broadcast", "make_fx", "_functional_collectives"):
             make_fx(lambda x: dist.broadcast(x, 0))(torch.ones(2))
+        with refused("send", "make_fx"):
+            make_fx(lambda x: (x + 1, dist.send(x, 1 - rank))[0])(torch.ones(2))
         with FakeTensorMode(), refused("all_reduce", "a FakeTensor has no values"):
             dist.all_reduce(torch.ones(2))
 

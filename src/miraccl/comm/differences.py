@@ -115,7 +115,8 @@ def activity(board: dict[str, Any], newest: int) -> str:
     if board.get("meeting"):
         return f"waits in {board['meeting'].get('op')}; its last operation was {what}"
     if board["state"] == at.STATE_WAITING:
-        return f"waits for rank {board['peer']} in {what}, step {board['step']}"
+        whom = "any rank" if board["peer"] == at.ANYBODY else f"rank {board['peer']}"
+        return f"waits for {whom} in {what}, step {board['step']}"
     if board["state"] == at.STATE_RUNNING:
         return f"works on {what}"
     if board["seq"] < newest:

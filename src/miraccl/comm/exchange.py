@@ -71,6 +71,15 @@ class Exchange:
         self._to_self = [e for e in self._to_self if not e.done]
         return entries
 
+    def table(self, transfers: Sequence[Transfer]) -> tuple[int, list[Entry]]:
+        """Entries whose words are the rows of one table, and its address."""
+        table = np.zeros((len(transfers), at.OP_SIZE // 8), np.int64)
+        entries = []
+        for row, transfer in zip(table, transfers, strict=True):
+            row[:] = self._words(transfer)
+            entries.append(Entry(transfer=transfer, words=row, address=int(row.ctypes.data)))
+        return int(table.ctypes.data), entries
+
     def renew(self, entry: Entry) -> Entry:
         """An entry that has ended, as if it had not begun."""
         entry.done = False
@@ -78,14 +87,9 @@ class Exchange:
         return entry
 
     def take_in(self, entry: Entry) -> None:
-        """As ``add``, of an entry over a wire."""
+        """As ``add``, of an entry over a wire, which may have begun."""
         with self._lock:
             self._open.append(entry)
-
-    def at_once(self, entry: Entry) -> int:
-        """Begin an entry that nobody has taken in, as far as it goes without waiting; a result of the engine. What is open and has not
-        begun in its direction would have to come before it."""
-        return self._advance_one(entry, wanted=False)
 
     def refuse_lonely(self, transfers: Sequence[Transfer]) -> None:
         """Raise if one of these, which are waited for together, can never end because its other half on this rank is missing."""
@@ -137,40 +141,40 @@ class Exchange:
             row[place // 8] = value
         return row
 
-    def advance(self, must: Sequence[Entry], among: Sequence[Entry] | None = None) -> int:
-        """Go on with everything (or ``among`` these alone) until all of ``must`` has ended (without any: do what can be done at once); a
-        result of the engine."""
+    def advance(self, must: Sequence[Entry], among: Sequence[Entry] | None = None, any_of: Sequence[Entry] = ()) -> int:
+        """Go on with everything (or ``among`` these alone) until all of ``must`` has ended, or one of ``any_of`` (without either: do what
+        can be done at once); a result of the engine."""
         with self._lock:
             entries = [e for e in self._open if among is None or e in among]
         if not entries:
             return at.OK
+        wanted = {id(e): at.ANY for e in any_of} | {id(e): at.ALL for e in must}
         alone = len(entries) == 1
-        code = self._advance_one(entries[0], entries[0] in must) if alone else self._advance_all(entries, {id(e) for e in must})
+        code = self._advance_one(entries[0], wanted.get(id(entries[0]), 0)) if alone else self._advance_all(entries, wanted)
         with self._lock:
             self._open = [e for e in self._open if not e.done]
         return code
 
-    def _advance_one(self, entry: Entry, wanted: bool) -> int:
+    def _advance_one(self, entry: Entry, must: int) -> int:
         """As ``_advance_all``; its words are the table."""
-        entry.words[_AFTER], entry.words[_MUST] = -1, wanted
+        entry.words[_AFTER], entry.words[_MUST] = -1, must
         code = self._door(entry.address, 1)
-        entry.done = entry.done or (wanted and code == at.OK) or self._taken(entry.words)
+        entry.done = entry.done or self._taken(entry.words)
         return code
 
-    def _advance_all(self, entries: Sequence[Entry], wanted: set[int]) -> int:
+    def _advance_all(self, entries: Sequence[Entry], wanted: Mapping[int, int]) -> int:
         table = np.zeros((len(entries), at.OP_SIZE // 8), np.int64)
         last: dict[tuple[int, bool], int] = {}
         for i, entry in enumerate(entries):
             key = entry.transfer.peer, entry.transfer.receives
             table[i] = entry.words
             table[i, _AFTER] = last.get(key, -1)
-            table[i, _MUST] = id(entry) in wanted
+            table[i, _MUST] = wanted.get(id(entry), 0)
             last[key] = i
         code = self._door(int(table.ctypes.data), len(entries))
         for row, entry in zip(table, entries, strict=True):
             entry.words[:] = row
-            waited_for = code == at.OK and id(entry) in wanted
-            entry.done = entry.done or waited_for or self._taken(row)
+            entry.done = entry.done or self._taken(row)
         return code
 
     def _taken(self, row: Words) -> bool:

@@ -58,7 +58,7 @@ class MemberSeat:
         received = [context.received(rank) for rank in range(member.nranks)]  # before the rest, as it only grows
         board = member.fabric.board()
         taken = context.get(at.CTX_SENDS)
-        if board["state"] != at.STATE_WAITING or taken < 0 or board != member.fabric.board():
+        if board["state"] != at.STATE_WAITING or taken < 0 or board != member.fabric.board() or board["peer"] == at.ANYBODY:
             return None
         peer, op = board["peer"], f"{describe_operation(board)} of {member.session.name}"
         if board["p2p_sig"]:

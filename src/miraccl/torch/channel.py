@@ -5,6 +5,7 @@ Everything else here uses the communicator's public calls; whoever changes ``com
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,6 +21,8 @@ from miraccl.executor.cpu.kernels import layout as at
 from miraccl.types import Collective
 
 STATUS_WAIT_S = 1.5
+#: What nobody finds a second time: the message is lost, and with it the communicator.
+_FATAL = frozenset((at.ERR_INTERRUPTED, at.ERR_MISMATCH, at.ERR_SIZE, at.ERR_CMA))
 
 
 def timeout_of(comm: Communicator) -> float:
@@ -76,12 +79,33 @@ def check_gpu(comm: Communicator, name: str) -> None:
 
 
 class Wire(Exchange):
-    """The sends and receives of a communicator that is used for nothing else; its caller lets one thread in at a time."""
+    """The sends and receives of a communicator that is used for nothing else; its caller lets one thread in at a time.
+
+    ``put`` and ``take`` are for messages with tags (``kernels.tagged``); headers from each rank are received into memory of their own.
+    """
 
     def __init__(self, comm: Communicator) -> None:
-        self._comm, self._member = comm, comm._member
-        member = comm._member
-        super().__init__(comm.rank, member.context.wires, member.context.door("exchange", Collective.SEND_RECV))
+        self._comm, self._member, self._faults = comm, comm._member, comm._member.faults
+        context = comm._member.context
+        super().__init__(comm.rank, context.wires, context.door("exchange", Collective.SEND_RECV))
+        self._put, self._take = context.door("put_tagged", Collective.SEND_RECV), context.door("take_tagged", Collective.SEND_RECV)
+        self._row = np.zeros(at.OP_SIZE // 8, np.int64)
+        self._row_address = int(self._row.ctypes.data)
+        self._first = 0  # the place of the source that is looked at first
+
+    @functools.cached_property
+    def _incoming(self) -> tuple[int, list[Entry]]:
+        """The receives of headers, one of each other rank, and the address of their table."""
+        peers = [peer for peer in range(self._comm.nranks) if peer != self._rank]
+        memory = np.zeros((len(peers), at.HEADER_BYTES), np.uint8)
+        return self.table([self._transfer(part, peer, True) for part, peer in zip(memory, peers, strict=True)])
+
+    def _place(self, source: int) -> int:
+        return source - (source > self._rank)
+
+    def header_from(self, source: int) -> Entry:
+        """The receive of the next header of a rank."""
+        return self._incoming[1][self._place(source)]
 
     def start(self, array: Array, peer: int, *, receives: bool) -> Entry:
         """Take in one message of bytes. It goes on in ``go_on``."""
@@ -92,12 +116,12 @@ class Wire(Exchange):
         return Transfer(receives=receives, peer=peer, memory=view(array, "x", writes=receives, where=where))
 
     def _check(self) -> None:
-        if self._member.faults.fault is not None:
-            raise self._member.faults.fault
+        if self._faults.fault is not None:
+            raise self._faults.fault
 
-    def header(self, array: Array, peer: int, *, receives: bool) -> Entry:
-        """What ``take_in`` and ``put`` take, for memory that is used again and again."""
-        return self._entry(self._transfer(array, peer, receives))
+    def header_to(self, array: Array, peer: int) -> Entry:
+        """A send that ``take_in`` takes, of memory that is used again and again."""
+        return self._entry(self._transfer(array, peer, False))
 
     def received(self, peer: int) -> int:
         """How many messages of a rank have come."""
@@ -109,25 +133,53 @@ class Wire(Exchange):
             return int(entry.words[at.OP_MARK // 8])
         return self._member.context.sent()[entry.transfer.peer] - (at.NSLOTS - 1)
 
-    def put(self, entry: Entry) -> bool:
-        """Post a message that fits into one slot, if there is room and nothing is before it; else nothing has happened."""
-        if any([e.transfer.peer == entry.transfer.peer and not e.transfer.receives for e in self._open]):  # noqa: C419
-            return False
-        self._check()
-        code = self.at_once(entry)
-        if code != at.OK:
-            self._member._conclude(code, "send/recv")
-        return entry.done
+    def put(self, peer: int, tag: int, address: int, nbytes: int) -> int:
+        """Send a message with a tag, if nothing is before it and there is room: ``at.OK``; ``at.UNDER_WAY``, where ``rest`` takes in the
+        rest of it; else nothing has happened. Raises what it finds wrong, as ``take`` does."""
+        if self._faults.fault is not None:
+            return at.NEED_PLAN  # the next attempt fails, with all messages
+        if self._open and any([e.transfer.peer == peer and not e.transfer.receives for e in self._open]):  # noqa: C419
+            return at.NEED_PLAN
+        code = self._put(peer, tag, address, nbytes, self._row_address)
+        if code in _FATAL:
+            self._member._conclude(code, "send")
+        return code
 
-    def go_on(self, must: Sequence[Entry], limit_s: float) -> bool:
-        """Advance everything: until ``must`` has ended or ``limit_s`` has passed, or, without any, as far as it goes at once.
+    def take(self, source: int | None, tag: int, address: int, nbytes: int, limit_ns: int) -> int:
+        """Receive the next message of a source, or of any rank, if it has this tag and size and comes in time: its source;
+        -``at.UNDER_WAY``, where ``rest`` takes in the rest of it; else, below 0, nothing has happened.  Only headers may be open."""
+        table, entries = self._incoming
+        if self._faults.fault is not None or source == self._rank or not entries:
+            return -at.NEED_PLAN
+        if source is None:
+            found = self._take(table, len(entries), self._first, tag, address, nbytes, self._row_address, limit_ns)
+            if found >= 0:
+                self._first = (self._place(found) + 1) % len(entries)
+        else:
+            row = table + self._place(source) * at.OP_SIZE
+            found = self._take(row, 1, 0, tag, address, nbytes, self._row_address, limit_ns)
+        if -found in _FATAL:
+            self._member._conclude(-found, "recv")
+        return found
+
+    def rest(self, array: Array) -> Entry:
+        """Take in what a ``put`` or ``take`` of this memory has left."""
+        receives, peer = bool(self._row[at.OP_KIND // 8]), int(self._row[at.OP_PEER // 8])
+        words = self._row.copy()
+        entry = Entry(transfer=self._transfer(array, peer, receives), words=words, address=int(words.ctypes.data))
+        self.take_in(entry)
+        return entry
+
+    def go_on(self, must: Sequence[Entry], limit_s: float, any_of: Sequence[Entry] = ()) -> bool:
+        """Advance everything: until ``must`` has ended, or one of ``any_of``, or ``limit_s`` has passed; without either, as far as it goes
+        at once.
 
         False if the time was up, which leaves everything as it is.  Raises the communicator's fault.
         """
         member = self._member
         self._check()
         member.context.set(at.CTX_TIMEOUT_NS, max(1, int(limit_s * 1e9)))
-        code = self.advance([e for e in must if not e.done])
+        code = self.advance([e for e in must if not e.done], any_of=any_of)
         if code == at.ERR_TIMEOUT:
             return False
         if code != at.OK:
@@ -141,7 +193,3 @@ class Wire(Exchange):
         error = CollectiveTimeout(text, graph=graph, rank=member.rank, peer=peer, op="send/recv")
         return member.faults.spread(error, "timeout")
 
-
-def as_bytes(array: Array) -> Array:
-    """The bytes of a flat array."""
-    return array.view(np.uint8)

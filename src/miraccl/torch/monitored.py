@@ -7,10 +7,10 @@ a group have numbers, so that a rank that comes late to one is not taken for the
 from __future__ import annotations
 
 import time
+from typing import Any
 
-import numpy as np
+import torch
 
-from miraccl.comm.arguments import Array
 from miraccl.errors import CollectiveTimeout
 from miraccl.torch.channel import wait_for_graph
 from miraccl.torch.post import Post
@@ -42,7 +42,7 @@ def barrier(post: Post, number: int, limit: float, wait_all_ranks: bool) -> None
 def _missing(post: Post, tag: int, limit: float, wait_all_ranks: bool) -> list[int]:
     """The ranks that have not reported in time: the first of them, or all."""
     end = time.monotonic() + limit
-    reports = {r: post.receive(np.empty(0, np.uint8), r, tag, NAME) for r in range(1, post.comm.nranks)}
+    reports = {r: post.receive(_nothing(), r, tag, NAME) for r in range(1, post.comm.nranks)}
     missing = []
     for peer, report in reports.items():
         try:
@@ -54,15 +54,15 @@ def _missing(post: Post, tag: int, limit: float, wait_all_ranks: bool) -> list[i
 
 
 def _report(post: Post, tag: int, limit: float) -> str:
-    post.send(np.empty(0, np.uint8), 0, tag, NAME)
-    packed = np.zeros(VERDICT_BYTES, np.uint8)
+    post.send(_nothing(), 0, tag, NAME)
+    packed = torch.zeros(VERDICT_BYTES, dtype=torch.uint8)
     answer = post.receive(packed, 0, tag + 1, NAME)
     try:
         post.wait(answer, limit + VERDICT_S)
     except CollectiveTimeout:
         post.withdraw(answer)
         return f"rank 0 did not come within {limit:g} s"
-    return bytes(packed).rstrip(b"\0").decode("utf-8", "replace")
+    return bytes(packed.tolist()).rstrip(b"\0").decode("utf-8", "replace")
 
 
 def _describe(post: Post, missing: list[int], limit: float) -> str:
@@ -73,8 +73,10 @@ def _describe(post: Post, missing: list[int], limit: float) -> str:
     return "\n".join([f"{who} did not come within {limit:g} s", *wait_for_graph(post.comm)])
 
 
-def _packed(text: str) -> Array:
-    packed = np.zeros(VERDICT_BYTES, np.uint8)
-    data = text.encode()[:VERDICT_BYTES]
-    packed[: len(data)] = np.frombuffer(data, np.uint8)
-    return packed
+def _packed(text: str) -> Any:
+    data = text.encode()[:VERDICT_BYTES].ljust(VERDICT_BYTES, b"\0")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _nothing() -> Any:
+    return torch.empty(0, dtype=torch.uint8)

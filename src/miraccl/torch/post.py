@@ -13,11 +13,11 @@ Everything goes on inside calls: of ``wait``, ``poll`` and whatever else is call
 
 from __future__ import annotations
 
-import struct
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -27,34 +27,55 @@ from miraccl.comm.exchange import Entry
 from miraccl.comm.lookout import lookout
 from miraccl.comm.whereabouts import ANY, Wait, Waiting
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
-from miraccl.torch.channel import Wire, as_bytes, run_beside, seat_of, set_timeout, timeout_of
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.torch.channel import Wire, run_beside, seat_of, set_timeout, timeout_of
+from miraccl.torch.tensors import array_at
 
 SLICE_S = 0.005
-#: A rank that waits for any other cannot sleep on one bell; it looks again after ever longer naps.
+#: A receive that others stand beside is waited for alone only for so long: their messages may have to go on for its own to come.
+AMONG_OTHERS_NS = 200_000
+#: A receive that only another thread of this rank can end looks again after ever longer naps, and so does one that others wait behind.
 NAP_FIRST_S, NAP_LAST_S = 20e-6, 500e-6
 CLOSE_WAIT_S = 10.0
 #: After this the lookout is told that a wait is long.
 LONG_S = 0.1
-#: Headers all have this size, so that they can be received before anything is known; two words are the tag and the count of bytes.
-HEADER_BYTES, WORDS = 1024, struct.Struct("=qq")
-SHORT_BYTES = HEADER_BYTES - WORDS.size
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, slots=True)
 class Message:
-    """A send or receive. ``peer`` of a receive from anyone is None until it has found its message."""
+    """A send or receive of a tensor whose memory is its values. ``peer`` of a receive from anyone is None until it has found its
+    message."""
 
     name: str
     tag: int
-    array: Array
     peer: int | None
+    tensor: Any
     done: bool = False
     error: MiracclError | None = None
     #: Of a send; it is used again for other messages.
     header: Entry | None = None
-    entries: list[Entry] = field(default_factory=list)
+    entries: Sequence[Entry] = ()
     #: Where the payload lands first, if not in ``array``.
     aside: Array | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.tensor.nbytes)
+
+    @property
+    def sends(self) -> bool:
+        """Whether it is a send under way."""
+        return bool(self.entries) and not self.entries[0].transfer.receives
+
+    @property
+    def array(self) -> Array:
+        """The tensor's bytes."""
+        memory: Array = array_at(self.tensor.data_ptr(), self.nbytes, np.uint8, self.tensor)
+        return memory
+
+
+#: Sends that need nothing more are all this one.
+SENT = Message("send", 0, None, None, done=True)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -72,7 +93,8 @@ class Post:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self.timeout = timeout_of(comm)
+        self._me, self._nranks = comm.rank, comm.nranks
+        self.set_timeout(timeout_of(comm))
         self._wire = Wire(comm)
         run_beside(comm, True)
         self._seat = seat_of(comm)
@@ -84,56 +106,61 @@ class Post:
         self._moving: list[Message] = []  # sends, and receives with one
         self._early: list[_Early] = []
         self._headers: dict[int, Entry] = {}  # those that are awaited, by source
-        self._unused: dict[tuple[int, bool], Entry] = {}  # headers by peer, and whether they are received
+        self._unused: dict[int, Entry] = {}  # headers of sends by peer
         self._closed = False
         self._inside = _Turn(self)
 
     # ---- calls
 
-    def send(self, array: Array, peer: int, tag: int, name: str = "send") -> Message:
-        """Begin to send a flat array, which stays as it is until the message is done."""
-        message = Message(name=name, tag=tag, array=as_bytes(array), peer=self._rank(peer, name))
+    def send(self, tensor: Any, peer: int, tag: int, name: str = "send") -> Message:
+        """Begin to send a tensor, which stays as it is until the message is done."""
+        self._rank(peer, name)
         with self._inside:
             self._check(name)
-            if peer == self.comm.rank:
-                self._early.append(_Early(peer=peer, tag=tag, payload=message.array.copy(), entries=[]))
-                message.done = True
+            if peer == self._me:
+                payload = Message(name, tag, peer, tensor).array.copy()
+                self._early.append(_Early(peer=peer, tag=tag, payload=payload, entries=[]))
                 self._advance([])
+                return SENT
+            code = self._wire.put(peer, tag, tensor.data_ptr(), tensor.nbytes)
+            if code == at.OK:
+                return SENT
+            message = Message(name, tag, peer, tensor)
+            if code == at.UNDER_WAY:
+                message.entries = [self._wire.rest(message.array)]
+                self._moving.append(message)
             else:
                 self._send(message, peer)
         return message
 
     def _send(self, message: Message, peer: int) -> None:
-        header = self._header(peer, receives=False)
-        _write(header, message.tag, message.array)
-        if message.array.nbytes <= SHORT_BYTES and self._put(header):
-            message.done = True
-            self._unused[peer, False] = header
-            return
+        message.header = header = self._header_to(peer)
+        payload = message.array
+        _write(header, message.tag, payload)
         self._wire.take_in(header)
-        message.header, message.entries = header, [header]
-        if message.array.nbytes > SHORT_BYTES:
-            message.entries.append(self._wire.start(message.array, peer, receives=False))
+        message.entries = [header]
+        if payload.nbytes > at.SHORT_BYTES:
+            message.entries = [header, self._wire.start(payload, peer, receives=False)]
         self._moving.append(message)
+        self._await_headers()
         self._advance([])
 
-    def receive(self, array: Array, peer: int | None, tag: int, name: str = "recv") -> Message:
-        """Begin to receive into a flat array, from ``peer`` or from anyone."""
-        source = None if peer is None else self._rank(peer, name)
-        message = Message(name=name, tag=tag, array=as_bytes(array), peer=source)
+    def receive(self, tensor: Any, peer: int | None, tag: int, name: str = "recv") -> Message:
+        """Begin to receive into a tensor, from ``peer`` or from anyone."""
+        message = Message(name, tag, None if peer is None else self._rank(peer, name), tensor)
         with self._inside:
             self._check(name)
             self._wanted.append(message)
             if self._early:
                 self._sort()  # it may have come already
                 self._conclude()
-            self._await_headers()
         return message
 
     def poll(self, message: Message) -> bool:
         """Do what can be done at once; whether the message is done."""
         if not message.done and self._turn.acquire(blocking=False):
             try:
+                self._await_headers()
                 self._advance([])
             finally:
                 self._turn.release()
@@ -145,15 +172,16 @@ class Post:
         After ``limit`` seconds it raises ``CollectiveTimeout`` and the message goes on; without a limit, the group's deadline breaks
         the communicator.
         """
-        if limit is None and not message.done:
-            with Waiting(lambda: self._wait_for(message)):
-                self._go_on(message, None)
-        else:
+        if not message.done and limit is not None:
             self._go_on(message, limit)
+        elif not message.done and not self._take(message):
+            with Waiting(lambda: self._wait_for(message)):
+                self._go_on(message, limit)
         if message.error is not None:
             raise message.error
 
     def _go_on(self, message: Message, limit: float | None) -> None:
+        """The rest of ``wait``."""
         now = time.monotonic()
         end, long = now + (self.timeout if limit is None else limit), now + LONG_S
         nap = NAP_FIRST_S
@@ -167,9 +195,11 @@ class Post:
                 lookout.call()
                 long = end
             with self._inside:
+                self._await_headers()
                 must = self._next(message)
-                self._advance(must, min(SLICE_S, left))
-            if not message.done and (not must or self._waiting):
+                self._advance(must, min(SLICE_S, left), list(self._headers.values()))
+                idle = not must and not self._headers
+            if not message.done and (idle or self._waiting):
                 time.sleep(min(nap, left))
                 nap = min(2 * nap, NAP_LAST_S)
 
@@ -179,7 +209,7 @@ class Post:
         if peer is None or peer == self.comm.rank or self.timeout < self._seat.usual_s:
             return None
         received = self._wire.received(peer)  # before the rest, as it only grows
-        sends = message.header is not None
+        sends = message.sends
         entry = next((e for e in message.entries if not e.done), None)
         taken = self._wire.must_be_taken(entry) if sends and entry is not None else 0
         if message.done or (sends and taken <= 0):
@@ -189,7 +219,43 @@ class Post:
     def _transfers(self) -> list[tuple[int, bool]]:
         """What goes on inside any call: (peer, whether it receives)."""
         messages = [*self._wanted, *self._moving]
-        return [(ANY if m.peer is None else m.peer, m.header is None) for m in messages]
+        return [(ANY if m.peer is None else m.peer, not m.sends) for m in messages]
+
+    def _take(self, message: Message) -> bool:
+        """The shortest way, for a receive that is the next to get its message, while nothing is moving: whether that has ended it.  If
+        another message comes first, or none for a while, nothing has happened."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if self._moving or self._waiting or not self._is_first(message):
+                return False
+            if self._early and not all(e.done for early in self._early for e in early.entries):
+                return False
+            tensor, limit_ns = message.tensor, self._slice_ns if len(self._wanted) == 1 else AMONG_OTHERS_NS
+            source = self._wire.take(message.peer, message.tag, tensor.data_ptr(), tensor.nbytes, limit_ns)
+            if source < 0 and source != -at.UNDER_WAY:
+                return False
+            self._wanted.remove(message)
+            if source >= 0:
+                message.peer, message.done = source, True
+            else:
+                entry = self._wire.rest(message.array)
+                message.peer, message.entries = entry.transfer.peer, [entry]
+                self._moving.append(message)
+        except MiracclError as error:
+            self._fail(error)
+        finally:
+            self._turn.release()
+        return message.done
+
+    def _is_first(self, message: Message) -> bool:
+        """Whether it waits for a message that no older receive may get."""
+        for other in self._wanted:
+            if other is message:
+                return True
+            if other.tag == message.tag and (other.peer == message.peer or other.peer is None or message.peer is None):
+                break
+        return False
 
     def withdraw(self, message: Message) -> bool:
         """Take back a receive that has found no message; whether that was so."""
@@ -201,6 +267,7 @@ class Post:
 
     def set_timeout(self, seconds: float) -> None:
         self.timeout = seconds
+        self._slice_ns = int(min(SLICE_S, seconds) * 1e9)
 
     def close(self) -> None:
         """End after the sends under way, and leave. Receives that wait are forgotten."""
@@ -208,7 +275,7 @@ class Post:
             if self._closed:
                 return
             self._closed = True
-            sends = [m for m in self._moving if m.header is not None]
+            sends = [m for m in self._moving if m.sends]
             end = time.monotonic() + CLOSE_WAIT_S
             try:
                 while any(not m.done for m in sends) and time.monotonic() < end:
@@ -229,7 +296,7 @@ class Post:
             raise CommunicatorClosed("the process group has been destroyed", rank=self.comm.rank, op=name)
 
     def _rank(self, peer: int, name: str) -> int:
-        if not 0 <= peer < self.comm.nranks:
+        if not 0 <= peer < self._nranks:
             raise InvalidUsage(f"{name}: the rank is {peer}; allowed are 0 to {self.comm.nranks - 1}", rank=self.comm.rank)
         return peer
 
@@ -240,10 +307,10 @@ class Post:
         header = None if message.peer is None else self._headers.get(message.peer)
         return [] if header is None else [header]
 
-    def _advance(self, must: Sequence[Entry], limit_s: float = 1.0) -> None:
-        """Go on with everything. A fault of the communicator becomes that of all messages."""
+    def _advance(self, must: Sequence[Entry], limit_s: float = 1.0, any_of: Sequence[Entry] = ()) -> None:
+        """Go on with everything (``Wire.go_on``). A fault of the communicator becomes that of all messages."""
         try:
-            self._wire.go_on(must, limit_s)
+            self._wire.go_on(must, limit_s, any_of)
             while self._sort() and self._wire.open:
                 self._wire.go_on([], limit_s)
         except MiracclError as error:
@@ -259,31 +326,21 @@ class Post:
     def _await_headers(self) -> None:
         """A header is awaited from every rank from which some receive may get a message."""
         for message in self._wanted:
-            for source in range(self.comm.nranks) if message.peer is None else (message.peer,):
-                if source != self.comm.rank and source not in self._headers:
-                    self._headers[source] = header = self._header(source, receives=True)
+            for source in range(self._nranks) if message.peer is None else (message.peer,):
+                if source != self._me and source not in self._headers:
+                    self._headers[source] = header = self._wire.header_from(source)
                     self._wire.take_in(header)
 
-    def _header(self, peer: int, *, receives: bool) -> Entry:
-        """A header to or from a peer; each has its memory once, unless several are under way."""
-        entry = self._unused.pop((peer, receives), None)
-        if entry is not None:
-            return self._wire.renew(entry)
-        return self._wire.header(np.zeros(HEADER_BYTES, np.uint8), peer, receives=receives)
-
-    def _put(self, header: Entry) -> bool:
-        """Whether a header could be sent at once. A fault of the communicator becomes that of all messages, this one's with the others'."""
-        try:
-            return self._wire.put(header)
-        except MiracclError:
-            return False  # as the next attempt says
+    def _header_to(self, peer: int) -> Entry:
+        """A header to a peer; each has its memory once, unless several are under way."""
+        return self._unused.pop(peer, None) or self._wire.header_to(np.zeros(at.HEADER_BYTES, np.uint8), peer)
 
     def _sort(self) -> bool:
         """Bring messages and receives together; whether there is something new to do."""
         new = False
         for source in [source for source, header in self._headers.items() if header.done]:
             self._arrived(source, header := self._headers.pop(source))
-            self._unused[source, True] = header
+            self._wire.renew(header)
             new = True
         for early in list(self._early) if self._wanted else ():
             taker = self._taker(early.peer, early.tag)
@@ -304,29 +361,31 @@ class Post:
         ahead = any(e.peer == source and e.tag == tag for e in self._early)
         taker = None if ahead else self._taker(source, tag)
         entries = []
-        if taker is not None and taker.array.nbytes == nbytes <= SHORT_BYTES:  # most messages
+        fits = taker is not None and taker.nbytes == nbytes
+        if taker is not None and fits and nbytes <= at.SHORT_BYTES:  # most messages
             taker.array[:] = short
             taker.peer, taker.done = source, True
             self._wanted.remove(taker)
             return
-        if nbytes <= SHORT_BYTES:
+        if nbytes <= at.SHORT_BYTES:
             payload = short.copy()
         else:
-            payload = taker.array if taker is not None and taker.array.nbytes == nbytes else np.empty(nbytes, np.uint8)
+            payload = taker.array if taker is not None and fits else np.empty(nbytes, np.uint8)
             entries = [self._wire.start(payload, source, receives=True)]
         early = _Early(peer=source, tag=tag, payload=payload, entries=entries)
         if taker is None:
             self._early.append(early)
         else:
-            self._give(taker, early)
+            self._give(taker, early, aside=not fits or not entries)
 
-    def _give(self, message: Message, early: _Early) -> None:
+    def _give(self, message: Message, early: _Early, *, aside: bool = True) -> None:
+        """``aside``: the payload lands somewhere else than in the message's own memory."""
         self._wanted.remove(message)
         self._moving.append(message)
         message.peer, message.entries = early.peer, early.entries
-        message.aside = None if early.payload is message.array else early.payload
-        if message.array.nbytes != early.payload.nbytes:
-            sizes = f"{early.payload.nbytes} bytes, the tensor {message.array.nbytes}"
+        message.aside = early.payload if aside else None
+        if message.nbytes != early.payload.nbytes:
+            sizes = f"{early.payload.nbytes} bytes, the tensor {message.nbytes}"
             text = f"the message of rank {early.peer} with tag {early.tag} has {sizes}"
             message.error = CollectiveMismatch(text, rank=self.comm.rank, peer=early.peer, op=message.name)
 
@@ -336,7 +395,7 @@ class Post:
             if message.aside is not None and message.error is None:
                 np.copyto(message.array, message.aside)
             if message.header is not None and message.peer is not None:
-                self._unused[message.peer, False] = message.header
+                self._unused[message.peer] = self._wire.renew(message.header)
             self._moving.remove(message)
             message.done = True
 
@@ -355,16 +414,16 @@ class Post:
 
 def _write(header: Entry, tag: int, payload: Array) -> None:
     memory = header.transfer.memory.array
-    WORDS.pack_into(memory.data, 0, tag, payload.nbytes)
-    if payload.nbytes <= SHORT_BYTES:
-        memory[WORDS.size : WORDS.size + payload.nbytes] = payload
+    memory[: at.HEADER_PAYLOAD].view(np.int64)[:] = tag, payload.nbytes
+    if payload.nbytes <= at.SHORT_BYTES:
+        memory[at.HEADER_PAYLOAD : at.HEADER_PAYLOAD + payload.nbytes] = payload
 
 
 def _read(header: Entry) -> tuple[int, int, Array]:
     """Tag, bytes of the payload, and the payload if it is short."""
     memory = header.transfer.memory.array
-    tag, nbytes = WORDS.unpack_from(memory.data)
-    return tag, nbytes, memory[WORDS.size : WORDS.size + nbytes]
+    tag, nbytes = memory[: at.HEADER_PAYLOAD].view(np.int64).tolist()
+    return tag, nbytes, memory[at.HEADER_PAYLOAD : at.HEADER_PAYLOAD + nbytes]
 
 
 class _Turn:

@@ -22,18 +22,18 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from miraccl.comm.communicator import Communicator
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.torch import monitored
 from miraccl.torch.channel import deadline, run_beside, seat_of, set_timeout, timeout_of
 from miraccl.torch.collectives import Collectives, only
 from miraccl.torch.elsewhere import Elsewhere
-from miraccl.torch.failures import as_backend_errors
+from miraccl.torch.failures import BackendError, as_backend_errors
 from miraccl.torch.forms import short_form
-from miraccl.torch.post import Post
+from miraccl.torch.post import SENT, Post
 from miraccl.torch.profiled import profiled, profiling, shown_as
 from miraccl.torch.routing import by_device, first_tensor
 from miraccl.torch.streams import Streams, as_one_batch
-from miraccl.torch.tensors import DEVICES, Staged, check_result, stage
+from miraccl.torch.tensors import DEVICES, Staged, check_result, is_everyday, stage
 from miraccl.torch.work import FinishedWork, Lane, TransferWork, Work, seconds
 
 NAME = "miraccl"
@@ -221,46 +221,68 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
 
     # ---- point to point
 
-    @by_device("send")
-    @shown_as(f"{NAME}:send")
     def send(self, tensors: Sequence[Any], dst: int, tag: int = 0) -> Work:
         """Tags are for CPU memory; messages between GPUs are matched by their order, as on NCCL."""
+        return self._send(tensors, tensors[0], dst, tag) if self._everyday(tensors) else self._send_any(tensors, dst, tag)
+
+    def recv(self, tensors: Sequence[Any], src: int, tag: int = 0) -> Work:
+        return self._receive(tensors, tensors[0], src, tag) if self._everyday(tensors) else self._receive_any(tensors, src, tag)
+
+    def _everyday(self, tensors: Sequence[Any]) -> bool:
+        """Whether a message is an ordinary tensor in CPU memory, which nobody else wants to have or to see."""
+        return len(tensors) == 1 and is_everyday(tensors[0]) and self._elsewhere is None and not profiling()
+
+    @by_device("send")
+    @shown_as(f"{NAME}:send")
+    def _send_any(self, tensors: Sequence[Any], dst: int, tag: int) -> Work:
         with as_backend_errors():
             staged = stage(only(tensors, "send"), "send")
             if staged.device.type != "cpu":
                 begin = _loaded([staged], lambda: self.communicator.send(staged.array, dst))
                 return self._streams_of(staged.device).transfer("send", tensors, staged.memory, begin, _nothing)
             staged.load()
-            message = self._post.send(staged.array, dst, _tag(tag, "send"))
-        if message.done and message.error is None:
+        return self._send(tensors, staged.plain, dst, tag)
+
+    def _send(self, tensors: Sequence[Any], memory: Any, dst: int, tag: int) -> Work:
+        try:
+            message = self._post.send(memory, dst, _tag(tag, "send"))
+        except MiracclError as error:
+            raise BackendError(error) from error
+        if message is SENT:
             return self._transfer(FinishedWork("send", tensors))
-        return self._transfer(TransferWork("send", tensors, self._post, message, self._mail_lane, _nothing))
+        return self._transfer(TransferWork("send", tensors, self._post, message, self._mail_lane, None))
 
     @by_device("recv")
     @shown_as(f"{NAME}:recv")
-    def recv(self, tensors: Sequence[Any], src: int, tag: int = 0) -> Work:
+    def _receive_any(self, tensors: Sequence[Any], src: int, tag: int) -> Work:
         with as_backend_errors():
             staged = stage(only(tensors, "recv"), "recv")
             check_result(tensors[0], "recv")
             if staged.device.type != "cpu":
                 begin = lambda: self.communicator.recv(staged.array, src)  # noqa: E731
                 return self._streams_of(staged.device).transfer("recv", tensors, staged.memory, begin, staged.store)
-            return self._receive(tensors, staged, src, tag)
+        return self._receive(tensors, staged.plain, src, tag, staged.store)
+
+    def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> Work:
+        """From whoever sends first; ``source_rank`` of the work says who it was."""
+        return self._receive(tensors, tensors[0], None, tag) if self._everyday(tensors) else self._receive_any_source(tensors, tag)
 
     @by_device("recv_anysource")
     @shown_as(f"{NAME}:recv")
-    def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> Work:
-        """From whoever sends first; ``source_rank`` of the work says who it was."""
+    def _receive_any_source(self, tensors: Sequence[Any], tag: int) -> Work:
         with as_backend_errors():
             staged = stage(only(tensors, "recv"), "recv")
             check_result(tensors[0], "recv")
             if staged.device.type != "cpu":
                 raise InvalidUsage("recv: a receive into GPU memory names the rank it receives from", hint="as on NCCL")
-            return self._receive(tensors, staged, None, tag)
+        return self._receive(tensors, staged.plain, None, tag, staged.store)
 
-    def _receive(self, tensors: Sequence[Any], staged: Staged, source: int | None, tag: int) -> Work:
-        message = self._post.receive(staged.array, source, _tag(tag, "recv"))
-        return self._transfer(TransferWork("recv", tensors, self._post, message, self._mail_lane, staged.store))
+    def _receive(self, tensors: Sequence[Any], memory: Any, source: int | None, tag: int, after: Callable[[], Any] | None = None) -> Work:
+        try:
+            message = self._post.receive(memory, source, _tag(tag, "recv"))
+        except MiracclError as error:
+            raise BackendError(error) from error
+        return self._transfer(TransferWork("recv", tensors, self._post, message, self._mail_lane, after))
 
     def _transfer(self, work: Work) -> Work:
         if self._batch is not None:

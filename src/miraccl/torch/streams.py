@@ -133,7 +133,7 @@ class Streams:
 
         return drain
 
-    def future(self, tensors: list[Any], stream: Any, event: Any, error: Exception | None) -> Any:
+    def future(self, tensors: Sequence[Any], stream: Any, event: Any, error: Exception | None) -> Any:
         """A future of the operation that ``event`` follows; fulfilled at once, for whoever waits for it waits on a stream."""
         result: Any = torch.futures.Future(devices=[self.device])
         if error is not None:
@@ -143,7 +143,7 @@ class Streams:
             self._on_device(lambda: self._fulfil(result, tensors, stream, event))
         return result
 
-    def _fulfil(self, result: Any, tensors: list[Any], stream: Any, event: Any) -> None:
+    def _fulfil(self, result: Any, tensors: Sequence[Any], stream: Any, event: Any) -> None:
         if event is not None:  # the stream may hold later operations already
             if self._side is None:
                 self._side = self.cuda.Stream(self.device)

@@ -83,6 +83,11 @@ class Staged:
         return self.tensors[0].device
 
     @property
+    def plain(self) -> Any:
+        """The one tensor whose memory the array is: of a list, or of one whose values are not so in memory, the temporary."""
+        return self.tensors[0] if self.temporary is None else self.temporary
+
+    @property
     def memory(self) -> list[Any]:
         """The tensors whose memory is used."""
         return [*self.tensors, *([] if self.temporary is None else [self.temporary])]
@@ -237,6 +242,17 @@ def _array(tensor: Any, form: Form) -> tuple[Any, int]:
         if own.numel() <= 1:  # a part of a column may have any stride
             own = own.as_strided((own.numel(),), (1,))
         return (own if form is Form.VALUES and seen_as is own.dtype else own.view(-1).view(seen_as)), width
-    memory: Any = _FROM_HERE.from_address(tensor.data_ptr())  # after Tensor.numpy nobody could resize the storage
-    memory.owner = tensor  # which the array keeps alive
-    return np.ndarray(tensor.numel() * width, kind, memory), width
+    return array_at(tensor.data_ptr(), tensor.numel() * width, kind, tensor), width  # after Tensor.numpy nobody could resize the storage
+
+
+def array_at(address: int, count: int, kind: Any, owner: Any) -> Any:
+    """The memory at an address as a flat array, which keeps its owner alive."""
+    memory: Any = _FROM_HERE.from_address(address)
+    memory.owner = owner
+    return np.ndarray(count, kind, memory)
+
+
+def is_everyday(tensor: Any) -> bool:
+    """Whether it is a tensor of the ordinary kind in CPU memory, whose memory is its values, and nobody looks at what it is used for."""
+    ordinary = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is torch.strided and _is_plain(tensor)
+    return ordinary and not torch._C._len_torch_dispatch_stack()

@@ -28,6 +28,8 @@ Action = Callable[[], Any]
 class Work(dist.Work):
     """An operation of the backend. ``wait`` raises its error; the future holds the tensors that got a result."""
 
+    _tensors: Sequence[Any]
+
     def __init__(self, name: str, tensors: Sequence[Any]) -> None:
         super().__init__()
         self._name, self._tensors = name, list(tensors)
@@ -101,10 +103,13 @@ class Work(dist.Work):
 class FinishedWork(Work):
     """What has ended before its caller gets it: nobody can wait, so it has no locks, whose making takes as long as a small operation."""
 
+    _done = True
+    _error: Exception | None = None
+    _future: Any = None
+
     def __init__(self, name: str, tensors: Sequence[Any]) -> None:
         dist.Work.__init__(self)
-        self._name, self._tensors = name, list(tensors)
-        self._done, self._error, self._future = True, None, None
+        self._name, self._tensors = name, tensors
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         return True
@@ -217,21 +222,28 @@ class TransferWork(Work):
     ``lane`` runs the waiting once a future was asked for, which has to end by itself.
     """
 
-    def __init__(self, name: str, tensors: Sequence[Any], post: Post, message: Message, lane: Lane, after: Action) -> None:
-        super().__init__(name, tensors)
+    _done = False
+    _error: Exception | None = None
+    _future: Any = None
+    _handed_over = False
+
+    def __init__(self, name: str, tensors: Sequence[Any], post: Post, message: Message, lane: Lane, after: Action | None) -> None:
+        dist.Work.__init__(self)
+        self._name, self._tensors = name, tensors
         self._post, self._message, self._lane, self._after = post, message, lane, after
-        self._handed_over = False
-        self._concluding = threading.Lock()
+        self._lock = threading.Lock()
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         if not self._done:
             try:
-                self._post.wait(self._message, seconds(timeout))
+                self._post.wait(self._message, None if timeout is None else seconds(timeout))
             except MiracclError as error:
                 if not self._message.done:
                     raise BackendError(error) from error
             self._conclude()
-        return super().wait(timeout)
+        if self._error is not None:
+            raise self._error
+        return True
 
     def is_completed(self) -> bool:
         if not self._done:
@@ -258,15 +270,21 @@ class TransferWork(Work):
         self._conclude()
 
     def _conclude(self) -> None:
-        if not self._message.done:
+        """End as the message has ended; whoever comes second waits for the first."""
+        message = self._message
+        if not message.done:
             return
-        with self._concluding:
+        with self._lock:
             if self._done:
                 return
-            error = self._message.error
-            if error is None:
+            if message.error is not None:
+                self._error = BackendError(message.error)
+            elif self._after is not None:
                 self._after()
-            self.end(None if error is None else BackendError(error))
+            self._done = True
+            fulfil = self._future is not None
+        if fulfil:
+            self.fulfil()
 
 
 def translated(action: Action) -> None:

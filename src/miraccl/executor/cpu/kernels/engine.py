@@ -16,6 +16,7 @@ from miraccl.executor.cpu.kernels.counts import set_counts, size_class
 from miraccl.executor.cpu.kernels.messages import connection, drain
 from miraccl.executor.cpu.kernels.p2p import exchange_all, item_size
 from miraccl.executor.cpu.kernels.steps import all_in_windows, do_step
+from miraccl.executor.cpu.kernels.tagged import put_message, take_message
 from miraccl.executor.cpu.kernels.transfers import send_and_receive, send_or_receive
 from miraccl.executor.cpu.kernels.uneven import elements_before, read_call_counts
 from miraccl.executor.cpu.kernels.waiting import LONG_BYTES, fail, release_gil, restore_gil
@@ -260,6 +261,15 @@ def enter(ctx: int) -> bool:
 
 
 @inline
+def enter_anyway(ctx: int) -> bool:
+    """As ``enter``, whatever Python's reasons to be busy are."""
+    if load(ctx + at.CTX_INSIDE) != 0:
+        return False
+    store(ctx + at.CTX_INSIDE, 1)
+    return True
+
+
+@inline
 def leave(ctx: int, code: int) -> int:
     restore_gil(ctx)
     store(ctx + at.CTX_INSIDE, 0)
@@ -345,9 +355,8 @@ def launch(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(run, input address, output address, counts address)``, whatever Python's reasons to be busy are; no counts (0) for
     a run that has them already."""
     ctx = load(PyLong_AsLong(self) + DOOR_CTX)
-    if load(ctx + at.CTX_INSIDE) != 0:
+    if not enter_anyway(ctx):
         return PyLong_FromLong(at.BUSY)
-    store(ctx + at.CTX_INSIDE, 1)
     run = PyLong_AsLong(load(args))
     counts = PyLong_AsLong(load(args + 24))
     if counts != 0:
@@ -376,11 +385,31 @@ def sendrecv(self: int, args: int, nargs: int) -> int:
 def exchange(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(table, count)``: a group of sends and receives, see ``kernels.p2p``."""
     ctx = load(PyLong_AsLong(self) + DOOR_CTX)
-    if load(ctx + at.CTX_INSIDE) != 0:
+    if not enter_anyway(ctx):
         return PyLong_FromLong(at.BUSY)
-    store(ctx + at.CTX_INSIDE, 1)
     release_gil(ctx)
     return leave(ctx, exchange_all(ctx, PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))))
+
+
+def put_tagged(self: int, args: int, nargs: int) -> int:
+    """Builtin ``door(peer, tag, address, bytes, row)``, see ``kernels.tagged``."""
+    ctx = load(PyLong_AsLong(self) + DOOR_CTX)
+    if not enter_anyway(ctx):
+        return PyLong_FromLong(at.BUSY)
+    peer, tag, address = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8)), PyLong_AsLong(load(args + 16))
+    return leave(ctx, put_message(ctx, peer, tag, address, PyLong_AsLong(load(args + 24)), PyLong_AsLong(load(args + 32))))
+
+
+def take_tagged(self: int, args: int, nargs: int) -> int:
+    """Builtin ``door(table, count, first, tag, address, bytes, row, nanoseconds)``, see ``kernels.tagged``: the source, or another result,
+    negative."""
+    ctx = load(PyLong_AsLong(self) + DOOR_CTX)
+    if not enter_anyway(ctx):
+        return PyLong_FromLong(-at.BUSY)
+    table, count, first = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8)), PyLong_AsLong(load(args + 16))
+    tag, address, nbytes = PyLong_AsLong(load(args + 24)), PyLong_AsLong(load(args + 32)), PyLong_AsLong(load(args + 40))
+    store(ctx + at.CTX_TIMEOUT_NS, PyLong_AsLong(load(args + 56)))
+    return leave(ctx, take_message(ctx, table, count, first, tag, address, nbytes, PyLong_AsLong(load(args + 48))))
 
 
 EXPORTS: dict[str, Any] = {
@@ -396,4 +425,6 @@ EXPORTS: dict[str, Any] = {
     "send_recv": send_recv,
     "sendrecv": sendrecv,
     "exchange": exchange,
+    "put_tagged": put_tagged,
+    "take_tagged": take_tagged,
 }

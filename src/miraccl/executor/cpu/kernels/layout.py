@@ -28,6 +28,7 @@ CTRL_BOARD = 128  # the board: what the rank is doing, for those who wait for it
 BOARD_SEQ, BOARD_SIG, BOARD_COUNT, BOARD_STEP, BOARD_PEER, BOARD_STATE = 128, 136, 144, 152, 160, 168
 BOARD_P2P_SIG, BOARD_P2P_COUNT, BOARD_CPU = 176, 184, 192  # CPU: 1 + where the rank last waited, 0 unknown
 STATE_IDLE, STATE_RUNNING, STATE_WAITING = 0, 1, 2
+ANYBODY = -1  # in BOARD_PEER: whoever comes first
 CTRL_HISTORY = 1024  # (signature, count) of the last HISTORY operations, by sequence number: late ranks are compared with what was
 HISTORY = 32
 SEQ_MASK = 0xFFFF  # the bits of a signature that hold the sequence number
@@ -126,11 +127,17 @@ STEP_SIZE = 96
 
 # ---- one send or receive of an exchange
 OP_KIND, OP_PEER, OP_ADDR, OP_BYTES, OP_SIG, OP_AFTER, OP_ROUNDS, OP_COUNT = 0, 8, 16, 24, 32, 40, 48, 56
-OP_DONE, OP_MARK, OP_MUST = 64, 72, 80  # pieces done; see kernels.p2p; 1 if the call returns only when this one has ended
+OP_DONE, OP_MARK, OP_MUST = 64, 72, 80  # pieces done; see kernels.p2p; whether the call waits for it:
+ALL, ANY = 1, 2  # it returns when all of these have ended; when one of these has
 OP_SIZE = 96
+
+# ---- header of a message with a tag, which has the payload in it if that fits (kernels.tagged)
+HEADER_TAG, HEADER_COUNT, HEADER_PAYLOAD, HEADER_BYTES = 0, 8, 16, 1024  # COUNT: bytes of the payload
+SHORT_BYTES = HEADER_BYTES - HEADER_PAYLOAD
 
 # ---- results of a kernel
 OK, NEED_PLAN, BUSY = 0, 1, 2
+UNDER_WAY = 3  # it has begun, and somebody has to go on with it
 ERR_ABORTED, ERR_TIMEOUT, ERR_MISMATCH, ERR_SIZE, ERR_LEFT, ERR_CMA, ERR_INTERRUPTED = 10, 11, 12, 13, 14, 15, 16
 ERR_PARTED = 17  # the peer waits for this rank on the control plane
 ERR_ENDED = 18  # the peer has ended the operation in which this rank waits for it

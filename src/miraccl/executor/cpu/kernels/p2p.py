@@ -3,7 +3,8 @@
 A message is cut into pieces of a slot; both ends cut alike, however each of them groups its calls.  What goes on together is a
 table of operations; the messages between two ranks in one direction follow one another (``OP_AFTER``), so the order on a FIFO is
 that of the program, and everything else goes in whatever order it can: no operation ever waits for another one of the table.  A
-call ends when the operations marked ``OP_MUST`` have, the others keep their progress (``OP_DONE``) for the next call.
+call ends when the operations have whose ``OP_MUST`` is ``ALL``, or one whose is ``ANY``; the others keep their progress (``OP_DONE``) for
+the next call.
 
 Why this cannot deadlock where the program does not: a rank that waits here waits only because each of its operations needs its
 peer, and each that could go has gone.
@@ -172,6 +173,23 @@ one_message = inline(_one_message)
 
 
 @inline
+def begin_op(ctx: int, op: int, kind: int, peer: int, address: int, count: int, dtype: int, must: int) -> None:
+    """Write an operation that has not begun and follows no other one; as ``comm.exchange`` makes it."""
+    nbytes, piece = count * item_size(dtype), piece_bytes(ctx, peer)
+    store(op + at.OP_KIND, kind)
+    store(op + at.OP_PEER, peer)
+    store(op + at.OP_ADDR, address)
+    store(op + at.OP_BYTES, nbytes)
+    store(op + at.OP_SIG, signature(dtype, count))
+    store(op + at.OP_AFTER, -1)
+    store(op + at.OP_ROUNDS, max(1, (nbytes + piece - 1) // piece))
+    store(op + at.OP_COUNT, count)
+    store(op + at.OP_DONE, 0)
+    store(op + at.OP_MARK, 0)
+    store(op + at.OP_MUST, must)
+
+
+@inline
 def finished(ctx: int, op: int) -> bool:
     """All pieces are done and, for a send, taken where they were posted by address (``OP_MARK`` is then the count of messages)."""
     if load(op + at.OP_DONE) < load(op + at.OP_ROUNDS):
@@ -239,12 +257,21 @@ def advance(ctx: int, table: int, count: int) -> tuple[int, int]:
 
 @inline
 def awaited(ctx: int, table: int, count: int) -> int:
-    """The first operation that must end and has not; -1 if there is none."""
+    """The first operation that the call waits for: one of all that must end, else of those of which any must; -1 if it need not wait."""
+    first_of_all, first_of_any, nall = -1, -1, 0
     for i in range(count):
         op = table + i * at.OP_SIZE
-        if load(op + at.OP_MUST) != 0 and not finished(ctx, op):
-            return i
-    return -1
+        must = load(op + at.OP_MUST)
+        if must == at.ALL:
+            nall += 1
+            if first_of_all < 0 and not finished(ctx, op):
+                first_of_all = i
+        elif must == at.ANY:
+            if finished(ctx, op):
+                return -1
+            if first_of_any < 0:
+                first_of_any = i
+    return first_of_all if nall > 0 else first_of_any
 
 
 @inline
@@ -272,7 +299,8 @@ def _sleep_any(ctx: int, table: int, count: int) -> int:
     peer = load(op + at.OP_PEER)
     sends = load(op + at.OP_KIND) == 0
     store(ctx + at.CTX_SENDS, messages_taken(ctx, op) if sends else 0)
-    store(ctrl + at.BOARD_PEER, peer)
+    alone = load(op + at.OP_MUST) == at.ALL  # else another rank may bring it about as well
+    store(ctrl + at.BOARD_PEER, peer if alone else at.ANYBODY)
     store(ctrl + at.BOARD_STEP, load(ctx + at.CTX_STEP))
     store(ctrl + at.BOARD_P2P_COUNT, load(op + at.OP_COUNT))
     store_release(ctrl + at.BOARD_P2P_SIG, load(op + at.OP_SIG))
@@ -298,10 +326,10 @@ def _sleep_any(ctx: int, table: int, count: int) -> int:
         store(ctrl + at.CTRL_SLEEP, 0)
         if ready(ctx, table, count):
             break
-        if load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0 and not ready(ctx, table, count):
+        if alone and load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0 and not ready(ctx, table, count):
             result = fail(ctx, at.ERR_LEFT, peer, 0, 0)
             break
-        if never_comes(ctx, peer, sends) and not ready(ctx, table, count):
+        if alone and never_comes(ctx, peer, sends) and not ready(ctx, table, count):
             result = fail(ctx, at.ERR_PARTED, peer, 0, 0)
             break
         if interrupted(ctx):
@@ -318,15 +346,35 @@ sleep_any = inline(_sleep_any)
 
 
 @inline
+def patience(ctx: int, count: int) -> int:
+    """How often ``rest`` only pauses; a look at every operation takes about as long as a pause."""
+    return load(ctx + at.CTX_SPIN) // (1 + count)
+
+
+@inline
+def rest(ctx: int, table: int, count: int, idle: int) -> tuple[int, int]:
+    """Nothing could go for the ``idle``-th time since something did or this rank slept: (result, the new ``idle``)."""
+    spins = patience(ctx, count)
+    if idle <= spins:
+        pause()
+        return at.OK, idle
+    release_gil(ctx)
+    if idle <= spins + load(ctx + at.CTX_YIELDS) and load(ctx + at.CTX_NAPS) == 0:
+        yield_core(ctx, now_ns(ctx))
+        return at.OK, idle
+    may_yield(ctx)  # this was one of the waits that do not
+    return sleep_any(ctx, table, count), 0
+
+
+@inline
 def exchange_all(ctx: int, table: int, count: int) -> int:
-    """Advance ``count`` sends and receives until those that must have ended; without any such, do what can be done at once."""
+    """Advance ``count`` sends and receives until those have ended that must (``OP_MUST``); without any, do what can be done at once."""
     store(ctx + at.CTX_DEADLINE, 0)
     total = 0
     for i in range(count):
         total += load(table + i * at.OP_SIZE + at.OP_BYTES)
     store(ctx + at.CTX_STREAM, 1 if total >= load(ctx + at.CTX_STREAM_FROM) else 0)
     idle, passes = 0, 0
-    patience = load(ctx + at.CTX_SPIN) // (1 + count)  # a look at every operation takes about as long as a pause
     while True:
         code, went = advance(ctx, table, count)
         if code != at.OK:
@@ -336,18 +384,12 @@ def exchange_all(ctx: int, table: int, count: int) -> int:
         if first < 0 and (went == 0 or passes > at.NSLOTS):
             break
         store(ctx + at.CTX_STEP, max(first, 0))
-        idle = 0 if went > 0 else idle + 1
-        if first < 0 or idle <= patience:
+        if went > 0:
+            idle = 0
             pause()
-        elif idle <= patience + load(ctx + at.CTX_YIELDS) and load(ctx + at.CTX_NAPS) == 0:
-            release_gil(ctx)
-            yield_core(ctx, now_ns(ctx))
         else:
-            release_gil(ctx)
-            may_yield(ctx)  # this was one of the waits that do not
-            code = sleep_any(ctx, table, count)
+            code, idle = rest(ctx, table, count, idle + 1)
             if code != at.OK:
                 return code
-            idle = 0
     store_release(load(ctx + at.CTX_CTRL) + at.BOARD_P2P_SIG, 0)
     return at.OK

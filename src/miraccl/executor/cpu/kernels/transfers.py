@@ -5,9 +5,9 @@ from __future__ import annotations
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.arguments import READABLE, WRITABLE, dtype_code, elements, small_int, usable
 from miraccl.executor.cpu.kernels.messages import connection
-from miraccl.executor.cpu.kernels.p2p import exchange_all, item_size, one_message, piece_bytes, signature
+from miraccl.executor.cpu.kernels.p2p import begin_op, exchange_all, one_message
 from miraccl.executor.cpu.kernels.waiting import LONG_BYTES, fail, release_gil
-from miraccl.native.intrinsics import inline, load, load_acquire, store
+from miraccl.native.intrinsics import inline, load, load_acquire
 
 
 @inline
@@ -36,20 +36,7 @@ def fill_op(ctx: int, op: int, kind: int, array: int, peer: int, flags: int) -> 
     dtype = dtype_code(ctx, array)
     if dtype < 0 or load(connection(ctx, at.CTX_SEND, peer) + at.CONN_KIND) == at.KIND_NONE:
         return False
-    count = elements(array)
-    nbytes = count * item_size(dtype)
-    piece = piece_bytes(ctx, peer)
-    store(op + at.OP_KIND, kind)
-    store(op + at.OP_PEER, peer)
-    store(op + at.OP_ADDR, load(array + at.ARRAY_DATA))
-    store(op + at.OP_BYTES, nbytes)
-    store(op + at.OP_SIG, signature(dtype, count))
-    store(op + at.OP_AFTER, -1)
-    store(op + at.OP_ROUNDS, max(1, (nbytes + piece - 1) // piece))
-    store(op + at.OP_COUNT, count)
-    store(op + at.OP_DONE, 0)
-    store(op + at.OP_MARK, 0)
-    store(op + at.OP_MUST, 1)
+    begin_op(ctx, op, kind, peer, load(array + at.ARRAY_DATA), elements(array), dtype, at.ALL)
     return True
 
 

@@ -1,0 +1,96 @@
+"""Messages with tags, as far as they go without anybody's help.
+
+A message is a header (tag, bytes of the payload, and the payload if it is short) and, if it is not, its payload, which goes as any
+other message does.  Headers all have one size, so that one can be received before anything is known.  Which receive gets which message is
+Python's to say (``miraccl.torch.post``); compiled code does the everyday cases: a send that nothing is before, and a receive that no
+other one competes with, whose message is the next one of its source.  Whatever else it finds stays where it is.
+
+A payload that does not get through in the call leaves its progress in ``row``, an operation of ``kernels.p2p``, for ``exchange_all``.
+"""
+
+from __future__ import annotations
+
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.messages import connection, consume_part, local_payload, post_slot
+from miraccl.executor.cpu.kernels.p2p import begin_op, can_go, exchange_all, finished, rest, signature
+from miraccl.executor.cpu.kernels.slots import post_line, see_tail, slot
+from miraccl.executor.cpu.kernels.waiting import release_gil
+from miraccl.native.intrinsics import inline, load, load_acquire, memcpy, store, store_release
+from miraccl.types import DType
+
+UINT8 = int(DType.UINT8)
+
+
+@inline
+def put_message(ctx: int, peer: int, tag: int, address: int, nbytes: int, row: int) -> int:
+    """Send a message that is the next one to ``peer``: OK; UNDER_WAY, where the rest of it is in ``row``; NEED_PLAN, where nothing has
+    happened, for there is no room or no way; or an ERR_*."""
+    conn = connection(ctx, at.CTX_SEND, peer)
+    if load(conn + at.CONN_SLOT_BYTES) < at.HEADER_BYTES or load_acquire(load(ctx + at.CTX_CTRL) + at.CTRL_ABORT) != 0:
+        return at.NEED_PLAN
+    need = load(conn + at.CONN_COUNT) - (at.NSLOTS - 1)
+    if load(conn + at.CONN_TAIL) < need and see_tail(conn) < need:
+        return at.NEED_PLAN
+    header = slot(conn)
+    store(header + at.HEADER_TAG, tag)
+    store(header + at.HEADER_COUNT, nbytes)
+    if nbytes <= at.SHORT_BYTES:
+        memcpy(header + at.HEADER_PAYLOAD, address, nbytes)
+    post_slot(ctx, conn, signature(UINT8, at.HEADER_BYTES), at.HEADER_BYTES)
+    if nbytes <= at.SHORT_BYTES:
+        return at.OK
+    release_gil(ctx)
+    begin_op(ctx, row, 0, peer, address, nbytes, UINT8, 0)
+    code = exchange_all(ctx, row, 1)
+    return code if code != at.OK or finished(ctx, row) else at.UNDER_WAY
+
+
+@inline
+def take_if(ctx: int, op: int, tag: int, address: int, nbytes: int, row: int) -> int:
+    """As ``take_message``, of the message whose header has come for ``op``."""
+    peer = load(op + at.OP_PEER)
+    conn = connection(ctx, at.CTX_RECV, peer)
+    landed = load(post_line(conn) + at.POST_MODE) == at.MODE_LANDED
+    header = load(op + at.OP_ADDR) if landed else local_payload(ctx, conn)
+    if header == 0 or load(header + at.HEADER_TAG) != tag or load(header + at.HEADER_COUNT) != nbytes:
+        return -at.NEED_PLAN
+    if nbytes <= at.SHORT_BYTES:
+        memcpy(address, header + at.HEADER_PAYLOAD, nbytes)
+    consume_part(ctx, conn, load(ctx + at.CTX_SWAP) != 0)
+    store(op + at.OP_MARK, 0)
+    code = at.OK
+    if nbytes > at.SHORT_BYTES:
+        release_gil(ctx)
+        begin_op(ctx, row, 1, peer, address, nbytes, UINT8, at.ALL)
+        code = exchange_all(ctx, row, 1)
+    if code == at.OK:
+        return peer
+    comes_again = code == at.ERR_TIMEOUT or code == at.ERR_ABORTED or code == at.ERR_LEFT or code == at.ERR_PARTED
+    return -at.UNDER_WAY if comes_again else -code
+
+
+@inline
+def take_message(ctx: int, table: int, count: int, first: int, tag: int, address: int, nbytes: int, row: int) -> int:
+    """Wait for the next message of any of ``count`` sources, whose headers the operations of ``table`` receive, and take it if it is the
+    one: its source; else, negative, UNDER_WAY, where the rest of it is in ``row``, or another result.  After NEED_PLAN and what whoever
+    waits finds again (ERR_TIMEOUT, ERR_ABORTED, ERR_LEFT, ERR_PARTED) nothing has happened.
+
+    The sources are looked at in turn, from number ``first`` on.
+    """
+    for i in range(count):
+        store(table + i * at.OP_SIZE + at.OP_AFTER, -1)
+        store(table + i * at.OP_SIZE + at.OP_MUST, at.ALL if count == 1 else at.ANY)
+    store(ctx + at.CTX_DEADLINE, 0)
+    store(ctx + at.CTX_STEP, 0)
+    idle = 0
+    while True:
+        for i in range(count):
+            op = table + (first + i) % count * at.OP_SIZE
+            if can_go(ctx, table, op):
+                result = take_if(ctx, op, tag, address, nbytes, row)
+                store_release(load(ctx + at.CTX_CTRL) + at.BOARD_P2P_SIG, 0)
+                return result
+        release_gil(ctx)
+        code, idle = rest(ctx, table, count, idle + 1)
+        if code != at.OK:
+            return -code
