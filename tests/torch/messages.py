@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.torch.progress import progress
 from tests.torch.worlds import LIMIT, both, gloo, refused, world
 
 LARGE = 200_000  # elements of a message that goes in many pieces
@@ -110,10 +111,40 @@ def floods(path: str) -> None:
             assert (got.tolist(), other.item()) == ([float(i)] * 2, -float(i))
 
 
+def while_elsewhere(path: str) -> None:
+    """A message under way goes on while its program is in a collective, in the store, or in a call of another group, which its peer comes
+    to only after the message."""
+    with world(path) as (rank, _):
+        store = dist.distributed_c10d._get_default_store()
+        other = dist.new_group()
+        numbers = torch.arange(10.0 * LARGE)
+        places = {
+            "collective": lambda name: dist.all_reduce(torch.ones(3)),
+            "other group": lambda name: dist.barrier(other),
+            "store": lambda name: store.set(name, "") if rank == 1 else store.wait([name], LIMIT),
+        }
+        for place, go in places.items():
+            for blocked in ("send", "recv"):
+                if rank == 0:
+                    out = torch.zeros(10 * LARGE)
+                    work = dist.irecv(out, 1) if blocked == "send" else dist.isend(numbers, 1)
+                    go(place + blocked)
+                    assert work is not None
+                    assert work.wait()
+                    assert blocked == "recv" or (out == numbers).all()
+                else:
+                    out = torch.zeros(10 * LARGE)
+                    if rank == 1:
+                        dist.send(numbers, 0) if blocked == "send" else dist.recv(out, 0)
+                        assert blocked == "send" or (out == numbers).all()
+                    go(place + blocked)
+
+
 def without_help(path: str) -> None:
     """A message that is there, and next, is taken by compiled code alone; so is any that fits into the FIFO sent.  Whatever else comes
     first stays where it is, and a long message that does not get through goes on."""
-    with world(path) as (rank, nranks):
+    with world(path) as (rank, nranks), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "watch", lambda post: None)  # it would be there first at times
         group: Any = dist.group.WORLD
         post = group._post
         to, fro = (rank + 1) % nranks, (rank - 1) % nranks

@@ -43,7 +43,7 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
     [
         (3, (calls.layouts, calls.uneven, calls.handles, calls.profiled, calls.pending, calls.short_forms)),
         (3, (messages.point_to_point, messages.tags, messages.floods, messages.any_source, messages.threads)),
-        (3, (messages.without_help, messages.in_turn_from_anyone)),
+        (3, (messages.while_elsewhere, messages.without_help, messages.in_turn_from_anyone)),
         (
             3,
             (

@@ -7,8 +7,8 @@ so a message that comes before its receive is put aside, in memory of its own.  
 Rules, those of MPI and Gloo: a receive takes the oldest message with its tag from its source; of several receives that want the same
 message, the oldest gets it.  The sizes must be equal.
 
-Everything goes on inside calls: of ``wait``, ``poll`` and whatever else is called here.  A thread that waits steps back every
-``SLICE_S``, so that threads of one process do not wait for each other's messages.
+Everything goes on inside calls: of ``wait``, ``poll`` and whatever else is called here; where none are made for a while, by ``progress``.
+A thread that waits steps back every ``SLICE_S``, so that threads of one process do not wait for each other's messages.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from miraccl.comm.whereabouts import ANY, Wait, Waiting
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.torch.channel import Wire, run_beside, seat_of, set_timeout, timeout_of
+from miraccl.torch.progress import progress
 from miraccl.torch.tensors import array_at
 
 SLICE_S = 0.005
@@ -131,6 +132,7 @@ class Post:
                 self._moving.append(message)
             else:
                 self._send(message, peer)
+        self._leave(message)
         return message
 
     def _send(self, message: Message, peer: int) -> None:
@@ -154,7 +156,34 @@ class Post:
             if self._early:
                 self._sort()  # it may have come already
                 self._conclude()
+        self._leave(message)
         return message
+
+    def _leave(self, message: Message) -> None:
+        """The program may do something else now."""
+        if not message.done and not progress.watches(self):
+            progress.watch(self)
+
+    def go_on_alone(self) -> bool | None:
+        """As ``progress`` asks: do what can be done at once if no other thread is inside."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            before = self._done_so_far()
+            if before is not None:
+                self._await_headers()
+                self._advance([])
+            return None if before is None else self._done_so_far() != before
+        finally:
+            self._turn.release()
+
+    def _done_so_far(self) -> tuple[int, ...] | None:
+        """What is under way, and how far it has come; None for nothing."""
+        entries = [*(m.entries for m in self._moving), *(early.entries for early in self._early)]
+        open_ones = [entry for some in entries for entry in some if not entry.done]
+        if not self._wanted and not open_ones:
+            return None
+        return len(self._wanted), len(open_ones), sum(int(e.words[at.OP_DONE // 8]) for e in open_ones)
 
     def poll(self, message: Message) -> bool:
         """Do what can be done at once; whether the message is done."""
@@ -217,7 +246,7 @@ class Post:
         return self._seat.wait_for_message(peer, received, taken, f"{message.name}, tag {message.tag}")
 
     def _transfers(self) -> list[tuple[int, bool]]:
-        """What goes on inside any call: (peer, whether it receives)."""
+        """What goes on whatever the program does: (peer, whether it receives)."""
         messages = [*self._wanted, *self._moving]
         return [(ANY if m.peer is None else m.peer, not m.sends) for m in messages]
 

@@ -217,7 +217,7 @@ class Lane:
 
 
 class TransferWork(Work):
-    """A send or receive of CPU memory. It goes on inside calls of its ``post``; ``after`` is what remains when it has ended.
+    """A send or receive of CPU memory. Its ``post`` goes on with it; ``after`` is what remains when it has ended.
 
     ``lane`` runs the waiting once a future was asked for, which has to end by itself.
     """
