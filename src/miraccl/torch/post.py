@@ -109,6 +109,7 @@ class Post:
         self._headers: dict[int, Entry] = {}  # those that are awaited, by source
         self._unused: dict[int, Entry] = {}  # headers of sends by peer
         self._closed = False
+        self.watched = False
         self._inside = _Turn(self)
 
     # ---- calls
@@ -132,7 +133,8 @@ class Post:
                 self._moving.append(message)
             else:
                 self._send(message, peer)
-        self._leave(message)
+        if not self.watched and not message.done:  # the program may do something else now
+            progress.watch(self)
         return message
 
     def _send(self, message: Message, peer: int) -> None:
@@ -156,13 +158,9 @@ class Post:
             if self._early:
                 self._sort()  # it may have come already
                 self._conclude()
-        self._leave(message)
-        return message
-
-    def _leave(self, message: Message) -> None:
-        """The program may do something else now."""
-        if not message.done and not progress.watches(self):
+        if not self.watched and not message.done:  # the program may do something else now
             progress.watch(self)
+        return message
 
     def go_on_alone(self) -> bool | None:
         """As ``progress`` asks: do what can be done at once if no other thread is inside."""

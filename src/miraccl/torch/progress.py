@@ -23,7 +23,9 @@ _log = trace.logger("proxy")
 
 
 class Movable(Protocol):
-    """What this thread looks after."""
+    """What this thread looks after, while it is ``watched``."""
+
+    watched: bool
 
     def go_on_alone(self) -> bool | None:
         """Do what can be done at once if no other thread is at it; whether anything moved, None if nothing is under way."""
@@ -42,13 +44,11 @@ class Progress:
         self._watched: weakref.WeakSet[Movable] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
 
-    def watches(self, post: Movable) -> bool:
-        return post in self._watched
-
     def watch(self, post: Movable) -> None:
         """Look after a post until nothing has been under way for a while."""
         with self._lock:
             self._watched.add(post)
+            post.watched = True
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="miraccl progress", daemon=True)
                 try:
@@ -82,6 +82,8 @@ class Progress:
             if self._called.is_set():
                 self._called.clear()
                 return False
+            for post in self._watched:
+                post.watched = False
             self._watched.clear()
             return True
 
