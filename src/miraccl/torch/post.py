@@ -16,12 +16,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from miraccl.comm.arguments import Array
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.exchange import Entry
 from miraccl.comm.lookout import lookout
@@ -29,8 +27,8 @@ from miraccl.comm.whereabouts import ANY, Wait, Waiting
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.torch.channel import Wire, run_beside, seat_of, set_timeout, timeout_of
+from miraccl.torch.message import SENT, Early, Message, read_header, write_header
 from miraccl.torch.progress import progress
-from miraccl.torch.tensors import array_at
 
 SLICE_S = 0.005
 #: A receive that others stand beside is waited for alone only for so long: their messages may have to go on for its own to come.
@@ -40,53 +38,6 @@ NAP_FIRST_S, NAP_LAST_S = 20e-6, 500e-6
 CLOSE_WAIT_S = 10.0
 #: After this the lookout is told that a wait is long.
 LONG_S = 0.1
-
-
-@dataclass(eq=False, slots=True)
-class Message:
-    """A send or receive of a tensor whose memory is its values. ``peer`` of a receive from anyone is None until it has found its
-    message."""
-
-    name: str
-    tag: int
-    peer: int | None
-    tensor: Any
-    done: bool = False
-    error: MiracclError | None = None
-    #: Of a send; it is used again for other messages.
-    header: Entry | None = None
-    entries: Sequence[Entry] = ()
-    #: Where the payload lands first, if not in ``array``.
-    aside: Array | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.tensor.nbytes)
-
-    @property
-    def sends(self) -> bool:
-        """Whether it is a send under way."""
-        return bool(self.entries) and not self.entries[0].transfer.receives
-
-    @property
-    def array(self) -> Array:
-        """The tensor's bytes."""
-        memory: Array = array_at(self.tensor.data_ptr(), self.nbytes, np.uint8, self.tensor)
-        return memory
-
-
-#: Sends that need nothing more are all this one.
-SENT = Message("send", 0, None, None, done=True)
-
-
-@dataclass(eq=False, kw_only=True)
-class _Early:
-    """A message that nobody has asked for yet."""
-
-    peer: int
-    tag: int
-    payload: Array
-    entries: list[Entry]
 
 
 class Post:
@@ -105,7 +56,7 @@ class Post:
         self._waiting = 0
         self._wanted: list[Message] = []  # receives without a message
         self._moving: list[Message] = []  # sends, and receives with one
-        self._early: list[_Early] = []
+        self._early: list[Early] = []
         self._headers: dict[int, Entry] = {}  # those that are awaited, by source
         self._unused: dict[int, Entry] = {}  # headers of sends by peer
         self._closed = False
@@ -121,7 +72,7 @@ class Post:
             self._check(name)
             if peer == self._me:
                 payload = Message(name, tag, peer, tensor).array.copy()
-                self._early.append(_Early(peer=peer, tag=tag, payload=payload, entries=[]))
+                self._early.append(Early(peer=peer, tag=tag, payload=payload, entries=[]))
                 self._advance([])
                 return SENT
             code = self._wire.put(peer, tag, tensor.data_ptr(), tensor.nbytes)
@@ -140,7 +91,7 @@ class Post:
     def _send(self, message: Message, peer: int) -> None:
         message.header = header = self._header_to(peer)
         payload = message.array
-        _write(header, message.tag, payload)
+        write_header(header, message.tag, payload)
         self._wire.take_in(header)
         message.entries = [header]
         if payload.nbytes > at.SHORT_BYTES:
@@ -384,7 +335,7 @@ class Post:
 
     def _arrived(self, source: int, header: Entry) -> None:
         """A payload that is not in its header goes straight to the receive that waits for it, else aside."""
-        tag, nbytes, short = _read(header)
+        tag, nbytes, short = read_header(header)
         ahead = any(e.peer == source and e.tag == tag for e in self._early)
         taker = None if ahead else self._taker(source, tag)
         entries = []
@@ -399,13 +350,13 @@ class Post:
         else:
             payload = taker.array if taker is not None and fits else np.empty(nbytes, np.uint8)
             entries = [self._wire.start(payload, source, receives=True)]
-        early = _Early(peer=source, tag=tag, payload=payload, entries=entries)
+        early = Early(peer=source, tag=tag, payload=payload, entries=entries)
         if taker is None:
             self._early.append(early)
         else:
             self._give(taker, early, aside=not fits or not entries)
 
-    def _give(self, message: Message, early: _Early, *, aside: bool = True) -> None:
+    def _give(self, message: Message, early: Early, *, aside: bool = True) -> None:
         """``aside``: the payload lands somewhere else than in the message's own memory."""
         self._wanted.remove(message)
         self._moving.append(message)
@@ -437,20 +388,6 @@ class Post:
         with self._inside:
             if not message.done:
                 self._fail(self._wire.expire(text, message.peer))
-
-
-def _write(header: Entry, tag: int, payload: Array) -> None:
-    memory = header.transfer.memory.array
-    memory[: at.HEADER_PAYLOAD].view(np.int64)[:] = tag, payload.nbytes
-    if payload.nbytes <= at.SHORT_BYTES:
-        memory[at.HEADER_PAYLOAD : at.HEADER_PAYLOAD + payload.nbytes] = payload
-
-
-def _read(header: Entry) -> tuple[int, int, Array]:
-    """Tag, bytes of the payload, and the payload if it is short."""
-    memory = header.transfer.memory.array
-    tag, nbytes = memory[: at.HEADER_PAYLOAD].view(np.int64).tolist()
-    return tag, nbytes, memory[at.HEADER_PAYLOAD : at.HEADER_PAYLOAD + nbytes]
 
 
 class _Turn:

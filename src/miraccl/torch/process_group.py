@@ -29,7 +29,8 @@ from miraccl.torch.collectives import Collectives, only
 from miraccl.torch.elsewhere import Elsewhere
 from miraccl.torch.failures import BackendError, as_backend_errors
 from miraccl.torch.forms import short_form
-from miraccl.torch.post import SENT, Post
+from miraccl.torch.message import SENT
+from miraccl.torch.post import Post
 from miraccl.torch.profiled import profiled, profiling, shown_as
 from miraccl.torch.routing import by_device, first_tensor
 from miraccl.torch.streams import Streams, as_one_batch

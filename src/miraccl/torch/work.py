@@ -20,7 +20,8 @@ from miraccl import params
 from miraccl.comm.whereabouts import Wait, Waiting
 from miraccl.errors import CollectiveTimeout, CommunicatorClosed, MiracclError, as_system_failure
 from miraccl.torch.failures import BackendError, as_backend_errors
-from miraccl.torch.post import Message, Post
+from miraccl.torch.message import Message
+from miraccl.torch.post import Post
 
 Action = Callable[[], Any]
 

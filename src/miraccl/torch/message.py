@@ -1,0 +1,77 @@
+"""A message with a tag, and its header."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from miraccl.comm.arguments import Array
+from miraccl.comm.exchange import Entry
+from miraccl.errors import MiracclError
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.torch.tensors import array_at
+
+
+@dataclass(eq=False, slots=True)
+class Message:
+    """A send or receive of a tensor whose memory is its values. ``peer`` of a receive from anyone is None until it has found its
+    message."""
+
+    name: str
+    tag: int
+    peer: int | None
+    tensor: Any
+    done: bool = False
+    error: MiracclError | None = None
+    #: Of a send; it is used again for other messages.
+    header: Entry | None = None
+    entries: Sequence[Entry] = ()
+    #: Where the payload lands first, if not in ``array``.
+    aside: Array | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.tensor.nbytes)
+
+    @property
+    def sends(self) -> bool:
+        """Whether it is a send under way."""
+        return bool(self.entries) and not self.entries[0].transfer.receives
+
+    @property
+    def array(self) -> Array:
+        """The tensor's bytes."""
+        memory: Array = array_at(self.tensor.data_ptr(), self.nbytes, np.uint8, self.tensor)
+        return memory
+
+
+#: Sends that need nothing more are all this one.
+SENT = Message("send", 0, None, None, done=True)
+
+
+@dataclass(eq=False, kw_only=True)
+class Early:
+    """A message that nobody has asked for yet."""
+
+    peer: int
+    tag: int
+    payload: Array
+    entries: list[Entry]
+
+
+def write_header(header: Entry, tag: int, payload: Array) -> None:
+    """With the payload if it is short."""
+    memory = header.transfer.memory.array
+    memory[: at.HEADER_PAYLOAD].view(np.int64)[:] = tag, payload.nbytes
+    if payload.nbytes <= at.SHORT_BYTES:
+        memory[at.HEADER_PAYLOAD : at.HEADER_PAYLOAD + payload.nbytes] = payload
+
+
+def read_header(header: Entry) -> tuple[int, int, Array]:
+    """Tag, bytes of the payload, and the payload if it is short."""
+    memory = header.transfer.memory.array
+    tag, nbytes = memory[: at.HEADER_PAYLOAD].view(np.int64).tolist()
+    return tag, nbytes, memory[at.HEADER_PAYLOAD : at.HEADER_PAYLOAD + nbytes]
