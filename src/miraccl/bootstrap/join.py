@@ -24,11 +24,9 @@ from miraccl.wire.bootstrap_messages import Join
 
 #: Seconds before the hub of a job that has met already is asked again, when ports are probed.
 OVER_PAUSE = 0.1
-#: Seconds between an accident and the next try.
-ACCIDENT_PAUSE = 0.02
 #: Seconds that the name service is given to tell where the meeting point is, which only orders the addresses of this host.
 ROUTE_SECONDS = 2.0
-#: Seconds after an accident: the hub hung up, or this host has no descriptor to give.
+#: Seconds from an accident (the hub hung up, or this host has no descriptor to give) to the next try.
 ACCIDENT_PAUSE = 0.02
 
 
