@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from miraccl.bootstrap import UniqueId, connect, create_root, dial, join, runtime_file
+from miraccl.bootstrap import UniqueId, connect, create_root, dial, interfaces, join, runtime_file
 from miraccl.bootstrap.dial import Dialer, HubNotFound
 from miraccl.bootstrap.launch import FilePoint, Launch, meet
 from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
@@ -197,7 +197,7 @@ def test_a_name_service_that_is_silent_takes_no_more_than_the_deadline(nothing_i
 
 
 def test_a_name_service_that_is_silent_holds_up_no_other_address(nothing_is_left, silent_names, monkeypatch):
-    monkeypatch.setattr(join, "ROUTE_SECONDS", 0.01)
+    monkeypatch.setattr(interfaces, "ROUTE_SECONDS", 0.01)
     unique_id, root = create_root(hosts=["127.0.0.1"])
     with root:
         assert _job(UniqueId(addresses=(("hub.example", 1), *unique_id.addresses), secret=unique_id.secret)) == ["done", "done"]

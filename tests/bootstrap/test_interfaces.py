@@ -82,14 +82,14 @@ def test_without_a_wish_loopback_may_stand_in(monkeypatch):
 
 
 def test_the_address_family_follows_the_route(monkeypatch):
-    monkeypatch.setattr("miraccl.bootstrap.interfaces.source_address", lambda host, seconds: {"six": "fd00::5", "four": "10.0.0.5"}[host])
+    monkeypatch.setattr("miraccl.bootstrap.interfaces.source_address", lambda host: {"six": "fd00::5", "four": "10.0.0.5"}[host])
     assert choose_addresses("six", ALL)[0] == ("fd00::5", "10.0.0.5")
     assert choose_addresses("four", ALL)[0] == ("10.0.0.5", "fd00::5")
 
 
 def test_a_name_that_means_loopback_here_says_nothing_about_the_way(monkeypatch):
     """Debian's /etc/hosts gives a host's own name the address 127.0.1.1."""
-    monkeypatch.setattr("miraccl.bootstrap.interfaces.source_address", lambda host, seconds: "127.0.0.1")
+    monkeypatch.setattr("miraccl.bootstrap.interfaces.source_address", lambda host: "127.0.0.1")
     assert choose_addresses("myself", ALL)[0] == ("10.0.0.5", "fd00::5")
 
 

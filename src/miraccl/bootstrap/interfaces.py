@@ -22,6 +22,8 @@ from miraccl.errors import BootstrapError, InvalidUsage, as_system_failure
 SIOCGIFADDR, SIOCGIFFLAGS = 0x8915, 0x8913  # linux/sockios.h
 IFF_UP, IFF_LOOPBACK, IFF_RUNNING = 0x1, 0x8, 0x40  # linux/if.h
 DISCARD_PORT = 9
+#: Seconds that the name service is given to tell where a host is, which only orders the addresses of this one.
+ROUTE_SECONDS = 2.0
 #: Interfaces that usually lead to containers and virtual machines of this host only.
 VIRTUAL_PREFIXES = (
     "docker",
@@ -128,13 +130,13 @@ def _ipv6_addresses() -> dict[str, list[str]]:
     return found
 
 
-def source_address(host: str, seconds: float = 2.0) -> str | None:
+def source_address(host: str) -> str | None:
     """The local address from which packets to ``host`` leave (a UDP connect asks the routing table and sends nothing).
 
-    The name service has ``seconds`` to answer.
+    The name service has ``ROUTE_SECONDS`` to answer.
     """
     lookup = Lookup(host)
-    if not lookup.wait(seconds):
+    if not lookup.wait(ROUTE_SECONDS):
         return None
     for family, _, _, _, address in lookup.infos:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -163,18 +165,16 @@ def rank_interfaces(interfaces: Iterable[Interface], names: str = "", route: str
     return sorted(usable, key=lambda i: (not (route and route in i.addresses), i.loopback, i.virtual))
 
 
-def choose_addresses(
-    peer: str | None = None, interfaces: Sequence[Interface] | None = None, *, seconds: float = 2.0
-) -> tuple[tuple[str, ...], bool]:
+def choose_addresses(peer: str | None = None, interfaces: Sequence[Interface] | None = None) -> tuple[tuple[str, ...], bool]:
     """Addresses of the interface this process should announce, and whether loopback may replace them on one host.
 
     ``peer`` is the meeting point's host, when it is known.  With SOCKET_IFNAME set only those interfaces count, and loopback
-    replaces nothing.  The address that routes to ``peer`` comes first, if its name is known within ``seconds``.  Raises ``InvalidUsage``,
-    ``SystemFailure`` or ``BootstrapError``.
+    replaces nothing.  The address that routes to ``peer`` comes first, if its name is known within ``ROUTE_SECONDS``.  Raises
+    ``InvalidUsage``, ``SystemFailure`` or ``BootstrapError``.
     """
     names = params.SOCKET_IFNAME.read()
     interfaces = list_interfaces() if interfaces is None else interfaces
-    route = source_address(peer, seconds) if peer else None
+    route = source_address(peer) if peer else None
     if route is not None and is_loopback(route):
         route = None  # a host's own name often means 127.0.1.1 there, which says nothing about how others reach it
     ranked = rank_interfaces(interfaces, names, route)

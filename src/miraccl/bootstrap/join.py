@@ -24,8 +24,6 @@ from miraccl.wire.bootstrap_messages import Join
 
 #: Seconds before the hub of a job that has met already is asked again, when ports are probed.
 OVER_PAUSE = 0.1
-#: Seconds that the name service is given to tell where the meeting point is, which only orders the addresses of this host.
-ROUTE_SECONDS = 2.0
 #: Seconds from an accident (the hub hung up, or this host has no descriptor to give) to the next try.
 ACCIDENT_PAUSE = 0.02
 
@@ -231,7 +229,7 @@ def _join(sock: socket.socket, remote: str | None, patience: float, deadline: fl
     except OSError as error:
         raise HubVanished(error.strerror or str(error)) from None
     local, hub = (str(name[0]).removeprefix("::ffff:").partition("%")[0] for name in names)
-    addresses, loopback = choose_addresses(remote if is_loopback(local) else hub, seconds=ROUTE_SECONDS)
+    addresses, loopback = choose_addresses(remote if is_loopback(local) else hub)
     return Join(
         host=host_fingerprint(),
         network=network_fingerprint(),

@@ -128,7 +128,7 @@ class Wire(Exchange):
         return self._member.context.received(peer)
 
     def must_be_taken(self, entry: Entry) -> int:
-        """How many messages the peer must have taken for a send to go on."""
+        """How many messages the peer must have taken for a send to go on (``kernels.p2p.messages_taken``, where that waits)."""
         if entry.words[at.OP_DONE // 8] >= entry.words[at.OP_ROUNDS // 8]:
             return int(entry.words[at.OP_MARK // 8])
         return self._member.context.sent()[entry.transfer.peer] - (at.NSLOTS - 1)

@@ -9,7 +9,16 @@ takes what it finds.  A sender that posted an address may not return before the 
 from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout as at
-from miraccl.executor.cpu.kernels.slots import give_back, post_line, received_slot, see_tail, slot_address, use_slot
+from miraccl.executor.cpu.kernels.slots import (
+    give_back,
+    has_room,
+    must_be_taken,
+    post_line,
+    received_slot,
+    see_tail,
+    slot_address,
+    use_slot,
+)
 from miraccl.executor.cpu.kernels.waiting import fail, wait, wake
 from miraccl.native.intrinsics import (
     fence,
@@ -32,15 +41,12 @@ def connection(ctx: int, table: int, peer: int) -> int:
 @inline
 def acquire(ctx: int, conn: int, peer: int) -> int:
     """Wait until the next line and slot of a send connection are free."""
-    need = load(conn + at.CONN_COUNT) - (at.NSLOTS - 1)
-    if load(conn + at.CONN_TAIL) >= need:
+    if has_room(conn):
         return at.OK
-    if see_tail(conn) < need:
-        code = wait(ctx, load(conn + at.CONN_TAIL_ADDR), need, peer)
-        if code != at.OK:
-            return code
+    code = wait(ctx, load(conn + at.CONN_TAIL_ADDR), must_be_taken(conn), peer)
+    if code == at.OK:
         see_tail(conn)
-    return at.OK
+    return code
 
 
 @inline

@@ -27,7 +27,7 @@ from miraccl.executor.cpu.kernels.messages import (
     take,
     want,
 )
-from miraccl.executor.cpu.kernels.slots import MOST, post_line, slot
+from miraccl.executor.cpu.kernels.slots import MOST, must_be_taken, post_line, slot
 from miraccl.executor.cpu.kernels.waiting import (
     expired,
     fail,
@@ -214,7 +214,7 @@ def can_go(ctx: int, table: int, op: int) -> bool:
     peer = load(op + at.OP_PEER)
     if load(op + at.OP_KIND) == 0:
         conn = connection(ctx, at.CTX_SEND, peer)
-        return load_acquire(load(conn + at.CONN_TAIL_ADDR)) >= load(conn + at.CONN_COUNT) - (at.NSLOTS - 1)
+        return load_acquire(load(conn + at.CONN_TAIL_ADDR)) >= must_be_taken(conn)
     conn = connection(ctx, at.CTX_RECV, peer)
     if load(op + at.OP_MARK) <= done:
         start = done * piece_bytes(ctx, peer)
@@ -289,7 +289,7 @@ def messages_taken(ctx: int, op: int) -> int:
     """How many messages the peer must have taken for a send to go on: those in the way of its next piece, or all that are to be taken."""
     if load(op + at.OP_DONE) >= load(op + at.OP_ROUNDS):
         return load(op + at.OP_MARK)
-    return load(connection(ctx, at.CTX_SEND, load(op + at.OP_PEER)) + at.CONN_COUNT) - (at.NSLOTS - 1)
+    return must_be_taken(connection(ctx, at.CTX_SEND, load(op + at.OP_PEER)))
 
 
 def _sleep_any(ctx: int, table: int, count: int) -> int:

@@ -108,6 +108,19 @@ def see_tail(conn: int) -> int:
 
 
 @inline
+def must_be_taken(conn: int) -> int:
+    """How many messages of a send connection the peer must have taken for the next one to have a place."""
+    return load(conn + at.CONN_COUNT) - (at.NSLOTS - 1)
+
+
+@inline
+def has_room(conn: int) -> bool:
+    """Whether the next message has a place."""
+    need = must_be_taken(conn)
+    return load(conn + at.CONN_TAIL) >= need or see_tail(conn) >= need
+
+
+@inline
 def swap(ctx: int, conn: int) -> int:
     """Keep the slot of the message just received and give another one: 1 + its number. 0 if there is none to give."""
     out = load(ctx + at.CTX_SEND) + conn - load(ctx + at.CTX_RECV)

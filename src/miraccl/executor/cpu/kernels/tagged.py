@@ -13,7 +13,7 @@ from __future__ import annotations
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.messages import connection, consume_part, local_payload, post_slot
 from miraccl.executor.cpu.kernels.p2p import begin_op, can_go, exchange_all, finished, rest, signature
-from miraccl.executor.cpu.kernels.slots import post_line, see_tail, slot
+from miraccl.executor.cpu.kernels.slots import has_room, post_line, slot
 from miraccl.executor.cpu.kernels.waiting import release_gil
 from miraccl.native.intrinsics import inline, load, load_acquire, memcpy, store, store_release
 from miraccl.types import DType
@@ -28,8 +28,7 @@ def put_message(ctx: int, peer: int, tag: int, address: int, nbytes: int, row: i
     conn = connection(ctx, at.CTX_SEND, peer)
     if load(conn + at.CONN_SLOT_BYTES) < at.HEADER_BYTES or load_acquire(load(ctx + at.CTX_CTRL) + at.CTRL_ABORT) != 0:
         return at.NEED_PLAN
-    need = load(conn + at.CONN_COUNT) - (at.NSLOTS - 1)
-    if load(conn + at.CONN_TAIL) < need and see_tail(conn) < need:
+    if not has_room(conn):
         return at.NEED_PLAN
     header = slot(conn)
     store(header + at.HEADER_TAG, tag)
