@@ -79,7 +79,7 @@ def test_addresses(frame: Frame) -> None:
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_rings_are_used_again(frame: Frame, lanes: int) -> None:
     """Several times what the rings hold, in both directions at once."""
-    size = 3 * lanes * layout.ring_rows(2) * 512
+    size = 3 * lanes * layout.RING_ROWS * layout.ROW_BYTES
     right([Send(0, 1, size + 5), Send(1, 0, size)], frame=frame, lanes=lanes)
 
 
@@ -98,7 +98,7 @@ def test_four_ranks() -> None:
 @needs_compiler
 def test_orders_that_would_deadlock_one_by_one() -> None:
     """Rank 0 names its sends first, rank 1, too: each has more than the rings hold."""
-    big = 2 * layout.ring_rows(2) * 512
+    big = 2 * layout.RING_ROWS * layout.ROW_BYTES
     right([Send(0, 1, big), Send(0, 1, big), Send(1, 0, big), Send(1, 0, 0), Send(0, 1, 3)], lanes=1)
 
 
@@ -293,7 +293,7 @@ def test_launches_of_few_messages_have_short_arguments(nranks: int, most: int) -
 
 def test_parts_of_the_memory_do_not_overlap() -> None:
     for nranks in range(2, layout.MAX_RANKS + 1):
-        lanes, rows = layout.message_lanes(nranks), layout.ring_rows(nranks)
+        lanes, rows = layout.message_lanes(nranks), layout.RING_ROWS
         assert (nranks - 1) * lanes * rows * 512 <= layout.RINGS_BYTES
         assert nranks * lanes * layout.WORD_STRIDE <= layout.LANE_TAKEN_OFFSET - layout.LANE_SENT_OFFSET
         slots = layout.BULK_BYTES // layout.CHUNK_BYTES

@@ -97,7 +97,7 @@ inline uint4 load_flagged(const uint4* p) {
   u.q[1] = __atomic_load_n((const u64*)p + 1, __ATOMIC_ACQUIRE); u.q[0] = __atomic_load_n((const u64*)p, __ATOMIC_ACQUIRE);
   return u.v;
 }
-#define LOOK_WARP 64u    // polls of a warp between two looks at host memory: fibers are slow
+#define WARP_SPINS_BEFORE_CHECK 64u  // polls of a warp between two looks at host memory: fibers are slow
 inline uint4 load_line(const uint4* p) {
   bool flag = (threadIdx.x & 7) == 7;
   uint4 v;

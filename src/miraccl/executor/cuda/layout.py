@@ -23,6 +23,8 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+from miraccl.schedule.ir import Op
+
 MAX_RANKS = 8
 BLOCKS = 128  # of protocol Simple at most; a multiple of every number of channels in use, below the 132 multiprocessors of a Hopper GPU
 WORD_STRIDE = 64  # bytes from one counter to the next
@@ -46,6 +48,8 @@ PACKETS_OFFSET = 1 * MIB
 BANK_BYTES = 23 * MIB
 RINGS_OFFSET = PACKETS_OFFSET + 2 * BANK_BYTES
 RINGS_BYTES = 5 * MIB
+ROW_BYTES = 512  # a store of 16 bytes by each thread of a warp
+RING_ROWS = 16  # in the ring of a lane: more lanes are worth more than longer rings
 # Large messages, source/bulk.cuh: a pool of slots that all senders to a rank share
 BULK_FROM = 64 * MIB  # bytes of a message
 CHUNK_BYTES = 64 * KIB
@@ -70,10 +74,10 @@ HOST_ABORT, HOST_ERROR, HOST_PEER, HOST_WHAT = 0, 1, 2, 3
 HOST_CLAIM, HOST_SIZES = 4, 5  # ERROR_SIZES: two sizes as in MESSAGE, this rank's and the peer's
 HOST_BYTES = 64
 ERROR_TIMEOUT, ERROR_SIZES, ERROR_MISMATCH = 1, 2, 3
-WHAT_FIRST_SHOT, WHAT_SECOND_SHOT, WHAT_MESSAGE, WHAT_ROOM, WHAT_SEND, WHAT_RECV, WHAT_MEETING = 0, 1, 2, 3, 4, 5, 6
+WHAT_PACKET, WHAT_RESULT, WHAT_MESSAGE, WHAT_ROOM, WHAT_SEND, WHAT_RECV, WHAT_MEETING = 0, 1, 2, 3, 4, 5, 6
 WHAT_TEXT = {
-    WHAT_FIRST_SHOT: "a packet of the first shot",
-    WHAT_SECOND_SHOT: "a packet of the second shot",
+    WHAT_PACKET: "a packet",
+    WHAT_RESULT: "a packet of the result",  # the second shot, what falls along a tree
     WHAT_MESSAGE: "a message",
     WHAT_ROOM: "room in its FIFO",
     WHAT_MEETING: "the word that it has come",
@@ -86,14 +90,9 @@ def slot_bytes(fifos: int, blocks: int) -> int:
     return min(LARGEST_SLOT, room // (fifos * blocks * FIFO_SLOTS) // 1024 * 1024)
 
 
-def ring_rows(nranks: int) -> int:
-    """Rows of 512 bytes in the ring of a lane: more lanes are worth more than longer rings."""
-    return 16
-
-
 def message_lanes(nranks: int) -> int:
     """Lanes between two ranks in one direction: the rings from all peers share ``RINGS_BYTES``."""
-    return min(MAX_LANES, RINGS_BYTES // (max(1, nranks - 1) * ring_rows(nranks) * 512))
+    return min(MAX_LANES, RINGS_BYTES // (max(1, nranks - 1) * RING_ROWS * ROW_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +133,8 @@ def args_bytes(nranks: int) -> int:
 
 #: struct Step of source/steps.cuh: op, src_buf, dst_buf, npeers, recv_peer, send_peer, chunks, whole, src, dst, -, peers
 STEP = "<BBBBbbB?HHxxxxQ"
+#: primitives that the kernel knows: those through a FIFO
+STEP_OPS = tuple(op for op in Op if op <= Op.RECV_REDUCE_ALL)
 #: what follows Args in struct Program: scratch, part, piece, parts, channels, first[MAX_CHANNELS + 1], slot, from, to; then the steps
 PROGRAM_HEAD = f"<QQQII{MAX_CHANNELS + 1}II{MAX_RANKS}s{MAX_RANKS}s"
 
@@ -160,24 +161,40 @@ MANY_BYTES = MAX_QUEUES * struct.calcsize(QUEUE) + MAX_MESSAGES * struct.calcsiz
 GROUPS = {"line": (124, 112), "pair": (64, 63)}
 
 
-def message_defines(nranks: int, frame: str) -> dict[str, int]:
-    """The constants of source/p2p.cuh."""
-    names = (
-        "LANE_SENT_OFFSET LANE_TAKEN_OFFSET LANE_CREDIT_OFFSET RINGS_OFFSET HOST_CLAIM HOST_SIZES ERROR_SIZES "
-        "WHAT_SEND WHAT_RECV BULK_FROM CHUNK_BYTES BULK_OFFSET BULK_STRIDE BULK_COUNTS_OFFSET BULK_GRANTS_OFFSET BULK_ARRIVED_OFFSET "
-        "BULK_FREED_OFFSET"
-    )
-    group, first = GROUPS[frame]
-    shape = {"LANES": message_lanes(nranks), "RING_ROWS": ring_rows(nranks), "GROUP_VECTORS": group, "FIRST_VECTORS": first}
-    shape["BULK_SLOTS"] = BULK_BYTES // CHUNK_BYTES
-    return {name: int(globals()[name]) for name in names.split()} | shape
+# ---- the constants of this file that CUDA sources use. Sizes of structs are compared by the compiler.
 
 
 def defines(nranks: int) -> dict[str, int]:
-    """The constants of this file that CUDA sources use."""
+    """Those of every kernel."""
     names = (
-        "BLOCKS WORD_STRIDE MAX_RANKS MAX_CHANNELS MAX_STEPS STATE_OFFSET STATE_LAUNCH STATE_TICKET STATE_SIGNATURES BOARD_OFFSET "
-        "BOARD_ENTRIES PACKETS_OFFSET BANK_BYTES NOBODY HOST_ABORT HOST_ERROR "
-        "HOST_PEER HOST_WHAT ERROR_TIMEOUT ERROR_MISMATCH WHAT_MESSAGE WHAT_ROOM WHAT_MEETING"
+        "WORD_STRIDE MAX_RANKS STATE_OFFSET STATE_LAUNCH STATE_TICKET STATE_SIGNATURES BOARD_OFFSET BOARD_ENTRIES "
+        "PACKETS_OFFSET BANK_BYTES NOBODY HOST_ABORT HOST_ERROR HOST_PEER HOST_WHAT "
+        "ERROR_TIMEOUT ERROR_MISMATCH WHAT_PACKET WHAT_RESULT WHAT_MESSAGE WHAT_ROOM WHAT_MEETING"
     )
-    return {name: int(globals()[name]) for name in names.split()} | {"RANKS": nranks}
+    return _named(names) | {"RANKS": nranks, "ARGS_BYTES": args_bytes(nranks)}
+
+
+def step_defines(nranks: int) -> dict[str, int]:
+    """Those of source/steps.cuh, with the numbers of primitives."""
+    sizes = {
+        "STEP_BYTES": struct.calcsize(STEP),
+        "PROGRAM_BYTES": args_bytes(nranks) + struct.calcsize(PROGRAM_HEAD) + MAX_STEPS * struct.calcsize(STEP),
+    }
+    return _named("BLOCKS MAX_CHANNELS MAX_STEPS") | sizes | {op.name: int(op) for op in STEP_OPS}
+
+
+def message_defines(nranks: int, frame: str) -> dict[str, int]:
+    """Those of source/p2p.cuh and bulk.cuh."""
+    names = (
+        "TO_PEER FROM_PEER TO_SELF TO_BULK FROM_BULK LANE_SENT_OFFSET LANE_TAKEN_OFFSET LANE_CREDIT_OFFSET "
+        "RINGS_OFFSET RING_ROWS ROW_BYTES HOST_CLAIM HOST_SIZES ERROR_SIZES WHAT_SEND WHAT_RECV BULK_FROM CHUNK_BYTES "
+        "BULK_OFFSET BULK_STRIDE BULK_COUNTS_OFFSET BULK_GRANTS_OFFSET BULK_ARRIVED_OFFSET BULK_FREED_OFFSET"
+    )
+    sizes = {"QUEUE_BYTES": struct.calcsize(QUEUE), "HEAD_BYTES": args_bytes(nranks) + struct.calcsize(EXCHANGE_HEAD)}
+    group, first = GROUPS[frame]
+    lanes = {"LANES": message_lanes(nranks), "GROUP_VECTORS": group, "FIRST_VECTORS": first, "BULK_SLOTS": BULK_BYTES // CHUNK_BYTES}
+    return _named(names) | sizes | lanes
+
+
+def _named(names: str) -> dict[str, int]:
+    return {name: int(globals()[name]) for name in names.split()}

@@ -20,13 +20,12 @@ from miraccl.executor.cuda.plan import TREES, DevicePlan, Request, frame_of, lea
 from miraccl.schedule import catalog
 from miraccl.schedule.algos import double_binary_tree
 from miraccl.schedule.interpret import completing_steps
-from miraccl.schedule.ir import Buffer, Op, Schedule, Step
+from miraccl.schedule.ir import Buffer, Schedule, Step
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, RedOp
 
 PUSH_AHEAD = 2  # pieces, where a bank has room for all: more only delays the first read
 SCALE_RANKS = 2  # for which the kernel ``scale`` is compiled: kernels are for two ranks at least
-_FIFO_OPS = tuple(op for op in Op if op <= Op.RECV_REDUCE_ALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,12 +172,12 @@ def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, fixed: F
     channels = [channel[fixed.rank] for channel in schedule.channels]
     _check(schedule, channels, request, fixed.rank)
     widest = max((step.chunks for channel in schedule.channels for steps in channel for step in steps), default=1) or 1
-    lanes = max(1, plan.blocks // schedule.nchannels)
+    blocks = max(1, plan.blocks // schedule.nchannels)  # of a channel
     part = part_elements(count, schedule.parts, itemsize)
     vector = 16 // itemsize
     senders = senders_of(schedule)
-    room = layout.slot_bytes(max(1, *map(len, senders)), lanes * schedule.nchannels) // widest // 16 * vector
-    piece = piece_elements(part, lanes, room, vector)
+    room = layout.slot_bytes(max(1, *map(len, senders)), blocks * schedule.nchannels) // widest // 16 * vector
+    piece = piece_elements(part, blocks, room, vector)
     slot = widest * piece * itemsize
     whole = completing_steps(schedule) if request.op is RedOp.AVG else frozenset()
     first, encoded = [0], b""
@@ -195,14 +194,14 @@ def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, fixed: F
     return args + bytearray(head + table)
 
 
-def piece_elements(part: int, lanes: int, room: int, vector: int) -> int:
-    """Elements of a piece of a part that ``lanes`` blocks share: as many as have room, but in equal rounds, so that no block works alone
+def piece_elements(part: int, blocks: int, room: int, vector: int) -> int:
+    """Elements of a piece of a part that ``blocks`` share: as many as have room, but in equal rounds, so that no block works alone
     at the end, and beginning on 128 bytes (1 GiB in pieces that did not went at 358 GB/s instead of 365)."""
     line = 8 * vector
     if room < line:
         return max(vector, room)
-    rounds = -(-part // (lanes * room))
-    return min(room, -(-part // (lanes * rounds * line)) * line)
+    rounds = -(-part // (blocks * room))
+    return min(room, -(-part // (blocks * rounds * line)) * line)
 
 
 def senders_of(schedule: Schedule) -> list[list[int]]:
@@ -226,7 +225,7 @@ def _check(schedule: Schedule, channels: Sequence[Sequence[Step]], request: Requ
         raise InvalidUsage(f"schedule {schedule.name!r} has more than {layout.MAX_CHANNELS} channels or {layout.MAX_STEPS} steps on a rank")
     for steps in channels:
         for step in steps:
-            if step.op not in _FIFO_OPS:
+            if step.op not in layout.STEP_OPS:
                 raise InvalidUsage(f"schedule {schedule.name!r} uses {step.op.name}, which needs memory registered with all ranks")
             if Buffer.SCRATCH in ((step.src.buffer if step.src else None), (step.dst.buffer if step.dst else None)):
                 raise InvalidUsage(f"schedule {schedule.name!r} needs scratch memory, which GPU ranks do not have yet")

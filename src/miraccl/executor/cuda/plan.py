@@ -290,7 +290,7 @@ def word_packets(algo: str, request: Request, piece: int) -> int:
 
 
 def vectors_of(request: Request, plan_algo: str, frame: Frame) -> int:
-    """Packets of a block, or of a rank's chunk of it (``look_at`` of source/packets.cuh)."""
+    """Packets of a block, or of a rank's chunk of it (``work_of`` of source/packets.cuh)."""
     vectors = frame.vectors(request.block_bytes)
     if rounds_of(plan_algo, request) == 2:
         vectors = -(-vectors // request.nranks)

@@ -54,7 +54,6 @@ def fan_of(nranks: int) -> int:
     return 8 if nranks > 4 else 4
 
 
-
 class Frame(enum.Enum):
     """How a packet of 16 bytes tells that it has come (source/packets.cuh)."""
 
@@ -157,6 +156,8 @@ def write_source(spec: KernelSpec, arch: int, machine: str | None = None) -> str
         f"TYPE_{dtype.name}": 1,
         f"OP_{spec.op.name}": 1,
     }
+    if spec.family == "steps":
+        constants |= layout.step_defines(spec.nranks)
     if spec.entry == "p2p":
         constants |= layout.message_defines(spec.nranks, spec.frame.value) | {"BULK": int(spec.family == "bulk"), "ROOM": spec.room}
     if spec.mode:

@@ -24,6 +24,6 @@ __device__ __forceinline__ void hear_greetings(const Args& a, const Geometry& g,
   if (!greets(a)) return;
   u64* hello = hello_place(g, a.inbox[threadIdx.x], runs, threadIdx.x);
   watch.spins = 0;
-  while (load_word(hello) == NEVER) if (give_up(a, watch, threadIdx.x, 0)) break;
+  while (load_word(hello) == NEVER) if (give_up(a, watch, threadIdx.x, WHAT_PACKET)) break;
   *hello = NEVER;
 }

@@ -5,7 +5,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
   Geometry g = begin(a);
-  Work w = look_at(a, g);
+  Work w = work_of(a, g);
   Watch watch = {0, 0, (u32)g.launch + 1};
   Past past = announce(a, g);
 #if defined(MODE_REDUCE_CHAIN)
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
       if (i >= w.limit) continue;
       if (!first) {
         uint4* q = place_in(g, a.inbox[up], slot, g.first + u * g.stride);
-        Vec got = take(a, g, watch, q, g.first + u * g.stride, i, p[u], up, 0);
+        Vec got = take(a, g, watch, q, g.first + u * g.stride, i, p[u], up, WHAT_PACKET);
 #if REDUCES
         Sum sum;
         sum.begin(v[u]);

@@ -25,6 +25,7 @@ struct Args {          // layout.ARGS
   char* inbox[RANKS];  // the region through which a peer's packets, messages and signals come here
   char* outbox[RANKS]; // the region of a peer through which this rank's go there, mapped here
 };
+static_assert(sizeof(Args) == ARGS_BYTES, "layout.ARGS");
 
 // ---- element types: T as it lies in memory, A as it is added up
 
@@ -142,6 +143,8 @@ __device__ __forceinline__ T own_element(const Args& a, T x) {
   return x;
 #endif
 }
+
+#define WHOLE_WARP 0xffffffffu
 
 // ---- vectors: what one thread handles at a time, in packets of 16 bytes (packets.cuh). FRAME_PAIR packets hold 8 bytes of data, the others 16.
 
@@ -266,14 +269,14 @@ __device__ __forceinline__ void report(u32* host_words, u32 error, u32 peer, u32
   host[HOST_ABORT] = 1u;  // the other threads of this rank need not wait for their own deadlines
 }
 
-// ---- waiting: every loop looks at the abort word, at the board and at its deadline, rarely
+// ---- waiting: every loop looks at the abort word, at the board and at its deadline, rarely (NCCL src/device/primitives.h, checkAbort)
 
 // Rarely called: the time since when this thread waits, or NEVER to stop waiting. ``peer`` is who is waited for, ``what`` a code of
 // layout.WHAT_*, ``launch`` the number of the launch, 0 if it is not on the board. A peer that has found a mismatch comes no more, so the entry of
 // the launch before counts, too, and both are looked at before the abort word. Takes and gives values, so that the counters of the caller stay in
 // registers.
 #define NEVER 0xffffffffffffffffull
-__device__ __noinline__ u64 look(u32* host_words, u64 timeout_ns, u64 since, u32 peer, u32 what, char* box, char* own, u32 launch, u32 signature) {
+__device__ __noinline__ u64 check_wait(u32* host_words, u64 timeout_ns, u64 since, u32 peer, u32 what, char* box, char* own, u32 launch, u32 signature) {
   u64 t = now_ns();
   if (since == 0) since = t;
   volatile u32* host = host_words;
@@ -296,13 +299,13 @@ struct Watch {
   u32 spins;
   u32 launch;
 };
-#define LOOK_EVERY 16384u  // polls of a wait; several milliseconds
+#define SPINS_BEFORE_CHECK 16384u  // polls of a wait; several milliseconds
 
 __device__ __forceinline__ bool give_up(const Args& a, Watch& w, u32 peer, u32 what) {
   if (w.since == NEVER) return true;
   between_polls();
-  if (++w.spins < LOOK_EVERY) return false;
+  if (++w.spins < SPINS_BEFORE_CHECK) return false;
   w.spins = 0;
-  w.since = look(a.host, a.timeout_ns, w.since, peer, what, a.inbox[peer], a.own, w.launch, (u32)a.signature);
+  w.since = check_wait(a.host, a.timeout_ns, w.since, peer, what, a.inbox[peer], a.own, w.launch, (u32)a.signature);
   return w.since == NEVER;
 }

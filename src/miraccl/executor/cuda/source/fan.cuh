@@ -21,7 +21,7 @@ __device__ __forceinline__ Vec held_by(const Vec& v, u32 src) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
   Geometry g = spread_fans();
-  Work w = look_at(a, g);
+  Work w = work_of(a, g);
   u32 peer = threadIdx.x % FAN, i = g.first;
   bool works = i < w.limit && peer < RANKS, other = works && peer != a.rank;
   after_grid_before();
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
   u32 ticket = draw_ticket(a, g);
   if (other && moves(a, peer, a.rank, i)) {
     uint4* q = place(a, g, a.rank, peer, 0, 0, i);
-    v = take(a, g, watch, q, i, i, load_packet(q), peer, 0);
+    v = take(a, g, watch, q, i, i, load_packet(q), peer, WHAT_PACKET);
   }
 #if defined(MODE_ALL_GATHER) || defined(MODE_ALL_TO_ALL)
   if (works) store_vec(w.out + peer * w.count, i, w.count, w.aligned, v);
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
   if (other) {
     push(g, place(a, g, peer, a.rank, 0, 1, i), i, to_packet(g, i, total));
     uint4* q = place(a, g, a.rank, peer, 0, 1, i);
-    v = take(a, g, watch, q, i, i, load_packet(q), peer, 1);
+    v = take(a, g, watch, q, i, i, load_packet(q), peer, WHAT_RESULT);
     store_vec(w.out, spot(w, peer, i), w.count, w.aligned, v);
   }
 #elif defined(MODE_REDUCE)

@@ -5,7 +5,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
   Geometry g = spread();
-  Work w = look_at(a, g);
+  Work w = work_of(a, g);
   after_grid_before();
   u64 number = number_of_launch(a);
   Vec own[UNROLL], v[SAME ? 1 : RANKS - 1][UNROLL];

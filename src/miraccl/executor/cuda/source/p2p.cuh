@@ -24,14 +24,14 @@ struct Message {         // layout.MESSAGE
 __device__ __forceinline__ bool is_bulk(const Message& m) { return SIZE_BYTES(m.size) >= BULK_FROM; }
 
 struct Queue {           // layout.QUEUE
-  u8 kind, peer;
+  u8 kind, peer;         // kind: TO_PEER, FROM_PEER, TO_SELF, TO_BULK, FROM_BULK
   u16 lanes;             // TO_BULK, FROM_BULK: blocks (bulk.cuh)
   u32 begin;             // the first of its lanes, or blocks, in this launch
   u32 first, count;      // messages; TO_SELF: source and target in turn
   u16 slot, slots;       // FROM_BULK: its part of the pool
   u32 unused;
 };
-enum { TO_PEER, FROM_PEER, TO_SELF, TO_BULK, FROM_BULK };
+static_assert(sizeof(Queue) == QUEUE_BYTES, "layout.QUEUE");
 
 struct Exchange {        // layout.EXCHANGE_HEAD
   Args a;
@@ -40,12 +40,12 @@ struct Exchange {        // layout.EXCHANGE_HEAD
   u32 bulk, unused;      // blocks for large messages; they are the first ones
   u64 room[ROOM / 8];    // the queues, then the messages
 };
+static_assert(sizeof(Exchange) == HEAD_BYTES + ROOM, "layout.EXCHANGE_HEAD");
 
-#define FULL 0xffffffffu
 #define ROWS 8           // that a warp handles at a time: two groups
 #define QUARTER (RING_ROWS / 4)
-#ifndef LOOK_WARP
-#define LOOK_WARP 4096u  // polls of a warp between two looks at host memory; milliseconds
+#ifndef WARP_SPINS_BEFORE_CHECK
+#define WARP_SPINS_BEFORE_CHECK 4096u  // polls of a warp; milliseconds
 #endif
 
 // ---- places
@@ -54,7 +54,7 @@ __device__ __forceinline__ u64* lane_word(char* box, u64 offset, u32 peer, u32 l
 
 __device__ __forceinline__ uint4* ring_of(const Args& a, u32 dst, u32 src, u32 lane) {
   u64 ring = (u64)(src < dst ? src : src - 1) * LANES + lane;
-  return (uint4*)((dst == a.rank ? a.inbox[src] : a.outbox[dst]) + RINGS_OFFSET + ring * (RING_ROWS * 512));
+  return (uint4*)((dst == a.rank ? a.inbox[src] : a.outbox[dst]) + RINGS_OFFSET + ring * (RING_ROWS * ROW_BYTES));
 }
 __device__ __forceinline__ u32 flag_of(u64 row) { return (u32)(row / RING_ROWS) + 1; }
 __device__ __forceinline__ u32 place_of(u64 row) { return (u32)(row % RING_ROWS) * 32; }
@@ -219,9 +219,9 @@ __device__ __forceinline__ bool warp_gives_up(const Args& a, Watch& w, u32 t, u3
   bool over = false;
   if (t == 0) {
     between_polls();
-    if (++w.spins >= LOOK_WARP) { w.spins = 0; w.since = look(a.host, a.timeout_ns, w.since, peer, what, nullptr, nullptr, 0, 0); over = w.since == NEVER; }
+    if (++w.spins >= WARP_SPINS_BEFORE_CHECK) { w.spins = 0; w.since = check_wait(a.host, a.timeout_ns, w.since, peer, what, nullptr, nullptr, 0, 0); over = w.since == NEVER; }
   }
-  return __any_sync(FULL, over);
+  return __any_sync(WHOLE_WARP, over);
 }
 
 // One thread: this rank has a message of ``mine`` where the peer has one of ``theirs`` (both as Message.size).
@@ -259,9 +259,9 @@ __device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, con
       if (two) load_group(d + LOADS, c, g + c.lanes, t);
       if (g == 0 && t == HEADER_THREAD) { u64 size = list[m].size; d[0] = make_uint4((u32)size, (u32)(size >> 32), 0, 0); }
       watch.spins = 0; watch.since = 0;
-      while (__any_sync(FULL, row + rows > room)) {
+      while (__any_sync(WHOLE_WARP, row + rows > room)) {
         taken = load_word(credit);
-        if (__any_sync(FULL, (taken & POISON) != 0)) {  // by now a credit that was under way may be there instead: who saw it reports
+        if (__any_sync(WHOLE_WARP, (taken & POISON) != 0)) {  // by now a credit that was under way may be there instead: who saw it reports
           if (taken & POISON) report_sizes(a.host, q.peer, WHAT_SEND, list[m].size, taken & ~POISON);
           return;
         }
@@ -311,11 +311,11 @@ __device__ __forceinline__ void receive_lane(const Exchange& x, const Queue& q, 
         for (int u = 0; u < ROWS; u++)
           if (u < rows && !is_there(v[u], flag_of(row + u), t)) missing = true;
         // the header is looked at as soon as it is there: the rows that this rank expects may never come
-        if (g == 0 && __any_sync(FULL, t == HEADER_THREAD && is_there(v[0], flag_of(row), t) && header_of(v[0]) != list[m].size)) {
+        if (g == 0 && __any_sync(WHOLE_WARP, t == HEADER_THREAD && is_there(v[0], flag_of(row), t) && header_of(v[0]) != list[m].size)) {
           refuse(x, q, list[m].size, header_of(v[0]), t);
           return;
         }
-        if (!__any_sync(FULL, missing)) break;
+        if (!__any_sync(WHOLE_WARP, missing)) break;
         if (warp_gives_up(a, watch, t, q.peer, WHAT_MESSAGE)) return;
       }
       unframe(d, v, t);

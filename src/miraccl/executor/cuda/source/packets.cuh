@@ -21,7 +21,6 @@
 
 #define EMPTY 0xffffffffu
 #define ESCAPE 0xfffffffeu
-#define WHOLE_WARP 0xffffffffu
 
 __device__ __forceinline__ bool arrived(const uint4& p) {
 #if defined(FRAME_PAIR)
@@ -121,7 +120,7 @@ __device__ __forceinline__ void clear_packet(uint4* q) { *q = make_uint4(EMPTY, 
 __device__ __forceinline__ void wait_empty(const Args& a, Watch& watch, const uint4* q, uint4 p) {
   watch.spins = 0;
   while ((p.x & p.y & p.z & p.w) != EMPTY) {
-    if (give_up(a, watch, a.rank, 0)) break;
+    if (give_up(a, watch, a.rank, WHAT_PACKET)) break;
     p = load_packet(q);
   }
 }
@@ -173,14 +172,14 @@ __device__ __noinline__ uint4 escape(uint4 p, uint4* side) {
 __device__ __forceinline__ bool is_special(const uint4& p) { return p.x >= ESCAPE || p.y >= ESCAPE || p.z >= ESCAPE || p.w >= ESCAPE; }
 
 // Rarely called, by whole warps: what ``escape`` was given.
-__device__ __noinline__ uint4 unescape(const Args& a, Watch& watch, uint4 p, uint4* side, u32 src, u32 shot) {
+__device__ __noinline__ uint4 unescape(const Args& a, Watch& watch, uint4 p, uint4* side, u32 src, u32 what) {
   u32 lane = threadIdx.x % 32;
   uint4 said = make_uint4(0, 0, 0, 0);
   if (lane < 2) {
     said = load_packet(side + lane);
     watch.spins = 0;
     while (said.y == EMPTY || said.w == EMPTY) {
-      if (give_up(a, watch, src, shot)) break;
+      if (give_up(a, watch, src, what)) break;
       said = load_packet(side + lane);
     }
     clear_packet(side + lane);
@@ -201,22 +200,22 @@ __device__ __forceinline__ void push(const Geometry& g, uint4* q, u32 here, uint
 }
 
 // What the packet ``p``, which has come, holds; its place ``q`` is cleared.
-__device__ __forceinline__ Vec open_packet(const Args& a, const Geometry& g, Watch& watch, uint4* q, u32 here, u64 i, uint4 p, u32 src, u32 shot) {
+__device__ __forceinline__ Vec open_packet(const Args& a, const Geometry& g, Watch& watch, uint4* q, u32 here, u64 i, uint4 p, u32 src, u32 what) {
 #if defined(FRAME_MASK)
-  if (__any_sync(WHOLE_WARP, is_special(p))) p = unescape(a, watch, p, side_of(g, q, here), src, shot);
+  if (__any_sync(WHOLE_WARP, is_special(p))) p = unescape(a, watch, p, side_of(g, q, here), src, what);
 #endif
   clear_packet(q);
   return from_packet(g, i, p);
 }
 
 // The same once it has come; ``p`` is what was read there already.
-__device__ __forceinline__ Vec take(const Args& a, const Geometry& g, Watch& watch, uint4* q, u32 here, u64 i, uint4 p, u32 src, u32 shot) {
+__device__ __forceinline__ Vec take(const Args& a, const Geometry& g, Watch& watch, uint4* q, u32 here, u64 i, uint4 p, u32 src, u32 what) {
   watch.spins = 0;
   while (!arrived(p)) {
-    if (give_up(a, watch, src, shot)) break;
+    if (give_up(a, watch, src, what)) break;
     p = load_packet(q);
   }
-  return open_packet(a, g, watch, q, here, i, p, src, shot);
+  return open_packet(a, g, watch, q, here, i, p, src, what);
 }
 
 // ---- the operation: a block, or a chunk of it per rank, cut into pieces; each thread has UNROLL packets of a piece
@@ -238,7 +237,7 @@ struct Work {
 #else
 #define CHUNKED 0
 #endif
-__device__ __forceinline__ Work look_at(const Args& a, const Geometry& g) {
+__device__ __forceinline__ Work work_of(const Args& a, const Geometry& g) {
   Work w;
   w.in = (const T*)a.in; w.out = (T*)a.out; w.count = (Index)a.count;
   u64 odd = (u64)a.in | (u64)a.out;

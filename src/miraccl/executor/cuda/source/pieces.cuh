@@ -33,7 +33,7 @@ __device__ __forceinline__ u32 after(const Args& a, u32 slot) { return slot + 1 
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
   Geometry g = begin(a);
-  Work w = look_at(a, g);
+  Work w = work_of(a, g);
   Watch watch = {0, 0, (u32)g.launch + 1};
   Past past = announce(a, g);
   u32 pushed = 0, push_slot = 0, slot = 0, ahead = a.ahead < w.pieces ? a.ahead : w.pieces - 1;

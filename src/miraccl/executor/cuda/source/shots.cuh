@@ -19,8 +19,8 @@
 
 // Where packet ``i`` of the piece in ``slot`` from ``src`` lies in the memory of ``dst``. A rank has no place for its own.
 __device__ __forceinline__ uint4* place(const Args& a, const Geometry& g, u32 dst, u32 src, u32 slot, int shot, u32 i) {
-  u32 lane = slot * (u32)(SHOTS * (RANKS - 1)) + shot * (RANKS - 1) + (src < dst ? src : src - 1);
-  return place_in(g, dst == a.rank ? a.inbox[src] : a.outbox[dst], lane, i);
+  u32 run = slot * (u32)(SHOTS * (RANKS - 1)) + shot * (RANKS - 1) + (src < dst ? src : src - 1);
+  return place_in(g, dst == a.rank ? a.inbox[src] : a.outbox[dst], run, i);
 }
 
 // Rooted operations move data between the root and the others only. Their packet 0 (of masked ones: the first 32) goes from every rank to every rank all the same: who ends
@@ -90,14 +90,14 @@ __device__ __forceinline__ void await_packets(const Args& a, const Geometry& g, 
         p[r][u] = load_packet(place(a, g, a.rank, r, slot, shot, g.first + u * g.stride));
         late = r;
       }
-    if (late == RANKS || give_up(a, watch, late, shot)) return;
+    if (late == RANKS || give_up(a, watch, late, shot == 0 ? WHAT_PACKET : WHAT_RESULT)) return;
   }
 }
-__device__ __forceinline__ Vec receive(const Args& a, const Geometry& g, Watch& watch, uint4* q, u32 here, u64 i, const uint4& p, u32 src, u32 shot) {
+__device__ __forceinline__ Vec receive(const Args& a, const Geometry& g, Watch& watch, uint4* q, u32 here, u64 i, const uint4& p, u32 src, u32 what) {
 #if TOGETHER
-  return open_packet(a, g, watch, q, here, i, p, src, shot);
+  return open_packet(a, g, watch, q, here, i, p, src, what);
 #else
-  return take(a, g, watch, q, here, i, p, src, shot);
+  return take(a, g, watch, q, here, i, p, src, what);
 #endif
 }
 
@@ -128,7 +128,7 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
       if (r != a.rank) {
         if (!moves(a, r, a.rank, i)) continue;
         uint4* q = place(a, g, a.rank, r, slot, 0, g.first + u * g.stride);
-        v = receive(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, 0);
+        v = receive(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, WHAT_PACKET);
       }
 #if defined(MODE_BROADCAST)
       if (r == a.root && r != a.rank) store_vec(w.out, i, w.count, w.aligned, v);
@@ -145,7 +145,7 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
       Vec v = own[u];
       if (r != a.rank) {
         uint4* q = place(a, g, a.rank, r, slot, 0, g.first + u * g.stride);
-        v = receive(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, 0);
+        v = receive(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, WHAT_PACKET);
       }
       store_vec(w.out + r * w.count, i, w.count, w.aligned, v);
     }
@@ -156,7 +156,7 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
       Vec v = own[u];
       if (r != a.rank) {
         uint4* q = place(a, g, a.rank, r, slot, 0, g.first + u * g.stride);
-        v = receive(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, 0);
+        v = receive(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, WHAT_PACKET);
       }
       if (r == 0) sum.begin(v); else sum.add(v);
     }
@@ -196,7 +196,7 @@ __device__ __forceinline__ void collect_piece(const Args& a, const Geometry& g, 
       Index i = at + u * g.stride;
       if (r == a.rank || i >= w.limit) continue;
       uint4* q = place(a, g, a.rank, r, slot, 1, g.first + u * g.stride);
-      Vec v = receive(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, 1);
+      Vec v = receive(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, WHAT_RESULT);
       store_vec(w.out, spot(w, r, i), w.count, w.aligned, v);
     }
 }

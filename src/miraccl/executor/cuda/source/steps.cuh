@@ -1,7 +1,7 @@
 // Any schedule of FIFO primitives, protocol Simple: a block walks over the steps of its rank.
 //
-// Blocks are independent: block b belongs to channel b % channels and moves the pieces lane, lane + lanes, ... of every chunk, where lane
-// is b / channels; a piece has ``piece`` elements, the same on all ranks. Between two ranks each block has a FIFO of ``nslots`` slots in the
+// Blocks are independent: block b belongs to channel b % channels, is number n = b / channels of its ``blocks`` blocks, and moves the pieces
+// n, n + blocks, ... of every chunk; a piece has ``piece`` elements, the same on all ranks. Between two ranks each block has a FIFO of ``nslots`` slots in the
 // memory of the receiver. The sender writes a slot, fences and raises the tail there; the receiver reads and raises the head in the
 // memory of the sender (NCCL src/device/prims_simple.h). One fence a slot, not one a packet: where slots are large, links carry more than by packets.
 //
@@ -11,15 +11,16 @@
 // banks demands, and it finds ranks that called different operations.
 
 struct Step {            // layout.STEP
-  u8 op, src_buf, dst_buf, npeers;
+  u8 op, src_buf, dst_buf, npeers;  // op: SEND, RECV, ... (schedule.ir.Op says what they mean)
   signed char recv_peer, send_peer;
   u8 chunks, whole;      // whole: the sum is everybody's
   u16 src, dst;
-  u32 unused2;
+  u32 unused;
   u64 peers;             // four bits each, in the order of the additions
 };
+static_assert(sizeof(Step) == STEP_BYTES, "layout.STEP");
 
-struct Program {         // layout.PROGRAM
+struct Program {         // layout.PROGRAM_HEAD
   Args a;
   void* scratch;
   u64 part;              // elements of a part of a block; the last ones may be shorter or empty
@@ -31,8 +32,7 @@ struct Program {         // layout.PROGRAM
   u8 to[MAX_RANKS];      // which of those in a peer's bank is that of this rank
   Step steps[MAX_STEPS];
 };
-
-enum { SEND, RECV, COPY, RECV_REDUCE, RECV_COPY_SEND, RECV_REDUCE_SEND, RECV_REDUCE_COPY, RECV_REDUCE_COPY_SEND, RECV_REDUCE_ALL };
+static_assert(sizeof(Program) == PROGRAM_BYTES, "layout.PROGRAM_HEAD");
 
 struct Ends {            // shared memory: messages of this launch to and from every peer
   u32 sent[RANKS], taken[RANKS];
@@ -186,9 +186,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) steps(const __
   if (threadIdx.x < RANKS) e.sent[threadIdx.x] = e.taken[threadIdx.x] = 0;
   if (threadIdx.x == 0) e.dead = 0;
   __syncthreads();
-  u32 channel = blockIdx.x % p.channels, lane = blockIdx.x / p.channels, lanes = gridDim.x / p.channels;
+  u32 channel = blockIdx.x % p.channels, n = blockIdx.x / p.channels, blocks = gridDim.x / p.channels;
   u64 longest = p.part < a.count ? p.part : a.count;  // of any chunk
-  for (u64 at = lane * p.piece; at < longest; at += lanes * p.piece) {
+  for (u64 at = n * p.piece; at < longest; at += blocks * p.piece) {
     for (u32 number = p.first[channel]; number < p.first[channel + 1]; number++) {
       const Step& s = p.steps[number];
       bool sends = s.op == SEND || s.op == RECV_COPY_SEND || s.op == RECV_REDUCE_SEND || s.op == RECV_REDUCE_COPY_SEND;

@@ -25,9 +25,9 @@
 #define ONE_WAY (!(RISES && FALLS))
 
 // What a piece brings to a rank: a message from the first child, one from the second, one from the parent.
-#define LANES (2 * RISES + FALLS)
-#define PARENTS (LANES - 1)
-__device__ __forceinline__ uint4* lane_place(const Geometry& g, char* box, u32 slot, u32 lane, u32 i) { return place_in(g, box, slot * LANES + lane, i); }
+#define SOURCES (2 * RISES + FALLS)
+#define FROM_PARENT (SOURCES - 1)
+__device__ __forceinline__ uint4* source_place(const Geometry& g, char* box, u32 slot, u32 source, u32 i) { return place_in(g, box, slot * SOURCES + source, i); }
 
 // An iteration: this thread's first vectors that rise and fall, and the slots that they come in.
 struct Turn {
@@ -35,10 +35,10 @@ struct Turn {
   u32 rise_slot, fall_slot;
 };
 __device__ __forceinline__ uint4* from_child(const Args& a, const Geometry& g, const Branch& t, const Turn& turn, int c, u32 i) {
-  return lane_place(g, a.inbox[t.down[c]], turn.rise_slot, c, i);
+  return source_place(g, a.inbox[t.down[c]], turn.rise_slot, c, i);
 }
 __device__ __forceinline__ uint4* from_parent(const Args& a, const Geometry& g, const Branch& t, const Turn& turn, u32 i) {
-  return lane_place(g, a.inbox[t.up], turn.fall_slot, PARENTS, i);
+  return source_place(g, a.inbox[t.up], turn.fall_slot, FROM_PARENT, i);
 }
 
 // What lies in the places of an iteration.
@@ -70,7 +70,7 @@ __device__ __forceinline__ void settle(const Args& a, const Geometry& g, const W
 
 // Where data go one way: until this warp's piece ``j`` has room at all that it sends to.
 __device__ __forceinline__ void wait_room(const Args& a, const Geometry& g, const Branch& t, Watch& watch, u32 j) {
-  u32 runs = a.nslots * LANES, taken = j + 1 - a.nslots;
+  u32 runs = a.nslots * SOURCES, taken = j + 1 - a.nslots;
   if (RISES && t.up != NOBODY) wait_ack(a, watch, ack_place(g, a.inbox[t.up], runs, 0), taken, t.up);
 #pragma unroll
   for (int c = 0; c < 2; c++)
@@ -79,7 +79,7 @@ __device__ __forceinline__ void wait_room(const Args& a, const Geometry& g, cons
 
 // One thread of a warp: piece ``j`` has been read and cleared; who sent it may use its slot again.
 __device__ __forceinline__ void tell_room(const Args& a, const Geometry& g, const Branch& t, u32 j) {
-  u32 runs = a.nslots * LANES;
+  u32 runs = a.nslots * SOURCES;
   if (FALLS && t.up != NOBODY) store_word(ack_place(g, a.outbox[t.up], runs, t.child), j + 1);
 #pragma unroll
   for (int c = 0; c < 2; c++)
@@ -88,7 +88,7 @@ __device__ __forceinline__ void tell_room(const Args& a, const Geometry& g, cons
 
 // One thread of a warp, at the end: the acks that it has seen.
 __device__ __forceinline__ void clear_acks(const Args& a, const Geometry& g, const Branch& t) {
-  u32 runs = a.nslots * LANES;
+  u32 runs = a.nslots * SOURCES;
   if (RISES && t.up != NOBODY) *ack_place(g, a.inbox[t.up], runs, 0) = NEVER;
 #pragma unroll
   for (int c = 0; c < 2; c++)
@@ -97,14 +97,14 @@ __device__ __forceinline__ void clear_acks(const Args& a, const Geometry& g, con
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
   Geometry g = begin(a);
-  Work w = look_at(a, g);
+  Work w = work_of(a, g);
   Watch watch = {0, 0, (u32)g.launch + 1};
   Past past = announce(a, g);
   Branch t = a.trees[g.warp % 2];
   Turn turn = {g.first, w.limit, 0, 0};
   bool top = t.up == NOBODY;
   u32 ticket = 0, lag = ONE_WAY ? 0 : a.ahead;
-  if (ONE_WAY) greet(a, g, a.nslots * LANES);
+  if (ONE_WAY) greet(a, g, a.nslots * SOURCES);
   for (u32 j = 0; j < w.pieces + lag; j++) {
     if (j == lag) turn.fall = g.first;
     Coming p;
@@ -124,20 +124,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
       sum.begin(v[u]);
 #pragma unroll
       for (int c = 0; c < 2; c++)
-        if (t.down[c] != NOBODY) sum.add(take(a, g, watch, from_child(a, g, t, turn, c, here), here, i, p.below[c][u], t.down[c], 0));
+        if (t.down[c] != NOBODY) sum.add(take(a, g, watch, from_child(a, g, t, turn, c, here), here, i, p.below[c][u], t.down[c], WHAT_PACKET));
       v[u] = top ? sum.end() : sum.partial();
-      if (!top) push(g, lane_place(g, a.outbox[t.up], turn.rise_slot, t.child, here), here, to_packet(g, i, v[u]));
+      if (!top) push(g, source_place(g, a.outbox[t.up], turn.rise_slot, t.child, here), here, to_packet(g, i, v[u]));
     }
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
       u32 here = g.first + u * g.stride;
       u64 i = (top ? turn.rise : turn.fall) + u * g.stride;
       if (!(FALLS || top) || i >= w.limit) continue;
-      if (!top) v[u] = take(a, g, watch, from_parent(a, g, t, turn, here), here, i, p.above[u], t.up, 1);
+      if (!top) v[u] = take(a, g, watch, from_parent(a, g, t, turn, here), here, i, p.above[u], t.up, WHAT_RESULT);
 #pragma unroll
       for (int c = 0; c < 2; c++)
         if (FALLS && t.down[c] != NOBODY)
-          push(g, lane_place(g, a.outbox[t.down[c]], top ? turn.rise_slot : turn.fall_slot, PARENTS, here), here, to_packet(g, i, v[u]));
+          push(g, source_place(g, a.outbox[t.down[c]], top ? turn.rise_slot : turn.fall_slot, FROM_PARENT, here), here, to_packet(g, i, v[u]));
       if (RISES || !top) store_vec(w.out, i, w.count, w.aligned, v[u]);
     }
     if (j == 0) judge(a, g, past);
@@ -154,6 +154,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
   }
   __syncwarp();
   if (ONE_WAY && w.reuse && threadIdx.x % 32 == 0) clear_acks(a, g, t);
-  if (ONE_WAY) hear_greetings(a, g, watch, a.nslots * LANES);
+  if (ONE_WAY) hear_greetings(a, g, watch, a.nslots * SOURCES);
   count_launch(a, ticket);
 }
