@@ -1,4 +1,4 @@
-"""Which shape of launch is fastest at which size: the measurement behind the thresholds of ``executor/cuda/plan.py``.
+"""Which shape of launch is fastest at which size: the measurement behind ``executor/cuda/choice.py`` and ``launch_shape.py``.
 
 ``python bench/gpu_sweep.py --ranks 2 [--out FILE]`` runs every candidate at every size, next to NCCL, and prints the best few.
 ``--limits`` first measures what the links give: copy engine, stores and bulk copies of the multiprocessors.  ``--sms 16,24,32,64,128``

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from miraccl.comm.device.explain import DeviceCandidate, candidates
-from miraccl.executor.cuda.plan import KERNELS, Request, choose
+from miraccl.executor.cuda.choice import choose
+from miraccl.executor.cuda.plan import ALGORITHMS, Request
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu import emulated_ranks
 from tests.gpu.emulator import folder, needs_compiler
@@ -22,7 +23,7 @@ def explained(collective: Collective, count: int, nranks: int = 4, dtype: DType 
     return candidates(asked, order=tuple(range(nranks))[::-1], order_reason="a ring", ways=WAYS, **more)
 
 
-@pytest.mark.parametrize("collective", KERNELS)
+@pytest.mark.parametrize("collective", ALGORITHMS)
 @pytest.mark.parametrize("count", [1, 3000, 1 << 22])
 def test_the_chosen_one_is_first_and_is_what_runs(collective: Collective, count: int) -> None:
     found = explained(collective, count)
@@ -36,7 +37,7 @@ def test_the_chosen_one_is_first_and_is_what_runs(collective: Collective, count:
         plan.unroll,
     )
     assert [candidate.chosen for candidate in found] == [True, *[False] * (len(found) - 1)]
-    assert {candidate.algo for candidate in found if candidate.proto != "copy"} == set(KERNELS[collective])
+    assert {candidate.algo for candidate in found if candidate.proto != "copy"} == set(ALGORITHMS[collective])
     assert all(candidate.reason and candidate.ways == WAYS for candidate in found)
     assert len({candidate.reason for candidate in found}) == len(found)
 

@@ -11,19 +11,9 @@ from hypothesis import strategies as st
 
 from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.executor.cuda import driver, layout, lower, toolkit
-from miraccl.executor.cuda.plan import (
-    KERNELS,
-    TREES,
-    DevicePlan,
-    Request,
-    choose,
-    frame_of,
-    kernel_spec,
-    least_slots,
-    rounds_of,
-    slot_packets,
-    word_packets,
-)
+from miraccl.executor.cuda.bank import least_slots, slot_packets, word_packets
+from miraccl.executor.cuda.choice import choose
+from miraccl.executor.cuda.plan import ALGORITHMS, TREES, DevicePlan, Request, frame_of, kernel_spec, rounds_of
 from miraccl.schedule import catalog
 from miraccl.types import Collective, DType, RedOp
 
@@ -50,7 +40,7 @@ def requests() -> Iterator[Request]:
         for collective in MOVED:
             for dtype in (DType.BFLOAT16, DType.INT32, DType.FLOAT64, DType.UINT8):
                 for power in range(0, 31, 3):
-                    for algo in ("", TREES) if TREES in KERNELS[collective] else ("",):
+                    for algo in ("", TREES) if TREES in ALGORITHMS[collective] else ("",):
                         yield request(collective, dtype, max(1, (1 << power) // dtype.itemsize), nranks, algo=algo)
 
 
@@ -58,14 +48,14 @@ def test_every_size_has_a_plan_that_fits() -> None:
     for asked in requests():
         plan = choose(asked)
         kernel_spec(plan, asked)
-        if not plan.packets:
+        if not plan.by_packets:
             schedule = catalog.build(plan.algo, asked.collective, asked.nranks)
             lower.lower_steps(schedule, plan, asked, fixed(asked.nranks))
             continue
         block = lower.lower_packets(plan, asked, fixed(asked.nranks))
         piece = plan.piece
-        slots = field(block, "nslots") * slot_packets(plan.algo, asked, piece, frame_of(asked, plan.proto))
-        assert (slots + word_packets(plan.algo, asked, piece)) * 16 <= layout.BANK_BYTES
+        slots = field(block, "nslots") * slot_packets(asked, plan.algo, piece, frame_of(asked, plan.proto))
+        assert (slots + word_packets(asked, plan.algo, piece)) * 16 <= layout.BANK_BYTES
         assert plan.blocks <= plan.min_blocks * asked.multiprocessors, "blocks that wait for one another are on the GPU together"
 
 
@@ -76,7 +66,7 @@ def test_slots_are_used_again_only_where_it_is_safe(count: int, nranks: int, alg
     plan = choose(asked)
     block = lower.lower_packets(plan, asked, fixed(nranks))
     vectors = -(-count * 2 // 16)
-    if rounds_of(plan.algo, asked) == 2:
+    if rounds_of(asked, plan.algo) == 2:
         vectors = -(-vectors // nranks)
     pieces = -(-vectors // plan.piece)
     nslots, ahead = field(block, "nslots"), field(block, "ahead")
@@ -89,7 +79,8 @@ def test_slots_are_used_again_only_where_it_is_safe(count: int, nranks: int, alg
 def test_all_ranks_choose_alike() -> None:
     for asked in requests():
         assert choose(asked) == choose(asked)
-        blocks = [lower.lower_packets(choose(asked), asked, fixed(asked.nranks, r)) for r in range(asked.nranks) if choose(asked).packets]
+        plan, ranks = choose(asked), range(asked.nranks)
+        blocks = [lower.lower_packets(plan, asked, fixed(asked.nranks, r)) for r in ranks if plan.by_packets]
         assert len({(field(b, "count"), field(b, "nslots"), field(b, "ahead")) for b in blocks}) <= 1
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from miraccl.executor.cuda import layout, lower
-from miraccl.executor.cuda.plan import TREES, DevicePlan, Request, choose
+from miraccl.executor.cuda.choice import choose
+from miraccl.executor.cuda.plan import TREES, DevicePlan, Request
 from miraccl.schedule import catalog
 from miraccl.schedule.algos.double_binary_tree import Place, places
 from miraccl.schedule.reduction import NUMPY_DTYPE, fold, premultiply
@@ -269,5 +270,5 @@ def test_trees_run_on_request_and_between_one_shot_and_chain() -> None:
                 middle = nranks > 4 and collective.rooted and 64 << 10 < free.block_bytes <= 512 << 10
                 assert (choose(free).algo == TREES) == middle
                 plan = choose(replace(free, algo=TREES))
-                assert (plan.algo, plan.packets) == (TREES, True)
+                assert (plan.algo, plan.by_packets) == (TREES, True)
                 assert choose(replace(free, algo=TREES, proto="simple")).proto == "simple"

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from miraccl.executor.cuda import lower
-from miraccl.executor.cuda.plan import DevicePlan, Request, choose, kernel_spec
+from miraccl.executor.cuda.choice import choose
+from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
@@ -34,7 +35,7 @@ def asked(collective: Collective, dtype: DType, count: int, nranks: int, algo: s
 def small(request: Request, unroll: int = 1) -> DevicePlan:
     """The plan of a request with two blocks of 64 threads, so that there are several pieces."""
     plan = choose(request)
-    if not plan.packets:
+    if not plan.by_packets:
         return plan
     return DevicePlan(algo=plan.algo, proto=plan.proto, blocks=2, threads=64, unroll=unroll)
 

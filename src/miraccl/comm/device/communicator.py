@@ -42,6 +42,7 @@ from miraccl.errors import (
     MiracclError,
 )
 from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.copies import COLLECTIVES as COPIED
 from miraccl.executor.cuda.copies import FASTER_FROM as COPIES_FROM
 from miraccl.executor.cuda.copies import CopyLaunch
@@ -51,7 +52,7 @@ from miraccl.executor.cuda.launch import Kernels, Launch, fast_calls
 from miraccl.executor.cuda.lower import Fixed
 from miraccl.executor.cuda.message_launch import MessageLaunches
 from miraccl.executor.cuda.messages import Reach
-from miraccl.executor.cuda.plan import DevicePlan, Request, check_protocol, choose
+from miraccl.executor.cuda.plan import DevicePlan, Request, check_protocol
 from miraccl.executor.cuda.staged_copies import ALGORITHMS as MOVED_BY_ENGINES
 from miraccl.executor.cuda.staged_copies import Lane, StagedLaunch
 from miraccl.schedule import catalog

@@ -1,6 +1,6 @@
 """What would run on GPU memory, and why: the answer of ``Communicator.explain(..., device="cuda")`` as records with sentences.
 
-A candidate is read off the plan that the calls themselves use (``executor.cuda.plan.choose``), so the answer and what runs cannot differ.
+A candidate is read off the plan that the calls themselves use (``executor.cuda.choice.choose``), so the answer and what runs cannot differ.
 Windows are memory of a call, which is not known here: what they change is a candidate with its condition.
 """
 
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from miraccl.executor.cuda import copies, staged_copies
-from miraccl.executor.cuda.plan import KERNELS, NEVER, TREES, DevicePlan, Request, choose, frame_of, may_use_trees, ring_from
+from miraccl.executor.cuda.choice import NEVER, choose, may_use_trees, ring_from
+from miraccl.executor.cuda.plan import ALGORITHMS, TREES, DevicePlan, Request, frame_of
 from miraccl.schedule.catalog import NEIGHBOURLY
 from miraccl.types import Collective
 
@@ -24,8 +25,8 @@ class DeviceCandidate:
     """One way to run an operation on GPU memory, and why it was (not) chosen.
 
     ``blocks`` of ``threads`` threads handle ``unroll`` vectors each at a time; 0 where no kernel of this host does the work alone.
-    ``frame`` is how packets tell that they have come (docs/gpu.md), empty without packets.  ``order`` are the ranks as neighbours where
-    neighbours count, and ``order_reason`` why.  ``ways`` is how data go between each two ranks, the same for all candidates.
+    ``frame`` is how packets tell that they have come (docs/gpu-kernels.md), empty without packets.  ``order`` are the ranks as neighbours
+    where neighbours count, and ``order_reason`` why.  ``ways`` is how data go between each two ranks, the same for all candidates.
     """
 
     algo: str
@@ -66,7 +67,7 @@ def candidates(
             proto=plan.proto,
             chosen=chosen,
             reason=reason,
-            frame=frame_of(request, plan.proto).value if plan.packets else "",
+            frame=frame_of(request, plan.proto).value if plan.by_packets else "",
             blocks=plan.blocks,
             threads=plan.threads,
             unroll=plan.unroll,
@@ -76,7 +77,7 @@ def candidates(
         )
 
     kernel = given or choose(request)
-    others = [of(*_other(request, name, kernel)) for name in KERNELS[request.collective] if name != kernel.algo]
+    others = [of(*_other(request, name, kernel)) for name in ALGORITHMS[request.collective] if name != kernel.algo]
     if request.collective in copies.COLLECTIVES:
         condition = f"taken into windows (comm.empty), from {copies.FASTER_FROM >> 20} MiB for other ranks on"
         others.append(of(copies.plan_of(request), False, "taken into windows (MIRACCL_SMS=0)" if no_multiprocessors else condition))

@@ -1,8 +1,8 @@
 """From a plan to the arguments of a launch.
 
-Algorithms on packets (``plan.KERNELS``) are recognised by name: their kernels are the schedules with send and receive fused, one thread per
-packet.  Every other schedule, and these in protocol Simple, is lowered step by step for the kernel ``steps``.  What
-is lowered depends on rank and size; pointers are filled in by whoever launches.
+Algorithms on packets (``plan.ALGORITHMS``) are recognised by name: their kernels are the schedules with send and receive fused, one thread
+per packet.  Every other schedule, and these in protocol Simple, is lowered step by step for the kernel ``steps``.  What is lowered depends
+on rank and size; pointers are filled in by whoever launches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.plan import TREES, DevicePlan, Request, frame_of, least_slots, slot_packets, vectors_of, word_packets
+from miraccl.executor.cuda.bank import least_slots, places, slot_packets, word_packets
+from miraccl.executor.cuda.plan import TREES, DevicePlan, Request, frame_of, vectors_of
 from miraccl.schedule import catalog
 from miraccl.schedule.algos import double_binary_tree
 from miraccl.schedule.interpret import completing_steps
@@ -103,8 +104,8 @@ def lower_packets(plan: DevicePlan, request: Request, fixed: Fixed) -> bytearray
     piece = plan.piece
     frame = frame_of(request, plan.proto)
     pieces = -(-vectors_of(request, plan.algo, frame) // piece)
-    slot = slot_packets(plan.algo, request, piece, frame)
-    nslots = (layout.BANK_BYTES // 16 - word_packets(plan.algo, request, piece)) // slot
+    slot = slot_packets(request, plan.algo, piece, frame)
+    nslots = (places() - word_packets(request, plan.algo, piece)) // slot
     least = min(pieces, least_slots(plan.algo, request.nranks))
     if nslots < least:
         each = f"{plan.threads // plan.fan} x {plan.unroll}"
@@ -162,7 +163,7 @@ def part_elements(count: int, parts: int, itemsize: int) -> int:
 
 def schedule_of(plan: DevicePlan, request: Request, order: Sequence[int]) -> Schedule | None:
     """The schedule for the kernel ``steps``, in the ``order`` of the ring where neighbours count; None where packets need none."""
-    return None if plan.packets else catalog.build(plan.algo, request.collective, request.nranks, request.root, order=order)
+    return None if plan.by_packets else catalog.build(plan.algo, request.collective, request.nranks, request.root, order=order)
 
 
 def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, fixed: Fixed) -> bytearray:

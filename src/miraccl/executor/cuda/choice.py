@@ -1,0 +1,107 @@
+"""Which algorithm and which protocol, for which size: decided from what all ranks know alike.
+
+``choose`` returns a ``DevicePlan``.  Thresholds were measured on one host with H200 GPUs and NVLink (docs/performance.md says how); an
+algorithm or protocol that the user names wins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.launch_shape import fan_shape, packet_shape, simple_shape
+from miraccl.executor.cuda.plan import ROOTED, TREES, DevicePlan, Request, check_protocol, frame_of, has_packets, vectors_of
+from miraccl.executor.cuda.source import Frame
+from miraccl.types import Collective
+
+KIB, MIB = layout.KIB, layout.MIB
+NEVER = 1 << 62
+#: number of ranks -> bytes of a block up to which one exchange between all is fastest: of all_reduce, of rooted operations, of more ranks
+ONE_SHOT_UP_TO = {3: 256 * KIB, 4: 128 * KIB}
+ROOTED_ONE_SHOT_UP_TO = {2: MIB, 3: 256 * KIB, 4: 256 * KIB}
+MANY_ONE_SHOT_UP_TO = 64 * KIB
+#: bytes of a block from which neighbours carry more than all pairs: up to 4 GPUs, on more
+RING_FROM = {
+    Collective.ALL_REDUCE: (64 * MIB, 32 * MIB),
+    Collective.ALL_GATHER: (64 * MIB, 8 * MIB),
+    Collective.REDUCE_SCATTER: (64 * MIB, 8 * MIB),
+}
+#: bytes of a block that is not a sum of floats: pairs spare the work of masking, beyond they cost more than it
+LL_UP_TO = 4 * KIB
+#: the same where threads share packets, which masks do not allow
+LL_FANS_UP_TO = 64 * KIB
+#: bytes of a block from which large slots carry more than packets
+SIMPLE_FROM = {"chain": 512 * MIB, "ring": 8 * MIB}
+#: bytes of a block that trees broadcast or reduce faster than a chain, on more than 4 GPUs
+TREE_UP_TO = 512 * KIB
+
+
+def choose(request: Request) -> DevicePlan:
+    """The plan for a request, or ``InvalidUsage`` where what was asked for does not exist."""
+    check_protocol(request.proto)
+    algo, why_algo = (request.algo, request.why) if request.algo else _algorithm(request)
+    proto, why_proto = (request.proto, "asked for") if request.proto else _protocol(request, algo)
+    if proto != "simple" and not has_packets(request, algo):
+        proto, why_proto = "simple", f"packets of {algo} have no kernel, or no room"
+    plan = packet_shape(request, algo, proto) if proto != "simple" else simple_shape(request, algo)
+    few = f"; on at most {request.multiprocessors} multiprocessors (CTA policy, MIRACCL_SMS)" if request.packed else ""
+    return replace(plan, reason=f"{why_algo}; {proto}: {why_proto}{few}")
+
+
+def _algorithm(request: Request) -> tuple[str, str]:
+    """(algorithm, why)."""
+    match request.collective:
+        case Collective.ALL_REDUCE if request.nranks == 2:
+            return "one_shot", "two ranks, which one exchange is enough for"
+        case collective if request.block_bytes >= ring_from(request):
+            least = ring_from(request) // MIB
+            return "ring", f"{collective.label} of blocks from {least} MiB on: links carry more between neighbours than between all pairs"
+        case Collective.ALL_REDUCE:
+            return _by_size(request, "two_shot", ONE_SHOT_UP_TO.get(request.nranks, MANY_ONE_SHOT_UP_TO))
+        case Collective.REDUCE_SCATTER | Collective.ALL_GATHER | Collective.ALL_TO_ALL:
+            return "one_shot", "blocks of all sizes"
+        case Collective.REDUCE if request.ordered:
+            return "one_shot", "needed for the order of the ranks (deterministic)"
+        case Collective.BROADCAST | Collective.REDUCE:
+            large = TREES if may_use_trees(request) and request.block_bytes <= TREE_UP_TO else "chain"
+            return _by_size(request, large, ROOTED_ONE_SHOT_UP_TO.get(request.nranks, MANY_ONE_SHOT_UP_TO))
+        case _:
+            raise InvalidUsage(f"no algorithm for {request.collective.label} on GPU memory")
+
+
+def _by_size(request: Request, large: str, threshold: int) -> tuple[str, str]:
+    if request.block_bytes <= threshold:
+        return "one_shot", f"blocks of up to {threshold // KIB} KiB on {request.nranks} GPUs"
+    return large, f"blocks of more than {threshold // KIB} KiB on {request.nranks} GPUs"
+
+
+def may_round_at_hops(request: Request) -> bool:
+    """Whether a sum may go around a ring that nobody asked for: it is rounded to the data type at every hop, as with NCCL."""
+    return not request.ordered and request.dtype.itemsize > 1 and request.proto in ("", "simple")
+
+
+def may_use_trees(request: Request) -> bool:
+    """Whether trees are taken at some size without being asked for."""
+    return request.collective in ROOTED and request.nranks > 4 and not request.ordered
+
+
+def ring_from(request: Request) -> int:
+    """Bytes of a block from which the ring is taken, unless another algorithm is asked for."""
+    few, many = RING_FROM.get(request.collective, (NEVER, NEVER))
+    if request.nranks == 2 or request.proto not in ("", "simple") or (request.reduces and not may_round_at_hops(request)):
+        return NEVER
+    return few if request.nranks <= 4 else many
+
+
+def _protocol(request: Request, algo: str) -> tuple[str, str]:
+    """(protocol, why)."""
+    if request.block_bytes >= SIMPLE_FROM.get(algo, NEVER):
+        return "simple", f"from {SIMPLE_FROM[algo] // MIB} MiB on, a {algo} carries more in large slots than by packets"
+    if frame_of(request, "ll128") is not Frame.MASK:
+        return "ll128", "every word of floats that are added up is its own flag"
+    fans = fan_shape(request, algo, "ll", Frame.PAIR, vectors_of(request, algo, Frame.PAIR))
+    most = LL_FANS_UP_TO if fans else LL_UP_TO
+    if request.block_bytes <= most:
+        return "ll", f"up to {most // KIB} KiB, flags cost less than masks"
+    return "ll128", f"above {most // KIB} KiB, masks cost less than flags"

@@ -1,0 +1,111 @@
+"""Blocks and threads of a launch, for an algorithm, a protocol and a size: measured on H200 (docs/performance.md says how)."""
+
+from __future__ import annotations
+
+from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.bank import least_slots, places, slot_packets, word_packets
+from miraccl.executor.cuda.plan import TREES, DevicePlan, Request, frame_of, mode_of, rounds_of, vectors_of
+from miraccl.executor.cuda.source import PACKET_MODES, SHOTS, Frame, fan_of
+
+ANY = 1 << 62
+#: (packets of a block or chunk up to, blocks at most, threads, unroll, blocks per multiprocessor)
+Shapes = tuple[tuple[int, int, int, int, int], ...]
+PAIR_SHAPES: Shapes = (  # one_shot between two
+    (4096, 64, 64, 1, 1),
+    (32768, 128, 256, 1, 1),
+    (65536, 256, 256, 1, 4),
+    (1 << 20, 512, 256, 1, 4),
+    (ANY, 512, 256, 2, 4),
+)
+ONE_SHOT_SHAPES: Shapes = (
+    (4096, 64, 64, 1, 1),
+    (32768, 128, 256, 1, 1),
+    (1 << 19, 128, 512, 1, 1),
+    (ANY, 512, 256, 1, 4),
+)
+MASK_SHAPES: Shapes = (  # and two_shot
+    (4096, 64, 64, 1, 1),
+    (32768, 128, 256, 1, 1),
+    (ANY, 128, 512, 1, 1),
+)
+#: on more than 4 GPUs, where each packet is work for many peers: more multiprocessors with fewer threads
+MANY_SHAPES: Shapes = (
+    (4096, 64, 64, 1, 1),
+    (8192, 128, 64, 1, 1),
+    (16384, 128, 128, 1, 1),
+    (1 << 17, 128, 256, 1, 1),
+    (ANY, 128, 384, 1, 1),
+)
+MANY_TWO_SHOT_SHAPES: Shapes = (
+    *MANY_SHAPES[:3],
+    (32768, 128, 256, 1, 1),
+    (65536, 128, 512, 1, 1),
+    (ANY, 128, 256, 1, 1),
+)
+CHAIN_SHAPES: Shapes = (
+    (32768, 128, 256, 1, 1),
+    (1 << 21, 512, 256, 1, 4),
+    (ANY, 512, 256, 2, 4),
+)
+RING_SHAPES: Shapes = ((4096, 64, 64, 1, 1), (ANY, 128, 256, 1, 1))
+TREE_SHAPES: Shapes = (  # as many threads as have registers for the packets of three neighbours
+    (4096, 64, 64, 1, 1),
+    (32768, 128, 256, 1, 1),
+    (65536, 256, 256, 1, 2),
+    (ANY, 256, 256, 2, 2),
+)
+#: algorithms whose shapes are the same for all collectives and frames
+_SHAPES = {"ring": RING_SHAPES, "chain": CHAIN_SHAPES, TREES: TREE_SHAPES}
+
+#: threads of a block where they share packets, and blocks at most
+FAN_THREADS, FAN_BLOCKS = (64, 128, 256, 512), 128
+#: of the data for each block of protocol Simple at least
+SIMPLE_BLOCK_BYTES = 16 * layout.KIB
+
+
+def _shapes(request: Request, algo: str, frame: Frame) -> Shapes:
+    if algo in _SHAPES:
+        return _SHAPES[algo]
+    if rounds_of(request, algo) == 2:
+        return MASK_SHAPES if request.nranks <= 4 else MANY_TWO_SHOT_SHAPES
+    if request.nranks == 2:
+        return PAIR_SHAPES
+    if request.nranks > 4:
+        return MANY_SHAPES
+    return MASK_SHAPES if frame is Frame.MASK else ONE_SHOT_SHAPES
+
+
+def packet_shape(request: Request, algo: str, proto: str) -> DevicePlan:
+    """Many small blocks for short messages, so that each multiprocessor has little to do; fuller ones where bandwidth counts."""
+    frame = frame_of(request, proto)
+    vectors = vectors_of(request, algo, frame)
+    if fans := fan_shape(request, algo, proto, frame, vectors):
+        return fans
+    _, limit, threads, unroll, min_blocks = next(row for row in _shapes(request, algo, frame) if vectors <= row[0])
+    if request.packed:  # blocks go to idle multiprocessors first: several to one stay together only as one block
+        limit, threads, min_blocks = -(-limit // min_blocks), threads * min_blocks, 1
+    # all blocks are on the GPU at once, and an operation of several pieces has slots enough
+    own = threads * unroll  # packets of a block; what it needs of a bank grows with the number of blocks
+    slot, words, room = slot_packets(request, algo, own, frame), word_packets(request, algo, own), places()
+    most = max(1, min(limit, min_blocks * request.multiprocessors, room // (slot + words)))
+    blocks = -(-vectors // own)
+    if blocks > most:  # several pieces
+        blocks = max(1, min(most, room // (least_slots(algo, request.nranks) * slot + words)))
+    return DevicePlan(algo=algo, proto=proto, blocks=blocks, threads=threads, unroll=unroll, min_blocks=min_blocks)
+
+
+def fan_shape(request: Request, algo: str, proto: str, frame: Frame, vectors: int) -> DevicePlan | None:
+    """The shape of the kernel in which threads share packets, where it has all packets in one piece."""
+    if request.nranks < 3 or frame is Frame.MASK or PACKET_MODES.get(mode_of(request, algo)) is not SHOTS:
+        return None
+    fan, most = fan_of(request.nranks), min(FAN_BLOCKS, request.multiprocessors)
+    for threads in FAN_THREADS:
+        if vectors * fan <= most * threads:
+            return DevicePlan(algo=algo, proto=proto, blocks=-(-vectors * fan // threads), threads=threads, unroll=1, fan=fan)
+    return None
+
+
+def simple_shape(request: Request, algo: str) -> DevicePlan:
+    """Few full blocks."""
+    blocks = max(1, min(layout.BLOCKS, request.multiprocessors, request.block_bytes // SIMPLE_BLOCK_BYTES))
+    return DevicePlan(algo=algo, proto="simple", blocks=blocks, threads=512, unroll=4)
