@@ -6,6 +6,7 @@
 // find: missing fences.
 
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <sched.h>
 #include <ctime>

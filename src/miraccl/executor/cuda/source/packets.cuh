@@ -14,7 +14,7 @@
 // Who may write where: memory is two banks, used by launches in turn. A rank that begins launch e + 2 has finished e + 1, for which it
 // needed packets that this rank sent in e + 1, hence after its own launch e ended and all its packets of e were read and cleared. So
 // nobody ever writes into a packet that has not been cleared, without a word of acknowledgement. Within a launch larger than a bank,
-// slots are used again; each kernel says when (docs/gpu.md, "Slots").
+// slots are used again; each kernel says when (docs/gpu-kernels.md, "Slots").
 //
 // The number of the launch is in device memory, so that captured launches can be replayed. All blocks read it when they begin; a ticket
 // tells which block was last to read, and that one counts it up.

@@ -1,0 +1,60 @@
+"""docs/gpu-kernels.md says what the code says: the picture of the memory, figures, names of files, programs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miraccl.executor.cuda import layout
+from tests.gpu.emulator import needs_compiler
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "gpu-kernels.md").read_text("utf-8")
+PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+UNITS = {"": 1, "KiB": layout.KIB, "MiB": layout.MIB}
+PICTURE = re.findall(r"^ *(\d+) (KiB|MiB|) +([A-Z_]+)\b", PAGE, re.MULTILINE)
+
+
+def test_the_picture_of_the_memory_has_the_offsets_of_the_layout() -> None:
+    found = {name: int(number) * UNITS[unit] for number, unit, name in PICTURE}
+    assert found == {name: getattr(layout, name) for name in found}
+    assert list(found.values()) == sorted(found.values())
+    missing = {name for name in vars(layout) if name.endswith("_OFFSET")} - found.keys()
+    assert all(name.startswith("BULK_") for name in missing), "the words of large messages are one line"
+
+
+def test_figures_of_the_memory_are_those_of_the_layout() -> None:
+    assert f"bank 0, {layout.BANK_BYTES // layout.MIB} MiB" in PAGE
+    assert f"{layout.RING_ROWS} rows of {layout.ROW_BYTES} bytes per" in PAGE
+    assert f"{layout.BULK_BYTES // layout.CHUNK_BYTES} chunks of {layout.CHUNK_BYTES // layout.KIB} KiB" in PAGE
+    lanes = [layout.message_lanes(nranks) for nranks in (2, 4, 8)]
+    assert "up to {} lanes between 2 ranks, {} between 4, {} between 8".format(*lanes) in PAGE
+    assert f"{layout.MAX_MESSAGES} messages fit into the arguments" in PAGE
+
+
+def test_files_that_are_named_are_there() -> None:
+    """Names with a folder are below the package or the repository, .cuh files among the kernels' text."""
+    named = re.findall(r"`((?:executor|comm|transport|proxy|schedule|source|tests|bench)/[\w/]+\.(?:py|cuh|h))`", PAGE)
+    named += [f"source/{name}" for name in re.findall(r"`(\w+\.cuh)`", PAGE)]
+    assert len(named) > 40
+    folders = (ROOT / "src" / "miraccl", ROOT / "src" / "miraccl" / "executor" / "cuda", ROOT)
+    missing = [name for name in named if "NAME" not in name and not any((folder / name).exists() for folder in folders)]
+    assert missing == []
+
+
+def test_the_text_of_a_kernel_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(PROGRAMS[0], {})
+    shown = capsys.readouterr().out
+    assert "fan.cuh" in shown
+    assert "#define RANKS 4\n" in shown
+    assert "__global__" in shown
+
+
+@needs_compiler
+def test_a_kernel_runs_in_the_emulator_as_described() -> None:
+    names: dict[str, Any] = {}
+    exec(PROGRAMS[1], names)
+    assert names["wrong"] == [""] * 4
