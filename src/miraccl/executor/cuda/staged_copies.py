@@ -7,7 +7,7 @@ banks, which nobody else uses between two meetings of all ranks (source/meet.cuh
     receiver  wait until the slot is ready | copy the chunk to its place | say that it is free
 
 The words are reset by who waited for them, so a captured graph can be replayed.  Multiprocessors do nothing but the two meetings and the
-clearing of the banks at the end.  On H200 this is slower than kernels (docs/performance.md), so it runs only where the user wants no
+clearing of the banks at the end.  On H200 this is slower than kernels (docs/gpu-experiments.md), so it runs only where the user wants no
 multiprocessors to be used.
 """
 

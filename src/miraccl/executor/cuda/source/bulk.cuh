@@ -1,5 +1,5 @@
 // Large messages of the kernel p2p, protocol Simple: blocks copy chunks into slots of the receiver's pool, with one fence a chunk instead of a flag in
-// every line. Links carry more that way, once there are many chunks under way (docs/performance.md).
+// every line. Links carry more that way, once there are many chunks under way (docs/gpu-experiments.md).
 //
 // The first group of a large message goes through a lane, with the header; the rest is cut into chunks. Chunk c of a message lies in slot c modulo
 // ``slots``. The blocks of a queue take chunks in turn, and sender and receiver may have different numbers of blocks:
