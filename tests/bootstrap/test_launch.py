@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import socket
 import stat
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from miraccl.bootstrap import (
     meet,
     runtime_file,
 )
-from miraccl.bootstrap.launch import expand_nodelist
+from miraccl.bootstrap.nodelist import expand_nodelist
 from miraccl.bootstrap.runtime_file import forget_id, job_of_parent, publish_id, runtime_folder
 from miraccl.errors import BootstrapError, InvalidUsage, SystemFailure
 from tests.bootstrap.kit import PATIENCE, free_port, in_threads, needs_ipv6, until
@@ -79,6 +82,9 @@ TABLE: dict[str, tuple[dict[str, str], tuple[Any, ...], type]] = {
     "pmix with our number": ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "n", "MIRACCL_NRANKS": "2"}, ("pmix", 1, 2, None), FilePoint),
     "srun with pmix": ({**SLURM, "PMIX_RANK": "5", "PMIX_NAMESPACE": "slurm.pmix"}, ("pmix", 5, 8, 1), PortPoint),
     "srun": (SLURM, ("slurm", 5, 8, 1), PortPoint),
+    "srun with a number of ranks from its script": ({**SLURM, **MASTER, "WORLD_SIZE": "8", "RANK": " "}, ("slurm", 5, 8, 1), PortPoint),
+    "mpirun with our number": ({**OMPI, "MIRACCL_NRANKS": "8", "PMI_SIZE": "3"}, ("openmpi", 3, 8, 3), FilePoint),
+    "variables that are empty": ({"RANK": "", "WORLD_SIZE": "", "MIRACCL_NRANKS": "", "PMIX_RANK": ""}, ("none", 0, 1, 0), type(None)),
     "srun with master": ({**SLURM, **MASTER}, ("slurm", 5, 8, 1), PortPoint),
     "batch script": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "1"}, ("none", 0, 1, 0), type(None)),
     "mpirun on nodes of an allocation": (
@@ -106,6 +112,17 @@ def test_detection(case):
         ({"MIRACCL_NRANKS": "2"}, "MIRACCL_NRANKS=2 is set but MIRACCL_RANK is not"),
         ({"PMIX_RANK": "0"}, "PMIX_RANK=0 is set but MIRACCL_NRANKS or SLURM"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2 is set but OMPI_COMM_WORLD_RANK is not"),
+        ({"PMI_SIZE": "2", "PMI_RANK": ""}, "PMI_SIZE=2 is set but PMI_RANK is not"),
+        (
+            {**SLURM, "WORLD_SIZE": "16"},
+            r"WORLD_SIZE=16 is set without RANK, but slurm says rank 5 of 8 \(unset WORLD_SIZE, or set RANK, too\)",
+        ),
+        ({**OMPI, "MIRACCL_NRANKS": "2"}, "MIRACCL_NRANKS=2 is set without MIRACCL_RANK, but openmpi says rank 3 of 8"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0: a job has at least one rank"),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "0"}, "SLURM_STEP_NUM_TASKS=0: a job has"),
+        ({"RANK": "9" * 5000, "WORLD_SIZE": "2"}, "RANK='9{40}': a number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h:29500"}, "MASTER_ADDR='h:29500': a name .*MASTER_PORT"),
         ({"RANK": "2", "WORLD_SIZE": "2", **MASTER}, r"RANK=2 of 2 ranks \(ranks are 0 to 1\)"),
         ({**SLURM, "SLURM_PROCID": "99"}, "slurm: rank 99 of"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x': a number"),
@@ -124,6 +141,52 @@ def test_what_cannot_be_right_is_said(environ, message):
         detect_launch(environ)
 
 
+@pytest.mark.parametrize(
+    ("environ", "other"),
+    [
+        ({**OMPI, "RANK": "0", "WORLD_SIZE": "1"}, r"RANK=0 of WORLD_SIZE=1 counts, but openmpi's variables say rank 3 of 8"),
+        ({**SLURM, **MASTER, "RANK": "0", "WORLD_SIZE": "8"}, r"slurm's variables say rank 5 of 8: unset RANK and WORLD_SIZE"),
+        ({**HYDRA, **MASTER, "RANK": "0", "WORLD_SIZE": "2"}, "mpich's variables say rank 1 of 4"),
+    ],
+)
+def test_numbers_that_may_be_left_over_are_doubted(environ, other, caplog, monkeypatch):
+    launch = detect_launch(environ)
+    assert launch.launcher == "torchrun"
+    monkeypatch.setattr(logging.getLogger("miraccl"), "propagate", True)
+    with caplog.at_level("WARNING", logger="miraccl"):
+        meet(replace(launch, rank=0, nranks=1))
+    (line,) = caplog.messages
+    assert re.search(other, line)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {**SLURM, **MASTER, "RANK": "0", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "r"},  # torchrun on each node
+        {**SLURM, **MASTER, "RANK": "5", "WORLD_SIZE": "8"},  # a script that repeats srun's numbers
+        {**OMPI, **MASTER, "RANK": "30", "WORLD_SIZE": "32"},  # ranks that a script starts on each node
+        {"RANK": "0", "WORLD_SIZE": "1", "PMI_RANK": "0", "PMI_SIZE": "x"},
+        {**OMPI, "MIRACCL_RANK": "0", "MIRACCL_NRANKS": "1"},  # miraccl run under mpirun
+    ],
+)
+def test_numbers_that_may_be_meant_are_not_doubted(environ):
+    assert detect_launch(environ).doubt == ""
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted({name for environ, *_ in TABLE.values() for name in environ} | {"PMI_SIZE", "SLURM_STEPID"})),
+        st.sampled_from(["", " ", "0", "1", "2", "8", "-1", "x", "²", "1e3", "9" * 5000, "n[1-2]", "n[1-", "10.0.0.1", "h:1"]),
+    )
+)
+def test_any_environment_is_a_launch_or_a_usage_error(environ):
+    try:
+        launch = detect_launch(environ)
+    except InvalidUsage:
+        return
+    assert 0 <= launch.rank < launch.nranks
+
+
 def _point(environ: dict[str, str]) -> PortPoint:
     point = detect_launch(environ).point
     assert isinstance(point, PortPoint)
@@ -137,6 +200,7 @@ def test_ports_of_a_master():
     assert _point({**plain, "TORCHELASTIC_USE_AGENT_STORE": "True"}).ports == range(29501, 29533)
     assert _point({**plain, "MASTER_ADDR": "[fd00::1]"}).host == "fd00::1"
     assert _point({**plain, "MASTER_PORT": "65530"}).ports == range(65530, 65536)
+    assert _point({**plain, "MASTER_PORT": "65535", "TORCHELASTIC_USE_AGENT_STORE": "True"}).ports == range(65535, 65536)
     assert _point({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}).ports[0] == 29500
 
 
@@ -354,6 +418,16 @@ def test_a_rank_0_that_nobody_comes_to_tells_of_the_port_that_was_taken():
         told = rf"rank 1 of 2 never arrived .* port \d+, for {port} was taken; is there another rank 0\?"
         with pytest.raises(BootstrapError, match=told):
             meet(detect_launch(first), 0.1)
+
+
+def test_a_rank_0_that_nobody_comes_to_tells_where_it_listened():
+    port = free_port()
+    environ = _ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))[0]
+    with pytest.raises(BootstrapError, match=rf"never arrived .* port {port} of 127\.0\.0\.1; do the others look there\?"):
+        meet(detect_launch(environ), 0.1)
+    environ["MASTER_ADDR"] = "192.0.2.77"  # for documentation (RFC 5737)
+    with pytest.raises(BootstrapError, match=r"never arrived .* at 192\.0\.2\.77, which is no address of this host"):
+        meet(detect_launch(environ), 0.1)
 
 
 def test_a_wrong_secret_is_no_member():

@@ -89,7 +89,7 @@ def test_what_is_no_communicator(wrong: Any) -> None:
         miraccl.init(wrong)
 
 
-def test_null_and_inter_communicators() -> None:
+def test_communicators_that_cannot_be() -> None:
     class Null(Comm):
         def __bool__(self) -> bool:
             return False
@@ -98,7 +98,9 @@ def test_null_and_inter_communicators() -> None:
         def Is_inter(self) -> bool:  # noqa: N802
             return True
 
-    with pytest.raises(miraccl.InvalidUsage, match="null communicator"):
+    with pytest.raises(miraccl.InvalidUsage, match="the class Inter; it takes a communicator"):
+        miraccl.init(Inter)
+    with pytest.raises(miraccl.InvalidUsage, match=r"null communicator.* or has freed it"):
         miraccl.init(Null(Wire(1), 0))
     with pytest.raises(miraccl.InvalidUsage, match=r"two groups .*Merge"):
         miraccl.init(Inter(Wire(1), 0))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from miraccl.bootstrap.launch import expand_nodelist
+from miraccl.bootstrap.nodelist import expand_nodelist
 from tests.bootstrap.kit import free_port
 from tests.mpi.launchers import MPIRUNS, PATIENCE, ROOT, Mpirun, environment, run_job
 

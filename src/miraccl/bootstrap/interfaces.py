@@ -145,6 +145,18 @@ def source_address(host: str) -> str | None:
     return None
 
 
+def is_here(host: str) -> bool | None:
+    """Whether an address of this name is one of this host's; ``None`` if the name service does not say in ``ROUTE_SECONDS``."""
+    lookup = Lookup(host)
+    if not lookup.wait(ROUTE_SECONDS) or not lookup.infos:
+        return None
+    for family, _, _, _, address in lookup.infos:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address[0], 0, *address[2:]))
+            return True
+    return False
+
+
 def is_loopback(address: str) -> bool:
     if address == "localhost":
         return True

@@ -14,6 +14,9 @@ slurm        SLURM_PROCID, SLURM_STEP_NUM_TASKS               the first node of 
 none         one rank alone                                   not needed
 ============ ================================================ ==========================================================
 
+A variable that is empty counts as one that is not there.  A number of ranks without a rank of its own (WORLD_SIZE in a batch script, say)
+must be the one of the launcher that is there.
+
 The secret of a job that meets at a port is MIRACCL_SECRET, else it is derived from what all ranks share: run or job id, port, user
 id.  A derived secret keeps out other jobs, stray services and scanners.  It does not keep out somebody who can reach the port and
 guess or read these words: on a network with people you do not trust, set MIRACCL_SECRET.  A unique id and the file have a random secret.
@@ -22,16 +25,16 @@ guess or read these words: on a network with people you do not trust, set MIRACC
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from miraccl import params, trace
 from miraccl.bootstrap.hub import Root, create_root
-from miraccl.bootstrap.interfaces import is_loopback
+from miraccl.bootstrap.interfaces import is_here, is_loopback
 from miraccl.bootstrap.join import connect, join_job
+from miraccl.bootstrap.nodelist import expand_nodelist
 from miraccl.bootstrap.runtime_file import forget_id, job_of_parent, publish_id, wait_for_id
 from miraccl.bootstrap.session import Session, solo
 from miraccl.bootstrap.unique_id import UniqueId
@@ -66,7 +69,10 @@ class FilePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """``local_rank`` and ``local_nranks`` are those on this host, ``None`` when the launcher does not say."""
+    """``local_rank`` and ``local_nranks`` are those on this host, ``None`` when the launcher does not say.
+
+    ``doubt``: what another launcher's variables say against this one's, empty if they do not.
+    """
 
     launcher: str
     rank: int = 0
@@ -74,6 +80,7 @@ class Launch:
     local_rank: int | None = None
     local_nranks: int | None = None
     point: UniqueId | PortPoint | FilePoint | None = None
+    doubt: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.nranks:
@@ -82,7 +89,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class _Launcher:
-    """Variables of one launcher; several names for one number are alternatives."""
+    """Variables of one launcher; several names for one number are alternatives. ``by_hand``: people set them, too."""
 
     name: str
     rank: str
@@ -91,15 +98,18 @@ class _Launcher:
     local_nranks: str = ""
     job: tuple[str, ...] = ()
     one_host: bool = False
+    by_hand: bool = False
 
 
 _MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "HYDRA_JOBID", "I_MPI_HYDRA_UUID", "PMI_PORT")
 _LAUNCHERS = (
     _Launcher(
         name="miraccl", rank="MIRACCL_RANK", nranks=("MIRACCL_NRANKS",), local_rank="MIRACCL_LOCAL_RANK",
-        local_nranks="MIRACCL_LOCAL_NRANKS",
+        local_nranks="MIRACCL_LOCAL_NRANKS", by_hand=True,
     ),
-    _Launcher(name="torchrun", rank="RANK", nranks=("WORLD_SIZE",), local_rank="LOCAL_RANK", local_nranks="LOCAL_WORLD_SIZE"),
+    _Launcher(
+        name="torchrun", rank="RANK", nranks=("WORLD_SIZE",), local_rank="LOCAL_RANK", local_nranks="LOCAL_WORLD_SIZE", by_hand=True,
+    ),
     _Launcher(
         name="openmpi", rank="OMPI_COMM_WORLD_RANK", nranks=("OMPI_COMM_WORLD_SIZE",), local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_nranks="OMPI_COMM_WORLD_LOCAL_SIZE", job=_MPI_JOBS, one_host=True,
@@ -120,22 +130,59 @@ _LAUNCHERS = (
 
 def detect_launch(environ: Mapping[str, str]) -> Launch:
     """This process's place in its job. Raises ``InvalidUsage`` when the variables contradict each other or do not say where to meet."""
+    environ = {name: text for name, text in environ.items() if text.strip()}
+    launch = _first_launch(environ)
+    _check_lone_sizes(environ, launch)
+    return replace(launch, doubt=_doubt(environ, launch))
+
+
+def _first_launch(environ: Mapping[str, str]) -> Launch:
     for launcher in _LAUNCHERS:
-        if launcher.rank in environ or (launcher.name in ("miraccl", "torchrun") and launcher.nranks[0] in environ):
-            if launcher.name == "miraccl" and launcher.rank not in environ and "PMIX_RANK" in environ:
-                continue  # MIRACCL_NRANKS completes PMIx, which gives no number of ranks
+        if launcher.rank in environ:
             return _from_launcher(environ, launcher)
     if _in_slurm_step(environ):
         return _from_slurm(environ)
     return Launch(launcher="none", rank=0, nranks=1, local_rank=0, local_nranks=1)
 
 
+def _check_lone_sizes(environ: Mapping[str, str], launch: Launch) -> None:
+    """A number of ranks without a rank: of MPI's only where no launcher is complete, as nobody sets those by hand."""
+    for launcher in _LAUNCHERS:
+        name = launcher.nranks[0]
+        nranks = _size(environ, name) if launcher.rank not in environ else None
+        if nranks is None or nranks == launch.nranks:
+            continue
+        if launch.launcher == "none":
+            raise InvalidUsage(f"{name}={nranks} is set but {launcher.rank} is not", hint="a launcher sets both")
+        if launcher.by_hand:
+            text = f"{name}={nranks} is set without {launcher.rank}, but {launch.launcher} says rank {launch.rank} of {launch.nranks}"
+            raise InvalidUsage(text, hint=f"unset {name}, or set {launcher.rank}, too")
+
+
+def _doubt(environ: Mapping[str, str], launch: Launch) -> str:
+    """RANK and WORLD_SIZE may be left over from elsewhere: then the launcher that is there has more ranks, or another rank of as many.
+
+    Ranks that are started by hand inside another launcher's are more than those.
+    """
+    if launch.launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in environ:
+        return ""
+    others = {name: text for name, text in environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    try:
+        other = _first_launch(others)
+    except InvalidUsage:  # it is not asked
+        return ""
+    if other.nranks < launch.nranks or (other.nranks, other.rank) == (launch.nranks, launch.rank):
+        return ""
+    ours, theirs = f"RANK={launch.rank} of WORLD_SIZE={launch.nranks}", f"rank {other.rank} of {other.nranks}"
+    return f"{ours} counts, but {other.launcher}'s variables say {theirs}: unset RANK and WORLD_SIZE if they are left over from elsewhere"
+
+
 def _from_launcher(environ: Mapping[str, str], launcher: _Launcher) -> Launch:
     rank = _number(environ, launcher.rank)
-    nranks = next((_number(environ, name) for name in launcher.nranks if name in environ), None)
-    if rank is None or nranks is None:
-        have, lack = (launcher.rank, " or ".join(launcher.nranks)) if nranks is None else (launcher.nranks[0], launcher.rank)
-        raise InvalidUsage(f"{have}={environ[have]} is set but {lack} is not", hint="a launcher sets both")
+    nranks = next((_size(environ, name) for name in launcher.nranks if name in environ), None)
+    assert rank is not None, "its variable is there, and not empty"
+    if nranks is None:
+        raise InvalidUsage(f"{launcher.rank}={rank} is set but {' or '.join(launcher.nranks)} is not", hint="a launcher sets both")
     if rank >= nranks:
         raise InvalidUsage(f"{launcher.rank}={rank} of {nranks} ranks", hint=f"ranks are 0 to {nranks - 1}")
     local_rank = _number(environ, launcher.local_rank)
@@ -178,12 +225,14 @@ def _given_point(environ: Mapping[str, str]) -> UniqueId | PortPoint | None:
     host = environ.get("MASTER_ADDR", "").strip().strip("[]")
     if not host:
         return None
+    if host.count(":") == 1:
+        raise InvalidUsage(f"MASTER_ADDR={host!r}: a name or an address alone", hint="the port belongs into MASTER_PORT")
     port = _number(environ, "MASTER_PORT")
     port = DEFAULT_MASTER_PORT if port is None else port
     if not 0 < port < 65536:
         raise InvalidUsage(f"MASTER_PORT={port}: a port is 1..65535")
     # torchrun's agent keeps its own store at MASTER_PORT; asking there would only put a warning into its log.
-    first = port + (1 if environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1") else 0)
+    first = min(65535, port + (1 if environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1") else 0))
     words = ["port", str(port), environ.get("TORCHELASTIC_RUN_ID", "")]
     return _port_point(environ, host, first, port + PORT_SPAN, words)
 
@@ -198,12 +247,12 @@ def _port_point(environ: Mapping[str, str], host: str, first: int, last: int, wo
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
     """Under ``srun``, and not merely in a batch script or an interactive shell of an allocation."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-    return "SLURM_PROCID" in environ and step.isdigit() and int(step) < SLURM_SPECIAL_STEPS
+    return "SLURM_PROCID" in environ and re.fullmatch("[0-9]{1,10}", step) is not None and int(step) < SLURM_SPECIAL_STEPS
 
 
 def _slurm_size(environ: Mapping[str, str]) -> int | None:
-    size = _number(environ, "SLURM_STEP_NUM_TASKS")
-    return _number(environ, "SLURM_NTASKS") if size is None else size
+    size = _size(environ, "SLURM_STEP_NUM_TASKS")
+    return _size(environ, "SLURM_NTASKS") if size is None else size
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Launch:
@@ -241,41 +290,19 @@ def _first_node(environ: Mapping[str, str], nodes: str, words: list[str]) -> Por
     return _port_point(environ, host, port, port + PORT_SPAN, words)
 
 
-def expand_nodelist(text: str) -> Iterator[str]:
-    """Host names of Slurm's compact form in order: ``n[1-2],gpu[08-10,12]x,a[1-2]b[1-2]``. Widths of numbers are kept.
-
-    Raises ``InvalidUsage`` for unbalanced brackets and ranges that run backwards.
-    """
-    if re.search(r"\[[^\]]*(\[|$)", text) or re.search(r"(^|\])[^\[]*\]", text):
-        raise InvalidUsage(f"a node list with unbalanced brackets: {text!r}")
-    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        parts = re.split(r"\[([^\]]*)\]", item.strip())
-        choices: list[Callable[[], Iterator[str]] | str] = []
-        for index, part in enumerate(parts):
-            choices.append(part if index % 2 == 0 else (lambda part=part: _expand_ranges(part)))  # type: ignore[misc]
-        yield from _combine(choices)
-
-
-def _combine(choices: list[Callable[[], Iterator[str]] | str]) -> Iterator[str]:
-    pools = [[choice] if isinstance(choice, str) else list(choice()) for choice in choices]
-    return map("".join, itertools.product(*pools))
-
-
-def _expand_ranges(text: str) -> Iterator[str]:
-    for piece in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
-        if match is None or (match[2] and not int(match[1]) <= int(match[2]) < int(match[1]) + 1_000_000):
-            raise InvalidUsage(f"a range of nodes is such as 08-12, got {piece!r}")
-        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
-            yield f"{number:0{len(match[1])}d}"
+def _size(environ: Mapping[str, str], name: str) -> int | None:
+    size = _number(environ, name)
+    if size == 0:
+        raise InvalidUsage(f"{name}=0: a job has at least one rank")
+    return size
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "").strip() if name else ""
     if not text:
         return None
-    if not text.isascii() or not text.isdigit():
-        raise InvalidUsage(f"{name}={text!r}: a number was expected")
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise InvalidUsage(f"{name}={text[:40]!r}: a number was expected")
     return int(text)
 
 
@@ -286,6 +313,8 @@ def meet(launch: Launch, timeout: float | None = None, session_timeout: float | 
     """Meet the other ranks of this launch; errors as in ``connect``. ``timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT."""
     timeout = params.BOOTSTRAP_TIMEOUT.read() if timeout is None else timeout
     session_timeout = params.TIMEOUT.read() if session_timeout is None else session_timeout
+    if launch.doubt:
+        _log.warning("%s", launch.doubt)
     if launch.nranks == 1:
         return solo(session_timeout)
     if isinstance(launch.point, UniqueId):
@@ -313,10 +342,17 @@ def _meet_at_port(launch: Launch, point: PortPoint, timeout: float, session_time
     except BaseException as error:
         if root is not None:
             root.close(f"rank 0 gave up: {type(error).__name__}")
-            first, mine = point.ports.start, root.addresses[0][1]
-            if isinstance(error, BootstrapError) and error.hint is None and mine != first:
-                error.hint = f"this rank 0 listens at port {mine}, for {first} was taken; is there another rank 0?"
+            if isinstance(error, BootstrapError) and error.hint is None:
+                error.hint = _where_rank_0_was(point, root.addresses[0][1])
         raise
+
+
+def _where_rank_0_was(point: PortPoint, port: int) -> str:
+    if is_here(point.host) is False:
+        return f"the others look for rank 0 at {point.host}, which is no address of this host, where rank 0 is"
+    if port != point.ports.start:
+        return f"this rank 0 listened at port {port}, for {point.ports.start} was taken; is there another rank 0?"
+    return f"rank 0 listened at port {port} of {point.host}; do the others look there?"
 
 
 def _listen_in(point: PortPoint, nranks: int) -> Root:

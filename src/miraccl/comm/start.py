@@ -63,6 +63,8 @@ def _init_over(mpi: Any, options: dict[str, Any]) -> Communicator:
 
 def _place_in(mpi: Any) -> tuple[int, int]:
     """(rank, size) in an MPI communicator."""
+    if isinstance(mpi, type):
+        raise InvalidUsage(f"init() was given the class {mpi.__name__}; it takes a communicator, such as MPI.COMM_WORLD")
     missing = [name for name in ("Get_rank", "Get_size", "bcast") if not callable(getattr(mpi, name, None))]
     if missing:
         raise InvalidUsage(
@@ -70,7 +72,7 @@ def _place_in(mpi: Any) -> tuple[int, int]:
             hint="options are given by name, such as init(timeout=60)",
         )
     if not mpi:  # so does mpi4py say COMM_NULL
-        raise InvalidUsage("init() was given a null communicator: this process is not in the group")
+        raise InvalidUsage("init() was given a null communicator: this process is not in the group, or has freed it")
     if getattr(mpi, "Is_inter", bool)():
         raise InvalidUsage("init() was given an intercommunicator, which has two groups", hint="pass mpi_comm.Merge()")
     return int(mpi.Get_rank()), int(mpi.Get_size())
