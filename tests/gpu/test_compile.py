@@ -6,7 +6,7 @@ import pytest
 
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda import layout, toolkit
-from miraccl.executor.cuda.messages import Reach
+from miraccl.executor.cuda.messages import LaneRules
 from miraccl.executor.cuda.source import PACKET_MODES, SHOTS, Frame, KernelSpec, write_source
 from miraccl.types import DType, RedOp
 
@@ -30,9 +30,9 @@ def packets(mode: str, dtype: DType, frame: Frame, nranks: int = 4, op: RedOp = 
 
 
 def messages(nranks: int) -> list[KernelSpec]:
-    reaches = (Reach(nranks=nranks, multiprocessors=128, frame=frame) for frame in (Frame.LINE, Frame.PAIR))
+    every = (LaneRules(nranks=nranks, multiprocessors=128, frame=frame) for frame in (Frame.LINE, Frame.PAIR))
     rooms = ((False, layout.few_bytes(nranks)), (False, layout.MANY_BYTES), (True, layout.MANY_BYTES))
-    return [reach.spec(bulk, room) for reach in reaches for bulk, room in rooms]
+    return [rules.spec(bulk, room) for rules in every for bulk, room in rooms]
 
 
 def few() -> list[KernelSpec]:

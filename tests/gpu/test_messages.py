@@ -16,7 +16,7 @@ from miraccl.comm.device.messages import frame_of
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.lower import Fixed
-from miraccl.executor.cuda.messages import Message, Reach, lower_messages
+from miraccl.executor.cuda.messages import LaneRules, Message, lower_messages
 from miraccl.executor.cuda.source import Frame
 from miraccl.topo.records import PathType
 from miraccl.transport.cuda_pairs import HOST, IPC, Choice
@@ -33,13 +33,13 @@ def machine(nranks: int, frame: Frame) -> Machine:
     return Machine(nranks)
 
 
-def reach(nranks: int, frame: Frame = Frame.LINE, lanes: int = 2) -> Reach:
+def rules(nranks: int, frame: Frame = Frame.LINE, lanes: int = 2) -> LaneRules:
     """Few lanes, so that short messages go around rings."""
-    found = Reach(nranks=nranks, multiprocessors=128, frame=frame)
+    found = LaneRules(nranks=nranks, multiprocessors=128, frame=frame)
     return _Narrow(nranks=nranks, multiprocessors=128, frame=frame, width=lanes) if lanes < found.lanes else found
 
 
-class _Narrow(Reach):
+class _Narrow(LaneRules):
     def __init__(self, *, width: int, **more: object) -> None:
         super().__init__(**more)  # type: ignore[arg-type]
         object.__setattr__(self, "width", width)
@@ -51,7 +51,7 @@ class _Narrow(Reach):
 
 def right(sends: list[Send], nranks: int = 2, frame: Frame = Frame.LINE, lanes: int = 2) -> None:
     where = machine(nranks, frame)
-    assert [text for text in run(where, reach(nranks, frame, lanes), sends) if text] == []
+    assert [text for text in run(where, rules(nranks, frame, lanes), sends) if text] == []
     assert where.errors() == [0] * nranks
 
 
@@ -120,9 +120,9 @@ def test_messages_may_be_distributed_over_launches_differently() -> None:
     where = machine(2, Frame.LINE)
     sends = [Send(0, 1, 100), Send(0, 1, 3000), Send(0, 1, 20)]
     for number in range(3):
-        run(where, reach(2), sends[number : number + 1], seed=1, only=[0])
-    assert run(where, reach(2), [Send(0, 1, 100)], seed=1, only=[1]) == [""]
-    run(where, reach(2), [Send(0, 1, 3000), Send(0, 1, 20)], only=[1])
+        run(where, rules(2), sends[number : number + 1], seed=1, only=[0])
+    assert run(where, rules(2), [Send(0, 1, 100)], seed=1, only=[1]) == [""]
+    run(where, rules(2), [Send(0, 1, 3000), Send(0, 1, 20)], only=[1])
     right([Send(0, 1, 9), Send(1, 0, 8)])
 
 
@@ -131,7 +131,7 @@ def test_messages_may_be_distributed_over_launches_differently() -> None:
 @pytest.mark.parametrize("frame", FRAMES)
 def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Frame) -> None:
     where = Machine(2)
-    run(where, reach(2, frame), [Send(0, 1, sent, expected=expected)])
+    run(where, rules(2, frame), [Send(0, 1, sent, expected=expected)])
     host = where.host[1]
     assert host[layout.HOST_ERROR] == layout.ERROR_SIZES
     assert (host[layout.HOST_PEER], host[layout.HOST_WHAT]) == (0, layout.WHAT_RECV)
@@ -140,7 +140,7 @@ def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Frame) 
     if where.host[0][layout.HOST_ERROR]:  # the sender had to wait for room
         assert where.host[0][layout.HOST_SIZES : layout.HOST_SIZES + 4].view("u8").tolist() == [sent | tag, expected | tag]
     # whoever did not wait hears of it with the next message that needs room
-    run(where, reach(2, frame), [Send(0, 1, 1 << 17)], only=[0])
+    run(where, rules(2, frame), [Send(0, 1, 1 << 17)], only=[0])
     assert where.host[0][layout.HOST_ERROR] == layout.ERROR_SIZES
 
 
@@ -148,7 +148,7 @@ def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Frame) 
 @pytest.mark.parametrize("alone", [0, 1])
 def test_waiting_ends(alone: int) -> None:
     where = Machine(2, timeout_s=0.2)
-    run(where, reach(2), [Send(0, 1, 200_000)], only=[alone])
+    run(where, rules(2), [Send(0, 1, 200_000)], only=[alone])
     host = where.host[alone]
     what = layout.WHAT_MESSAGE if alone else layout.WHAT_ROOM
     assert (host[layout.HOST_ERROR], host[layout.HOST_PEER], host[layout.HOST_WHAT]) == (layout.ERROR_TIMEOUT, 1 - alone, what)
@@ -158,7 +158,7 @@ def test_waiting_ends(alone: int) -> None:
 def test_an_abort_ends_the_wait() -> None:
     where = Machine(2)
     where.host[1][layout.HOST_ABORT] = 1
-    run(where, reach(2), [Send(0, 1, 10)], only=[1])
+    run(where, rules(2), [Send(0, 1, 10)], only=[1])
     assert where.errors() == [0, 0]
 
 
@@ -173,8 +173,8 @@ def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "BULK_BYTES", 6 * 1024)
 
 
-def few(nranks: int, frame: Frame = Frame.LINE, blocks: int = 4) -> Reach:
-    """A reach whose launches have about ``blocks`` blocks for large messages."""
+def few(nranks: int, frame: Frame = Frame.LINE, blocks: int = 4) -> LaneRules:
+    """Rules by which launches have about ``blocks`` blocks for large messages."""
     return _Narrow(nranks=nranks, multiprocessors=max(2 * (nranks - 1), blocks // 2 + 1), frame=frame, width=2)
 
 
@@ -253,7 +253,7 @@ sends = st.builds(
 def test_whatever_is_sent_arrives(program: list[list[Send]], lanes: int, frame: Frame) -> None:
     where = Machine(3)
     for number, launch in enumerate(program):
-        assert [text for text in run(where, reach(3, frame, lanes), launch, seed=number) if text] == []
+        assert [text for text in run(where, rules(3, frame, lanes), launch, seed=number) if text] == []
     assert where.errors() == [0, 0, 0]
 
 
@@ -272,9 +272,9 @@ def message(peer: int, nbytes: int, receives: bool = False, dtype: DType = DType
 def test_arguments_stay_below_the_limit_of_a_launch() -> None:
     everything = [message(1, layout.BULK_FROM)] * layout.MAX_MESSAGES
     for count in (1, layout.MAX_MESSAGES):
-        assert len(lower_messages(everything[:count], fixed(8), reach(8)).args) <= 4096
-    assert lower_messages(everything, fixed(8), reach(8)).table is None
-    assert lower_messages([*everything, message(1, 1)], fixed(8), reach(8)).table is not None
+        assert len(lower_messages(everything[:count], fixed(8), rules(8)).args) <= 4096
+    assert lower_messages(everything, fixed(8), rules(8)).table is None
+    assert lower_messages([*everything, message(1, 1)], fixed(8), rules(8)).table is not None
 
 
 @pytest.mark.parametrize(("nranks", "most"), [(2, 448), (8, 1024)])
@@ -284,10 +284,10 @@ def test_launches_of_few_messages_have_short_arguments(nranks: int, most: int) -
     to_all = [message(peer, 1000, receives) for peer in range(nranks) for receives in (False, True)]
     several = [message(1, 1000, receives) for receives in (False, True) for _ in range(6)]
     for messages in ([message(1, 5)], barrier, to_all, several):
-        lowered = lower_messages(messages, fixed(nranks), reach(nranks))
+        lowered = lower_messages(messages, fixed(nranks), rules(nranks))
         assert lowered.room == layout.few_bytes(nranks)
         assert len(lowered.args) <= most
-    longest = lower_messages([message(1, 5)] * (len(to_all) + 12 * nranks), fixed(nranks), reach(nranks))
+    longest = lower_messages([message(1, 5)] * (len(to_all) + 12 * nranks), fixed(nranks), rules(nranks))
     assert longest.room == layout.MANY_BYTES
 
 
@@ -305,7 +305,7 @@ def test_parts_of_the_memory_do_not_overlap() -> None:
 @pytest.mark.parametrize("multiprocessors", [1, 2, 8, 132])
 @pytest.mark.parametrize("nranks", [2, 3, 5, 8])
 def test_all_lanes_are_on_the_gpu_together(nranks: int, multiprocessors: int) -> None:
-    where = Reach(nranks=nranks, multiprocessors=multiprocessors)
+    where = LaneRules(nranks=nranks, multiprocessors=multiprocessors)
     everything = [message(peer, 1 << 20, receives) for peer in range(nranks) for receives in (False, True)]
     lowered = lower_messages(everything, fixed(nranks), where)
     assert lowered.threads <= 512
@@ -324,7 +324,7 @@ def queues(args: bytearray, nranks: int, count: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("multiprocessors", [2, 14, 128])
 @pytest.mark.parametrize("nranks", [2, 3, 5, 8])
 def test_blocks_of_large_messages_are_on_the_gpu_together_with_all_lanes(nranks: int, multiprocessors: int) -> None:
-    where = Reach(nranks=nranks, multiprocessors=multiprocessors)
+    where = LaneRules(nranks=nranks, multiprocessors=multiprocessors)
     sizes = (1 << 20, layout.BULK_FROM)
     everything = [message(peer, size, receives) for peer in range(nranks) for size in sizes for receives in (False, True)]
     lowered = lower_messages(everything, fixed(nranks), where)
@@ -344,19 +344,19 @@ def test_blocks_of_large_messages_are_on_the_gpu_together_with_all_lanes(nranks:
 
 
 def test_both_sides_use_the_same_lanes() -> None:
-    where = Reach(nranks=2, multiprocessors=128)
+    where = LaneRules(nranks=2, multiprocessors=128)
     counts = [where.lanes_of(size) for size in range(0, 1 << 20, 1000)]
     assert counts == sorted(counts)
     assert (counts[0], counts[-1], where.lanes_of(1792), where.lanes_of(1793)) == (1, 512, 1, 2)
 
 
 def test_messages_to_oneself_pair_up() -> None:
-    lowered = lower_messages([message(0, 5), message(0, 5, receives=True)], fixed(2), reach(2))
+    lowered = lower_messages([message(0, 5), message(0, 5, receives=True)], fixed(2), rules(2))
     assert len(lowered.positions) == 2
     with pytest.raises(InvalidUsage, match="sends itself 1 messages and receives 0"):
-        lower_messages([message(0, 5)], fixed(2), reach(2))
+        lower_messages([message(0, 5)], fixed(2), rules(2))
     with pytest.raises(InvalidUsage, match=r"5 x uint8 .* and receives 1 x float32"):
-        lower_messages([message(0, 5), message(0, 4, receives=True, dtype=DType.FLOAT32)], fixed(2), reach(2))
+        lower_messages([message(0, 5), message(0, 4, receives=True, dtype=DType.FLOAT32)], fixed(2), rules(2))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import miraccl
+from miraccl.executor.cuda.lanes import COPY_BYTES
 from miraccl.executor.cuda.lower import Fixed
-from miraccl.executor.cuda.messages import COPY_BYTES, Message, Reach, lower_messages
+from miraccl.executor.cuda.messages import LaneRules, Message, lower_messages
 from miraccl.executor.cuda.source import Frame
 from miraccl.types import DType
 from tests.gpu.door_side import Side, torch_with_doors
@@ -46,8 +47,8 @@ def call(side: Side, shape: Any, arrays: Any) -> None:
             assert (side.recv if receives else side.send)(x, peer) == 0
 
 
-def launched(number: int, made: list[Message], place: Fixed, reach: Reach) -> tuple[int, ...]:
-    lowered = lower_messages(made, place, reach)
+def launched(number: int, made: list[Message], place: Fixed, rules: LaneRules) -> tuple[int, ...]:
+    lowered = lower_messages(made, place, rules)
     words = struct.unpack(f"<{len(lowered.args) // 8}Q", lowered.args)
     return (number, 0, lowered.blocks, *SHAPE[1:3], lowered.threads, *SHAPE[4:], 0, *words)
 
@@ -65,25 +66,25 @@ def test_doors_write_what_python_lowers(shape: Any, to_self: int, rank: int, fra
     """Several messages in a queue, queues that come in any order, a rank that sends to itself: the same in arguments and grid."""
     own = [(False, rank, torch.float32)] * to_self
     mixed = [*own, *[kind for kind in shape if kind[1] != rank], *[(True, *kind[1:]) for kind in own]]
-    side, place, reach = Side(rank, NRANKS), fixed(rank), Reach(nranks=NRANKS, multiprocessors=multiprocessors, frame=frame)
+    side, place, rules = Side(rank, NRANKS), fixed(rank), LaneRules(nranks=NRANKS, multiprocessors=multiprocessors, frame=frame)
     if not mixed:
         return
-    side.remember_shape(5, messages(mixed, tensors(mixed, [7] * len(mixed))), place, reach)
+    side.remember_shape(5, messages(mixed, tensors(mixed, [7] * len(mixed))), place, rules)
     for _ in range(2):
         middle = data.draw(st.lists(counts, min_size=len(mixed) - 2 * to_self, max_size=len(mixed) - 2 * to_self))
         mine = data.draw(st.lists(counts, min_size=to_self, max_size=to_self))
         arrays = tensors(mixed, [*mine, *middle, *mine])
         call(side, mixed, arrays)
-        assert side.driver.seen.pop() == launched(5, messages(mixed, arrays), place, reach)
+        assert side.driver.seen.pop() == launched(5, messages(mixed, arrays), place, rules)
         assert not side.handed_over
 
 
 def test_another_shape_is_another_launch() -> None:
-    side, place, reach = Side(0, NRANKS), fixed(0), Reach(nranks=NRANKS, multiprocessors=132)
+    side, place, rules = Side(0, NRANKS), fixed(0), LaneRules(nranks=NRANKS, multiprocessors=132)
     there, back, both = [(False, 1, torch.float32)], [(True, 1, torch.float32)], [(False, 1, torch.float32), (True, 2, torch.float32)]
     assert not side.doors.knows_shape(messages(there, tensors(there, [1])))
     for number, shape in enumerate((there, both), 1):
-        side.remember_shape(number, messages(shape, tensors(shape, [1] * len(shape))), place, reach)
+        side.remember_shape(number, messages(shape, tensors(shape, [1] * len(shape))), place, rules)
         assert side.doors.knows_shape(messages(shape, tensors(shape, [9] * len(shape))))
     assert not side.doors.knows_shape(messages(back, tensors(back, [1])))
     assert not side.doors.knows_shape(messages([(False, 1, torch.int64)], [torch.zeros(1, dtype=torch.int64)]))
@@ -98,15 +99,15 @@ def test_another_shape_is_another_launch() -> None:
 def test_what_is_left_to_python() -> None:
     """Halves of a message to oneself that differ, messages in chunks, and a launch that fills the GPU and is not next."""
     side, place = Side(0, NRANKS), fixed(0)
-    reach = Reach(nranks=NRANKS, multiprocessors=132)
+    rules = LaneRules(nranks=NRANKS, multiprocessors=132)
     own = [(False, 0, torch.uint8), (True, 0, torch.uint8)]
-    side.remember_shape(1, messages(own, tensors(own, [8, 8])), place, reach)
-    side.remember_shape(2, messages([(False, 1, torch.uint8)], [torch.zeros(8, dtype=torch.uint8)]), place, reach)
+    side.remember_shape(1, messages(own, tensors(own, [8, 8])), place, rules)
+    side.remember_shape(2, messages([(False, 1, torch.uint8)], [torch.zeros(8, dtype=torch.uint8)]), place, rules)
     call(side, own, tensors(own, [9, 9]))
     assert len(side.driver.seen) == 1
     call(side, own, tensors(own, [9, 10]))
     assert len(side.handed_over) == 1
-    large = torch.empty(reach.bulk_from, dtype=torch.uint8)
+    large = torch.empty(rules.bulk_from, dtype=torch.uint8)
     assert side.send(large[:-1]) == 0
     assert side.send(large) == 1
     side.order.value = 3  # another communicator filled the GPU last

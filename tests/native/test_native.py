@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
+import importlib.util
 import os
 import stat
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,16 @@ from miraccl import native
 from miraccl.errors import SystemFailure
 from miraccl.native import atomics, cache
 from miraccl.native.intrinsics import PyLong_AsLong, PyLong_FromLong, load
+
+LIBRARIES = (
+    "miraccl.native.words",
+    "miraccl.executor.cpu.kernels.engine",
+    "miraccl.executor.cpu.kernels.fold",
+    "miraccl.executor.cpu.unlocked",
+    "miraccl.executor.cuda.doors.call",
+    "miraccl.proxy.kernels.lane",
+    "miraccl.graph.search.kernel.channel_search",
+)
 
 
 def test_packed_objects_are_whole_or_nothing() -> None:
@@ -72,6 +85,31 @@ def test_keys_differ_by_source_and_are_stable() -> None:
     engine, words = native._key("miraccl.executor.cpu.kernels.engine"), native._key("miraccl.native.words")
     assert engine == native._key("miraccl.executor.cpu.kernels.engine")
     assert len(engine) == len(words) == 20
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Modules of this package that a file takes something from."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("miraccl."):
+            found = importlib.util.find_spec(str(node.module))
+            assert found is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names) if found.submodule_search_locations else (found.name,)
+
+
+@pytest.mark.parametrize("module", LIBRARIES)
+def test_keys_cover_everything_that_is_compiled(module: str) -> None:
+    """Whatever kernel sources take from elsewhere in the package: else a changed number would leave old code in the cache."""
+    covered = native.sources_of(module)
+    packages = {path.parent for path in covered if path.name == "__init__.py"}
+    left, seen = [module], set()
+    while left:
+        name = left.pop()
+        (path,) = native._files_of(name)
+        assert path in covered, f"{module} is made of {name}, which its key leaves out: list it in SOURCES"
+        seen.add(name)
+        if path.parent in packages:  # other modules only give numbers and functions of their own
+            left += [more for more in _imports(path) if more not in seen]
+    assert len(seen) > 1
 
 
 def test_unknown_functions_are_named() -> None:

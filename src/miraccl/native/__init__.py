@@ -2,8 +2,8 @@
 
 ``library(module)`` is the whole interface.  The first process that needs a library compiles it under a lock, tells the user on
 stderr, and leaves the object code in the cache; the other ranks wait for it; every later process loads it through llvmlite alone.
-The key of the cache is what the code depends on: the text of the kernel's package, of this one and of the modules that the package
-lists as ``SOURCES``, the versions of Numba, llvmlite and Python, and the processor with its features.
+The key of the cache is what the code depends on: the text of the kernel's package, of this one and of the modules and packages that a
+package lists as ``SOURCES``, the versions of Numba, llvmlite and Python, and the processor with its features.
 """
 
 from __future__ import annotations
@@ -89,11 +89,17 @@ def _key(module: str) -> str:
     digest = hashlib.sha256()
     for part in (version("numba"), version("llvmlite"), sys.version, platform.machine(), cpu_features()):
         digest.update(part.encode() + b"\0")
-    package = module.rpartition(".")[0]
-    more = getattr(importlib.import_module(package), "SOURCES", ())
-    for source in (*_files_of("miraccl.native"), *_files_of(package), *(path for name in more for path in _files_of(name))):
+    for source in sources_of(module):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:20]
+
+
+def sources_of(module: str) -> list[Path]:
+    """The files that compiled code of a kernel source depends on."""
+    names = ["miraccl.native", module.rpartition(".")[0]]
+    for name in names:  # which grows meanwhile
+        names += [more for more in getattr(importlib.import_module(name), "SOURCES", ()) if more not in names]
+    return [path for name in names for path in _files_of(name)]
 
 
 _known_key = functools.cache(_key)  # reading the sources and the versions again takes longer than loading a kernel

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.executor.cuda.messages import Message, Reach, lower_messages
+from miraccl.executor.cuda.messages import LaneRules, Message, lower_messages
 from miraccl.types import DType
 from tests.gpu.emulator import Machine
 
@@ -37,7 +37,7 @@ def _placed(nbytes: int, offset: int, fill: Any) -> Any:
     return room[start : start + nbytes], room
 
 
-def run(machine: Machine, reach: Reach, sends: Sequence[Send], seed: int = 0, only: Sequence[int] | None = None) -> list[str]:
+def run(machine: Machine, rules: LaneRules, sends: Sequence[Send], seed: int = 0, only: Sequence[int] | None = None) -> list[str]:
     """What was wrong, per message; ranks take their messages in the order of ``sends``. ``only``: other ranks do not come."""
     rng = np.random.default_rng(seed)
     sources = [_placed(s.nbytes, s.offset, rng.integers(0, 256, s.nbytes, np.uint8)) for s in sends]
@@ -50,7 +50,7 @@ def run(machine: Machine, reach: Reach, sends: Sequence[Send], seed: int = 0, on
                 messages.append(Message(False, s.dst, source.ctypes.data, source.size, int(DType.UINT8)))
             if s.dst == rank:
                 messages.append(Message(True, s.src, target.ctypes.data, target.size, int(DType.UINT8)))
-        lowered = lower_messages(messages, machine.fixed(rank), reach)
+        lowered = lower_messages(messages, machine.fixed(rank), rules)
         for message, position in zip(messages, lowered.positions, strict=True):
             block = lowered.args if lowered.table is None else lowered.table
             assert struct.unpack_from("<Q", block, position) == (message.address,)
@@ -65,7 +65,7 @@ def run(machine: Machine, reach: Reach, sends: Sequence[Send], seed: int = 0, on
         bulk, room = bulk or lowered.bulk > 0, max(room, lowered.room)
     for argument in args:  # what follows the messages is not looked at
         argument.extend(bytes(room))
-    machine.launch(replace(reach.spec(bulk, room), threads=THREADS), args, blocks)
+    machine.launch(replace(rules.spec(bulk, room), threads=THREADS), args, blocks)
     answers = []
     for s, (source, _), (target, room) in zip(sends, sources, targets):
         outside = room.size - target.size - int((room == 0xA5).sum()) + int((target == 0xA5).sum())

@@ -51,7 +51,7 @@ from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.launch import Kernels, Launch, fast_calls
 from miraccl.executor.cuda.lower import Fixed
 from miraccl.executor.cuda.message_launch import MessageLaunches
-from miraccl.executor.cuda.messages import Reach
+from miraccl.executor.cuda.messages import LaneRules
 from miraccl.executor.cuda.plan import DevicePlan, Request, check_protocol
 from miraccl.executor.cuda.staged_copies import ALGORITHMS as MOVED_BY_ENGINES
 from miraccl.executor.cuda.staged_copies import Lane, StagedLaunch
@@ -116,7 +116,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self._windows: Windows | None = None
         self._copies: dict[tuple[Any, ...], CopyLaunch | StagedLaunch] = {}
         self._lanes: dict[tuple[int, bool], Lane] = {}
-        reach = Reach(nranks=self.nranks, multiprocessors=self.ctas.most, frame=frame_of(self.symmetric))
+        rules = LaneRules(nranks=self.nranks, multiprocessors=self.ctas.most, frame=frame_of(self.symmetric))
         self._kept = Kept(self.gpu)
         self._order = order_of(ordinal)
         abort = ctypes.addressof(self._host) + 4 * layout.HOST_ABORT
@@ -138,7 +138,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         if all(order := fast_calls(self.gpu, "cuEventRecord", "cuStreamWaitEvent")):
             self._doors.follow_streams(int(self._event), *order)
         vars(self).update({f"_{name}": self._doors.door(name) for name in CALLS})
-        self._messages = MessageLaunches(self.gpu, self._kernels, self._fixed, reach, self._doors)
+        self._messages = MessageLaunches(self.gpu, self._kernels, self._fixed, rules, self._doors)
         self._current_stream: Callable[[int], int] | None = None
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
         self.faults = DeviceFaults(session, self._host, options.timeout)

@@ -16,7 +16,8 @@ from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.comm.device.uneven import UnevenCollectives, moves, parts_of
 from miraccl.errors import CollectiveMismatch, InvalidUsage, MiracclError
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.messages import MAX_BYTES, Message, describe, fills_gpu
+from miraccl.executor.cuda.lanes import fills_gpu
+from miraccl.executor.cuda.messages import MAX_BYTES, Message, describe
 from miraccl.executor.cuda.source import Frame
 from miraccl.topo.records import PathType
 from miraccl.transport.cuda_p2p import SymmetricMemory

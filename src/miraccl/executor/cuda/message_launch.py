@@ -16,7 +16,7 @@ from miraccl.executor.cuda.doors.table import Doors
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.launch import Kernels, Launch
 from miraccl.executor.cuda.lower import Fixed
-from miraccl.executor.cuda.messages import Lowered, Message, Reach, lower_messages
+from miraccl.executor.cuda.messages import LaneRules, Lowered, Message, lower_messages
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.executor.cuda.source import Frame
 
@@ -67,13 +67,13 @@ def _reason(count: int, blocks: int, threads: int) -> str:
 
 
 class MessageLaunches:
-    """Enqueues messages of one communicator on ``gpu``; ``reach`` is the same on all ranks. Calls of one thread.
+    """Enqueues messages of one communicator on ``gpu``; ``rules`` is the same on all ranks. Calls of one thread.
 
     ``doors`` are told of what they may launch by themselves.
     """
 
-    def __init__(self, gpu: Gpu, kernels: Kernels, fixed: Fixed, reach: Reach, doors: Doors) -> None:
-        self.gpu, self.reach = gpu, reach
+    def __init__(self, gpu: Gpu, kernels: Kernels, fixed: Fixed, rules: LaneRules, doors: Doors) -> None:
+        self.gpu, self.rules = gpu, rules
         self._kernels, self._fixed, self._doors = kernels, fixed, doors
         self._patterns: dict[tuple[Any, ...], _Pattern] = {}
         self._tables: list[_Table] = []
@@ -84,7 +84,7 @@ class MessageLaunches:
         whole GPU."""
         if not messages:
             return
-        if self.reach.nranks == 1:
+        if self.rules.nranks == 1:
             self._copy(messages, stream)
             return
         key = tuple([(receives, peer, nbytes, code) for receives, peer, _, nbytes, code in messages])
@@ -104,10 +104,10 @@ class MessageLaunches:
 
     def _prepare(self, key: tuple[Any, ...], messages: Sequence[Message], fills: bool) -> _Pattern:
         self.gpu.make_current()
-        lowered = lower_messages(messages, self._fixed, self.reach)
+        lowered = lower_messages(messages, self._fixed, self.rules)
         bulk = lowered.bulk > 0
-        function = self._kernels.function(self.reach.spec(bulk, lowered.room))
-        proto = "simple" if bulk else "ll128" if self.reach.frame is Frame.LINE else "ll"
+        function = self._kernels.function(self.rules.spec(bulk, lowered.room))
+        proto = "simple" if bulk else "ll128" if self.rules.frame is Frame.LINE else "ll"
         reason = _reason(len(messages), lowered.blocks, lowered.threads)
         if bulk:
             reason = f"{len(messages)} messages, {lowered.bulk} blocks"
@@ -121,12 +121,12 @@ class MessageLaunches:
             if launch.block and not bulk and not self._doors.knows_shape(messages):
                 own = replace(lowered, args=lowered.args.copy())
                 shaped = _Shaped(self.gpu, function, plan, own)
-                self._doors.remember_shape(messages, own, self._fixed.rank, self.reach, shaped.argument, shaped)
+                self._doors.remember_shape(messages, own, self._fixed.rank, self.rules, shaped.argument, shaped)
         return launch
 
     def _copy(self, messages: Sequence[Message], stream: int) -> None:
         """A single rank sends to itself alone."""
-        lowered = lower_messages(messages, self._fixed, self.reach)
+        lowered = lower_messages(messages, self._fixed, self.rules)
         assert len(lowered.positions) == len(messages)
         sends = [m for m in messages if not m.receives]
         receives = [m for m in messages if m.receives]

@@ -1,7 +1,8 @@
 """From sends and receives to the arguments of the kernel ``p2p`` (source/p2p.cuh): which warps do what.
 
 Messages between two ranks in one direction are a queue; a queue is served by lanes, a warp each.  How many lanes a message uses follows
-from its bytes and from ``Reach``, which all ranks have alike.  What fits goes into the arguments, else into a table that the kernel reads.
+from its bytes and from ``LaneRules``, which all ranks have alike.  What fits goes into the arguments, else into a table that the kernel
+reads.
 """
 
 from __future__ import annotations
@@ -13,14 +14,12 @@ from typing import NamedTuple
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.lanes import WARPS, copy_lanes_of, lanes_of
 from miraccl.executor.cuda.lower import Fixed, pack_args
 from miraccl.executor.cuda.source import Frame, KernelSpec
 from miraccl.types import DType
 
-WARPS = 16  # of a block at most; one block per multiprocessor is on the GPU for certain
-COPY_BYTES = 16 << 10  # of a message of a rank to itself, per warp
 MAX_BYTES = 1 << 48  # of a message
-SMALL_BYTES, SMALL_COUNT = 128 << 10, 32  # messages of a launch of at most 128 warps
 
 _MESSAGE, _QUEUE, _HEAD = (struct.Struct(code) for code in (layout.MESSAGE, layout.QUEUE, layout.EXCHANGE_HEAD))
 
@@ -36,7 +35,7 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reach:
+class LaneRules:
     """What all ranks know alike: how many warps a launch may have (``multiprocessors`` that kernels may fill), how rows are framed."""
 
     nranks: int
@@ -77,22 +76,6 @@ class Reach:
         )
 
 
-def lanes_of(nbytes: int, group: int, first: int, most: int) -> int:
-    """Lanes of a message whose first group has ``first`` vectors, all others ``group``."""
-    vectors = (nbytes + 15) // 16
-    return min(most, 1 if vectors <= first else 1 + (vectors - first + group - 1) // group)
-
-
-def copy_lanes_of(nbytes: int, most: int) -> int:
-    """Warps of a message of a rank to itself."""
-    return max(1, min(most, nbytes // COPY_BYTES))
-
-
-def fills_gpu(nbytes: int, count: int) -> bool:
-    """Whether a launch of ``count`` messages, ``nbytes`` together, may take the whole GPU."""
-    return nbytes > SMALL_BYTES or count > SMALL_COUNT
-
-
 @dataclass(frozen=True, kw_only=True)
 class Lowered:
     """A launch. ``positions[i]`` is where the address of the i-th message lies, in ``table`` if there is one, else in ``args``; ``queues``
@@ -116,7 +99,7 @@ class Lowered:
         return len(self.args) - self.room + queue * _QUEUE.size
 
 
-def lower_messages(messages: Sequence[Message], fixed: Fixed, reach: Reach) -> Lowered:
+def lower_messages(messages: Sequence[Message], fixed: Fixed, rules: LaneRules) -> Lowered:
     """One launch for all messages, in which those of a queue keep their order.
 
     Raises ``InvalidUsage`` for messages to this rank itself that do not pair up.
@@ -134,15 +117,15 @@ def lower_messages(messages: Sequence[Message], fixed: Fixed, reach: Reach) -> L
     for (kind, peer), numbers in queues.items():
         sizes = [messages[n].nbytes for n in numbers]
         if kind == layout.TO_SELF:
-            lanes = copy_lanes_of(max(sizes), reach.copy_lanes)
+            lanes = copy_lanes_of(max(sizes), rules.copy_lanes)
         else:
-            lanes = max(map(reach.lanes_of, sizes))
-            if max(sizes) >= reach.bulk_from:
+            lanes = max(map(rules.lanes_of, sizes))
+            if max(sizes) >= rules.bulk_from:
                 large.append((layout.TO_BULK if kind == layout.TO_PEER else layout.FROM_BULK, peer, first, len(numbers)))
         heads.append(_QUEUE.pack(kind, peer, lanes, warp, first, len(numbers), 0, 0))
         warp, first = warp + lanes, first + len(numbers)
-    blocks = _bulk_queues(large, 2 * reach.multiprocessors - -(-warp // WARPS))
-    return _pack(messages, list(queues.values()), heads + blocks, warp, fixed, reach)
+    blocks = _bulk_queues(large, 2 * rules.multiprocessors - -(-warp // WARPS))
+    return _pack(messages, list(queues.values()), heads + blocks, warp, fixed, rules)
 
 
 def _bulk_queues(large: Sequence[tuple[int, int, int, int]], blocks: int) -> list[bytes]:
@@ -158,21 +141,21 @@ def _bulk_queues(large: Sequence[tuple[int, int, int, int]], blocks: int) -> lis
 
 
 def _pack(
-    messages: Sequence[Message], queues: list[list[int]], heads: list[bytes], warps: int, fixed: Fixed, reach: Reach
+    messages: Sequence[Message], queues: list[list[int]], heads: list[bytes], warps: int, fixed: Fixed, rules: LaneRules
 ) -> Lowered:
     order = [number for numbers in queues for number in numbers]
     bulk = sum(_QUEUE.unpack(head)[2] for head in heads if head[0] in (layout.TO_BULK, layout.FROM_BULK))
     ordered = [messages[number] for number in order]
     records = bytearray().join(_MESSAGE.pack(m.address, m.nbytes | m.code << layout.TYPE_SHIFT) for m in ordered)
     args = pack_args(fixed, count=0)
-    args += _HEAD.pack(0, len(heads), reach.lanes, bulk)
+    args += _HEAD.pack(0, len(heads), rules.lanes, bulk)
     inline, head = len(messages) <= layout.MAX_MESSAGES, b"".join(heads)
     start = len(args) + len(head) if inline else 0
-    body, few = head + records if inline else head, layout.few_bytes(reach.nranks)
+    body, few = head + records if inline else head, layout.few_bytes(rules.nranks)
     room = few if len(body) <= few and not bulk else layout.MANY_BYTES
     args += body.ljust(room, b"\0")
     places = {number: start + at * _MESSAGE.size for at, number in enumerate(order)}
-    blocks = -(-warps // WARPS) if bulk else max(1, min(warps, reach.multiprocessors))
+    blocks = -(-warps // WARPS) if bulk else max(1, min(warps, rules.multiprocessors))
     return Lowered(
         args=args,
         table=None if inline else records,

@@ -33,7 +33,7 @@ from miraccl.executor.cuda.doors.groups import (
 from miraccl.executor.cuda.doors.moves import find_moves
 from miraccl.executor.cuda.doors.reductions import find_reductions
 from miraccl.executor.cuda.doors.rows import find_collective, find_messages, overlap, write_message
-from miraccl.executor.cuda.doors.tensors import call4, call_builtin, is_plain
+from miraccl.executor.cuda.doors.tensors import call_builtin, call_int4, is_plain
 from miraccl.executor.cuda.doors.views import is_known, settle
 from miraccl.native.intrinsics import (
     Py_DecRef,
@@ -53,7 +53,7 @@ from miraccl.native.intrinsics import (
 def enqueue(block: int) -> int:
     """Launch without Python's lock; CUDA's code."""
     state = PyEval_SaveThread()
-    code = call4(
+    code = call_int4(
         load(block + 8 * at.FUNCTION), load(block + 8 * at.CONFIG), load(block + 8 * at.KERNEL), load(block + 8 * at.PARAMETERS), 0
     )
     PyEval_RestoreThread(state)
@@ -121,7 +121,7 @@ def reductions(self: int, args: int, nargs: int) -> int:
         if code != 0:
             if not settle(state, at.DONE):
                 return 0
-            place = state + at.STATE_BLOCKS + 8 * at.MOST_RANKS
+            place = state + at.STATE_CODE
             store(place, PyLong_FromLong(code))
             raised = PyObject_Vectorcall(load(state + at.STATE_FAIL), place, 1, 0)
             Py_DecRef(load(place))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.arrays import item_size
-from miraccl.executor.cuda.doors.tensors import address, call4, captures, count_of, data_type, number_of
+from miraccl.executor.cuda.doors.tensors import address, call_int4, captures, count_of, data_type, number_of
 from miraccl.native.intrinsics import (
     Py_DecRef,
     PyCapsule_GetPointer,
@@ -180,7 +180,7 @@ def stands_on_this_gpu(state: int, memory: int) -> bool:
     """As the driver says."""
     answer = state + at.STATE_ANSWER
     store(answer, -1)
-    code = call4(load(state + at.STATE_POINTER_ATTRIBUTE), answer, at.POINTER_DEVICE_ORDINAL, memory, 0)
+    code = call_int4(load(state + at.STATE_POINTER_ATTRIBUTE), answer, at.POINTER_DEVICE_ORDINAL, memory, 0)
     return code == 0 and load32(answer) == load32(state + at.STATE_DEVICE + 4)
 
 

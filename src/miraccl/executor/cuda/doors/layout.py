@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+
+class Words:
+    """Places of words, one after another."""
+
+    def __init__(self) -> None:
+        self.end = 0
+
+    def word(self, count: int = 1) -> int:
+        """Where the next ``count`` words begin."""
+        place, self.end = self.end, self.end + 8 * count
+        return place
+
+
 # a launch's block, in words: address of cuLaunchKernelEx, address of the kernel's argument, then what cuLaunchKernelEx takes:
 # configuration (CUlaunchConfig), function, parameters
 BLOCK_WORDS = 5
@@ -12,16 +25,21 @@ CONFIG_BLOCKS, CONFIG_THREADS = 0, 8  # to words whose lower half is the number 
 # what a door says: it has done the call, or noted it for the end of the group; Python is to do it, nothing has happened
 DONE, NOT_TAKEN = 0, 1
 
-# groups, of all communicators. A group that only doors have seen is that of THREAD (0: there is none); all others are in OPEN only.
-GROUPS_OPEN = 0  # how many groups threads have open; the lower half is looked at
-GROUPS_THREAD, GROUPS_DEPTH = 8, 16  # number of the thread, and how many blocks it has open
-GROUPS_STATE = 24  # of the communicator by whose doors calls are noted, 0 while there are none
-GROUPS_NOTED = 32  # a list, of its HAND_OVER then
-GROUPS_BEGIN, GROUPS_END = 40, 48  # objects that begin and end what is not taken here
-GROUPS_NONE = 56  # the object None
-GROUPS_WORDS = 8
+# ---- groups, of all communicators. A group that only doors have seen is that of THREAD; all others are in OPEN only.
 
-# a door. NEXT and its SELF are C function and object of the builtin that calls go to which this door does not take, 0 for none.
+_groups = Words()
+GROUPS_OPEN = _groups.word()  # how many groups threads have open; the lower half is looked at
+GROUPS_THREAD = _groups.word()  # number of the thread; 0: there is no such group
+GROUPS_DEPTH = _groups.word()  # how many blocks it has open
+GROUPS_STATE = _groups.word()  # of the communicator by whose doors calls are noted, 0 while there are none
+GROUPS_NOTED = _groups.word()  # a list, of its HAND_OVER then
+GROUPS_BEGIN, GROUPS_END = _groups.word(), _groups.word()  # objects that begin and end what is not taken here
+GROUPS_NONE = _groups.word()  # the object None
+GROUPS_WORDS = _groups.end // 8
+
+# ---- a door
+
+# NEXT and its SELF are C function and object of the builtin that calls go to which this door does not take, 0 for none
 DOOR_STATE, DOOR_NEXT, DOOR_NEXT_SELF = 0, 8, 16
 DOOR_NOTES = 24  # whether it notes calls while a group is open
 # the door of a collective. Blocks are those that ``x`` and ``out`` have; without ``out`` some work in place.
@@ -37,93 +55,106 @@ ROOTED_NOWHERE, ROOTED_OUT, ROOTED_IN = 0, 1, 2
 DOOR_WHOLE, DOOR_PART = 32, 40
 DOOR_WORDS = 9
 
-# the state of a communicator
-STATE_ABORT = 0  # address of a 32-bit word that is not 0 when something is wrong
-STATE_TYPE = 8  # PyTorch's type of tensors, 0 where there is none that can be looked at
-STATE_VIEW, STATE_CURRENT = 16, 24  # functions of that type: dltensor_from_py_object_no_sync, current_work_stream; 0: ASK is asked
-STATE_DEVICE = 32  # DLDevice of this GPU
-STATE_STREAM = 40  # of the last operation
-STATE_ORDER, STATE_SELF = 48, 56  # address of a word that has the second value if no other communicator filled the GPU last
-STATE_LAST = 64  # block of the last operation if it went through a door, else 0
-STATE_NONE, STATE_FALSE = 72, 80  # the objects None and False
-STATE_INT_TYPE = 88  # the type int
-STATE_RANK, STATE_NRANKS = 96, 104
-STATE_GROUPS = 112  # address of the words of groups
-STATE_CPU_PLAN = 120  # address of a word that becomes 0 with each operation
-STATE_CLOSED = 128  # the word that ABORT points to in the end
-STATE_NOTED, STATE_NOTED_STREAM = 136, 144  # how many messages of a group are noted, and for which stream
-STATE_NOTES = 152  # a list of their arrays
-STATE_HAND_OVER = 160  # an object, which GROUPS_NOTED is to have while any are noted
-STATE_ASK, STATE_ORDINAL = 168, 176  # a Python function for the current stream, 0 where none is needed yet, and its argument
-STATE_OPS = 184  # the objects that are operators, by number
-NOPS = 5
-STATE_ARRAY_TYPE = 224  # CuPy's type of arrays, likewise
-STATE_LIST_TYPE, STATE_TUPLE_TYPE = 232, 240  # the types list and tuple
-STATE_FAIL = 248  # a Python function, which raises what a code of CUDA says
-STATE_VIEWS = 256  # of the arrays of a call: two views
+# ---- records in the state of a communicator
+
+NOPS = 5  # operators that have a number
+NDTYPES = 12  # DLDataTypes that are known
+MOST_RANKS = 8
+MOST_KINDS = 8  # types of arrays that are asked by their protocols
+MOST_HELD, MOST_HELD_BYTES = 16, 1 << 20  # capsules that are held, and what they may keep alive
+NAMES = ("_c_contiguous", "size", "dtype", "data", "ptr", "device_id")
+KEYS = ("shape", "typestr", "data", "strides", "stream", "mask")
+
 # a view: a DLTensor; the capsule that it is from, which the view owns while a door looks at a call, else 0; whether it must not be written;
 # its bytes, where there is a capsule
 VIEW_OWNER, VIEW_READ_ONLY, VIEW_NBYTES, VIEW_BYTES = 48, 56, 64, 72
-STATE_DTYPES = STATE_VIEWS + 2 * VIEW_BYTES  # the DLDataTypes that are known
-NDTYPES = 12
-STATE_ARRAY_DTYPES = STATE_DTYPES + 8 * NDTYPES  # objects that are NumPy's dtypes, each with its DLDataType
-STATE_NAMES = STATE_ARRAY_DTYPES + NDTYPES * 16  # strings: attributes of CuPy's arrays and, from PTR on, of their memory
-NAMES = ("_c_contiguous", "size", "dtype", "data", "ptr", "device_id")
-NAME_CONTIGUOUS, NAME_SIZE, NAME_DTYPE, NAME_DATA, NAME_PTR, NAME_DEVICE = (STATE_NAMES + 8 * number for number in range(len(NAMES)))
 
-# arrays of other types, which are asked by their protocols. That runs code of anybody's; BUSY is not 0 meanwhile, and no door takes calls
-STATE_BUSY = STATE_NAMES + 8 * len(NAMES)
-STATE_ANSWER = STATE_BUSY + 8  # where functions of the driver write
-STATE_ARGS = STATE_BUSY + 16  # of a call of Python's: an array, a stream, DLPack's version
-STATE_DLPACK = STATE_BUSY + 40  # the string "__dlpack__"
-STATE_INTERFACE = STATE_BUSY + 48  # the string "__cuda_array_interface__"
-STATE_SHARDING = STATE_BUSY + 56  # the string "sharding"
-STATE_KEYS = STATE_BUSY + 64  # strings: keys of the dictionary that the interface is
-KEYS = ("shape", "typestr", "data", "strides", "stream", "mask")
-KEY_SHAPE, KEY_TYPESTR, KEY_DATA, KEY_STRIDES, KEY_STREAM, KEY_MASK = (STATE_KEYS + 8 * number for number in range(len(KEYS)))
-STATE_TYPESTRS = STATE_KEYS + 8 * len(KEYS)  # a dictionary: DLDataTypes by what the interface says
-STATE_DICT_TYPE, STATE_STR_TYPE = STATE_TYPESTRS + 8, STATE_TYPESTRS + 16  # the types dict and str
-STATE_TRUE = STATE_TYPESTRS + 24  # the object True
-STATE_EXCEPTION = STATE_TYPESTRS + 32  # the type Exception
-STATE_POINTER_ATTRIBUTE = STATE_TYPESTRS + 40  # address of cuPointerGetAttribute, 0 where there is none
-STATE_IS_CAPTURING = STATE_TYPESTRS + 48  # address of cuStreamIsCapturing, likewise
-STATE_PLAIN, STATE_VERSIONED = STATE_TYPESTRS + 56, STATE_TYPESTRS + 64  # addresses of the names of DLPack's capsules
-STATE_HELD = STATE_TYPESTRS + 72  # a list of capsules of which launches read, and perhaps still do
-STATE_HELD_BYTES, STATE_HELD_STREAM = STATE_TYPESTRS + 80, STATE_TYPESTRS + 88  # what they keep alive, and where these launches are
-STATE_RELEASE = STATE_TYPESTRS + 96  # a Python function, which hands them to who lets go of them in time
-MOST_HELD, MOST_HELD_BYTES = 16, 1 << 20
-# the types themselves, up to the first 0: whether asked by DLPack; whether such arrays never change; a function that gives the capsule of
+# a type of arrays that is asked by a protocol: whether by DLPack; whether such arrays never change; a function that gives the capsule of
 # those whose sharding has that type, 0: the method gives it; names of the keyword arguments
-STATE_VIEW_FOREIGN = STATE_TYPESTRS + 104  # address of the function that looks at them
-STATE_NOTED_OWNERS, STATE_NOTED_BYTES = STATE_TYPESTRS + 112, STATE_TYPESTRS + 120  # a list of capsules of messages that are noted; as HELD
-STATE_KINDS = STATE_TYPESTRS + 128
 KIND_TYPE, KIND_DLPACK, KIND_IMMUTABLE, KIND_EXPORT, KIND_KEYWORDS, KIND_SHARDING, KIND_BYTES = 0, 8, 16, 24, 32, 40, 48
-MOST_KINDS = 8
-STATE_FOREIGN_END = STATE_KINDS + (MOST_KINDS + 1) * KIND_BYTES
-POINTER_DEVICE_ORDINAL = 9  # cuda.h CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-STREAM_LEGACY = 1  # the legacy default stream, in DLPack and the interface
 
 # a message of a call: what (``what_of``), elements, address; of a remembered launch: the same with the address's place in the argument
 MESSAGE_WHAT, MESSAGE_COUNT, MESSAGE_ADDRESS = 0, 8, 16
 MESSAGE_BYTES = 24
 MOST_MESSAGES = 64  # of a launch
-MOST_RANKS = 8
-STATE_SHARES = STATE_FOREIGN_END  # elements of the blocks of ``x`` of a call, then those of ``out``
-STATE_BLOCKS = STATE_SHARES + 2 * 8 * MOST_RANKS  # of a call of several launches, and room for a code
-STATE_EVENT = STATE_BLOCKS + 8 * MOST_RANKS + 8  # by which one stream waits for another; 0: changes of streams are Python's
-STATE_RECORD, STATE_WAIT = STATE_EVENT + 8, STATE_EVENT + 16  # addresses of cuEventRecord and cuStreamWaitEvent
-STATE_CALL = STATE_EVENT + 24  # the messages of a call,
-STATE_GROUP = STATE_CALL + 2 * MOST_RANKS * MESSAGE_BYTES  # those that are noted
 
 # a row of the table of launches; MESSAGES is the address of those of a launch that has some, else 0. Their number is COUNT then.
 ROW_KEY, ROW_COUNT, ROW_BLOCK, ROW_FILLS, ROW_MESSAGES = 0, 8, 16, 24, 32
 ROW_BYTES = 40
-STATE_TABLE = STATE_GROUP + MOST_MESSAGES * MESSAGE_BYTES
 TABLE_SLOTS = 1024  # a power of two
 PROBES = 8  # rows in which a launch may stand
-STATE_BYTES = STATE_TABLE + TABLE_SLOTS * ROW_BYTES
 
-# a shape, which is what messages are but for their sizes, of a launch into whose argument sizes are written: what ``Reach`` says, then a
+# ---- the state of a communicator
+
+_state = Words()
+STATE_ABORT = _state.word()  # address of a 32-bit word that is not 0 when something is wrong
+STATE_TYPE = _state.word()  # PyTorch's type of tensors, 0 where there is none that can be looked at
+# functions of that type: dltensor_from_py_object_no_sync, current_work_stream; 0: ASK is asked
+STATE_VIEW, STATE_CURRENT = _state.word(), _state.word()
+STATE_DEVICE = _state.word()  # DLDevice of this GPU
+STATE_STREAM = _state.word()  # of the last operation
+# address of a word that has the second value if no other communicator filled the GPU last
+STATE_ORDER, STATE_SELF = _state.word(), _state.word()
+STATE_LAST = _state.word()  # block of the last operation if it went through a door, else 0
+STATE_NONE, STATE_FALSE = _state.word(), _state.word()  # the objects None and False
+STATE_INT_TYPE = _state.word()  # the type int
+STATE_RANK, STATE_NRANKS = _state.word(), _state.word()
+STATE_GROUPS = _state.word()  # address of the words of groups
+STATE_CPU_PLAN = _state.word()  # address of a word that becomes 0 with each operation
+STATE_CLOSED = _state.word()  # the word that ABORT points to in the end
+STATE_NOTED, STATE_NOTED_STREAM = _state.word(), _state.word()  # how many messages of a group are noted, and for which stream
+STATE_NOTES = _state.word()  # a list of their arrays
+STATE_HAND_OVER = _state.word()  # an object, which GROUPS_NOTED is to have while any are noted
+# a Python function for the current stream, 0 where none is needed yet, and its argument
+STATE_ASK, STATE_ORDINAL = _state.word(), _state.word()
+STATE_OPS = _state.word(NOPS)  # the objects that are operators, by number
+STATE_ARRAY_TYPE = _state.word()  # CuPy's type of arrays, as TYPE
+STATE_LIST_TYPE, STATE_TUPLE_TYPE = _state.word(), _state.word()  # the types list and tuple
+STATE_FAIL = _state.word()  # a Python function, which raises what a code of CUDA says
+STATE_VIEWS = _state.word(2 * VIEW_BYTES // 8)  # of the arrays of a call: two views
+STATE_DTYPES = _state.word(NDTYPES)  # the DLDataTypes that are known
+STATE_ARRAY_DTYPES = _state.word(2 * NDTYPES)  # objects that are NumPy's dtypes, each with its DLDataType
+STATE_NAMES = _state.word(len(NAMES))  # strings: attributes of CuPy's arrays and, from PTR on, of their memory
+NAME_CONTIGUOUS, NAME_SIZE, NAME_DTYPE, NAME_DATA, NAME_PTR, NAME_DEVICE = (STATE_NAMES + 8 * number for number in range(len(NAMES)))
+
+# arrays of other types, which are asked by their protocols: that runs code of anybody's
+STATE_BUSY = _state.word()  # not 0 meanwhile, and no door takes calls
+STATE_ANSWER = _state.word()  # where functions of the driver write
+STATE_ARGS = _state.word(3)  # of a call of Python's: an array, a stream, DLPack's version
+STATE_DLPACK = _state.word()  # the string "__dlpack__"
+STATE_INTERFACE = _state.word()  # the string "__cuda_array_interface__"
+STATE_SHARDING = _state.word()  # the string "sharding"
+STATE_KEYS = _state.word(len(KEYS))  # strings: keys of the dictionary that the interface is
+KEY_SHAPE, KEY_TYPESTR, KEY_DATA, KEY_STRIDES, KEY_STREAM, KEY_MASK = (STATE_KEYS + 8 * number for number in range(len(KEYS)))
+STATE_TYPESTRS = _state.word()  # a dictionary: DLDataTypes by what the interface says
+STATE_DICT_TYPE, STATE_STR_TYPE = _state.word(), _state.word()  # the types dict and str
+STATE_TRUE = _state.word()  # the object True
+STATE_EXCEPTION = _state.word()  # the type Exception
+STATE_POINTER_ATTRIBUTE = _state.word()  # address of cuPointerGetAttribute, 0 where there is none
+STATE_IS_CAPTURING = _state.word()  # address of cuStreamIsCapturing, likewise
+STATE_PLAIN, STATE_VERSIONED = _state.word(), _state.word()  # addresses of the names of DLPack's capsules
+STATE_HELD = _state.word()  # a list of capsules of which launches read, and perhaps still do
+STATE_HELD_BYTES, STATE_HELD_STREAM = _state.word(), _state.word()  # what they keep alive, and where these launches are
+STATE_RELEASE = _state.word()  # a Python function, which hands them to who lets go of them in time
+STATE_VIEW_FOREIGN = _state.word()  # address of the function that looks at arrays of these types
+STATE_NOTED_OWNERS, STATE_NOTED_BYTES = _state.word(), _state.word()  # a list of capsules of messages that are noted; as HELD
+STATE_KINDS = _state.word((MOST_KINDS + 1) * KIND_BYTES // 8)  # the types themselves, up to the first 0
+
+STATE_SHARES = _state.word(2 * MOST_RANKS)  # elements of the blocks of ``x`` of a call, then those of ``out``
+STATE_BLOCKS = _state.word(MOST_RANKS)  # of a call of several launches
+STATE_CODE = _state.word()  # what one of these failed with, as an object
+STATE_EVENT = _state.word()  # by which one stream waits for another; 0: changes of streams are Python's
+STATE_RECORD, STATE_WAIT = _state.word(), _state.word()  # addresses of cuEventRecord and cuStreamWaitEvent
+STATE_CALL = _state.word(2 * MOST_RANKS * MESSAGE_BYTES // 8)  # the messages of a call
+STATE_GROUP = _state.word(MOST_MESSAGES * MESSAGE_BYTES // 8)  # those that are noted
+STATE_TABLE = _state.word(TABLE_SLOTS * ROW_BYTES // 8)  # of launches
+STATE_BYTES = _state.end
+POINTER_DEVICE_ORDINAL = 9  # cuda.h CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+STREAM_LEGACY = 1  # the legacy default stream, in DLPack and the interface
+
+# ---- records elsewhere
+
+# a shape, which is what messages are but for their sizes, of a launch into whose argument sizes are written: ``LaneRules`` in words, then a
 # row for each message: what, its record in the argument (address, then bytes and type), the type there, the number of its queue, that of
 # the other half of a message of this rank to itself (-1: to or from a peer); then a row for each queue: its record, whose first word has
 # kind and peer, lanes << 16, first lane << 32; that word without lanes; its lanes in the call under way

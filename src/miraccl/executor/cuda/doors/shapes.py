@@ -3,18 +3,17 @@ of sizes, written into its argument."""
 
 from __future__ import annotations
 
-from miraccl.executor.cuda import messages as lowering
+from miraccl.executor.cuda import lanes
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.arrays import item_size
 from miraccl.native import hashing
 from miraccl.native.intrinsics import inline, load, store
 
-lanes_of = inline(lowering.lanes_of)
-copy_lanes_of = inline(lowering.copy_lanes_of)
-fills_gpu = inline(lowering.fills_gpu)
+lanes_of = inline(lanes.lanes_of)
+copy_lanes_of = inline(lanes.copy_lanes_of)
+fills_gpu = inline(lanes.fills_gpu)
 slot_of = inline(at.slot_of)
 mix = inline(hashing.mix)
-WARPS = lowering.WARPS
 
 
 @inline

@@ -20,7 +20,7 @@ from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.kinds import DL_DTYPES, WORDS, Kind, words_of
 from miraccl.executor.cuda.launch import Launch
 from miraccl.executor.cuda.layout import GROUPS, TYPE_SHIFT
-from miraccl.executor.cuda.messages import Lowered, Message, Reach
+from miraccl.executor.cuda.messages import LaneRules, Lowered, Message
 from miraccl.native.capsules import pointer_of
 from miraccl.native.hashing import mix
 from miraccl.schedule.reduction import NUMPY_DTYPE
@@ -291,7 +291,9 @@ class Doors:
                     return True
         return False
 
-    def remember_shape(self, messages: Sequence[Message], lowered: Lowered, rank: int, reach: Reach, argument: int, launch: Launch) -> None:
+    def remember_shape(
+        self, messages: Sequence[Message], lowered: Lowered, rank: int, rules: LaneRules, argument: int, launch: Launch
+    ) -> None:
         """Enter a launch for messages like these of any size: one of its own, whose ``argument`` (an address) is ``lowered``'s."""
         queue_of = {number: queue for queue, numbers in enumerate(lowered.queues) for number in numbers}
         partners: dict[int, int] = {}
@@ -305,8 +307,8 @@ class Doors:
             (what, argument + lowered.positions[number], message.code << TYPE_SHIFT, queue_of[number], partners.get(number, -1))
             for number, (message, what) in enumerate(zip(messages, _whats(messages), strict=True))
         ]
-        group, first = GROUPS[reach.frame.value]
-        head = (len(heads), group, first, reach.lanes, reach.copy_lanes, reach.multiprocessors, reach.bulk_from)
+        group, first = GROUPS[rules.frame.value]
+        head = (len(heads), group, first, rules.lanes, rules.copy_lanes, rules.multiprocessors, rules.bulk_from)
         shape = np.array([*head, *(word for row in (*rows, *heads) for word in row)], np.int64)
         self._enter(_shape_key(_whats(messages)), len(messages), launch, False, shape)
 

@@ -21,19 +21,19 @@ def _emit_call(context: Any, builder: Any, sig: Any, args: Any) -> Any:
 
 
 @intrinsic
-def call4(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Call the C function at an address with four words; it returns an int."""
+def call_int4(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Call the C function at an address with four words; it returns an int of 32 bits (the driver, PyTorch's functions for DLPack)."""
     return I64(I64, I64, I64, I64, I64), _emit_call
 
 
 @intrinsic
-def call2(typingctx: Any, function: Any, a: Any, b: Any) -> Any:
+def call_int2(typingctx: Any, function: Any, a: Any, b: Any) -> Any:
     """The same with two words."""
     return I64(I64, I64, I64), _emit_call
 
 
 @intrinsic
-def call3(typingctx: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
+def call_int3(typingctx: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
     """The same with three words."""
     return I64(I64, I64, I64, I64), _emit_call
 
@@ -65,7 +65,7 @@ def ask_stream(typingctx: Any, function: Any, device: Any, where: Any) -> Any:
 @inline
 def view_tensor(state: int, thing: int, view: int) -> int:
     """Look at a tensor on this GPU that is contiguous, and write at ``view`` what it is; its elements, -1 for anything else."""
-    if call2(load(state + at.STATE_VIEW), thing, view) != 0:
+    if call_int2(load(state + at.STATE_VIEW), thing, view) != 0:
         PyErr_Clear()
         return -1
     return count_of(state, view)
@@ -134,7 +134,7 @@ def captures(state: int, stream: int) -> bool:
     if load(state + at.STATE_IS_CAPTURING) == 0:
         return True
     store(state + at.STATE_ANSWER, 0)
-    return call2(load(state + at.STATE_IS_CAPTURING), stream, state + at.STATE_ANSWER) != 0 or load32(state + at.STATE_ANSWER) != 0
+    return call_int2(load(state + at.STATE_IS_CAPTURING), stream, state + at.STATE_ANSWER) != 0 or load32(state + at.STATE_ANSWER) != 0
 
 
 @inline
@@ -143,7 +143,7 @@ def follow(state: int, stream: int) -> bool:
     before, event = load(state + at.STATE_STREAM), load(state + at.STATE_EVENT)
     if event == 0 or load32(load(state + at.STATE_GROUPS)) != 0 or captures(state, before) or captures(state, stream):
         return False
-    if call2(load(state + at.STATE_RECORD), event, before) != 0 or call3(load(state + at.STATE_WAIT), stream, event, 0) != 0:
+    if call_int2(load(state + at.STATE_RECORD), event, before) != 0 or call_int3(load(state + at.STATE_WAIT), stream, event, 0) != 0:
         return False
     store(state + at.STATE_STREAM, stream)
     return True

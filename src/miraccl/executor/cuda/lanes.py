@@ -1,0 +1,26 @@
+"""How messages are dealt to lanes and warps: what Python and compiled code compute alike (``doors.shapes`` compiles these functions)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+WARPS: Final = 16  # of a block at most; one block per multiprocessor is on the GPU for certain
+COPY_BYTES: Final = 16 << 10  # of a message of a rank to itself, per warp
+SMALL_BYTES: Final = 128 << 10  # messages of a launch of at most 128 warps,
+SMALL_COUNT: Final = 32  # and their number
+
+
+def lanes_of(nbytes: int, group: int, first: int, most: int) -> int:
+    """Lanes of a message whose first group has ``first`` vectors, all others ``group``."""
+    vectors = (nbytes + 15) // 16
+    return min(most, 1 if vectors <= first else 1 + (vectors - first + group - 1) // group)
+
+
+def copy_lanes_of(nbytes: int, most: int) -> int:
+    """Warps of a message of a rank to itself."""
+    return max(1, min(most, nbytes // COPY_BYTES))
+
+
+def fills_gpu(nbytes: int, count: int) -> bool:
+    """Whether a launch of ``count`` messages, ``nbytes`` together, may take the whole GPU."""
+    return nbytes > SMALL_BYTES or count > SMALL_COUNT
