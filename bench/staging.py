@@ -34,8 +34,9 @@ from miraccl.comm.device.hosts.messages import MessageNetwork, MessageStreams
 from miraccl.comm.device.hosts.network import StagedCollective
 from miraccl.comm.device.hosts.pieces import Shape, cut
 from miraccl.comm.device.hosts.staging import LANES, StagedJob, Staging
-from miraccl.comm.device.hosts.transfers import DeviceTransfer, cut_transfers, transfers_on
+from miraccl.comm.device.hosts.transfers import cut_transfers, transfers_on
 from miraccl.comm.device.memory import DeviceMemory
+from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.comm.member import Options
 from miraccl.native.intrinsics import load32, pause, sched_yield
 from miraccl.proxy.kernels.layout import READY_OFFSET, SLOT_STRIDE

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from miraccl.comm.device.hosts.layout import group_by_host, host_name
 from miraccl.comm.device.hosts.pieces import ALIGN, LEAST_PIECE, Copy, Shape, cut
-from miraccl.comm.device.hosts.transfers import ROUND_SLOTS, DeviceTransfer, cut_transfers, message_bytes
+from miraccl.comm.device.hosts.transfers import ROUND_SLOTS, cut_transfers, message_bytes
 from miraccl.comm.device.memory import DeviceMemory
+from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.types import Collective, DType
 
 SLOT = 64 << 10

@@ -11,7 +11,7 @@ import pytest
 from miraccl.comm import group as groups
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.table import CALLS, Doors, group_builtins
-from miraccl.executor.cuda.lower import Fixed
+from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.messages import LaneRules, Message, lower_messages
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.fake_launch import Driver
@@ -79,13 +79,13 @@ class Side:
         self.doors.remember_messages(rows, places, made, fills)
         return made
 
-    def remember_shape(self, number: int, messages: list[Message], fixed: Fixed, rules: LaneRules) -> Any:
+    def remember_shape(self, number: int, messages: list[Message], comm_args: CommArgs, rules: LaneRules) -> Any:
         """A launch with this function, lowered for these messages, for all that differ from them in sizes only."""
-        lowered = lower_messages(messages, fixed, rules)
+        lowered = lower_messages(messages, comm_args, rules)
         made: Any = types.SimpleNamespace(block=self.driver.block(number, len(lowered.args) // 8))
         argument = ctypes.c_uint64.from_address(made.block + 8 * at.ARGUMENT).value
         ctypes.memmove(argument, bytes(lowered.args), len(lowered.args))
-        self.doors.remember_shape(messages, lowered, fixed.rank, rules, argument, made)
+        self.doors.remember_shape(messages, lowered, comm_args.rank, rules, argument, made)
         return made
 
     def all_reduce(self, x: Any, out: Any = None, op: Any = RedOp.SUM, stream: Any = None) -> int:

@@ -616,7 +616,7 @@ def alone(how: str) -> str:
             return ""
         messages: Any = me.comm._device._messages  # type: ignore[union-attr]
         if how == "timeout":  # only now: compilers run before the barrier
-            messages._fixed = dataclasses.replace(messages._fixed, timeout_ns=int(0.3e9))
+            messages._comm_args = dataclasses.replace(messages._comm_args, timeout_ns=int(0.3e9))
         me.comm.recv(me.zeros(100), 0)
         if how == "abort":
             threading.Timer(0.2, me.comm._device.abort if me.comm._device else print).start()
@@ -642,13 +642,13 @@ def only_dlpack() -> None:
         stream = me.cuda.cuStreamCreate(1)[1]
         comm.broadcast(x, 0, stream=stream)
         assert x.streams == [1, stream]
-        fixed, out = Immutable(me.put(np.full(9, me.rank + 1)).memory), me.zeros(9)
+        constant, out = Immutable(me.put(np.full(9, me.rank + 1)).memory), me.zeros(9)
         with pytest.raises(InvalidUsage, match=r"cannot be written.*give out"):
-            comm.all_reduce(fixed)
+            comm.all_reduce(constant)
         with pytest.raises(InvalidUsage, match="cannot be written"):
-            comm.recv(fixed, (me.rank + 1) % n)
-        comm.all_reduce(fixed, out)
-        comm.sendrecv(fixed, (me.rank + 1) % n, x, (me.rank - 1) % n)
+            comm.recv(constant, (me.rank + 1) % n)
+        comm.all_reduce(constant, out)
+        comm.sendrecv(constant, (me.rank + 1) % n, x, (me.rank - 1) % n)
         me.synchronize()
         same(out, np.full(9, n * (n + 1) / 2))
         same(x, np.full(9, (me.rank - 1) % n + 1))
@@ -693,7 +693,7 @@ def unheard_of() -> str:
         me.synchronize()
         if me.rank == 1:
             messages: Any = me.comm._device._messages  # type: ignore[union-attr]
-            messages._fixed = dataclasses.replace(messages._fixed, timeout_ns=int(0.3e9))
+            messages._comm_args = dataclasses.replace(messages._comm_args, timeout_ns=int(0.3e9))
             me.comm.recv(me.zeros(100), 0, stream=0)
         try:
             me.comm.finalize()

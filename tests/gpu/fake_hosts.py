@@ -18,8 +18,8 @@ from miraccl.comm.device.hosts import jobs as hosts_jobs
 from miraccl.comm.device.hosts import replays
 from miraccl.comm.device.hosts.communicator import HostsCommunicator
 from miraccl.comm.device.hosts.staging import LANES
-from miraccl.comm.device.hosts.transfers import DeviceTransfer
 from miraccl.comm.device.memory import DeviceMemory
+from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.comm.member import Options
 from miraccl.errors import CollectiveMismatch, CommunicatorAborted, InvalidUsage, MiracclError, PeerDied, SystemFailure
 from miraccl.schedule.interpret import expected

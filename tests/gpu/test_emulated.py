@@ -149,7 +149,7 @@ def test_slots_are_used_again(monkeypatch: pytest.MonkeyPatch, collective: Colle
     monkeypatch.setattr(layout, "BANK_BYTES", 64 << 10)
     request = asked(collective, dtype, 40001, nranks, algo, "ll128", root=1)
     plan = replace(small(request), blocks=1)
-    args = lower.lower_packets(plan, request, machine(nranks).fixed(0))
+    args = lower.lower_packets(plan, request, machine(nranks).comm_args(0))
     field = layout.ARGS["nslots"]
     (nslots,) = struct.unpack_from("<" + field.code, args, field.offset)
     pieces = -(-vectors_of(request, algo, frame_of(request, "ll128")) // (plan.threads * plan.unroll))
@@ -194,8 +194,8 @@ def test_only_neighbours_of_the_order_talk() -> None:
 class OneWay(Machine):
     """What a rank writes for another one than the next of the ring goes nowhere."""
 
-    def fixed(self, rank: int, order: Sequence[int] = ()) -> lower.Fixed:
-        usual, nowhere = super().fixed(rank, order), self.nowhere.ctypes.data
+    def comm_args(self, rank: int, order: Sequence[int] = ()) -> lower.CommArgs:
+        usual, nowhere = super().comm_args(rank, order), self.nowhere.ctypes.data
         following = order[(order.index(rank) + 1) % self.nranks]
         return replace(usual, outboxes=tuple(box if peer == following else nowhere for peer, box in enumerate(usual.outboxes)))
 
@@ -265,7 +265,7 @@ def meeting(nranks: int) -> KernelSpec:
 def test_ranks_meet() -> None:
     four = machine(4)
     for _ in range(6):
-        args = [lower.pack_args(four.fixed(rank), count=4096, signature=7) for rank in range(4)]
+        args = [lower.pack_args(four.comm_args(rank), count=4096, signature=7) for rank in range(4)]
         four.launch(meeting(4), args, 1)
         request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 4, "one_shot", "ll128")
         assert run(four, request, small(request)) == [""] * 4
@@ -275,7 +275,7 @@ def test_ranks_meet() -> None:
 def test_ranks_that_meet_for_different_operations_are_told(field: str) -> None:
     three = Machine(3)
     said: list[dict[str, Any]] = [{"signature": 7, "count": 4096} | {field: 8 if rank == 1 else 9} for rank in range(3)]
-    args = [lower.pack_args(three.fixed(rank), **said[rank]) for rank in range(3)]
+    args = [lower.pack_args(three.comm_args(rank), **said[rank]) for rank in range(3)]
     three.launch(meeting(3), args, 1)
     assert three.errors() == [layout.ERROR_MISMATCH] * 3
     assert int(three.host[0][layout.HOST_PEER]) == 1

@@ -20,9 +20,9 @@ from miraccl.types import Collective, DType, RedOp
 MOVED = tuple(c for c in Collective if c <= Collective.ALL_TO_ALL)
 
 
-def fixed(nranks: int, rank: int = 0) -> lower.Fixed:
+def comm_args(nranks: int, rank: int = 0) -> lower.CommArgs:
     boxes = tuple(1 << 40 | r for r in range(nranks))
-    return lower.Fixed(rank=rank, own=1 << 41, inboxes=boxes, outboxes=boxes, host=4096, timeout_ns=10**9)
+    return lower.CommArgs(rank=rank, own=1 << 41, inboxes=boxes, outboxes=boxes, host=4096, timeout_ns=10**9)
 
 
 def request(
@@ -50,9 +50,9 @@ def test_every_size_has_a_plan_that_fits() -> None:
         kernel_spec(plan, asked)
         if not plan.by_packets:
             schedule = catalog.build(plan.algo, asked.collective, asked.nranks)
-            lower.lower_steps(schedule, plan, asked, fixed(asked.nranks))
+            lower.lower_steps(schedule, plan, asked, comm_args(asked.nranks))
             continue
-        block = lower.lower_packets(plan, asked, fixed(asked.nranks))
+        block = lower.lower_packets(plan, asked, comm_args(asked.nranks))
         piece = plan.piece
         slots = field(block, "nslots") * slot_packets(asked, plan.algo, piece, frame_of(asked, plan.proto))
         assert (slots + word_packets(asked, plan.algo, piece)) * 16 <= layout.BANK_BYTES
@@ -64,7 +64,7 @@ def test_every_size_has_a_plan_that_fits() -> None:
 def test_slots_are_used_again_only_where_it_is_safe(count: int, nranks: int, algo: str) -> None:
     asked = request(count=count, nranks=nranks, algo=algo, proto="ll128")
     plan = choose(asked)
-    block = lower.lower_packets(plan, asked, fixed(nranks))
+    block = lower.lower_packets(plan, asked, comm_args(nranks))
     vectors = -(-count * 2 // 16)
     if rounds_of(asked, plan.algo) == 2:
         vectors = -(-vectors // nranks)
@@ -80,7 +80,7 @@ def test_all_ranks_choose_alike() -> None:
     for asked in requests():
         assert choose(asked) == choose(asked)
         plan, ranks = choose(asked), range(asked.nranks)
-        blocks = [lower.lower_packets(plan, asked, fixed(asked.nranks, r)) for r in ranks if plan.by_packets]
+        blocks = [lower.lower_packets(plan, asked, comm_args(asked.nranks, r)) for r in ranks if plan.by_packets]
         assert len({(field(b, "count"), field(b, "nslots"), field(b, "ahead")) for b in blocks}) <= 1
 
 
@@ -99,7 +99,7 @@ def test_steps_are_written_as_the_kernel_reads_them(nranks: int) -> None:
     asked = request(dtype=DType.INT32, count=1 << 20, nranks=nranks, algo="ring", proto="simple")
     schedule = catalog.build("ring", Collective.ALL_REDUCE, nranks)
     for rank in range(nranks):
-        block = bytes(lower.lower_steps(schedule, choose(asked), asked, fixed(nranks, rank)))
+        block = bytes(lower.lower_steps(schedule, choose(asked), asked, comm_args(nranks, rank)))
         at = layout.args_bytes(nranks)
         _, part, piece, parts, channels, *first, slot, here, there = struct.unpack_from(layout.PROGRAM_HEAD, block, at)
         steps = schedule.channels[0][rank]
@@ -167,7 +167,7 @@ def test_eight_ranks_need_one_piece_up_to_8_mib(nbytes: int) -> None:
     asked = request(count=nbytes // 2, nranks=8, multiprocessors=128)
     plan = choose(asked)
     assert (plan.algo, plan.blocks, kernel_spec(plan, asked).single) == ("two_shot", 128, True)
-    lower.lower_packets(plan, asked, fixed(8, 3))
+    lower.lower_packets(plan, asked, comm_args(8, 3))
 
 
 def test_arguments_stay_below_the_limit_of_a_launch() -> None:
@@ -178,7 +178,7 @@ def test_arguments_stay_below_the_limit_of_a_launch() -> None:
 def test_what_cannot_run_is_refused() -> None:
     asked = request(dtype=DType.FLOAT32, nranks=4, algo="two_shot_put", proto="simple")
     with pytest.raises(InvalidUsage, match="registered"):
-        lower.lower_steps(catalog.build("two_shot_put", Collective.ALL_REDUCE, 4), choose(asked), asked, fixed(4))
+        lower.lower_steps(catalog.build("two_shot_put", Collective.ALL_REDUCE, 4), choose(asked), asked, comm_args(4))
 
 
 def test_bad_requests_are_refused() -> None:
@@ -186,7 +186,7 @@ def test_bad_requests_are_refused() -> None:
         choose(request(proto="fast"))
     huge = DevicePlan(algo="two_shot", proto="ll128", blocks=512, threads=512, unroll=4)
     with pytest.raises(InvalidUsage, match="bank"):
-        lower.lower_packets(huge, request(count=1 << 30, nranks=8), fixed(8))
+        lower.lower_packets(huge, request(count=1 << 30, nranks=8), comm_args(8))
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from miraccl.comm.device.messages import frame_of
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.lower import Fixed
+from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.messages import LaneRules, Message, lower_messages
 from miraccl.executor.cuda.source import Frame
 from miraccl.topo.records import PathType
@@ -260,9 +260,9 @@ def test_whatever_is_sent_arrives(program: list[list[Send]], lanes: int, frame: 
 # ---- lowering
 
 
-def fixed(nranks: int, rank: int = 0) -> Fixed:
+def comm_args(nranks: int, rank: int = 0) -> CommArgs:
     boxes = tuple(1 << 40 | r for r in range(nranks))
-    return Fixed(rank=rank, own=1 << 41, inboxes=boxes, outboxes=boxes, host=4096, timeout_ns=10**9)
+    return CommArgs(rank=rank, own=1 << 41, inboxes=boxes, outboxes=boxes, host=4096, timeout_ns=10**9)
 
 
 def message(peer: int, nbytes: int, receives: bool = False, dtype: DType = DType.UINT8) -> Message:
@@ -272,9 +272,9 @@ def message(peer: int, nbytes: int, receives: bool = False, dtype: DType = DType
 def test_arguments_stay_below_the_limit_of_a_launch() -> None:
     everything = [message(1, layout.BULK_FROM)] * layout.MAX_MESSAGES
     for count in (1, layout.MAX_MESSAGES):
-        assert len(lower_messages(everything[:count], fixed(8), rules(8)).args) <= 4096
-    assert lower_messages(everything, fixed(8), rules(8)).table is None
-    assert lower_messages([*everything, message(1, 1)], fixed(8), rules(8)).table is not None
+        assert len(lower_messages(everything[:count], comm_args(8), rules(8)).args) <= 4096
+    assert lower_messages(everything, comm_args(8), rules(8)).table is None
+    assert lower_messages([*everything, message(1, 1)], comm_args(8), rules(8)).table is not None
 
 
 @pytest.mark.parametrize(("nranks", "most"), [(2, 448), (8, 1024)])
@@ -284,10 +284,10 @@ def test_launches_of_few_messages_have_short_arguments(nranks: int, most: int) -
     to_all = [message(peer, 1000, receives) for peer in range(nranks) for receives in (False, True)]
     several = [message(1, 1000, receives) for receives in (False, True) for _ in range(6)]
     for messages in ([message(1, 5)], barrier, to_all, several):
-        lowered = lower_messages(messages, fixed(nranks), rules(nranks))
+        lowered = lower_messages(messages, comm_args(nranks), rules(nranks))
         assert lowered.room == layout.few_bytes(nranks)
         assert len(lowered.args) <= most
-    longest = lower_messages([message(1, 5)] * (len(to_all) + 12 * nranks), fixed(nranks), rules(nranks))
+    longest = lower_messages([message(1, 5)] * (len(to_all) + 12 * nranks), comm_args(nranks), rules(nranks))
     assert longest.room == layout.MANY_BYTES
 
 
@@ -307,7 +307,7 @@ def test_parts_of_the_memory_do_not_overlap() -> None:
 def test_all_lanes_are_on_the_gpu_together(nranks: int, multiprocessors: int) -> None:
     where = LaneRules(nranks=nranks, multiprocessors=multiprocessors)
     everything = [message(peer, 1 << 20, receives) for peer in range(nranks) for receives in (False, True)]
-    lowered = lower_messages(everything, fixed(nranks), where)
+    lowered = lower_messages(everything, comm_args(nranks), where)
     assert lowered.threads <= 512
     assert lowered.blocks <= multiprocessors
     heads = queues(lowered.args, nranks, 2 * nranks - 1)
@@ -327,7 +327,7 @@ def test_blocks_of_large_messages_are_on_the_gpu_together_with_all_lanes(nranks:
     where = LaneRules(nranks=nranks, multiprocessors=multiprocessors)
     sizes = (1 << 20, layout.BULK_FROM)
     everything = [message(peer, size, receives) for peer in range(nranks) for size in sizes for receives in (False, True)]
-    lowered = lower_messages(everything, fixed(nranks), where)
+    lowered = lower_messages(everything, comm_args(nranks), where)
     if multiprocessors < 2 * (nranks - 1):  # too few for one block each: then no message is large
         assert lowered.bulk == 0
         return
@@ -351,12 +351,12 @@ def test_both_sides_use_the_same_lanes() -> None:
 
 
 def test_messages_to_oneself_pair_up() -> None:
-    lowered = lower_messages([message(0, 5), message(0, 5, receives=True)], fixed(2), rules(2))
+    lowered = lower_messages([message(0, 5), message(0, 5, receives=True)], comm_args(2), rules(2))
     assert len(lowered.positions) == 2
     with pytest.raises(InvalidUsage, match="sends itself 1 messages and receives 0"):
-        lower_messages([message(0, 5)], fixed(2), rules(2))
+        lower_messages([message(0, 5)], comm_args(2), rules(2))
     with pytest.raises(InvalidUsage, match=r"5 x uint8 .* and receives 1 x float32"):
-        lower_messages([message(0, 5), message(0, 4, receives=True, dtype=DType.FLOAT32)], fixed(2), rules(2))
+        lower_messages([message(0, 5), message(0, 4, receives=True, dtype=DType.FLOAT32)], comm_args(2), rules(2))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import miraccl
 from miraccl.executor.cuda.lanes import COPY_BYTES
-from miraccl.executor.cuda.lower import Fixed
+from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.messages import LaneRules, Message, lower_messages
 from miraccl.executor.cuda.source import Frame
 from miraccl.types import DType
@@ -25,9 +25,9 @@ counts = st.sampled_from([0, 1, 3, 400, 440, 448, 449, 1000, 5000, 3 * COPY_BYTE
 kinds = st.tuples(st.booleans(), st.integers(0, NRANKS - 1), st.sampled_from(list(TYPES)))
 
 
-def fixed(rank: int) -> Fixed:
+def comm_args(rank: int) -> CommArgs:
     boxes = tuple(1 << 40 | r << 20 for r in range(NRANKS))
-    return Fixed(rank=rank, own=1 << 41, inboxes=boxes, outboxes=boxes, host=4096, timeout_ns=10**9)
+    return CommArgs(rank=rank, own=1 << 41, inboxes=boxes, outboxes=boxes, host=4096, timeout_ns=10**9)
 
 
 def tensors(shape: Any, sizes: Any) -> list[Any]:
@@ -47,7 +47,7 @@ def call(side: Side, shape: Any, arrays: Any) -> None:
             assert (side.recv if receives else side.send)(x, peer) == 0
 
 
-def launched(number: int, made: list[Message], place: Fixed, rules: LaneRules) -> tuple[int, ...]:
+def launched(number: int, made: list[Message], place: CommArgs, rules: LaneRules) -> tuple[int, ...]:
     lowered = lower_messages(made, place, rules)
     words = struct.unpack(f"<{len(lowered.args) // 8}Q", lowered.args)
     return (number, 0, lowered.blocks, *SHAPE[1:3], lowered.threads, *SHAPE[4:], 0, *words)
@@ -66,7 +66,7 @@ def test_doors_write_what_python_lowers(shape: Any, to_self: int, rank: int, fra
     """Several messages in a queue, queues that come in any order, a rank that sends to itself: the same in arguments and grid."""
     own = [(False, rank, torch.float32)] * to_self
     mixed = [*own, *[kind for kind in shape if kind[1] != rank], *[(True, *kind[1:]) for kind in own]]
-    side, place, rules = Side(rank, NRANKS), fixed(rank), LaneRules(nranks=NRANKS, multiprocessors=multiprocessors, frame=frame)
+    side, place, rules = Side(rank, NRANKS), comm_args(rank), LaneRules(nranks=NRANKS, multiprocessors=multiprocessors, frame=frame)
     if not mixed:
         return
     side.remember_shape(5, messages(mixed, tensors(mixed, [7] * len(mixed))), place, rules)
@@ -80,7 +80,7 @@ def test_doors_write_what_python_lowers(shape: Any, to_self: int, rank: int, fra
 
 
 def test_another_shape_is_another_launch() -> None:
-    side, place, rules = Side(0, NRANKS), fixed(0), LaneRules(nranks=NRANKS, multiprocessors=132)
+    side, place, rules = Side(0, NRANKS), comm_args(0), LaneRules(nranks=NRANKS, multiprocessors=132)
     there, back, both = [(False, 1, torch.float32)], [(True, 1, torch.float32)], [(False, 1, torch.float32), (True, 2, torch.float32)]
     assert not side.doors.knows_shape(messages(there, tensors(there, [1])))
     for number, shape in enumerate((there, both), 1):
@@ -98,7 +98,7 @@ def test_another_shape_is_another_launch() -> None:
 
 def test_what_is_left_to_python() -> None:
     """Halves of a message to oneself that differ, messages in chunks, and a launch that fills the GPU and is not next."""
-    side, place = Side(0, NRANKS), fixed(0)
+    side, place = Side(0, NRANKS), comm_args(0)
     rules = LaneRules(nranks=NRANKS, multiprocessors=132)
     own = [(False, 0, torch.uint8), (True, 0, torch.uint8)]
     side.remember_shape(1, messages(own, tensors(own, [8, 8])), place, rules)

@@ -30,10 +30,10 @@ def along(collective: Collective, dtype: DType, count: int, nranks: int, proto: 
 
 def branches(request: Request, rank: int, order: Sequence[int] = ()) -> list[tuple[int, list[int], int]]:
     """(parent, children, which child) of a rank in both trees, as a kernel reads them."""
-    fixed = lower.Fixed(
+    comm_args = lower.CommArgs(
         rank=rank, own=0, inboxes=(0,) * request.nranks, outboxes=(0,) * request.nranks, host=0, timeout_ns=1, order=tuple(order)
     )
-    args, size = lower.lower_packets(choose(request), request, fixed), struct.calcsize(layout.BRANCH)
+    args, size = lower.lower_packets(choose(request), request, comm_args), struct.calcsize(layout.BRANCH)
     found = []
     for tree in range(2):
         up, *down, child = struct.unpack_from(layout.BRANCH, args, layout.ARGS["trees"].offset + tree * size)
@@ -178,7 +178,7 @@ def test_slots_are_used_again(monkeypatch: pytest.MonkeyPatch, collective: Colle
     plan = replace(small(request), blocks=1, ahead=1000)
     lanes = {Collective.ALL_REDUCE: 3, Collective.REDUCE: 2, Collective.BROADCAST: 1}[collective]
     monkeypatch.setattr(layout, "BANK_BYTES", 16 * (4 * lanes * (64 if dtype is DType.FLOAT32 and request.reduces else 68) + 20))
-    args = lower.lower_packets(plan, request, machine(nranks).fixed(0))
+    args = lower.lower_packets(plan, request, machine(nranks).comm_args(0))
     nslots, ahead = (struct.unpack_from("<I", args, layout.ARGS[name].offset)[0] for name in ("nslots", "ahead"))
     assert (nslots, ahead) == (4, 2)
     fresh = Machine(nranks)
@@ -190,8 +190,8 @@ class OnlyNeighbours(Machine):
 
     nowhere = np.zeros(layout.TOTAL_BYTES, np.uint8)
 
-    def fixed(self, rank: int, order: Sequence[int] = ()) -> lower.Fixed:
-        usual = super().fixed(rank, order)
+    def comm_args(self, rank: int, order: Sequence[int] = ()) -> lower.CommArgs:
+        usual = super().comm_args(rank, order)
         request = along(Collective.ALL_REDUCE, DType.INT32, 1, self.nranks)
         near = {peer for up, down, _ in branches(request, rank, order) for peer in (up, *down)}
         boxes = (box if peer in near else self.nowhere.ctypes.data for peer, box in enumerate(usual.outboxes))
@@ -203,7 +203,7 @@ def test_only_neighbours_in_the_trees_talk() -> None:
     request = along(Collective.ALL_REDUCE, DType.INT32, 3001, 8)
     order = ORDERS[8][1]
     eight = OnlyNeighbours(8)
-    assert sum(box == eight.nowhere.ctypes.data for box in eight.fixed(0, order).outboxes) > 1
+    assert sum(box == eight.nowhere.ctypes.data for box in eight.comm_args(0, order).outboxes) > 1
     assert run(eight, request, small(request), order=order, repeat=3) == [""] * 8
 
 

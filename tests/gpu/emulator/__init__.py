@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.lower import Fixed
+from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.source import KernelSpec, write_source
 
 COMPILER = next((path for name in ("g++", "clang++") if (path := shutil.which(name))), None)
@@ -101,9 +101,9 @@ class Machine:
                 memory[offset : offset + size].view(np.uint32)[:] = word
         self.timeout_ns = int(timeout_s * 1e9)
 
-    def fixed(self, rank: int, order: Sequence[int] = ()) -> Fixed:
+    def comm_args(self, rank: int, order: Sequence[int] = ()) -> CommArgs:
         own = self.memory[rank].ctypes.data
-        return Fixed(
+        return CommArgs(
             rank=rank,
             own=own,
             inboxes=(own,) * self.nranks,

@@ -102,9 +102,9 @@ def launch_each(machine: Machine, requests: Sequence[Request | None]) -> None:
     args, blocks, held = [], [], np.zeros((len(requests), 64 << 10), np.uint8)
     for rank, request in enumerate(requests):
         mine = request or first
-        plan, fixed = small(mine), machine.fixed(rank)
+        plan, comm_args = small(mine), machine.comm_args(rank)
         schedule = lower.schedule_of(plan, mine, ())
-        args.append(lower.lower_steps(schedule, plan, mine, fixed) if schedule else lower.lower_packets(plan, mine, fixed))
+        args.append(lower.lower_steps(schedule, plan, mine, comm_args) if schedule else lower.lower_packets(plan, mine, comm_args))
         struct.pack_into("<QQ", args[-1], 0, held[rank].ctypes.data, held[rank].ctypes.data)
         blocks.append(lower.grid_of(plan, schedule) if request else 0)
     machine.launch(kernel_spec(small(first), first), args, blocks)
@@ -142,8 +142,8 @@ def _lowered(
     """The arguments of a launch on every rank, and its blocks."""
     schedule, args = lower.schedule_of(plan, asked, order), []
     for rank in range(machine.nranks):
-        mine, fixed = replace(asked, scalar=scalars[rank]) if scalars else asked, machine.fixed(rank, order)
-        args.append(lower.lower_steps(schedule, plan, mine, fixed) if schedule else lower.lower_packets(plan, mine, fixed))
+        mine, comm_args = replace(asked, scalar=scalars[rank]) if scalars else asked, machine.comm_args(rank, order)
+        args.append(lower.lower_steps(schedule, plan, mine, comm_args) if schedule else lower.lower_packets(plan, mine, comm_args))
         struct.pack_into("<QQ", args[-1], 0, sources[rank].ctypes.data, targets[rank].ctypes.data)
     return args, lower.grid_of(plan, schedule)
 

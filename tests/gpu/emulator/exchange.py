@@ -50,7 +50,7 @@ def run(machine: Machine, rules: LaneRules, sends: Sequence[Send], seed: int = 0
                 messages.append(Message(False, s.dst, source.ctypes.data, source.size, int(DType.UINT8)))
             if s.dst == rank:
                 messages.append(Message(True, s.src, target.ctypes.data, target.size, int(DType.UINT8)))
-        lowered = lower_messages(messages, machine.fixed(rank), rules)
+        lowered = lower_messages(messages, machine.comm_args(rank), rules)
         for message, position in zip(messages, lowered.positions, strict=True):
             block = lowered.args if lowered.table is None else lowered.table
             assert struct.unpack_from("<Q", block, position) == (message.address,)

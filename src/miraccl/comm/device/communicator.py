@@ -49,7 +49,7 @@ from miraccl.executor.cuda.copies import CopyLaunch
 from miraccl.executor.cuda.doors.table import CALLS, Door, Doors, group_builtins
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.launch import Kernels, Launch, fast_calls
-from miraccl.executor.cuda.lower import Fixed
+from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.message_launch import MessageLaunches
 from miraccl.executor.cuda.messages import LaneRules
 from miraccl.executor.cuda.plan import DevicePlan, Request, check_protocol
@@ -101,7 +101,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         answers = [json.loads(blob) for blob in self._meet(SET_UP, "gpu ready", json.dumps(ready).encode())]
         self.ring = Ring.from_json(answers[0]["ring"])
         self.ctas = Ctas.agree([answer["ctas"] for answer in answers])
-        self._fixed = Fixed(
+        self._comm_args = CommArgs(
             rank=self.rank,
             own=self.symmetric.own,
             inboxes=tuple(self.symmetric.inboxes),
@@ -138,7 +138,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         if all(order := fast_calls(self.gpu, "cuEventRecord", "cuStreamWaitEvent")):
             self._doors.follow_streams(int(self._event), *order)
         vars(self).update({f"_{name}": self._doors.door(name) for name in CALLS})
-        self._messages = MessageLaunches(self.gpu, self._kernels, self._fixed, rules, self._doors)
+        self._messages = MessageLaunches(self.gpu, self._kernels, self._comm_args, rules, self._doors)
         self._current_stream: Callable[[int], int] | None = None
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
         self.faults = DeviceFaults(session, self._host, options.timeout)
@@ -203,9 +203,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             request = self.request(collective, dtype, count, SUM, root)
             with self.gpu.outside_of_capture():
                 self._copies[number] = (
-                    CopyLaunch(self.gpu, self._kernels, request, self._fixed, place)
+                    CopyLaunch(self.gpu, self._kernels, request, self._comm_args, place)
                     if place
-                    else StagedLaunch(self.gpu, self._kernels, request, self._fixed, self._lanes)
+                    else StagedLaunch(self.gpu, self._kernels, request, self._comm_args, self._lanes)
                 )
         return self._copies[number]
 
@@ -243,9 +243,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         request = self.request(collective, dtype, count, op, root)
         self.gpu.make_current()
         if self.nranks == 1:
-            launch = self._kernels.prepare_scale(request, self._fixed)
+            launch = self._kernels.prepare_scale(request, self._comm_args)
         else:
-            launch = self._kernels.prepare(self.plan(request), request, self._fixed)
+            launch = self._kernels.prepare(self.plan(request), request, self._comm_args)
         if len(self._launches) >= MAX_LAUNCHES:
             self._forget()
         self._launches[key] = launch

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from miraccl.comm.arguments import peer_rank
 from miraccl.comm.device.collectives import SUM, Operator
-from miraccl.comm.device.hosts.transfers import DeviceTransfer
 from miraccl.comm.device.memory import DeviceMemory, device_view
+from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.comm.device.uneven import UnevenCollectives, moves, parts_of
 from miraccl.errors import CollectiveMismatch, InvalidUsage, MiracclError
 from miraccl.executor.cuda import layout

@@ -72,27 +72,29 @@ class Place:
     windows: Sequence[int]
 
 
-def meeting(gpu: Gpu, kernels: Kernels, plan: DevicePlan, request: Request, fixed: lower.Fixed, place: Place | None = None) -> Launch:
+def meeting(
+    gpu: Gpu, kernels: Kernels, plan: DevicePlan, request: Request, comm_args: lower.CommArgs, place: Place | None = None
+) -> Launch:
     """The launch in which ranks meet before or after copies."""
     number, offset = (place.number + 1, place.offset) if place else (0, 0)
     spec = KernelSpec(family="meet", nranks=request.nranks, dtype=DType.UINT8, reduces=False, threads=plan.threads)
-    args = lower.pack_args(fixed, count=offset, signature=lower.signature_of(plan, request) ^ number)
+    args = lower.pack_args(comm_args, count=offset, signature=lower.signature_of(plan, request) ^ number)
     return Launch(gpu, kernels.function(spec), plan, 1, args)
 
 
 class CopyLaunch:
     """One collective of one size into one place of a window; as ``launch.Launch``, it neither waits nor allocates."""
 
-    def __init__(self, gpu: Gpu, kernels: Kernels, request: Request, fixed: lower.Fixed, place: Place) -> None:
+    def __init__(self, gpu: Gpu, kernels: Kernels, request: Request, comm_args: lower.CommArgs, place: Place) -> None:
         self.plan, self.threads = plan_of(request), MEETING_THREADS
         schedule = catalog.build(self.plan.algo, request.collective, request.nranks, request.root)
-        block, rank = request.block_bytes, fixed.rank
+        block, rank = request.block_bytes, comm_args.rank
         self._copies = [
             (place.windows[copy.peer] + place.offset + copy.target * block, copy.source * block, copy.peer == rank)
             for copy in copies_of(schedule, rank)
         ]
         self._block, self._gpu = block, gpu
-        self._before, self._after = (meeting(gpu, kernels, self.plan, request, fixed, place) for _ in range(2))
+        self._before, self._after = (meeting(gpu, kernels, self.plan, request, comm_args, place) for _ in range(2))
 
     def run(self, source: int, target: int, stream: int) -> None:
         """Enqueue in ``stream``: read at ``source``; ``target`` is this rank's own place in the window."""

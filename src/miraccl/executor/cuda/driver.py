@@ -201,8 +201,8 @@ class Gpu:
         return bytes(text).split(b"\0")[0].decode().lower()
 
     def reaches(self, bus_id: str) -> int | None:
-        """Whether kernels of this GPU can access the memory of another one: 0 no, 1 yes, 2 yes and with atomics, so over NVLink;
-        None where this process does not see it."""
+        """Whether kernels of this GPU can access the memory of another one: 0 no, 1 yes, 2 yes and with atomics, so over NVLink (the
+        numbers of ``transport.cuda_pairs.Access``); None where this process does not see it."""
         code, peer = self.cuda.cuDeviceGetByPCIBusId(bus_id.encode())
         if int(code) != 0:
             return None

@@ -127,18 +127,18 @@ class Kernels:
             self._functions[spec] = self.gpu.load(cubin, spec.entry)
         return self._functions[spec]
 
-    def prepare_scale(self, request: Request, fixed: lower.Fixed) -> Launch:
+    def prepare_scale(self, request: Request, comm_args: lower.CommArgs) -> Launch:
         """A pre-multiplied sum of one rank."""
         threads = 512
         blocks = max(1, min(request.multiprocessors, -(-request.count // threads)))
         plan = DevicePlan(algo="alone", proto="", blocks=blocks, threads=threads, unroll=1, reason="one rank: the input times its scalar")
         spec = KernelSpec(family="scale", nranks=lower.SCALE_RANKS, dtype=request.dtype, op=request.op, threads=threads)
-        return Launch(self.gpu, self.function(spec), plan, blocks, lower.lower_scale(request, fixed))
+        return Launch(self.gpu, self.function(spec), plan, blocks, lower.lower_scale(request, comm_args))
 
-    def prepare(self, plan: DevicePlan, request: Request, fixed: lower.Fixed) -> Launch:
+    def prepare(self, plan: DevicePlan, request: Request, comm_args: lower.CommArgs) -> Launch:
         """Compile, load and lower. May be called while a stream is captured."""
         spec = kernel_spec(plan, request)
-        schedule = lower.schedule_of(plan, request, fixed.order)
-        args = lower.lower_steps(schedule, plan, request, fixed) if schedule else lower.lower_packets(plan, request, fixed)
+        schedule = lower.schedule_of(plan, request, comm_args.order)
+        args = lower.lower_steps(schedule, plan, request, comm_args) if schedule else lower.lower_packets(plan, request, comm_args)
         function = self.function(spec)
         return Launch(self.gpu, function, plan, lower.grid_of(plan, schedule), args, overlaps=spec.single and self.gpu.arch >= OVERLAP_FROM)

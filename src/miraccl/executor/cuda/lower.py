@@ -30,9 +30,9 @@ SCALE_RANKS = 2  # for which the kernel ``scale`` is compiled: kernels are for t
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fixed:
-    """What the arguments of all launches of a communicator have in common: addresses of the memory of ``transport.cuda_p2p``, the words in
-    host memory, the deadline; the ``order`` of the ring, where it is not that of the ranks."""
+class CommArgs:
+    """What of ``struct Args`` is the same in all launches of a communicator (NCCL's ``ncclKernelComm``): addresses of the memory of
+    ``transport.cuda_p2p``, the words in host memory, the deadline; the ``order`` of the ring, where it is not that of the ranks."""
 
     rank: int
     own: int
@@ -59,7 +59,7 @@ def signature_of(plan: DevicePlan, request: Request) -> int:
 
 
 def pack_args(
-    fixed: Fixed,
+    comm_args: CommArgs,
     *,
     count: int,
     root: int = 0,
@@ -70,19 +70,19 @@ def pack_args(
     trees: bytes = b"",
 ) -> bytearray:
     """struct Args with empty ``in`` and ``out``."""
-    nranks = len(fixed.inboxes)
+    nranks = len(comm_args.inboxes)
     block = bytearray(layout.args_bytes(nranks))
-    ring = fixed.order or range(nranks)
-    position = ring.index(fixed.rank)
+    ring = comm_args.order or range(nranks)
+    position = ring.index(comm_args.rank)
     values = {
         "count": count,
-        "rank": fixed.rank,
+        "rank": comm_args.rank,
         "root": root,
         "nslots": nslots,
         "ahead": ahead,
-        "timeout_ns": fixed.timeout_ns,
-        "host": fixed.host,
-        "own": fixed.own,
+        "timeout_ns": comm_args.timeout_ns,
+        "host": comm_args.host,
+        "own": comm_args.own,
         "prev": ring[position - 1],
         "next": ring[(position + 1) % nranks],
         "position": position,
@@ -93,12 +93,12 @@ def pack_args(
     for name, value in values.items():
         field = layout.ARGS[name]
         struct.pack_into("<" + field.code, block, field.offset, value)
-    boxes = (*fixed.inboxes, *fixed.outboxes)
+    boxes = (*comm_args.inboxes, *comm_args.outboxes)
     struct.pack_into(f"<{len(boxes)}Q", block, layout.ARGS["own"].offset + 8, *boxes)
     return block
 
 
-def lower_packets(plan: DevicePlan, request: Request, fixed: Fixed) -> bytearray:
+def lower_packets(plan: DevicePlan, request: Request, comm_args: CommArgs) -> bytearray:
     """Arguments of the kernel ``packets``. Raises ``InvalidUsage`` for a shape that the banks cannot hold."""
     count = request.count if request.reduces else request.block_bytes
     piece = plan.piece
@@ -114,14 +114,14 @@ def lower_packets(plan: DevicePlan, request: Request, fixed: Fixed) -> bytearray
         raise InvalidUsage(f"{request.collective.label} on packets has room for {nslots} pieces, not {pieces}")
     nslots = min(nslots, pieces)
     return pack_args(
-        fixed,
+        comm_args,
         count=count,
         root=request.root,
         nslots=nslots,
         ahead=_ahead(plan, request, pieces, nslots),
         scalar=scalar_bits(request),
         signature=signature_of(plan, request),
-        trees=trees_of(request, fixed) if plan.algo == TREES else b"",
+        trees=trees_of(request, comm_args) if plan.algo == TREES else b"",
     )
 
 
@@ -135,12 +135,12 @@ def _ahead(plan: DevicePlan, request: Request, pieces: int, nslots: int) -> int:
     return min(most, plan.ahead or usual)
 
 
-def trees_of(request: Request, fixed: Fixed) -> bytes:
+def trees_of(request: Request, comm_args: CommArgs) -> bytes:
     """This rank's places in the two trees of the schedule, in the order of the ring: two of ``layout.BRANCH``."""
-    order = fixed.order or tuple(range(request.nranks))
+    order = comm_args.order or tuple(range(request.nranks))
     root = order.index(request.root) if request.collective.rooted else 0
     trees = [double_binary_tree.places(request.collective, position, request.nranks, root) for position in range(request.nranks)]
-    here = order.index(fixed.rank)
+    here = order.index(comm_args.rank)
     branches = b""
     for tree, (up, down) in enumerate(trees[here]):
         above, child = (layout.NOBODY, 0) if up is None else (order[up], trees[up][tree].down.index(here))
@@ -149,10 +149,10 @@ def trees_of(request: Request, fixed: Fixed) -> bytes:
     return branches
 
 
-def lower_scale(request: Request, fixed: Fixed) -> bytearray:
+def lower_scale(request: Request, comm_args: CommArgs) -> bytearray:
     """Arguments of the kernel ``scale``, which has no peers: one rank's pre-multiplied sum."""
     nobody = (0,) * SCALE_RANKS
-    return pack_args(replace(fixed, inboxes=nobody, outboxes=nobody, order=()), count=request.count, scalar=scalar_bits(request))
+    return pack_args(replace(comm_args, inboxes=nobody, outboxes=nobody, order=()), count=request.count, scalar=scalar_bits(request))
 
 
 def part_elements(count: int, parts: int, itemsize: int) -> int:
@@ -166,12 +166,12 @@ def schedule_of(plan: DevicePlan, request: Request, order: Sequence[int]) -> Sch
     return None if plan.by_packets else catalog.build(plan.algo, request.collective, request.nranks, request.root, order=order)
 
 
-def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, fixed: Fixed) -> bytearray:
+def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, comm_args: CommArgs) -> bytearray:
     """Arguments of the kernel ``steps``; raises ``InvalidUsage`` for what it cannot run."""
     itemsize = request.dtype.itemsize if request.reduces else 1
     count = request.count if request.reduces else request.block_bytes
-    channels = [channel[fixed.rank] for channel in schedule.channels]
-    _check(schedule, channels, request, fixed.rank)
+    channels = [channel[comm_args.rank] for channel in schedule.channels]
+    _check(schedule, channels, request, comm_args.rank)
     widest = max((step.chunks for channel in schedule.channels for steps in channel for step in steps), default=1) or 1
     blocks = max(1, plan.blocks // schedule.nchannels)  # of a channel
     part = part_elements(count, schedule.parts, itemsize)
@@ -183,15 +183,15 @@ def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, fixed: F
     whole = completing_steps(schedule) if request.op is RedOp.AVG else frozenset()
     first, encoded = [0], b""
     for number, steps in enumerate(channels):
-        encoded += b"".join(_encode(step, (number, fixed.rank, place) in whole) for place, step in enumerate(steps))
+        encoded += b"".join(_encode(step, (number, comm_args.rank, place) in whole) for place, step in enumerate(steps))
         first.append(first[-1] + len(steps))
     first += [first[-1]] * (layout.MAX_CHANNELS + 1 - len(first))
-    here = [senders[fixed.rank].index(peer) if peer in senders[fixed.rank] else 0 for peer in range(request.nranks)]
-    there = [peers.index(fixed.rank) if fixed.rank in peers else 0 for peers in senders]
+    here = [senders[comm_args.rank].index(peer) if peer in senders[comm_args.rank] else 0 for peer in range(request.nranks)]
+    there = [peers.index(comm_args.rank) if comm_args.rank in peers else 0 for peers in senders]
     head = struct.pack(layout.PROGRAM_HEAD, 0, part, piece, schedule.parts, schedule.nchannels, *first, slot, bytes(here), bytes(there))
     table = encoded.ljust(layout.MAX_STEPS * struct.calcsize(layout.STEP), b"\0")
     signature = signature_of(plan, request)
-    args = pack_args(fixed, count=count, root=request.root, nslots=layout.FIFO_SLOTS, scalar=scalar_bits(request), signature=signature)
+    args = pack_args(comm_args, count=count, root=request.root, nslots=layout.FIFO_SLOTS, scalar=scalar_bits(request), signature=signature)
     return args + bytearray(head + table)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from miraccl.executor.cuda.doors.table import Doors
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.launch import Kernels, Launch
-from miraccl.executor.cuda.lower import Fixed
+from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.messages import LaneRules, Lowered, Message, lower_messages
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.executor.cuda.source import Frame
@@ -72,9 +72,9 @@ class MessageLaunches:
     ``doors`` are told of what they may launch by themselves.
     """
 
-    def __init__(self, gpu: Gpu, kernels: Kernels, fixed: Fixed, rules: LaneRules, doors: Doors) -> None:
+    def __init__(self, gpu: Gpu, kernels: Kernels, comm_args: CommArgs, rules: LaneRules, doors: Doors) -> None:
         self.gpu, self.rules = gpu, rules
-        self._kernels, self._fixed, self._doors = kernels, fixed, doors
+        self._kernels, self._comm_args, self._doors = kernels, comm_args, doors
         self._patterns: dict[tuple[Any, ...], _Pattern] = {}
         self._tables: list[_Table] = []
         self.last_plan: DevicePlan | None = None
@@ -104,7 +104,7 @@ class MessageLaunches:
 
     def _prepare(self, key: tuple[Any, ...], messages: Sequence[Message], fills: bool) -> _Pattern:
         self.gpu.make_current()
-        lowered = lower_messages(messages, self._fixed, self.rules)
+        lowered = lower_messages(messages, self._comm_args, self.rules)
         bulk = lowered.bulk > 0
         function = self._kernels.function(self.rules.spec(bulk, lowered.room))
         proto = "simple" if bulk else "ll128" if self.rules.frame is Frame.LINE else "ll"
@@ -121,12 +121,12 @@ class MessageLaunches:
             if launch.block and not bulk and not self._doors.knows_shape(messages):
                 own = replace(lowered, args=lowered.args.copy())
                 shaped = _Shaped(self.gpu, function, plan, own)
-                self._doors.remember_shape(messages, own, self._fixed.rank, self.rules, shaped.argument, shaped)
+                self._doors.remember_shape(messages, own, self._comm_args.rank, self.rules, shaped.argument, shaped)
         return launch
 
     def _copy(self, messages: Sequence[Message], stream: int) -> None:
         """A single rank sends to itself alone."""
-        lowered = lower_messages(messages, self._fixed, self.rules)
+        lowered = lower_messages(messages, self._comm_args, self.rules)
         assert len(lowered.positions) == len(messages)
         sends = [m for m in messages if not m.receives]
         receives = [m for m in messages if m.receives]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.lanes import WARPS, copy_lanes_of, lanes_of
-from miraccl.executor.cuda.lower import Fixed, pack_args
+from miraccl.executor.cuda.lower import CommArgs, pack_args
 from miraccl.executor.cuda.source import Frame, KernelSpec
 from miraccl.types import DType
 
@@ -99,7 +99,7 @@ class Lowered:
         return len(self.args) - self.room + queue * _QUEUE.size
 
 
-def lower_messages(messages: Sequence[Message], fixed: Fixed, rules: LaneRules) -> Lowered:
+def lower_messages(messages: Sequence[Message], comm_args: CommArgs, rules: LaneRules) -> Lowered:
     """One launch for all messages, in which those of a queue keep their order.
 
     Raises ``InvalidUsage`` for messages to this rank itself that do not pair up.
@@ -108,11 +108,11 @@ def lower_messages(messages: Sequence[Message], fixed: Fixed, rules: LaneRules) 
     for number, message in enumerate(messages):
         if message.nbytes >= MAX_BYTES:
             raise InvalidUsage(f"a message has {message.nbytes} bytes; at most {MAX_BYTES - 1} are possible")
-        if message.peer != fixed.rank:
+        if message.peer != comm_args.rank:
             queues.setdefault((layout.FROM_PEER if message.receives else layout.TO_PEER, message.peer), []).append(number)
-    to_self = _pairs([(n, m) for n, m in enumerate(messages) if m.peer == fixed.rank], fixed.rank)
+    to_self = _pairs([(n, m) for n, m in enumerate(messages) if m.peer == comm_args.rank], comm_args.rank)
     if to_self:
-        queues[layout.TO_SELF, fixed.rank] = to_self
+        queues[layout.TO_SELF, comm_args.rank] = to_self
     heads, large, warp, first = [], [], 0, 0
     for (kind, peer), numbers in queues.items():
         sizes = [messages[n].nbytes for n in numbers]
@@ -125,7 +125,7 @@ def lower_messages(messages: Sequence[Message], fixed: Fixed, rules: LaneRules) 
         heads.append(_QUEUE.pack(kind, peer, lanes, warp, first, len(numbers), 0, 0))
         warp, first = warp + lanes, first + len(numbers)
     blocks = _bulk_queues(large, 2 * rules.multiprocessors - -(-warp // WARPS))
-    return _pack(messages, list(queues.values()), heads + blocks, warp, fixed, rules)
+    return _pack(messages, list(queues.values()), heads + blocks, warp, comm_args, rules)
 
 
 def _bulk_queues(large: Sequence[tuple[int, int, int, int]], blocks: int) -> list[bytes]:
@@ -141,13 +141,13 @@ def _bulk_queues(large: Sequence[tuple[int, int, int, int]], blocks: int) -> lis
 
 
 def _pack(
-    messages: Sequence[Message], queues: list[list[int]], heads: list[bytes], warps: int, fixed: Fixed, rules: LaneRules
+    messages: Sequence[Message], queues: list[list[int]], heads: list[bytes], warps: int, comm_args: CommArgs, rules: LaneRules
 ) -> Lowered:
     order = [number for numbers in queues for number in numbers]
     bulk = sum(_QUEUE.unpack(head)[2] for head in heads if head[0] in (layout.TO_BULK, layout.FROM_BULK))
     ordered = [messages[number] for number in order]
     records = bytearray().join(_MESSAGE.pack(m.address, m.nbytes | m.code << layout.TYPE_SHIFT) for m in ordered)
-    args = pack_args(fixed, count=0)
+    args = pack_args(comm_args, count=0)
     args += _HEAD.pack(0, len(heads), rules.lanes, bulk)
     inline, head = len(messages) <= layout.MAX_MESSAGES, b"".join(heads)
     start = len(args) + len(head) if inline else 0

@@ -145,14 +145,14 @@ class StagedLaunch:
 
     threads = 1 << 20  # its end clears the banks: ordered among communicators as what fills the GPU
 
-    def __init__(self, gpu: Gpu, kernels: Kernels, request: Request, fixed: lower.Fixed, lanes: Lanes) -> None:
+    def __init__(self, gpu: Gpu, kernels: Kernels, request: Request, comm_args: lower.CommArgs, lanes: Lanes) -> None:
         self.plan = plan_of(request)
         schedule = catalog.build(self.plan.algo, request.collective, request.nranks, request.root)
-        self._gpu, self._fixed, self._rank = gpu, fixed, fixed.rank
+        self._gpu, self._comm_args, self._rank = gpu, comm_args, comm_args.rank
         self._stage = Stage.of(schedule, STAGE_BYTES)
-        moves = moves_of(schedule, fixed.rank, request.block_bytes)
+        moves = moves_of(schedule, comm_args.rank, request.block_bytes)
         self._chunks = [chunk for move in moves for chunk in chunks_of(move, self._stage.slot_bytes)]
-        self._before, self._after = (meeting(gpu, kernels, self.plan, request, fixed) for _ in range(2))
+        self._before, self._after = (meeting(gpu, kernels, self.plan, request, comm_args) for _ in range(2))
         self._totals: dict[int, int] = {}  # chunks that come from a peer
         for chunk in self._chunks:
             if chunk.up is not None:
@@ -177,7 +177,7 @@ class StagedLaunch:
         for lane in lanes:
             gpu.record(lane.event, lane.stream)
             gpu.wait_event(stream, lane.event)
-        gpu.set_words(self._fixed.own + layout.PACKETS_OFFSET, STAGE_BYTES // 4, 0xFFFFFFFF, stream)
+        gpu.set_words(self._comm_args.own + layout.PACKETS_OFFSET, STAGE_BYTES // 4, 0xFFFFFFFF, stream)
         self._after.run(source, target, stream)
 
     def _enqueue(self, chunk: Move, base: dict[Buffer, int], stream: int) -> None:
@@ -202,25 +202,25 @@ class StagedLaunch:
             self._give(chunk.down, self._lanes[chunk.down, False], origin, chunk.source.nbytes)
 
     def _give(self, peer: int, lane: Lane, address: int, nbytes: int) -> None:
-        gpu, fixed, stage = self._gpu, self._fixed, self._stage
+        gpu, comm_args, stage = self._gpu, self._comm_args, self._stage
         number = lane.done % stage.nslots
         if lane.done >= stage.nslots:
-            word = fixed.inboxes[peer] + stage.free(peer, number)
+            word = comm_args.inboxes[peer] + stage.free(peer, number)
             gpu.wait_word(word, 1, lane.stream)
             gpu.write_word(word, 0, lane.stream)
-        gpu.copy(fixed.outboxes[peer] + stage.slot(self._rank, peer, number), address, nbytes, lane.stream)
-        gpu.write_word(fixed.outboxes[peer] + stage.ready(self._rank, number), 1, lane.stream)
+        gpu.copy(comm_args.outboxes[peer] + stage.slot(self._rank, peer, number), address, nbytes, lane.stream)
+        gpu.write_word(comm_args.outboxes[peer] + stage.ready(self._rank, number), 1, lane.stream)
         lane.done += 1
 
     def _take(self, peer: int, lane: Lane, address: int, nbytes: int) -> None:
-        gpu, fixed, stage = self._gpu, self._fixed, self._stage
+        gpu, comm_args, stage = self._gpu, self._comm_args, self._stage
         number = lane.done % stage.nslots
-        word = fixed.inboxes[peer] + stage.ready(peer, number)
+        word = comm_args.inboxes[peer] + stage.ready(peer, number)
         gpu.wait_word(word, 1, lane.stream)
         gpu.write_word(word, 0, lane.stream)
-        gpu.copy(address, fixed.inboxes[peer] + stage.slot(peer, self._rank, number), nbytes, lane.stream)
+        gpu.copy(address, comm_args.inboxes[peer] + stage.slot(peer, self._rank, number), nbytes, lane.stream)
         if lane.done + stage.nslots < self._totals[peer]:
-            gpu.write_word(fixed.outboxes[peer] + stage.free(self._rank, number), 1, lane.stream)
+            gpu.write_word(comm_args.outboxes[peer] + stage.free(self._rank, number), 1, lane.stream)
         lane.done += 1
 
 

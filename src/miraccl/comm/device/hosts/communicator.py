@@ -27,8 +27,8 @@ from miraccl.comm.device.hosts.layout import HostsLayout, host_name
 from miraccl.comm.device.hosts.pieces import Shape
 from miraccl.comm.device.hosts.replays import Replays
 from miraccl.comm.device.hosts.steps import TwoSteps
-from miraccl.comm.device.hosts.transfers import DeviceTransfer
 from miraccl.comm.device.memory import DeviceMemory, device_view
+from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.comm.device.uneven import UnevenCollectives, moves
 from miraccl.comm.member import Options
 from miraccl.errors import InvalidUsage, MiracclError, SystemFailure

@@ -18,8 +18,9 @@ from miraccl.comm.device.hosts.messages import MessageNetwork, MessageStreams
 from miraccl.comm.device.hosts.network import CpuCommunicator, InPython, StagedCollective, agreeing
 from miraccl.comm.device.hosts.pieces import Piece, Shape, cut
 from miraccl.comm.device.hosts.staging import LANES, Network, StagedJob, Staging
-from miraccl.comm.device.hosts.transfers import DeviceTransfer, cut_transfers, transfers_on
+from miraccl.comm.device.hosts.transfers import cut_transfers, transfers_on
 from miraccl.comm.device.memory import DeviceMemory
+from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.types import Collective, DType, RedOp
 

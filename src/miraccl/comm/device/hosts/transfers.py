@@ -13,20 +13,11 @@ from dataclasses import dataclass
 from miraccl.comm.device.hosts.network import CpuCommunicator, InPython
 from miraccl.comm.device.hosts.pieces import ALIGN, Copy, Piece
 from miraccl.comm.device.hosts.staging import Slots
-from miraccl.comm.device.memory import DeviceMemory
+from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.types import DType
 
 MESSAGES_PER_SLOT, MOST_PER_SLOT = 2, 16
 ROUND_SLOTS = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceTransfer:
-    """One send or receive of GPU memory."""
-
-    receives: bool
-    peer: int
-    memory: DeviceMemory
 
 
 @dataclass(frozen=True, slots=True)
