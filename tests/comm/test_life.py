@@ -22,6 +22,7 @@ from miraccl.comm.member import Options
 from miraccl.comm.window import PAGE, Window
 from miraccl.errors import InvalidUsage, MiracclError, PeerDied, SystemFailure
 from miraccl.transport.shm import Segment, slot_bytes_for
+from miraccl.wire.proxy_records import Loss, LossKind
 from tests.comm import cases
 from tests.comm.test_p2p import background_collectives, everybody_to_everybody, receive_first, ring
 from tests.support.ranks import run_ranks
@@ -427,8 +428,8 @@ def test_background_work_without_a_thread_fails_alone() -> None:
 def test_a_broken_connection_is_told_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     with Communicator.from_session(solo(), Options.create()) as comm:
         monkeypatch.setattr(threading.Thread, "start", _no_more_threads)
-        comm._member.faults.connection_lost(0, "reset", "the connection broke")
-        with pytest.raises(PeerDied, match="rank 0 died: the connection broke"):
+        comm._member.faults.connection_lost(0, Loss(LossKind.RESET, "Connection reset by peer"))
+        with pytest.raises(PeerDied, match="rank 0 has lost its connection to rank 0: Connection reset by peer"):
             comm.all_reduce(np.ones(2, np.float32))
 
 

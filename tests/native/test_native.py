@@ -19,6 +19,7 @@ from miraccl import native
 from miraccl.errors import SystemFailure
 from miraccl.native import atomics, cache
 from miraccl.native.intrinsics import PyLong_AsLong, PyLong_FromLong, load
+from tests.support.accidents import few_descriptors
 
 LIBRARIES = (
     "miraccl.native.words",
@@ -59,6 +60,13 @@ def test_a_cache_folder_that_cannot_be_written_is_told_once(
     monkeypatch.setattr(cache.log, "handle", caplog.handler.handle)
     assert cache.folder() == cache.folder()
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == [f"MIRACCL_CACHE_DIR={tmp_path}/file cannot be written"]
+
+
+def test_no_descriptor_for_compiled_code_is_a_system_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_loaded", {})
+    monkeypatch.setattr(native, "_known_key", native._key)
+    with few_descriptors(0), pytest.raises(SystemFailure, match=r"words cannot be loaded: Too many open files"):
+        native.library("miraccl.native.words")
 
 
 def test_a_broken_cache_is_compiled_anew(tmp_path: Path) -> None:

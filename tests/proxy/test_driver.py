@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from miraccl.proxy import driver
 from miraccl.proxy.driver import Driver
 from miraccl.transport.base import Fifo, FifoKind, FifoPair, NetConnection
 from miraccl.transport.ends import RecvEnd, SendEnd
@@ -97,6 +98,30 @@ def test_advance_says_whether_more_can_be_done_at_once(desk):
     desk.driver.streams[0].edge(1)
     desk.driver.advance()
     assert desk.losses[0][1].kind is LossKind.PROTOCOL  # and with them it is no frame
+
+
+def test_what_a_peer_sent_before_it_closed_counts_though_it_takes_nothing_any_more(desk, monkeypatch):
+    """It waited in vain for this process, which was stopped: there is more to read than in one round, and something to be sent."""
+    monkeypatch.setattr(driver, "CALLS", 1)
+    payload = bytes(range(256)) * (SLOT // 256)
+    for number in range(NSLOTS):
+        desk.there.sendall(encode_frame(Frame(FrameType.DATA, 0, number, 1, SLOT, 0, SLOT)) + payload)
+    desk.there.sendall(encode_frame(Frame(FrameType.CLOSE, 0, NSLOTS)))
+    desk.there.close()
+    desk.send.post(b"an answer")
+    desk.advance()
+    assert [loss.kind for _, loss in desk.losses] == [LossKind.CLOSED]
+    for _ in range(NSLOTS):
+        assert desk.recv.peek().payload == payload
+        desk.recv.consume()
+
+
+def test_stream_that_takes_nothing_any_more_says_why(desk):
+    desk.there.close()
+    desk.driver.streams[0].readable = False
+    desk.send.post(b"an answer")
+    desk.driver.advance()
+    assert desk.losses == [(3, Loss(LossKind.RESET, "Broken pipe"))]
 
 
 @pytest.mark.parametrize(

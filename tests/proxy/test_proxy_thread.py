@@ -325,6 +325,21 @@ def test_same_peer_twice_is_refused(rig):
         rig.attach(7)
 
 
+def test_connections_that_cannot_all_be_served_are_closed(rig):
+    good, bad = socket.socketpair(), socket.socketpair()
+    streams = {8: [good[0]], 9: [bad[0], bad[0]]}
+    connections = [NetConnection(peer=peer, streams=socks, pair=rig.pair, peer_slot_bytes=SLOT) for peer, socks in streams.items()]
+    with pytest.raises(FileExistsError):
+        rig.proxy.attach(connections)
+    for _, there in (good, bad):
+        with there:
+            there.settimeout(WAIT_S)
+            assert there.recv(1) == b""
+    rig.attach(9)
+    rig.send.post(b"still there")
+    assert rig.frame()[1] == b"still there"
+
+
 def test_detach_sends_what_is_posted_then_close(rig):
     rig.send.post(b"posted")
     done = threading.Thread(target=rig.proxy.detach, args=([7],), kwargs={"linger": WAIT_S})

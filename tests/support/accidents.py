@@ -98,6 +98,18 @@ class Sweep:
             def recv(self, size: int, *flags: int) -> bytes:
                 return super().recv(self._allowed("recv", size), *flags)
 
+            def sendmsg(self, *args: Any) -> int:
+                sweep.check("sendmsg")
+                return super().sendmsg(*args)
+
+            def recv_into(self, *args: Any) -> int:
+                sweep.check("recv_into")
+                return super().recv_into(*args)
+
+            def recvmsg_into(self, *args: Any) -> Any:
+                sweep.check("recvmsg_into")
+                return super().recvmsg_into(*args)
+
             def _allowed(self, kind: str, size: int) -> int:
                 """How many bytes may move; connections only, and not pairs of one process."""
                 problem = sweep.happens(kind) if self.family in (socket.AF_INET, socket.AF_INET6) else None

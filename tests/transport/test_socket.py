@@ -207,6 +207,52 @@ def test_accidents_on_the_way_to_a_stream_pass(monkeypatch):
         scenario(accident)
 
 
+def test_shortage_of_memory_on_streams_passes(monkeypatch):
+    sizes = [5, 3 * SLOT, SLOT, 1 << 18]
+
+    def scenario():
+        world = build_world(2)
+        try:
+            world.connect()
+            way, room = world.way(0, 1), Memory(max(sizes))
+            for number, nbytes in enumerate(sizes):
+                source = pattern(nbytes, number)
+                memory = Memory(nbytes)
+                memory_at(memory.address, nbytes)[:] = source
+                way.recv.want(room.address, max(sizes))
+                way.send.post_address(memory.address, nbytes)
+                assert way.take()[0] == source
+            assert not any(world.losses.values())
+        finally:
+            world.close()
+
+    plan = {"sendmsg": [errno.ENOBUFS], "recv_into": [errno.ENOMEM], "recvmsg_into": [errno.ENOMEM]}
+    for accident in Sweep(monkeypatch).accidents(plan, scenario):
+        with accident:
+            scenario()
+
+
+def test_no_memory_for_slots_is_a_system_failure_and_leaves_no_connection():
+    files, world = open_files(), World(transports={})
+    try:
+        build_rank(world, 0)
+        build_rank(world, 1, slot_bytes=1 << 43)
+        infos = {rank: transport.setup() for rank, transport in world.transports.items()}
+
+        def body(rank):
+            if rank:
+                with pytest.raises(SystemFailure, match=r"there are no \d+ bytes of memory: Cannot allocate memory"):
+                    world.connect_rank(1, {0: infos[0]})
+            else:
+                world.connect_rank(0, {1: ConnectInfo(**{**vars(ConnectInfo.decode(infos[1])), "slot_bytes": SLOT}).encode()})
+
+        world.in_parallel(body)
+        world.wait(lambda: world.losses[0], "rank 0 was not told")
+    finally:
+        world.close()
+    assert open_files() <= files
+
+
 def test_call_that_reaches_itself_is_made_again(world, monkeypatch):
     """TCP's simultaneous open: nobody listens at a port of this host (any more), and the kernel takes the same one for the call."""
     original = meeting.Meeting._connect

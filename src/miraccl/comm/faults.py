@@ -34,10 +34,12 @@ from miraccl.errors import (
     CommunicatorAborted,
     MiracclError,
     PeerDied,
+    ProtocolError,
     SystemFailure,
 )
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.lower import describe_signature
+from miraccl.wire.proxy_records import Loss, LossKind
 
 _KINDS: dict[str, type[MiracclError]] = {
     "timeout": CollectiveTimeout,
@@ -45,7 +47,10 @@ _KINDS: dict[str, type[MiracclError]] = {
     "aborted": CommunicatorAborted,
     "died": PeerDied,
     "system": SystemFailure,
+    "protocol": ProtocolError,
+    "internal": MiracclError,
 }
+_CONNECTION = {LossKind.RESET: "died", LossKind.PROTOCOL: "protocol", LossKind.ABORTED: "aborted", LossKind.INTERNAL: "internal"}
 SEND_RECV = "send_recv"
 STATUS_WAIT_S = 1.5
 NOTICE_WAIT_S = 2.0
@@ -131,20 +136,30 @@ class Faults:
         who = f"rank {rank}" if rank >= 0 else "the launcher"
         self.settle(self._behind(PeerDied(f"{who} died: {reason}", rank=self.rank, peer=rank, hint=HINT)))
 
-    def connection_lost(self, rank: int, kind: str, reason: str) -> None:
-        """From a transport: a peer that closed in good order has left; everything else is a death."""
-        if kind == "closed":
-            self.left.setdefault(rank, reason)
+    def connection_lost(self, rank: int, loss: Loss) -> None:
+        """From a transport: a peer that closed in good order has left; everything else is a fault, unless the control plane tells why.
+
+        It may where the peer ended: it died, or raised an error before.  That reason is the better one.
+        """
+        if loss.kind is LossKind.CLOSED:
+            self.left.setdefault(rank, str(loss))
             self.fabric.context.gone[rank] = 1
             self.fabric.wake(self.rank)
-        elif kind != "aborted":  # a notice with the reason is under way
-            # A rank that raised an error and ended has told the hub why before its connections broke: that reason is the better one.
-            timer = threading.Timer(NOTICE_FIRST_S, self.peer_lost, (rank, reason))
+        else:
+            wait = NOTICE_FIRST_S if loss.kind in (LossKind.RESET, LossKind.ABORTED) else 0.0
+            timer = threading.Timer(wait, self._without, (rank, loss))
             timer.daemon, timer.name = True, "miraccl connection lost"
             try:
                 timer.start()
             except RuntimeError:  # no thread can be started: the reason that is known is better than none
-                self.peer_lost(rank, reason)
+                self._without(rank, loss)
+
+    def _without(self, rank: int, loss: Loss) -> None:
+        """There is no connection to a rank any more, which lives for all that is known: those between whom there is one must be told."""
+        if not self.closing and self.fault is None and rank not in self.left:
+            error = loss.error(rank=self.rank, peer=rank)
+            error.hint = HINT
+            self.spread(self._behind(error), _CONNECTION[loss.kind])
 
     def _noticed(self, source: int, payload: dict[str, Any]) -> None:
         if payload.get("kind") == control.KIND:
@@ -158,7 +173,7 @@ class Faults:
         if kind is None:
             return
         peer = payload.get("peer")
-        about = peer if isinstance(peer, int) else source
+        about = peer if isinstance(peer, int) and not (kind is PeerDied and peer == self.rank) else source
         where: dict[str, Any] = {"rank": self.rank, "op": payload.get("op"), "peer": about, "hint": HINT}
         if kind is CollectiveTimeout:
             where["graph"] = tuple(str(line) for line in payload.get("graph", ()))

@@ -39,6 +39,7 @@ from miraccl.errors import CollectiveTimeout, CommunicatorAborted, CommunicatorC
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.lower import Run
 from miraccl.types import Collective, DType
+from miraccl.wire.proxy_records import Loss
 
 REASON_PENDING, REASON_CLOSED, REASON_OPEN = at.BUSY_PENDING, 2, 4
 MAX_RUNS = 2048
@@ -113,6 +114,7 @@ class Member:
         self.foreign = False
         self._life = threading.Lock()
         self._busy_lock = threading.Lock()
+        self._losses: dict[int, Loss] = {}
         mine = constants or load_constants()
         beliefs = Beliefs(
             version=__version__,
@@ -132,6 +134,8 @@ class Member:
         self.context = self.fabric.context
         self.constants = Constants.from_json(self.fabric.constants_text)
         self.faults = Faults(session, self.fabric, self.waits_only)
+        for rank, loss in list(self._losses.items()):
+            self._lost(rank, loss)
         hosts = self.fabric.hosts if len(set(self.fabric.hosts)) > 1 else ()
         self.planner = Planner(
             rank=self.rank,
@@ -164,11 +168,12 @@ class Member:
             return -1
         return params.parse_size(asked) if asked else measured
 
-    def _lost(self, rank: int, loss: Any) -> None:
-        """From a transport: the connection to a rank is gone."""
-        faults: Faults | None = getattr(self, "faults", None)  # connections may break before there is anybody to tell
+    def _lost(self, rank: int, loss: Loss) -> None:
+        """From a transport: the connection to a rank is gone, perhaps before there is anybody to tell."""
+        self._losses[rank] = loss
+        faults: Faults | None = getattr(self, "faults", None)
         if faults is not None and rank not in faults.left:
-            faults.connection_lost(rank, loss.kind.value, str(loss))
+            faults.connection_lost(rank, loss)
 
     # ---- who may run
 

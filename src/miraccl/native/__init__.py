@@ -18,6 +18,7 @@ import threading
 import time
 from pathlib import Path
 
+from miraccl.errors import as_system_failure
 from miraccl.native import cache
 from miraccl.native.loader import CodeLibrary, builtin, cpu_features, entry_of
 
@@ -30,10 +31,11 @@ _lock = threading.Lock()
 
 
 def library(module: str, only: tuple[str, ...] | None = None) -> CodeLibrary:
-    """The compiled exports of a kernel source (``only`` some of them). Symbols are ``PREFIX + name``."""
+    """The compiled exports of a kernel source (``only`` some of them). Symbols are ``PREFIX + name``.  Raises ``SystemFailure``."""
     with _lock:
         if (module, only) not in _loaded:
-            _loaded[module, only] = _load(module, only)
+            with as_system_failure(f"the compiled code of {module} cannot be loaded"):
+                _loaded[module, only] = _load(module, only)
         return _loaded[module, only]
 
 

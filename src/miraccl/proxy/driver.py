@@ -58,6 +58,7 @@ class Driver:
         self._load = atomics.load_acquire
         self._store = atomics.store_release
         self._on_lost = on_lost
+        self._why = ""  # of a stream that takes nothing any more
         self._sources: dict[int, int] = {}
         self._want_addresses: dict[int, int] = {}
         self._want_flags = fifo.flags_at(self._recv.want)
@@ -186,10 +187,10 @@ class Driver:
         try:
             got_some = stream.fill()
         except OSError as error:
-            return self.handle(wire.StreamEnded(stream.index, f"the connection broke: {error.strerror}"))
+            return self.handle(wire.StreamEnded(stream.index, str(error.strerror)))
         if not got_some:
             stream.readable = False
-            return self.handle(wire.StreamEnded(stream.index, "the process ended, its connection closed without a word"))
+            return self.handle(wire.StreamEnded(stream.index, self._why or "it was closed without a word"))
         while self.link.alive and self._take_one(stream):
             pass
 
@@ -216,9 +217,19 @@ class Driver:
         try:
             frames = stream.send()
         except OSError as error:
-            return self.handle(wire.StreamEnded(stream.index, f"the connection broke: {error.strerror}"))
+            self._why = str(error.strerror)
+            stream.drop()
+            self._read_the_rest()
+            return self.handle(wire.StreamEnded(stream.index, self._why))
         if frames:
             self.handle(wire.Taken(stream.index, frames))
+
+    def _read_the_rest(self) -> None:
+        """Of all streams: a peer that has closed takes nothing any more, yet what it sent before counts, and its goodbye."""
+        for stream in self.streams:
+            stream.readable = True
+            while stream.readable and self.link.alive:
+                self._read(stream)
 
     def _do_send(self, do: wire.Send) -> None:
         frame = do.frame

@@ -7,8 +7,10 @@ edge-triggered epoll: a call that moves less than it could clears the flag, the 
 
 from __future__ import annotations
 
+import errno
 import select
 import socket
+import time
 from collections import deque
 from contextlib import suppress
 from itertools import islice
@@ -26,6 +28,7 @@ LOW_WATER_BYTES = 1 << 19
 """In the middle of a large payload the kernel reports a stream as readable when this much has come: a fifth of the wake-ups."""
 LOW_WATER_MIN = 1 << 16
 MAX_VECTOR = 64
+SHORTAGE_S = 0.01
 
 
 def _upto(out: deque[memoryview | bytes], nbytes: int) -> list[memoryview | bytes]:
@@ -41,6 +44,13 @@ def _upto(out: deque[memoryview | bytes], nbytes: int) -> list[memoryview | byte
         if nbytes <= 0:
             break
     return vector
+
+
+def _wait_for_memory(error: OSError) -> None:
+    """Pause before a call that the kernel had no memory for is made again; other errors are raised."""
+    if error.errno not in (errno.ENOBUFS, errno.ENOMEM):
+        raise error
+    time.sleep(SHORTAGE_S)
 
 
 class Stream:
@@ -95,6 +105,9 @@ class Stream:
         except BlockingIOError:
             self.writable = False
             return 0
+        except OSError as error:
+            _wait_for_memory(error)
+            return 0
         left = sent
         for part in vector:
             whole = len(out[0])
@@ -136,6 +149,9 @@ class Stream:
             got, room = self._receive()
         except BlockingIOError:
             self.readable = False
+            return True
+        except OSError as error:
+            _wait_for_memory(error)
             return True
         if got < room and not self._ending:
             self.readable = False
@@ -194,10 +210,14 @@ class Stream:
         self._start = body
         return frame, text
 
-    def send_abort(self, text: str) -> None:
-        """Say why, if the stream is between frames and the kernel takes it at once.  Drops what was queued."""
+    def drop(self) -> None:
+        """Forget what was queued."""
         self._out.clear()
         self._frames.clear()
+
+    def send_abort(self, text: str) -> None:
+        """Say why, if the stream is between frames and the kernel takes it at once.  Drops what was queued."""
+        self.drop()
         if not self._whole:
             return
         data = text.encode()[:MAX_TEXT_BYTES]

@@ -80,7 +80,7 @@ class Proxy:
         return self._words.address
 
     def attach(self, connections: Sequence[NetConnection]) -> None:
-        """Take over sockets and start to move messages."""
+        """Take over sockets and start to move messages: those of all connections, or none, which the caller closes."""
         self._call(lambda: self._attach(connections))
 
     def detach(self, peers: Sequence[int], *, linger: float) -> None:
@@ -139,7 +139,7 @@ class Proxy:
         except Exception as error:  # a bug of ours: nobody must wait for a proxy that is gone
             log.exception("the proxy failed")
             for driver in self._drivers.values():
-                driver.handle(wire.InternalError(f"the proxy failed: {error!r}"))
+                driver.handle(wire.InternalError(f"has no proxy: {error!r}"))
             self._wake(self.rank)
         finally:
             self._end()
@@ -197,14 +197,20 @@ class Proxy:
                 self._commands.get_nowait().run()
 
     def _attach(self, connections: Sequence[NetConnection]) -> None:
-        for connection in connections:
-            if connection.peer in self._drivers:
-                raise MiracclError(f"rank {connection.peer} is attached already", rank=self.rank)
-            driver = Driver(connection, atomics=self._atomics, on_lost=self._on_lost, piece_bytes=self._piece_bytes)
-            self._drivers[connection.peer] = driver
-            for stream in driver.streams:
-                self._by_fd[stream.fd] = (driver, stream.index)
-                self._epoll.register(stream.fd, _EDGES)
+        attached: list[int] = []
+        try:
+            for connection in connections:
+                if connection.peer in self._drivers:
+                    raise MiracclError(f"rank {connection.peer} is attached already", rank=self.rank)
+                driver = Driver(connection, atomics=self._atomics, on_lost=self._on_lost, piece_bytes=self._piece_bytes)
+                self._drivers[connection.peer] = driver
+                attached.append(connection.peer)
+                for stream in driver.streams:
+                    self._by_fd[stream.fd] = (driver, stream.index)
+                    self._epoll.register(stream.fd, _EDGES)
+        except BaseException:
+            self._remove(attached)
+            raise
 
     def _start_closing(self, peers: Sequence[int], done: threading.Event) -> None:
         waiting = [self._drivers[peer] for peer in peers if peer in self._drivers]

@@ -23,6 +23,7 @@ import mmap
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Protocol
 
+from miraccl.errors import as_system_failure
 from miraccl.native import atomics
 
 NSLOTS: Final = 8
@@ -172,10 +173,11 @@ def read_post(line: int) -> Post:
 
 
 class Memory:
-    """Private zeroed memory, page aligned; lives until the last reference to this object is gone."""
+    """Private zeroed memory, page aligned; lives until the last reference to this object is gone.  Raises ``SystemFailure``."""
 
     def __init__(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, nbytes)
+        with as_system_failure(f"there are no {nbytes} bytes of memory"):
+            self._map = mmap.mmap(-1, nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
 

@@ -180,14 +180,14 @@ class SocketTransport(Transport):
         )
         try:
             proven = meeting.run()
+            connections = [self._connection(peer, proven[peer], peers[peer]) for peer in peers]
+            with as_system_failure("the connections to other ranks cannot be served", rank=self.rank):
+                self._proxy.attach(connections)
         except BaseException:
             meeting.drop_all()
             raise
         finally:
             meeting.close()
-        connections = [self._connection(peer, proven[peer], peers[peer]) for peer in peers]
-        with as_system_failure("the connections to other ranks cannot be served", rank=self.rank):
-            self._proxy.attach(connections)
         self._connected |= {c.peer: c.pair for c in connections}
         return {rank: self._connected[rank] for rank in infos}
 

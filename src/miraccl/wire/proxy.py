@@ -281,6 +281,9 @@ class Link:
             self._fail(LossKind.RESET, event.detail)
         elif self.state is LinkState.DRAINING:  # nobody reads what is left
             self._finish("peer closed")
+        else:  # nor takes our own CLOSE, where that is left
+            self._close_left -= sum(message == _CLOSE for message, _ in self._queued[event.stream])
+            self._queued[event.stream].clear()
 
     def _garbage(self, event: Garbage) -> None:
         raise _Contradiction(event.detail)

@@ -49,7 +49,8 @@ class LossKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Loss:
-    """The end of a connection that this side did not ask for; ``detail`` is a clause such as "closed its connection"."""
+    """The end of a connection that this side did not ask for; ``detail`` is what the peer did, such as "closed its communicator", what this
+    side did for INTERNAL, and for RESET what the kernel said."""
 
     kind: LossKind
     detail: str
@@ -59,14 +60,16 @@ class Loss:
 
     def error(self, *, rank: int, peer: int) -> MiracclError:
         """The exception that an operation which needs ``peer`` ends with."""
-        text = f"rank {peer}: {self.detail}"
-        if self.kind is LossKind.PROTOCOL:
-            return ProtocolError(text, rank=rank, peer=peer)
-        if self.kind is LossKind.ABORTED:
-            return CommunicatorAborted(text, rank=rank, peer=peer)
-        if self.kind is LossKind.INTERNAL:
-            return MiracclError(text, rank=rank, peer=peer)
-        return PeerDied(text, rank=rank, peer=peer)
+        text = {
+            LossKind.RESET: f"rank {rank} has lost its connection to rank {peer}: {self.detail}",
+            LossKind.INTERNAL: f"rank {rank} cannot reach rank {peer} any more: it {self.detail}",
+        }.get(self.kind, f"rank {peer} {self.detail}")
+        kinds: dict[LossKind, type[MiracclError]] = {
+            LossKind.PROTOCOL: ProtocolError,
+            LossKind.ABORTED: CommunicatorAborted,
+            LossKind.INTERNAL: MiracclError,
+        }
+        return kinds.get(self.kind, PeerDied)(text, rank=rank, peer=peer)
 
 
 class Placement(enum.Enum):

@@ -1,0 +1,67 @@
+"""What the ranks of ``test_connections`` run: all live, and the TCP connection between two of them breaks."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from typing import Any
+
+import numpy as np
+
+import miraccl
+from miraccl.errors import MiracclError
+from miraccl.transport.socket import SocketTransport
+from tests.comm.fault_ranks import nobody_left, seen, together, wait_until
+from tests.comm.sweep_ranks import act_as_hosts
+
+
+def _told(comm: miraccl.Communicator) -> dict[str, Any]:
+    """What an operation that never ends well is told, and how long that took."""
+    start = time.monotonic()
+    try:
+        while True:
+            comm.all_reduce(np.ones(30_000))
+    except MiracclError as error:
+        return {**seen(error), "seconds": time.monotonic() - start}
+
+
+def broken(how: str) -> Any:
+    """The connection between ranks 0 and 1 of three breaks; then they go on together."""
+    act_as_hosts(1)
+    comm = miraccl.init(timeout=30)
+    comm.barrier()
+    together(comm)
+    if comm.rank == 0:
+        sock = comm._member.fabric._proxy._drivers[1].streams[0]._sock
+        if how == "closed":
+            sock.shutdown(socket.SHUT_RDWR)
+        else:  # between two messages: the proxy is asleep
+            sock.send(b"garbage." * 6)
+    told = _told(comm)
+    nobody_left(comm)
+    smaller = comm.shrink()
+    total = smaller.all_reduce(np.full(70_000, comm.rank + 1.0))
+    result = {**told, "shrunk": [smaller.rank, smaller.nranks, float(total[-1])]}
+    smaller.finalize()
+    comm.finalize()
+    return result
+
+
+def broken_early() -> Any:
+    """The connection breaks when its streams are there and the communicator is not: both proxies know it before anybody can be told."""
+    act_as_hosts(1)
+    connect = SocketTransport.connect
+
+    def connect_and_break(transport: SocketTransport, infos: Any) -> Any:
+        pairs = connect(transport, infos)
+        for peer in pairs:
+            driver = transport._proxy._drivers[peer]  # type: ignore[attr-defined]
+            with contextlib.suppress(OSError):  # the peer was faster
+                driver.streams[0]._sock.shutdown(socket.SHUT_RDWR)
+            wait_until(lambda driver=driver: not driver.link.alive)
+        return pairs
+
+    SocketTransport.connect = connect_and_break  # type: ignore[method-assign, assignment]
+    with miraccl.init(timeout=30) as comm:
+        return _told(comm)

@@ -1,0 +1,37 @@
+"""A TCP connection breaks between ranks that live: all are told in time, and can go on together."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.comm import connection_ranks
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+SECONDS = 5.0  # the deadline is far away
+
+
+def test_a_connection_that_breaks_is_told_to_all_and_none_of_them_is_dead() -> None:
+    for rank, got in enumerate(run_ranks(connection_ranks.broken, 3, "closed", timeout=40)):
+        assert got["type"] == "PeerDied", got
+        assert "has lost its connection to rank" in got["text"]
+        assert got["peer"] in {0, 1} - {rank}
+        assert got["seconds"] < SECONDS
+        assert got["shrunk"] == [rank, 3, 6.0]
+
+
+def test_garbage_on_a_connection_is_told_to_all() -> None:
+    for rank, got in enumerate(run_ranks(connection_ranks.broken, 3, "garbage", timeout=40)):
+        assert got["type"] == "ProtocolError", got
+        assert "rank 0 sent what makes no sense" in got["text"]
+        assert got["peer"] == 0
+        assert got["seconds"] < SECONDS
+        assert got["shrunk"] == [rank, 3, 6.0]
+
+
+def test_a_connection_that_breaks_while_the_communicator_is_made_is_told() -> None:
+    for got in run_ranks(connection_ranks.broken_early, 2, timeout=40):
+        assert got["type"] == "PeerDied", got
+        assert "has lost its connection to rank" in got["text"]
+        assert got["seconds"] < SECONDS
