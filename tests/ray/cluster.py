@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import miraccl
 import miraccl.ray
+from miraccl.ray import members
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120.0
@@ -106,6 +107,12 @@ class Plain:
             for name in ("_internal_kv_get", "_internal_kv_put", "_internal_kv_del"):
                 patch.setattr(internal_kv, name, refusing(getattr(internal_kv, name)))
             return self.join(nranks, rank, meet_timeout=10.0)
+
+    def make_group_with(self, others: list[Any]) -> None:
+        miraccl.ray.create_group([*others, ray.get_runtime_context().current_actor], meet_timeout=0.5)
+
+    def die_when_told_to_meet(self) -> None:
+        members.__dict__["connect"] = lambda *_args, **_options: os._exit(1)
 
     def has_a_hub(self) -> bool:
         return any(thread.name == "miraccl-hub" for thread in threading.enumerate())

@@ -86,6 +86,7 @@ class Worker:
             lambda: handle.allgather([[x]], [x]),
             lambda: handle.allgather([[np.ones(3)] * 2], [x]),
             lambda: handle.allreduce([x[::2]]),
+            lambda: col.allreduce(x, group, "sum"),
         ):
             with pytest.raises(InvalidUsage) as caught:
                 call()
@@ -140,11 +141,12 @@ def test_torch_tensors(pair: list[Any]) -> None:
 
 
 def test_refusals(pair: list[Any]) -> None:
-    several, short, unlike, strided = get([actor.refused.remote("declared") for actor in pair])[0]
+    several, short, unlike, strided, op = get([actor.refused.remote("declared") for actor in pair])[0]
     assert "2 tensors of one process" in several
     assert "1 tensors for 2 ranks" in short
     assert "has 3 elements of float64, but tensor has 4" in unlike
     assert "not contiguous" in strided
+    assert "op is 'sum'; allowed are ReduceOp.SUM, ReduceOp.PRODUCT" in op
 
 
 def test_groups_joined_by_hand_and_again(pair: list[Any]) -> None:

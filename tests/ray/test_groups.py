@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -72,6 +74,26 @@ def test_several_groups_of_the_same_actors(three: list[Any]) -> None:
         miraccl.ray.destroy_group("nothing")
 
 
+def test_groups_that_threads_make_at_the_same_time_of_the_same_actors(three: list[Any]) -> None:
+    """An actor that waits in one meeting is not awaited by one that waits in another."""
+    get([actor.where.remote() for actor in three])
+    orders = {f"group {i}": three if i % 2 else three[::-1] for i in range(6)}
+
+    def make(name: str) -> Any:
+        group = miraccl.ray.create_group(orders[name], name, meet_timeout=30.0)
+        totals = group.run(lambda comm: comm.all_reduce(np.ones(1)).tolist(), timeout=PATIENCE)
+        group.destroy(PATIENCE)
+        return totals
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that threads overtake each other between two calls
+    try:
+        with ThreadPoolExecutor(len(orders)) as pool:
+            assert list(pool.map(make, orders)) == [[[3.0]] * 3] * len(orders)
+    finally:
+        sys.setswitchinterval(before)
+
+
 def test_a_name_that_is_taken(three: list[Any]) -> None:
     with miraccl.ray.create_group(three[:2], "all"):
         with pytest.raises(
@@ -100,6 +122,15 @@ def test_the_death_of_an_actor(three: list[Any], victim: int) -> None:
     miraccl.ray.destroy_group()
     with miraccl.ray.create_group(survivors) as group:
         assert group.run(lambda comm: comm.all_reduce(np.ones(1)).tolist()) == [[2.0]] * 2
+
+
+def test_the_death_of_an_actor_while_the_group_is_made_frees_the_others(three: list[Any]) -> None:
+    get(three[2].die_when_told_to_meet.remote())
+    with pytest.raises(BootstrapError, match="rank 2 could not join: ") as caught:
+        miraccl.ray.create_group(three, meet_timeout=10 * PATIENCE)
+    assert caught.value.peer == 2
+    with miraccl.ray.create_group(three[:2], meet_timeout=PATIENCE) as group:
+        assert group.run(lambda comm: comm.rank) == [0, 1]
 
 
 def test_a_deadline(three: list[Any]) -> None:
@@ -152,6 +183,16 @@ def test_without_a_driver(three: list[Any]) -> None:
     assert get([actor.join.remote(3, rank) for rank, actor in enumerate(three)]) == [[10, 11, 12]] * 3
 
 
+def test_two_that_join_as_rank_0(three: list[Any]) -> None:
+    calls = [actor.join.remote(2, 0, meet_timeout=2.0) for actor in three[:2]]
+    texts = []
+    for call in calls:
+        with pytest.raises(BootstrapError, match="rank 1 of 2 never arrived") as caught:
+            get(call)
+        texts.append(str(caught.value))
+    assert sum("another process joined this group as rank 0, too" in text for text in texts) == 1
+
+
 def test_a_store_that_is_away_for_a_while(three: list[Any]) -> None:
     calls = [three[0].join.remote(2, 0), three[1].join_without_store.remote(2, 1, 5)]
     assert get(calls) == [[10, 11]] * 2
@@ -174,6 +215,23 @@ def test_what_is_refused_before_anything_is_sent(three: list[Any]) -> None:
             miraccl.ray.create_group(wrong, **options)
     with pytest.raises(InvalidUsage, match="not in a group 'default'"):
         miraccl.ray.get_group()
+    with pytest.raises(InvalidUsage, match="actors is a ActorHandle; it is a list of handles"):
+        miraccl.ray.create_group(three[0])
+    with miraccl.ray.create_group(actor for actor in three) as group:
+        assert group.nranks == 3
+    for place, options, why in (
+        ((2, 2), {}, "rank is 2; allowed are 0 to 1"),
+        (("2", 0), {}, "nranks is '2'; it is 1 or more"),
+        ((0, 0), {}, "nranks is 0; it is 1 or more"),
+        ((2, 0), {"meet_timeout": -1}, "meet_timeout is -1"),
+    ):
+        with pytest.raises(InvalidUsage, match=why):
+            get(three[0].join.remote(*place, **options))
+
+
+def test_an_actor_that_makes_a_group_with_itself(three: list[Any]) -> None:
+    with pytest.raises(BootstrapError, match=r"nothing heard of rank 1 of 2 .*rank 1 is the actor that calls .* join_group"):
+        get(three[0].make_group_with.remote([three[1]]))
 
 
 def test_plain_actors_know_nothing_of_groups() -> None:

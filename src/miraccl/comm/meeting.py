@@ -10,13 +10,17 @@ from miraccl.errors import InvalidUsage
 
 def meet_by_id(nranks: int, unique_id: UniqueId | bytes | str, rank: int, options: Options) -> Session:
     """The session of the job with this id."""
+    check_place(nranks, rank)
+    ident = _as_unique_id(unique_id)
+    trace.configure()
+    return connect(ident, rank, nranks, params.BOOTSTRAP_TIMEOUT.read(), session_timeout=options.timeout)
+
+
+def check_place(nranks: int, rank: int) -> None:
     if isinstance(nranks, bool) or not isinstance(nranks, int) or nranks < 1:
         raise InvalidUsage(f"nranks is {nranks!r}; it is 1 or more")
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < nranks:
         raise InvalidUsage(f"rank is {rank!r}; allowed are 0 to {nranks - 1}")
-    ident = _as_unique_id(unique_id)
-    trace.configure()
-    return connect(ident, rank, nranks, params.BOOTSTRAP_TIMEOUT.read(), session_timeout=options.timeout)
 
 
 def _as_unique_id(given: UniqueId | bytes | str) -> UniqueId:

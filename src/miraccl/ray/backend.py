@@ -65,10 +65,10 @@ class MiracclGroup(BaseGroup):
         self.communicator.barrier()
 
     def allreduce(self, tensor: list[Any], allreduce_options: Any = AllReduceOptions) -> None:
-        self.communicator.all_reduce(_only(tensor, "allreduce"), op=_OPS[allreduce_options.reduceOp])
+        self.communicator.all_reduce(_only(tensor, "allreduce"), op=_op(allreduce_options, "allreduce"))
 
     def reduce(self, tensor: list[Any], reduce_options: Any = ReduceOptions) -> None:
-        self.communicator.reduce(_only(tensor, "reduce"), reduce_options.root_rank, op=_OPS[reduce_options.reduceOp])
+        self.communicator.reduce(_only(tensor, "reduce"), reduce_options.root_rank, op=_op(reduce_options, "reduce"))
 
     def broadcast(self, tensor: list[Any], broadcast_options: Any = BroadcastOptions) -> None:
         self.communicator.broadcast(_only(tensor, "broadcast"), broadcast_options.root_rank)
@@ -85,13 +85,21 @@ class MiracclGroup(BaseGroup):
         """The reduction of everybody's r-th tensor into ``tensor`` of rank r; ``tensor_list`` stays as it is."""
         target = _flat(_only(tensor, "reducescatter"), "tensor", "reducescatter", writes=True)
         blocks = _row(tensor_list, target, self.world_size, "reducescatter", writes=False)
-        self.communicator.reduce_scatter(np.concatenate(blocks), out=target, op=_OPS[reducescatter_options.reduceOp])
+        self.communicator.reduce_scatter(np.concatenate(blocks), out=target, op=_op(reducescatter_options, "reducescatter"))
 
     def send(self, tensor: list[Any], send_options: Any) -> None:
         self.communicator.send(_part(_only(tensor, "send"), send_options.n_elements, "send"), send_options.dst_rank)
 
     def recv(self, tensor: list[Any], recv_options: Any) -> None:
         self.communicator.recv(_part(_only(tensor, "recv"), recv_options.n_elements, "recv"), recv_options.src_rank)
+
+
+def _op(options: Any, where: str) -> RedOp:
+    try:
+        return _OPS[options.reduceOp]
+    except (KeyError, TypeError):
+        allowed = ", ".join(str(op) for op in _OPS)
+        raise InvalidUsage(f"{where}: op is {options.reduceOp!r}; allowed are {allowed}") from None
 
 
 def _only(tensors: list[Any], where: str) -> Any:

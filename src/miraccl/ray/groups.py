@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
 
-from miraccl import params
 from miraccl.comm.member import Options
 from miraccl.errors import BootstrapError, InvalidUsage, MiracclError
 from miraccl.ray import members
@@ -25,6 +24,7 @@ GRACE_SECONDS = 5.0
 LEAVE_SECONDS = 30.0
 
 _lock = threading.Lock()
+_order = threading.Lock()
 _made: dict[str, Group] = {}
 
 
@@ -44,7 +44,7 @@ class Group:
 
         ``timeout`` in seconds.  Errors of a rank are raised here as Ray does, and are instances of their own class, too.
         """
-        calls = [actor.__ray_call__.remote(_run_in_group, self.name, function, *args) for actor in self.actors]
+        calls = _call_all(self.actors, _run_in_group, lambda _: (self.name, function, *args))
         results: list[Any] = ray.get(calls, timeout=timeout)
         return results
 
@@ -56,7 +56,7 @@ class Group:
         with _lock:
             if _made.get(self.name) is self:
                 del _made[self.name]
-        calls = [actor.__ray_call__.remote(members.leave, self.name) for actor in self.actors]
+        calls = _call_all(self.actors, members.leave, lambda _: (self.name,))
         _, late = ray.wait(calls, num_returns=len(calls), timeout=timeout)
         if late:
             ranks = ", ".join(str(rank) for rank, call in enumerate(calls) if call in late)
@@ -72,27 +72,29 @@ class Group:
         return f"<Group {self.name!r} of {self.nranks} actors>"
 
 
-def create_group(actors: Sequence[Any], name: str = DEFAULT, *, meet_timeout: float | None = None, **options: Any) -> Group:
+def create_group(actors: Iterable[Any], name: str = DEFAULT, *, meet_timeout: float | None = None, **options: Any) -> Group:
     """Give ``actors`` a communicator: the i-th becomes rank i, and finds it with ``get_group(name)``.
 
     ``meet_timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT; it counts from the call, so it includes the start of actors and the
     calls they are busy with.  Options are those of ``Communicator``, such as ``timeout`` of every operation.  Raises ``BootstrapError``
     that names the rank if an actor is missing, dies or cannot join; ``InvalidUsage`` before anything is sent.
     """
-    patience = _check(actors, name, meet_timeout, options)
-    deadline = time.monotonic() + patience
+    actors = _handles(actors)
+    members.check_name(name)
+    deadline = time.monotonic() + members.patience_of(meet_timeout)
+    Options.create(**options)
+    nranks, ident = len(actors), ""
     undo: Callable[[Any, str], object] = members.abandon  # a group of this name that is there already is not ours to end
     try:
-        calls = [actor.__ray_call__.remote(members.prepare, name, rank, len(actors)) for rank, actor in enumerate(actors)]
-        ident = _results(calls, deadline, name)[0]
+        calls = _call_all(actors, members.prepare, lambda rank: (name, rank, nranks))
+        ident = _results(calls, deadline, name, actors)[0]
         left, undo = max(0.001, deadline - time.monotonic()), members.leave
-        calls = [
-            actor.__ray_call__.remote(members.join, name, rank, len(actors), ident, left, options) for rank, actor in enumerate(actors)
-        ]
-        _results(calls, deadline + GRACE_SECONDS, name)
-    except BaseException:
-        for actor in actors:
-            actor.__ray_call__.remote(undo, name)
+        calls = _call_all(actors, members.join, lambda rank: (name, rank, nranks, ident, left, options))
+        _results(calls, deadline + GRACE_SECONDS, name, actors)
+    except BaseException as error:
+        _call_all(actors, undo, lambda _: (name,))
+        if ident and isinstance(error, BootstrapError) and error.peer is not None:
+            members.come_and_go(ident, nranks, error.peer)
         raise
     group = Group(name, actors)
     with _lock:
@@ -110,32 +112,40 @@ def destroy_group(name: str = DEFAULT) -> None:
         raise InvalidUsage(f"this process neither made a group {name!r} nor is in one")
 
 
-def _check(actors: Sequence[Any], name: str, meet_timeout: float | None, options: dict[str, Any]) -> float:
-    if not isinstance(name, str) or not name:
-        raise InvalidUsage(f"name is {name!r}; it is a text")
-    if not actors:
+def _handles(actors: Iterable[Any]) -> list[Any]:
+    try:
+        handles = list(actors)
+    except TypeError:
+        raise InvalidUsage(f"actors is a {type(actors).__name__}; it is a list of handles of actors, in order of rank") from None
+    if not handles:
         raise InvalidUsage("create_group needs at least one actor")
-    for rank, actor in enumerate(actors):
+    for rank, actor in enumerate(handles):
         if not isinstance(actor, ray.actor.ActorHandle):
             raise InvalidUsage(f"actors[{rank}] is a {type(actor).__name__}, not the handle of an actor")
-    if len(set(actors)) < len(actors):
+    if len(set(handles)) < len(handles):
         raise InvalidUsage("create_group was given the same actor twice; an actor is one rank")
-    if meet_timeout is not None and (isinstance(meet_timeout, bool | str) or not meet_timeout > 0):
-        raise InvalidUsage(f"meet_timeout is {meet_timeout!r}; it is a number of seconds greater than 0")
-    Options.create(**options)
-    return params.BOOTSTRAP_TIMEOUT.read() if meet_timeout is None else float(meet_timeout)
+    return handles
 
 
-def _results(calls: list[Any], deadline: float, name: str) -> list[Any]:
+def _call_all(actors: Iterable[Any], function: Callable[..., Any], args: Callable[[int], tuple[Any, ...]]) -> list[Any]:
+    """``function(actor, *args(rank))`` in every actor.
+
+    Such calls may wait for each other: those of several threads come in the same order to all actors, so that none wait crosswise.
+    """
+    with _order:
+        return [actor.__ray_call__.remote(function, *args(rank)) for rank, actor in enumerate(actors)]
+
+
+def _results(calls: list[Any], deadline: float, name: str, actors: list[Any]) -> list[Any]:
     """What the calls return, in order of rank; the first that fails ends the wait."""
     ranks = {call: rank for rank, call in enumerate(calls)}
     results: list[Any] = [None] * len(calls)
     while ranks:
         done, _ = ray.wait(list(ranks), timeout=max(0.0, deadline - time.monotonic()))
         if not done:
-            missing = ", ".join(map(str, sorted(ranks.values())))
-            hint = "has the actor started, or is it busy with another call?"
-            raise BootstrapError(f"group {name!r}: nothing heard of rank {missing} of {len(calls)} before the deadline", hint=hint)
+            missing = sorted(ranks.values())
+            text = f"group {name!r}: nothing heard of rank {', '.join(map(str, missing))} of {len(calls)} before the deadline"
+            raise BootstrapError(text, hint=_why_busy([(rank, actors[rank]) for rank in missing]))
         for call in done:
             rank = ranks.pop(call)
             try:
@@ -143,6 +153,14 @@ def _results(calls: list[Any], deadline: float, name: str) -> list[Any]:
             except ray.exceptions.RayError as error:
                 raise _failure(name, rank, error) from getattr(error, "cause", None) or error
     return results
+
+
+def _why_busy(silent: list[tuple[int, Any]]) -> str:
+    here = ray.get_runtime_context()
+    for rank, actor in silent:
+        if here.get_actor_id() is not None and actor == here.current_actor:
+            return f"rank {rank} is the actor that calls create_group, and busy with that; actors among themselves call join_group"
+    return "has the actor started, or is it busy with another call?"
 
 
 def _failure(name: str, rank: int, error: Exception) -> BootstrapError:

@@ -22,6 +22,7 @@ from miraccl import params, trace
 from miraccl.bootstrap import Root, Session, UniqueId, connect, create_root
 from miraccl.bootstrap.dial import HubNotFound
 from miraccl.comm.communicator import Communicator
+from miraccl.comm.meeting import check_place
 from miraccl.comm.member import Options
 from miraccl.errors import AuthenticationError, BootstrapError, InvalidUsage, MiracclError
 
@@ -29,12 +30,26 @@ DEFAULT = "default"
 #: How long (seconds) an id from the store is trusted while nobody answers at its address, and the pauses between readings.
 TRUST_SECONDS = 1.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.1
+#: How long (seconds) the driver visits a meeting in place of a rank that failed.
+VISIT_SECONDS = 0.5
 _STORE = b"miraccl"
 _FAILED = "failed: "
 
 _lock = threading.Lock()
 _joined: dict[str, Communicator] = {}
 _opened: dict[str, Root] = {}  # meeting points of groups that are being made
+
+
+def check_name(name: str) -> None:
+    if not isinstance(name, str) or not name:
+        raise InvalidUsage(f"name is {name!r}; it is a text")
+
+
+def patience_of(meet_timeout: float | None) -> float:
+    """Seconds for a group to be made."""
+    if meet_timeout is not None and (isinstance(meet_timeout, bool | str) or not meet_timeout > 0):
+        raise InvalidUsage(f"meet_timeout is {meet_timeout!r}; it is a number of seconds greater than 0")
+    return params.BOOTSTRAP_TIMEOUT.read() if meet_timeout is None else float(meet_timeout)
 
 
 def get_group(name: str = DEFAULT) -> Communicator:
@@ -74,6 +89,12 @@ def join(_actor: Any, name: str, rank: int, nranks: int, ident: str, patience: f
         _close(root, error)
         raise
     _keep(name, Communicator.from_session(session, opts))
+
+
+def come_and_go(ident: str, nranks: int, rank: int) -> None:
+    """In place of a rank that will not come, so that the others need not wait for it: they see it go, or are told at its deadline."""
+    with suppress(MiracclError):
+        connect(UniqueId.parse(ident), rank, nranks, VISIT_SECONDS).close()
 
 
 def abandon(_actor: Any, name: str) -> None:
@@ -118,6 +139,7 @@ def join_group(nranks: int, rank: int, name: str = DEFAULT, *, meet_timeout: flo
     ``meet_timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT; options are those of ``Communicator``.  Raises ``BootstrapError``
     if a rank is missing at the deadline.  ``get_group(name)`` gives the communicator again.
     """
+    check_name(name)
     if name in _joined:
         raise InvalidUsage(f"this process is in a group {name!r} already", hint="destroy that one first, or give a name")
     comm = meet_by_store(nranks, rank, name, meet_timeout, Options.create(**options))
@@ -127,10 +149,9 @@ def join_group(nranks: int, rank: int, name: str = DEFAULT, *, meet_timeout: flo
 
 def meet_by_store(nranks: int, rank: int, name: str, meet_timeout: float | None, options: Options) -> Communicator:
     """The communicator of the ranks that meet under ``name`` of this Ray namespace; kept by the caller."""
-    if not 0 <= rank < nranks:
-        raise InvalidUsage(f"rank is {rank!r}; allowed are 0 to {nranks - 1}")
+    check_place(nranks, rank)
+    patience = patience_of(meet_timeout)
     trace.configure()
-    patience = params.BOOTSTRAP_TIMEOUT.read() if meet_timeout is None else meet_timeout
     key = f"{ray.get_runtime_context().namespace}/{name}".encode()
     meet = _host if rank == 0 else _visit
     return Communicator.from_session(meet(key, rank, nranks, patience, options), options)
@@ -138,19 +159,36 @@ def meet_by_store(nranks: int, rank: int, name: str, meet_timeout: float | None,
 
 def _host(key: bytes, rank: int, nranks: int, patience: float, options: Options) -> Session:
     root: Root | None = None
+    told = ""
     try:
         ident, root = create_root(nranks=nranks)
         _put(key, str(ident))
+        told = str(ident)
         session = connect(ident, rank, nranks, patience, session_timeout=options.timeout, root=root)
     except BaseException as error:
         _close(root, error)
         if isinstance(error, MiracclError):
             with suppress(MiracclError):
-                _put(key, f"{_FAILED}{error}")
+                _tell_failure(key, told, error)
         raise
     with suppress(ray.exceptions.RayError):  # what is left leads nowhere
         internal_kv._internal_kv_del(key, namespace=_STORE)
     return session
+
+
+def _tell_failure(key: bytes, told: str, error: MiracclError) -> None:
+    """To the ranks that read the key, unless what was ``told`` them there is another one's by now."""
+    if told and (_get(key, 0) or told) != told:
+        error.hint = "another process joined this group as rank 0, too"
+    else:
+        _put(key, f"{_FAILED}{error}")
+
+
+def _get(key: bytes, rank: int) -> str:
+    try:
+        return (internal_kv._internal_kv_get(key, namespace=_STORE) or b"").decode("ascii", "replace")
+    except ray.exceptions.RayError as error:
+        raise BootstrapError(f"Ray's store does not answer: {error}", rank=rank) from error
 
 
 def _put(key: bytes, text: str) -> None:
@@ -165,9 +203,9 @@ def _visit(key: bytes, rank: int, nranks: int, patience: float, options: Options
     problem = BootstrapError(f"rank 0 put no unique id into Ray's store within {patience:g} s", rank=rank, peer=0)
     while (left := deadline - time.monotonic()) > 0:
         try:
-            text = (internal_kv._internal_kv_get(key, namespace=_STORE) or b"").decode("ascii", "replace")
-        except ray.exceptions.RayError as error:  # the head node is starting again, say
-            problem, text = BootstrapError(f"Ray's store does not answer: {error}", rank=rank, peer=0), ""
+            text = _get(key, rank)
+        except BootstrapError as error:  # the head node is starting again, say
+            problem, text = error, ""
         if text.startswith(_FAILED):  # it may be trying again
             problem = BootstrapError(f"rank 0 did not get the ranks together: {text.removeprefix(_FAILED)}", rank=rank, peer=0)
         elif text:
