@@ -94,13 +94,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             exchange=lambda data, tag: self._meet(SET_UP, tag, data),
         )
         self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
-        # nobody sends before everybody has mapped and filled its memory
-        ready: dict[str, Any] = {"ctas": Ctas.wish(self.gpu.multiprocessors, options.cta_policy)}
-        if self.rank == 0:
-            ready["ring"] = find_ring(self.symmetric.facts, self.symmetric.read).to_json()
-        answers = [json.loads(blob) for blob in self._meet(SET_UP, "gpu ready", json.dumps(ready).encode())]
-        self.ring = Ring.from_json(answers[0]["ring"])
-        self.ctas = Ctas.agree([answer["ctas"] for answer in answers])
+        self.ring, self.ctas = self._agree(options.cta_policy)
         self._comm_args = CommArgs(
             rank=self.rank,
             own=self.symmetric.own,
@@ -116,28 +110,12 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self._windows: Windows | None = None
         self._copies: dict[tuple[Any, ...], CopyLaunch | StagedLaunch] = {}
         self._lanes: dict[tuple[int, bool], Lane] = {}
-        rules = LaneRules(nranks=self.nranks, multiprocessors=self.ctas.most, frame=frame_of(self.symmetric))
         self._kept = Kept(self.gpu)
         self._order = order_of(ordinal)
-        abort = ctypes.addressof(self._host) + 4 * layout.HOST_ABORT
-        address = groups.address()
-        groups.hasten(*group_builtins(address))
-        self._doors = Doors(
-            self.rank,
-            self.nranks,
-            ordinal,
-            abort=abort,
-            order=self._order.address,
-            own=id(self),
-            groups=address,
-            hand_over=self._hand_over,
-            hold=self._kept.hold,
-        )
-        self._doors.ask_the_driver(*fast_calls(self.gpu, "cuPointerGetAttribute", "cuStreamIsCapturing"))
-        self._event = self.gpu.make_event()
-        if all(order := fast_calls(self.gpu, "cuEventRecord", "cuStreamWaitEvent")):
-            self._doors.follow_streams(int(self._event), *order)
+        self._event = self.gpu.make_event()  # by which a stream waits for another
+        self._doors = self._open_doors()
         vars(self).update({f"_{name}": self._doors.door(name) for name in CALLS})
+        rules = LaneRules(nranks=self.nranks, multiprocessors=self.ctas.most, frame=frame_of(self.symmetric))
         self._messages = MessageLaunches(self.gpu, self._kernels, self._comm_args, rules, self._doors)
         self._current_stream: Callable[[int], int] | None = None
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
@@ -145,6 +123,34 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         if self.ctas.none and self.nranks > 1:
             self.faults.on_abort(self._release_copies)
         self.closed = False
+
+    def _agree(self, cta_policy: str) -> tuple[Ring, Ctas]:
+        """Who are neighbours, as rank 0 finds it, and how many multiprocessors kernels take. When this returns, everybody has mapped and
+        filled its memory, so that packets may be sent."""
+        ready: dict[str, Any] = {"ctas": Ctas.wish(self.gpu.multiprocessors, cta_policy)}
+        if self.rank == 0:
+            ready["ring"] = find_ring(self.symmetric.facts, self.symmetric.read).to_json()
+        answers = [json.loads(blob) for blob in self._meet(SET_UP, "gpu ready", json.dumps(ready).encode())]
+        return Ring.from_json(answers[0]["ring"]), Ctas.agree([answer["ctas"] for answer in answers])
+
+    def _open_doors(self) -> Doors:
+        address = groups.address()
+        groups.hasten(*group_builtins(address))
+        doors = Doors(
+            self.rank,
+            self.nranks,
+            self.gpu.ordinal,
+            abort=ctypes.addressof(self._host) + 4 * layout.HOST_ABORT,
+            order=self._order.address,
+            own=id(self),
+            groups=address,
+            hand_over=self._hand_over,
+            hold=self._kept.hold,
+        )
+        doors.ask_the_driver(*fast_calls(self.gpu, "cuPointerGetAttribute", "cuStreamIsCapturing"))
+        if all(order := fast_calls(self.gpu, "cuEventRecord", "cuStreamWaitEvent")):
+            doors.follow_streams(int(self._event), *order)
+        return doors
 
     def stand_before(self, following: Callable[[str], Door | None], cpu_plan: int) -> dict[str, Callable[..., Any]]:
         self._doors.also_clear(cpu_plan)

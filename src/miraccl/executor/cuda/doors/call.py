@@ -33,7 +33,8 @@ from miraccl.executor.cuda.doors.groups import (
 from miraccl.executor.cuda.doors.moves import find_moves
 from miraccl.executor.cuda.doors.reductions import find_reductions
 from miraccl.executor.cuda.doors.rows import find_collective, find_messages, overlap, write_message
-from miraccl.executor.cuda.doors.tensors import call_builtin, call_int4, is_plain
+from miraccl.executor.cuda.doors.streams import is_plain
+from miraccl.executor.cuda.doors.tensors import call_builtin, call_int4
 from miraccl.executor.cuda.doors.views import is_known, settle
 from miraccl.native.intrinsics import (
     Py_DecRef,

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.arrays import item_size
-from miraccl.executor.cuda.doors.tensors import address, call_int4, captures, count_of, data_type, number_of
+from miraccl.executor.cuda.doors.streams import captures
+from miraccl.executor.cuda.doors.tensors import address, call_int4, count_of, data_type, number_of
 from miraccl.native.intrinsics import (
     Py_DecRef,
     PyCapsule_GetPointer,

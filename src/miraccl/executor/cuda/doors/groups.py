@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.rows import find_messages, type_is_known
-from miraccl.executor.cuda.doors.tensors import captures
+from miraccl.executor.cuda.doors.streams import captures
 from miraccl.executor.cuda.doors.views import hold, limit
 from miraccl.native.intrinsics import (
     Py_DecRef,

@@ -6,7 +6,8 @@ from __future__ import annotations
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.arrays import item_size
 from miraccl.executor.cuda.doors.rows import find_messages, what_of
-from miraccl.executor.cuda.doors.tensors import address, data_type, is_plain, number_of, rank_of
+from miraccl.executor.cuda.doors.streams import is_plain
+from miraccl.executor.cuda.doors.tensors import address, data_type, number_of, rank_of
 from miraccl.executor.cuda.doors.views import elements
 from miraccl.native.intrinsics import PyList_GetItem, PyList_Size, PyTuple_GetItem, PyTuple_Size, inline, load, load32, store
 

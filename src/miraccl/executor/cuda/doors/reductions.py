@@ -7,7 +7,8 @@ from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.arrays import item_size
 from miraccl.executor.cuda.doors.moves import apart, in_place, share
 from miraccl.executor.cuda.doors.rows import both_of, find_launch, key_of, operator_of
-from miraccl.executor.cuda.doors.tensors import address, data_type, is_plain
+from miraccl.executor.cuda.doors.streams import is_plain
+from miraccl.executor.cuda.doors.tensors import address, data_type
 from miraccl.executor.cuda.doors.views import elements
 from miraccl.native.intrinsics import inline, load, load32, store
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.arrays import item_size
 from miraccl.executor.cuda.doors.shapes import find_shape
-from miraccl.executor.cuda.doors.tensors import address, data_type, is_plain, rank_of
+from miraccl.executor.cuda.doors.streams import is_plain
+from miraccl.executor.cuda.doors.tensors import address, data_type, rank_of
 from miraccl.executor.cuda.doors.views import elements, is_known
 from miraccl.native import hashing
 from miraccl.native.intrinsics import inline, load, load32, store

@@ -1,5 +1,5 @@
 """Kernel source: what doors see of PyTorch's tensors, through the functions that their type offers to compiled code (DLPack 1.3, "C
-Exchange API"), and of numbers and streams."""
+Exchange API"), and of numbers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from llvmlite import ir
 from numba.extending import intrinsic
 
 from miraccl.executor.cuda.doors import layout as at
-from miraccl.executor.cuda.doors.arrays import taken
-from miraccl.native.intrinsics import I64, PyErr_Clear, PyLong_AsLong, PyObject_Vectorcall, inline, load, load32, store
+from miraccl.native.intrinsics import I64, PyErr_Clear, PyLong_AsLong, inline, load, load32
 
 
 def _emit_call(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -47,19 +46,6 @@ def call_builtin(typingctx: Any, function: Any, owner: Any, args: Any, nargs: An
         return builder.call(builder.inttoptr(args[0], ir.FunctionType(word, [word] * 3).as_pointer()), args[1:])
 
     return I64(I64, I64, I64, I64), emit
-
-
-@intrinsic
-def ask_stream(typingctx: Any, function: Any, device: Any, where: Any) -> Any:
-    """Call ``int f(int device_type, int device_id, void **stream)``, both numbers in one word as in DLDevice."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        word, half = ir.IntType(64), ir.IntType(32)
-        kind = ir.FunctionType(half, [half, half, word])
-        parts = [builder.trunc(args[1], half), builder.trunc(builder.lshr(args[1], ir.Constant(word, 32)), half), args[2]]
-        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), parts), word)
-
-    return I64(I64, I64, I64), emit
 
 
 @inline
@@ -112,54 +98,3 @@ def rank_of(state: int, given: int) -> int:
     """An int that is a rank, -1 for anything else."""
     number = number_of(state, given)
     return number if number < load(state + at.STATE_NRANKS) else -1
-
-
-@inline
-def stream_of(state: int, given: int) -> int:
-    """The stream of a call as a number: an int of the caller's, the current one for None; -1 for anything else."""
-    if given != load(state + at.STATE_NONE):
-        return number_of(state, given)
-    if load(state + at.STATE_CURRENT) == 0:
-        ask = load(state + at.STATE_ASK)
-        return taken(PyObject_Vectorcall(ask, state + at.STATE_ORDINAL, 1, 0)) if ask != 0 else -1
-    if ask_stream(load(state + at.STATE_CURRENT), load(state + at.STATE_DEVICE), state + at.STATE_ANSWER) != 0:
-        PyErr_Clear()
-        return -1
-    return load(state + at.STATE_ANSWER)
-
-
-@inline
-def captures(state: int, stream: int) -> bool:
-    """Whether a stream is captured, or may be: what a graph reads is not let go of here, nor ordered."""
-    if load(state + at.STATE_IS_CAPTURING) == 0:
-        return True
-    store(state + at.STATE_ANSWER, 0)
-    return call_int2(load(state + at.STATE_IS_CAPTURING), stream, state + at.STATE_ANSWER) != 0 or load32(state + at.STATE_ANSWER) != 0
-
-
-@inline
-def follow(state: int, stream: int) -> bool:
-    """Make ``stream`` wait for that of the operation before, and be that from now on. Captures and groups are Python's."""
-    before, event = load(state + at.STATE_STREAM), load(state + at.STATE_EVENT)
-    if event == 0 or load32(load(state + at.STATE_GROUPS)) != 0 or captures(state, before) or captures(state, stream):
-        return False
-    if call_int2(load(state + at.STATE_RECORD), event, before) != 0 or call_int3(load(state + at.STATE_WAIT), stream, event, 0) != 0:
-        return False
-    store(state + at.STATE_STREAM, stream)
-    return True
-
-
-@inline
-def may_go_on(state: int, stream: int) -> bool:
-    """Whether nothing is wrong, and ``stream`` is that of the operation before, or follows it. What producers of arrays have made that one
-    wait for is waited for then, too."""
-    if load32(load(state + at.STATE_ABORT)) != 0 or load(state + at.STATE_STREAM) == -1:
-        return False
-    number = stream_of(state, stream)
-    return number == load(state + at.STATE_STREAM) or (number >= 0 and follow(state, number))
-
-
-@inline
-def is_plain(state: int, options: int) -> bool:
-    """Whether ``async_op`` and ``stream``, the last arguments, are as usual."""
-    return load(options) == load(state + at.STATE_FALSE) and may_go_on(state, load(options + 8))
