@@ -24,6 +24,7 @@ from miraccl.comm.arguments import operator
 from miraccl.comm.control import SET_UP, Meet
 from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
 from miraccl.comm.device.ctas import Ctas
+from miraccl.comm.device.engines import CopyEngines
 from miraccl.comm.device.explain import DeviceCandidate, candidates
 from miraccl.comm.device.faults import DeviceFaults
 from miraccl.comm.device.memory import DeviceMemory, kinds
@@ -43,8 +44,6 @@ from miraccl.errors import (
 )
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.choice import choose
-from miraccl.executor.cuda.copies import COLLECTIVES as COPIED
-from miraccl.executor.cuda.copies import FASTER_FROM as COPIES_FROM
 from miraccl.executor.cuda.copies import CopyLaunch
 from miraccl.executor.cuda.doors.table import CALLS, Door, Doors, group_builtins
 from miraccl.executor.cuda.driver import Gpu
@@ -53,8 +52,7 @@ from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.message_launch import MessageLaunches
 from miraccl.executor.cuda.messages import LaneRules
 from miraccl.executor.cuda.plan import DevicePlan, Request, check_protocol
-from miraccl.executor.cuda.staged_copies import ALGORITHMS as MOVED_BY_ENGINES
-from miraccl.executor.cuda.staged_copies import Lane, StagedLaunch
+from miraccl.executor.cuda.staged_copies import StagedLaunch
 from miraccl.schedule import catalog
 from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
 from miraccl.types import Collective, DType, RedOp
@@ -108,8 +106,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self._launches: dict[tuple[Any, ...], Launch] = {}
         self._plans: dict[tuple[Any, ...], DevicePlan] = {}
         self._windows: Windows | None = None
-        self._copies: dict[tuple[Any, ...], CopyLaunch | StagedLaunch] = {}
-        self._lanes: dict[tuple[int, bool], Lane] = {}
+        self._engines = CopyEngines(self.gpu, self._kernels, self._comm_args, self.symmetric, self.ctas)
         self._kept = Kept(self.gpu)
         self._order = order_of(ordinal)
         self._event = self.gpu.make_event()  # by which a stream waits for another
@@ -121,7 +118,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
         self.faults = DeviceFaults(session, self._host, options.timeout)
         if self.ctas.none and self.nranks > 1:
-            self.faults.on_abort(self._release_copies)
+            self.faults.on_abort(self._engines.let_go)
         self.closed = False
 
     def _agree(self, cta_policy: str) -> tuple[Ring, Ctas]:
@@ -181,39 +178,17 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         else:
             key: tuple[Any, ...] = (collective, source.dtype, count, op, root)
             launch: Launch | CopyLaunch | StagedLaunch | None = None
-            if self._asks_engines(collective):
-                launch = self._engines(key, target)
+            if self._engines.may_take(collective, self._windows is not None):
+                place = self._windows.place(target) if self._windows is not None else None
+                launch = self._engines.find(
+                    collective, source.dtype, count, root, place, lambda: self.request(collective, source.dtype, count, SUM, root)
+                )
             if launch is None:
                 launch = self._launches.get(key) or self._prepare(key)
             self._start(launch, source.address, target.address, stream, collective)
             enqueued = True
         if enqueued and (source.keep is not None or target.keep is not None):
             self._hold([source, target], self._doors.stream)
-
-    def _asks_engines(self, collective: Collective) -> bool:
-        return (self._windows is not None or self.ctas.none) and collective in MOVED_BY_ENGINES
-
-    def _engines(self, key: tuple[Any, ...], target: DeviceMemory) -> CopyLaunch | StagedLaunch | None:
-        """Copy engines, where they are faster than kernels or multiprocessors are not to be used; None where kernels do it."""
-        collective, dtype, count, _, root = key
-        block = count * dtype.itemsize
-        place = self._windows.place(target) if self._windows is not None and collective in COPIED else None
-        if place is not None and (self.ctas.none or block * (self.nranks - 1) >= COPIES_FROM):
-            number: tuple[Any, ...] = (collective, dtype, count, root, place.number, place.offset)
-        elif place is None and self.ctas.none and self.symmetric.all_direct:
-            number = (collective, dtype, count, root)
-        else:
-            return None
-        if number not in self._copies:
-            self.gpu.make_current()
-            request = self.request(collective, dtype, count, SUM, root)
-            with self.gpu.outside_of_capture():
-                self._copies[number] = (
-                    CopyLaunch(self.gpu, self._kernels, request, self._comm_args, place)
-                    if place
-                    else StagedLaunch(self.gpu, self._kernels, request, self._comm_args, self._lanes)
-                )
-        return self._copies[number]
 
     def _start(self, launch: Launch | CopyLaunch | StagedLaunch, source: int, target: int, stream: Any, collective: Collective) -> None:
         number = self._enter(collective.label, stream, launch.threads > SMALL_THREADS)
@@ -255,7 +230,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         if len(self._launches) >= MAX_LAUNCHES:
             self._forget()
         self._launches[key] = launch
-        if not self._asks_engines(collective):  # whose answer depends on the target
+        if not self._engines.may_take(collective, self._windows is not None):  # whose answer depends on the target
             self._doors.remember(collective, dtype, count, op, root, launch, fills=launch.threads > SMALL_THREADS)
         return launch
 
@@ -388,11 +363,6 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         if not self.closed:
             self.faults.abort(reason, tell=tell)
 
-    def _release_copies(self) -> None:
-        self.gpu.make_current()
-        with self.gpu.outside_of_capture():
-            self.gpu.fill(self.symmetric.own + layout.COPY_FLAGS_OFFSET, layout.COPY_FLAGS_BYTES, 1)
-
     def synchronize(self) -> None:
         """Wait for this rank's GPU, then ``check``."""
         self.gpu.make_current()
@@ -422,8 +392,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         except MiracclError:
             together = False
         if together:
-            for lane in self._lanes.values():
-                lane.close()
+            self._engines.close()
             if self._windows is not None:
                 self._windows.close()
             self.symmetric.close()

@@ -118,8 +118,8 @@ class Stage:
         return layout.COPY_FLAGS_OFFSET + 4 * ((layout.MAX_RANKS + dst) * layout.COPY_SLOTS + number)
 
 
-class Lane:
-    """One direction to or from a peer: its stream and its event, shared by all launches of a communicator."""
+class Direction:
+    """To or from a peer: a stream and its event, shared by all launches of a communicator."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.stream, self.event = gpu, gpu.make_stream(), gpu.make_event()
@@ -131,7 +131,7 @@ class Lane:
         self.gpu.destroy_stream(self.stream)
 
 
-Lanes = dict[tuple[int, bool], Lane]  # (peer, whether data come from it)
+Directions = dict[tuple[int, bool], Direction]  # (peer, whether data come from it)
 
 
 def plan_of(request: Request) -> DevicePlan:
@@ -145,7 +145,7 @@ class StagedLaunch:
 
     threads = 1 << 20  # its end clears the banks: ordered among communicators as what fills the GPU
 
-    def __init__(self, gpu: Gpu, kernels: Kernels, request: Request, comm_args: lower.CommArgs, lanes: Lanes) -> None:
+    def __init__(self, gpu: Gpu, kernels: Kernels, request: Request, comm_args: lower.CommArgs, directions: Directions) -> None:
         self.plan = plan_of(request)
         schedule = catalog.build(self.plan.algo, request.collective, request.nranks, request.root)
         self._gpu, self._comm_args, self._rank = gpu, comm_args, comm_args.rank
@@ -158,25 +158,26 @@ class StagedLaunch:
             if chunk.up is not None:
                 self._totals[chunk.up] = self._totals.get(chunk.up, 0) + 1
         ends = {(c.up, True) for c in self._chunks} | {(c.down, False) for c in self._chunks}
-        self._lanes: Lanes = {(peer, way): lanes.get((peer, way)) or Lane(gpu) for peer, way in ends if peer is not None}
-        lanes.update(self._lanes)
+        used = [(peer, comes) for peer, comes in ends if peer is not None]
+        self._directions: Directions = {key: directions.get(key) or Direction(gpu) for key in used}
+        directions.update(self._directions)
         self._fork = gpu.make_event()
 
     def run(self, source: int, target: int, stream: int) -> None:
         """Enqueue in ``stream``: read at ``source``, write at ``target``."""
         gpu = self._gpu
         self._before.run(source, target, stream)
-        lanes = list(self._lanes.values())
+        directions = list(self._directions.values())
         gpu.record(self._fork, stream)
-        for lane in lanes:
-            gpu.wait_event(lane.stream, self._fork)
-            lane.done = 0
+        for direction in directions:
+            gpu.wait_event(direction.stream, self._fork)
+            direction.done = 0
         base = {Buffer.INPUT: source, Buffer.OUTPUT: target}
         for chunk in in_turns(self._chunks):
             self._enqueue(chunk, base, stream)
-        for lane in lanes:
-            gpu.record(lane.event, lane.stream)
-            gpu.wait_event(stream, lane.event)
+        for direction in directions:
+            gpu.record(direction.event, direction.stream)
+            gpu.wait_event(stream, direction.event)
         gpu.set_words(self._comm_args.own + layout.PACKETS_OFFSET, STAGE_BYTES // 4, 0xFFFFFFFF, stream)
         self._after.run(source, target, stream)
 
@@ -191,37 +192,37 @@ class StagedLaunch:
             return
         if chunk.up is not None:
             assert target is not None
-            lane = self._lanes[chunk.up, True]
-            self._take(chunk.up, lane, place, target.nbytes)
+            direction = self._directions[chunk.up, True]
+            self._take(chunk.up, direction, place, target.nbytes)
             if chunk.down is not None:
-                gpu.record(lane.event, lane.stream)
-                gpu.wait_event(self._lanes[chunk.down, False].stream, lane.event)
-                self._give(chunk.down, self._lanes[chunk.down, False], place, target.nbytes)
+                gpu.record(direction.event, direction.stream)
+                gpu.wait_event(self._directions[chunk.down, False].stream, direction.event)
+                self._give(chunk.down, self._directions[chunk.down, False], place, target.nbytes)
         elif chunk.down is not None and chunk.source is not None:
             origin = base[chunk.source.buffer] + chunk.source.offset
-            self._give(chunk.down, self._lanes[chunk.down, False], origin, chunk.source.nbytes)
+            self._give(chunk.down, self._directions[chunk.down, False], origin, chunk.source.nbytes)
 
-    def _give(self, peer: int, lane: Lane, address: int, nbytes: int) -> None:
+    def _give(self, peer: int, direction: Direction, address: int, nbytes: int) -> None:
         gpu, comm_args, stage = self._gpu, self._comm_args, self._stage
-        number = lane.done % stage.nslots
-        if lane.done >= stage.nslots:
+        number = direction.done % stage.nslots
+        if direction.done >= stage.nslots:
             word = comm_args.inboxes[peer] + stage.free(peer, number)
-            gpu.wait_word(word, 1, lane.stream)
-            gpu.write_word(word, 0, lane.stream)
-        gpu.copy(comm_args.outboxes[peer] + stage.slot(self._rank, peer, number), address, nbytes, lane.stream)
-        gpu.write_word(comm_args.outboxes[peer] + stage.ready(self._rank, number), 1, lane.stream)
-        lane.done += 1
+            gpu.wait_word(word, 1, direction.stream)
+            gpu.write_word(word, 0, direction.stream)
+        gpu.copy(comm_args.outboxes[peer] + stage.slot(self._rank, peer, number), address, nbytes, direction.stream)
+        gpu.write_word(comm_args.outboxes[peer] + stage.ready(self._rank, number), 1, direction.stream)
+        direction.done += 1
 
-    def _take(self, peer: int, lane: Lane, address: int, nbytes: int) -> None:
+    def _take(self, peer: int, direction: Direction, address: int, nbytes: int) -> None:
         gpu, comm_args, stage = self._gpu, self._comm_args, self._stage
-        number = lane.done % stage.nslots
+        number = direction.done % stage.nslots
         word = comm_args.inboxes[peer] + stage.ready(peer, number)
-        gpu.wait_word(word, 1, lane.stream)
-        gpu.write_word(word, 0, lane.stream)
-        gpu.copy(address, comm_args.inboxes[peer] + stage.slot(peer, self._rank, number), nbytes, lane.stream)
-        if lane.done + stage.nslots < self._totals[peer]:
-            gpu.write_word(comm_args.outboxes[peer] + stage.free(self._rank, number), 1, lane.stream)
-        lane.done += 1
+        gpu.wait_word(word, 1, direction.stream)
+        gpu.write_word(word, 0, direction.stream)
+        gpu.copy(address, comm_args.inboxes[peer] + stage.slot(peer, self._rank, number), nbytes, direction.stream)
+        if direction.done + stage.nslots < self._totals[peer]:
+            gpu.write_word(comm_args.outboxes[peer] + stage.free(self._rank, number), 1, direction.stream)
+        direction.done += 1
 
 
 def in_turns(chunks: Sequence[Move]) -> Iterator[Move]:

@@ -1,0 +1,67 @@
+"""Collectives on GPU memory by copy engines: when they take a call, and the launches that were made (``executor.cuda.copies``,
+``staged_copies``; NCCL's are in ``src/ce_coll.cc``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from miraccl.comm.device.ctas import Ctas
+from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.copies import COLLECTIVES, FASTER_FROM, CopyLaunch, Place
+from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.launch import Kernels
+from miraccl.executor.cuda.lower import CommArgs
+from miraccl.executor.cuda.plan import Request
+from miraccl.executor.cuda.staged_copies import ALGORITHMS, Direction, StagedLaunch
+from miraccl.transport.cuda_p2p import SymmetricMemory
+from miraccl.types import Collective, DType
+
+
+class CopyEngines:
+    """Those of a communicator's GPU. They are taken where they are faster than kernels, or where multiprocessors are not to be used."""
+
+    def __init__(self, gpu: Gpu, kernels: Kernels, comm_args: CommArgs, memory: SymmetricMemory, ctas: Ctas) -> None:
+        self._gpu, self._kernels, self._comm_args, self._memory, self._ctas = gpu, kernels, comm_args, memory, ctas
+        self._launches: dict[tuple[Any, ...], CopyLaunch | StagedLaunch] = {}
+        self._directions: dict[tuple[int, bool], Direction] = {}
+
+    def may_take(self, collective: Collective, windows: bool) -> bool:
+        """Whether ``find`` is to be asked; ``windows``: there are some."""
+        return (windows or self._ctas.none) and collective in ALGORITHMS
+
+    def find(
+        self, collective: Collective, dtype: DType, count: int, root: int, place: Place | None, request: Callable[[], Request]
+    ) -> CopyLaunch | StagedLaunch | None:
+        """The launch of an operation, made now if there is none; None where kernels do it. ``place`` is where the output lies in a
+        window."""
+        key: tuple[Any, ...] = (collective, dtype, count, root)
+        if place is not None and collective in COLLECTIVES:
+            received = count * dtype.itemsize * (self._memory.nranks - 1)
+            if not self._ctas.none and received < FASTER_FROM:
+                return None
+            key += (place.number, place.offset)
+        elif self._ctas.none and self._memory.all_direct:
+            place = None
+        else:
+            return None
+        if key not in self._launches:
+            self._gpu.make_current()
+            with self._gpu.outside_of_capture():
+                self._launches[key] = (
+                    CopyLaunch(self._gpu, self._kernels, request(), self._comm_args, place)
+                    if place is not None
+                    else StagedLaunch(self._gpu, self._kernels, request(), self._comm_args, self._directions)
+                )
+        return self._launches[key]
+
+    def let_go(self) -> None:
+        """Of streams that wait for words which will not come."""
+        self._gpu.make_current()
+        with self._gpu.outside_of_capture():
+            self._gpu.fill(self._memory.own + layout.COPY_FLAGS_OFFSET, layout.COPY_FLAGS_BYTES, 1)
+
+    def close(self) -> None:
+        """After the GPU has ended its work."""
+        for direction in self._directions.values():
+            direction.close()
