@@ -19,7 +19,7 @@ from miraccl.comm.ways import Ways
 from miraccl.types import RedOp
 
 if TYPE_CHECKING:
-    from miraccl.comm.device.work import DevicePersistent
+    from miraccl.comm.device.persistent import DevicePersistent
 
 SUM = RedOp.SUM
 

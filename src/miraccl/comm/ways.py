@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from miraccl.comm.communicator import Communicator
     from miraccl.comm.device.communicator import DeviceCommunicator
     from miraccl.comm.device.hosts.communicator import HostsCommunicator
-    from miraccl.comm.device.work import Background, DevicePersistent
+    from miraccl.comm.device.persistent import DevicePersistent
+    from miraccl.comm.device.work import Background
 
 
 class Ways:
@@ -124,7 +125,7 @@ class Ways:
         self._member.check(0, name)
         on_gpu = next((x for x in args if lies_on_gpu(x)), None)
         if on_gpu is not None:
-            from miraccl.comm.device.work import DevicePersistent
+            from miraccl.comm.device.persistent import DevicePersistent
 
             return DevicePersistent(self._device_side(ordinal_of(on_gpu)), name, args, self._cpu_plan)
         return Persistent(self._member, make(self._place(name), *args), name)

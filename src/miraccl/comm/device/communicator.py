@@ -27,13 +27,13 @@ from miraccl.comm.device.ctas import Ctas
 from miraccl.comm.device.engines import CopyEngines
 from miraccl.comm.device.explain import DeviceCandidate, candidates
 from miraccl.comm.device.faults import DeviceFaults
+from miraccl.comm.device.kept import Kept
 from miraccl.comm.device.memory import DeviceMemory, kinds
 from miraccl.comm.device.messages import MessageCalls, frame_of
 from miraccl.comm.device.order import SMALL_THREADS, order_of
 from miraccl.comm.device.rings import Ring, find_ring
 from miraccl.comm.device.stream import find_current_stream, number_of
 from miraccl.comm.device.windows import Windows
-from miraccl.comm.device.work import Kept
 from miraccl.comm.group import Group
 from miraccl.comm.member import Options
 from miraccl.comm.nccl_wishes import Wishes

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from miraccl.comm.device.work import result_of, stream_of
+from miraccl.comm.device.persistent import result_of
+from miraccl.comm.device.work import stream_of
 
 _POINT_TO_POINT = ("send", "recv", "sendrecv")
 
