@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,9 +18,8 @@ from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.member import Options
-from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, InvalidUsage, MiracclError
+from miraccl.errors import InvalidUsage
 from miraccl.types import PreMulSum, RedOp
-from tests.comm.fault_ranks import seen as told_by
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import FakeArray, place, seen
 from tests.gpu.fake_ranks import session
@@ -563,76 +561,6 @@ def plans(settings: dict[str, str], options: dict[str, Any], count: int = 1000) 
     return found
 
 
-def mismatch() -> str:
-    """A receive of another size or type than the send."""
-    with rank() as me:
-        me.comm.barrier(stream=0)
-        if me.rank == 0:
-            me.comm.send(me.put(np.zeros(100_000), "int32"), 1)
-        else:
-            me.comm.recv(me.zeros(100, "float32"), 0)
-        return outcome(me)
-
-
-def set_up_against(what: str, where: str) -> dict[str, Any]:
-    """Rank 1 begins with GPU memory, or asks for window memory or ends once all have, and the others call ``what``; all have time."""
-    with session() as world:
-        me = Rank(world, 600.0)
-        world.timeout = 600.0
-        me.comm.all_reduce(np.ones(3))
-        x = me.put(np.ones(3))
-        if where != "set-up":
-            me.comm.all_reduce(x)
-            me.synchronize()
-        world.barrier("test")
-        calls: dict[str, Callable[[], Any]] = {
-            "all_reduce": lambda: me.comm.all_reduce(np.ones(3)),
-            "barrier": me.comm.barrier,
-            "recv": lambda: me.comm.recv(np.ones(3), 1),
-            "send": lambda: me.comm.send(np.ones(300_000), 1),
-            "split": lambda: me.comm.split(0),
-            "abort": lambda: me.comm.abort("for a test") if me.rank == 0 else me.comm.barrier(),
-            "set-up": lambda: me.comm.all_reduce(x),
-            "window": lambda: me.comm.empty(10, "float32", device="cuda"),
-            "finalize": me.comm.finalize,
-        }
-        try:
-            calls[where if me.rank == 1 else what]()
-            if me.rank != 1 or where != "finalize":
-                me.comm.barrier()
-        except MiracclError as error:
-            return told_by(error)
-        finally:
-            me.comm.finalize()
-        return {"type": "none"}
-
-
-def alone(how: str) -> str:
-    """Rank 1 waits for a message that nobody sends."""
-    with rank() as me:
-        me.comm.barrier(stream=0)
-        me.synchronize()
-        if me.rank == 0:
-            return ""
-        messages: Any = me.comm._device._messages  # type: ignore[union-attr]
-        if how == "timeout":  # only now: compilers run before the barrier
-            messages._comm_args = dataclasses.replace(messages._comm_args, timeout_ns=int(0.3e9))
-        me.comm.recv(me.zeros(100), 0)
-        if how == "abort":
-            threading.Timer(0.2, me.comm._device.abort if me.comm._device else print).start()
-        return outcome(me)
-
-
-def outcome(me: Rank) -> str:
-    try:
-        me.synchronize()
-    except (CollectiveMismatch, CollectiveTimeout, CommunicatorAborted) as error:
-        return f"{type(error).__name__}: {error}"
-    except MiracclError as error:
-        return f"unexpected {error}"
-    return "ended"
-
-
 def only_dlpack() -> None:
     """Arrays of other libraries; those that never change need an array for the result."""
     with rank() as me:
@@ -654,54 +582,6 @@ def only_dlpack() -> None:
         same(x, np.full(9, (me.rank - 1) % n + 1))
 
 
-def aborted_by_another() -> str:
-    """What rank 1, which waits for a message, is told when rank 0 aborts."""
-    with rank(timeout=60.0) as me:
-        me.comm.barrier(stream=0)
-        if me.rank == 0:
-            me.synchronize()
-            me.comm.abort("rank 0 has had enough")
-            return ""
-        try:  # the abort may come before the call
-            me.comm.recv(me.zeros(100), 0, stream=0)
-            me.synchronize()
-        except MiracclError as error:
-            return f"{type(error).__name__}: {error}"
-        return "no error"
-
-
-def left_by_an_exception() -> bool:
-    """Leaving a with block by an exception does not wait for the deadline of what runs."""
-    with rank(timeout=600.0) as me:
-        me.comm.barrier(stream=0)
-        if me.rank == 0:
-            return True  # looks at nothing any more: rank 1's abort may come at any time
-        me.synchronize()
-        try:
-            with me.comm:
-                me.comm.recv(me.zeros(100), 0, stream=0)
-                raise ValueError("a bug in the program")
-        except ValueError:
-            return True
-
-
-def unheard_of() -> str:
-    """A deadline that passes after the last call is raised when the communicator is left."""
-    with session() as world:
-        me = Rank(world, 30.0)
-        me.comm.barrier(stream=0)
-        me.synchronize()
-        if me.rank == 1:
-            messages: Any = me.comm._device._messages  # type: ignore[union-attr]
-            messages._comm_args = dataclasses.replace(messages._comm_args, timeout_ns=int(0.3e9))
-            me.comm.recv(me.zeros(100), 0, stream=0)
-        try:
-            me.comm.finalize()
-        except MiracclError as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-
 def ordered() -> list[float]:
     """A large reduce with ``deterministic``: values of which only the order of the ranks gives 0."""
     with session() as world:
@@ -716,25 +596,3 @@ def ordered() -> list[float]:
             found.append(float(x.array[0]))
         me.comm.finalize()
         return found
-
-
-def death_between_copies() -> None:
-    """Rank 1 dies between its meeting and its copies: rank 0's streams are let go of."""
-    import os
-
-    from miraccl.errors import PeerDied
-    from miraccl.executor.cuda import staged_copies
-
-    staged_copies.STAGE_BYTES = 64 << 10
-    with rank(timeout=60.0) as me:
-        out, x = me.zeros(100_003 * me.nranks), me.put(me.data(me.rank, 100_003))
-        me.comm.barrier(stream=0)
-        me.synchronize()
-        if me.rank == 1:
-            vars(staged_copies)["StagedLaunch"].run = lambda self, source, target, stream: self._before.run(source, target, stream)
-            me.comm.all_gather(x, out, stream=0)
-            me.synchronize()
-            os._exit(3)
-        me.comm.all_gather(x, out, stream=0)
-        with pytest.raises(PeerDied):
-            me.synchronize()

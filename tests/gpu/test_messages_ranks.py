@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import emulated_ranks
+from tests.gpu import emulated_faults, emulated_ranks
 from tests.gpu.emulator import folder, needs_compiler
 from tests.support.ranks import rank_outcomes, run_ranks
 
@@ -111,7 +111,7 @@ def test_arrays_with_nothing_but_dlpack() -> None:
 
 
 def test_a_mismatch_names_both_messages() -> None:
-    first, second = run(emulated_ranks.mismatch, 2)
+    first, second = run(emulated_faults.mismatch, 2)
     assert second.startswith("CollectiveMismatch")
     assert "rank 1 receives 100 x float32 (400 bytes) where rank 0 sends 100000 x int32 (400000 bytes)" in second
     assert "rank 0 sends 100000 x int32 (400000 bytes) where rank 1 receives 100 x float32" in first
@@ -124,7 +124,7 @@ CONTROL_PLANE = {"set-up": "the first operation on GPU memory", "window": "empty
 @pytest.mark.parametrize("where", ["set-up", "window"])
 def test_the_control_plane_of_gpus_against_another_operation(where: str, what: str) -> None:
     """The GPU side and window memory are made on the control plane: whoever calls something else meanwhile is told so, as everybody."""
-    for got in run(emulated_ranks.set_up_against, 3, what, where):
+    for got in run(emulated_faults.set_up_against, 3, what, where):
         assert got["type"] == "CollectiveMismatch", got
         assert f"{CONTROL_PLANE[where]} on rank 1" in got["text"]
         assert f"{'send_recv' if what in ('send', 'recv') else what} on rank" in got["text"]
@@ -133,36 +133,36 @@ def test_the_control_plane_of_gpus_against_another_operation(where: str, what: s
 @pytest.mark.parametrize("what", ["all_reduce", "recv"])
 def test_a_rank_that_ends_is_known_to_have_left(what: str) -> None:
     """It waits for the others before it gives its GPU memory back, but takes part in nothing."""
-    got = run(emulated_ranks.set_up_against, 3, what, "finalize")
+    got = run(emulated_faults.set_up_against, 3, what, "finalize")
     assert [answer["type"] for answer in got] == ["PeerDied", "none", "PeerDied"]
     assert "rank 1 has left the communicator" in got[0]["text"]
 
 
 def test_an_abort_ends_the_first_operation_on_gpus() -> None:
-    for got in run(emulated_ranks.set_up_against, 3, "abort", "set-up"):
+    for got in run(emulated_faults.set_up_against, 3, "abort", "set-up"):
         assert got["type"] == "CommunicatorAborted", got
         assert "for a test" in got["text"]
 
 
 @pytest.mark.parametrize("how", ["timeout", "abort"])
 def test_waits_end(how: str) -> None:
-    answer = run(emulated_ranks.alone, 2, how)[1]
+    answer = run(emulated_faults.alone, 2, how)[1]
     assert answer.startswith("CollectiveTimeout" if how == "timeout" else "CommunicatorAborted")
     assert how == "abort" or "a message from rank 0" in answer
 
 
 def test_an_abort_ends_the_kernels_of_others() -> None:
-    answer = run(emulated_ranks.aborted_by_another, 2)[1]
+    answer = run(emulated_faults.aborted_by_another, 2)[1]
     assert answer.startswith("CommunicatorAborted")
     assert "rank 0 has had enough" in answer
 
 
 def test_an_exception_that_leaves_the_block_ends_kernels() -> None:
-    assert run(emulated_ranks.left_by_an_exception, 2) == [True, True]
+    assert run(emulated_faults.left_by_an_exception, 2) == [True, True]
 
 
 def test_what_nobody_was_told_is_raised_at_the_end() -> None:
-    answers = run(emulated_ranks.unheard_of, 2)
+    answers = run(emulated_faults.unheard_of, 2)
     assert answers[1].startswith("CollectiveTimeout")
     assert "a message from rank 0" in answers[1]
 
@@ -173,5 +173,5 @@ def test_deterministic_sums_are_in_the_order_of_the_ranks() -> None:
 
 def test_streams_that_copy_are_let_go_of_when_a_peer_dies() -> None:
     env = {"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}
-    outcomes = rank_outcomes(emulated_ranks.death_between_copies, 2, env=env)
+    outcomes = rank_outcomes(emulated_faults.death_between_copies, 2, env=env)
     assert outcomes[0].ok, outcomes[0]
