@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from typing import Any
@@ -65,3 +66,22 @@ def broken_early() -> Any:
     SocketTransport.connect = connect_and_break  # type: ignore[method-assign, assignment]
     with miraccl.init(timeout=30) as comm:
         return _told(comm)
+
+
+def absent_while_connecting() -> Any:
+    """Rank 1 is stopped when the others connect to it; it goes on after they have given up."""
+    act_as_hosts(1)
+
+    def stand_still(transport: SocketTransport, infos: Any) -> Any:
+        while True:
+            transport._check()
+            time.sleep(0.01)
+
+    if os.environ["MIRACCL_RANK"] == "1":
+        SocketTransport.connect = stand_still  # type: ignore[method-assign, assignment]
+    start = time.monotonic()
+    try:
+        miraccl.init(timeout=0.5)
+    except MiracclError as error:
+        return {**seen(error), "seconds": time.monotonic() - start}
+    return {"type": "none"}

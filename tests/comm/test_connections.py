@@ -35,3 +35,12 @@ def test_a_connection_that_breaks_while_the_communicator_is_made_is_told() -> No
         assert got["type"] == "PeerDied", got
         assert "has lost its connection to rank" in got["text"]
         assert got["seconds"] < SECONDS
+
+
+def test_a_rank_that_does_not_connect_is_named_at_the_deadline_of_the_communicator() -> None:
+    got = run_ranks(connection_ranks.absent_while_connecting, 2, timeout=40)
+    assert got[0]["type"] == "BootstrapError"
+    assert "no TCP connection with ranks [1] after 0.5 s" in got[0]["text"]
+    assert got[0]["seconds"] < SECONDS
+    assert got[1]["type"] == "PeerDied"
+    assert "rank 0 left while the ranks were connecting" in got[1]["text"]

@@ -16,5 +16,13 @@ def open_network(
 ) -> tuple[SocketTransport, Any]:
     """The transport and its proxy; the caller closes them in this order. ``check`` raises if a rank dies while they connect."""
     proxy = Proxy(rank=me.rank, wake=wake, on_lost=on_lost)
-    transport = SocketTransport(me, proxy=proxy, secret=session.data_key, job=session.name.encode(), slot_bytes=slot_bytes, check=check)
+    transport = SocketTransport(
+        me,
+        proxy=proxy,
+        secret=session.data_key,
+        job=session.name.encode(),
+        slot_bytes=slot_bytes,
+        timeout=session.timeout,
+        check=check,
+    )
     return transport, proxy

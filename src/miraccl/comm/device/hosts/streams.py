@@ -58,6 +58,7 @@ class PeerStreams:
             job=f"{session.name} {name}".encode(),
             slot_bytes=PAGE_BYTES,
             options=SocketOptions(nstreams=1, buffer_bytes=params.SOCKET_BUFFER.read()),
+            timeout=session.timeout,
             check=lambda: member.check(0, "connecting"),
         )
         infos = session.all_gather(self._transport.setup(), name)
