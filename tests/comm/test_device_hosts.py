@@ -130,6 +130,13 @@ def test_both_ends_of_unlike_messages_are_told(count: int, dtype: DType, text: s
         assert f"ranks called different operations: {text}" in error
 
 
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_stream_that_breaks_ends_what_waits_for_it(sends: bool) -> None:
+    for text in run_ranks(fake_hosts.cut, 2, sends):
+        assert text.startswith("PeerDied")
+        assert "has lost its connection to rank" in text
+
+
 @pytest.mark.parametrize(("hosts", "apart", "sends"), [("AABB", False, False), *(("AB", *waits) for waits in WAITS)])
 def test_a_death_ends_what_waits(hosts: str, apart: bool, sends: bool) -> None:
     outcomes = rank_outcomes(fake_hosts.death, len(hosts), hosts, apart, sends)

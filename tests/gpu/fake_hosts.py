@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
 
@@ -558,6 +559,24 @@ def death(hosts: str, apart: bool, sends: bool) -> str:
         if w.rank == w.nranks - 1:
             os._exit(3)
         with contextlib.suppress(PeerDied):  # it may be known by now
+            _begin(w, x, sends)
+        w.cuda.cuCtxSynchronize()
+        return _fault(w, x, (PeerDied,))
+
+
+def cut(sends: bool) -> str:
+    """The stream that an operation takes breaks between ranks that live."""
+    with session() as world:
+        w = World(world, "AB", apart=True)
+        x = w.zeros(BIG, DType.FLOAT32)
+        w.comm.all_reduce(x)
+        w.comm.synchronize()
+        world.barrier("before the end of the stream")
+        if w.rank == 1:
+            assert w.comm.jobs.messages is not None
+            for streams in (w.comm.jobs.messages._streams, *(direct._streams for direct in w.comm.jobs.direct)):
+                streams._keeper.streams[0].shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(MiracclError):  # rank 1 may have told by now
             _begin(w, x, sends)
         w.cuda.cuCtxSynchronize()
         return _fault(w, x, (PeerDied,))

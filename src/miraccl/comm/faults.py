@@ -39,7 +39,7 @@ from miraccl.errors import (
 )
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.lower import describe_signature
-from miraccl.wire.proxy_records import Loss, LossKind
+from miraccl.wire.proxy_records import CLOSED_WITHOUT_A_WORD, Loss, LossKind
 
 _KINDS: dict[str, type[MiracclError]] = {
     "timeout": CollectiveTimeout,
@@ -157,9 +157,12 @@ class Faults:
     def _without(self, rank: int, loss: Loss) -> None:
         """There is no connection to a rank any more, which lives for all that is known: those between whom there is one must be told."""
         if not self.closing and self.fault is None and rank not in self.left:
-            error = loss.error(rank=self.rank, peer=rank)
-            error.hint = HINT
-            self.spread(self._behind(error), _CONNECTION[loss.kind])
+            self._tell_loss(rank, loss)
+
+    def _tell_loss(self, rank: int, loss: Loss, op: str | None = None) -> MiracclError:
+        error = loss.error(rank=self.rank, peer=rank)
+        error.hint, error.op = HINT, op
+        return self.spread(self._behind(error), _CONNECTION[loss.kind])
 
     def _noticed(self, source: int, payload: dict[str, Any]) -> None:
         if payload.get("kind") == control.KIND:
@@ -263,6 +266,8 @@ class Faults:
             return self.spread(CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
         if code == at.ERR_ENDED:
             return self.spread(CollectiveMismatch(in_vain(self.rank, peer), rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
+        if code == at.ERR_CUT:
+            return self._tell_loss(peer, Loss(LossKind.RESET, CLOSED_WITHOUT_A_WORD), op)
         if code == at.ERR_CMA:
             text = f"the kernel refused to copy {want} bytes from the memory of rank {peer}"
             hint = "MIRACCL_CMA_DISABLE=1 avoids process_vm_readv"

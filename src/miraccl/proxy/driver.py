@@ -190,7 +190,7 @@ class Driver:
             return self.handle(wire.StreamEnded(stream.index, str(error.strerror)))
         if not got_some:
             stream.readable = False
-            return self.handle(wire.StreamEnded(stream.index, self._why or "it was closed without a word"))
+            return self.handle(wire.StreamEnded(stream.index, self._why or wire.CLOSED_WITHOUT_A_WORD))
         while self.link.alive and self._take_one(stream):
             pass
 

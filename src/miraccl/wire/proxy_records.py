@@ -47,6 +47,9 @@ class LossKind(enum.Enum):
     INTERNAL = "internal"
 
 
+CLOSED_WITHOUT_A_WORD = "it was closed without a word"
+
+
 @dataclass(frozen=True)
 class Loss:
     """The end of a connection that this side did not ask for; ``detail`` is what the peer did, such as "closed its communicator", what this

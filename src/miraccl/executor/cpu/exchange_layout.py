@@ -72,3 +72,4 @@ RECV_MOST: Final = 1 << 20
 FOLD_PART: Final = 1 << 18  # bytes: what has come is still in the caches
 SPIN_NS: Final = 200_000
 NAP_NS: Final = 5_000_000  # at most between looks for an abort
+CUT_NS: Final = 500_000_000  # in which the control plane tells why a stream has ended, if it knows

@@ -65,7 +65,7 @@ def send_some(exchange: int, row: int) -> bool:
 
 @inline
 def receive_some(ctx: int, exchange: int, row: int) -> int:
-    """OK if something came, NEED_PLAN if nothing did, or an ERR_*.  A stream that has ended gives nothing: the control plane tells why."""
+    """OK if something came, NEED_PLAN if nothing did, or an ERR_*.  Nothing comes on a stream that has ended: others may tell why."""
     way = row + ex.IN
     if left(way) == 0:
         return at.NEED_PLAN
@@ -122,8 +122,18 @@ def show_missing(ctx: int, exchange: int) -> int:
 
 
 @inline
-def look_around(ctx: int, exchange: int, now: int) -> int:
-    """What may end a wait: an abort, the deadline, a peer that has left."""
+def cut_off(exchange: int) -> int:
+    """A peer whose stream has ended though something is missing, -1 if there is none."""
+    for i in range(load(exchange + ex.NPEERS)):
+        row = load(exchange + ex.ROWS) + i * ex.ROW_BYTES
+        if load(row + ex.ENDED) != 0 and left_of(row) > 0:
+            return load(row + ex.PEER)
+    return -1
+
+
+@inline
+def look_around(ctx: int, exchange: int, now: int, idle: int) -> int:
+    """What may end a wait: an abort, the deadline, a peer that has left or to which there is no connection any more."""
     ctrl, peer = load(ctx + at.CTX_CTRL), show_missing(ctx, exchange)
     if load_acquire(ctrl + at.CTRL_ABORT) != 0:
         return fail(ctx, at.ERR_ABORTED, peer, 0, load(ctrl + at.CTRL_ABORT))
@@ -131,6 +141,8 @@ def look_around(ctx: int, exchange: int, now: int) -> int:
         return fail(ctx, at.ERR_TIMEOUT, peer, 0, 0)
     if peer >= 0 and load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0:
         return fail(ctx, at.ERR_LEFT, peer, 0, 0)
+    if idle > ex.CUT_NS and cut_off(exchange) >= 0:
+        return fail(ctx, at.ERR_CUT, cut_off(exchange), 0, 0)
     return at.OK
 
 
@@ -157,7 +169,7 @@ def nap(exchange: int, nanoseconds: int) -> None:
 def rest(ctx: int, exchange: int, now: int, idle: int) -> int:
     """Nothing has moved for ``idle`` ns: OK to look again, or an ERR_*."""
     if idle > ex.SPIN_NS // 8:
-        code = look_around(ctx, exchange, now)
+        code = look_around(ctx, exchange, now, idle)
         if code != at.OK:
             return code
     if idle >= ex.SPIN_NS:

@@ -141,6 +141,7 @@ UNDER_WAY = 3  # it has begun, and somebody has to go on with it
 ERR_ABORTED, ERR_TIMEOUT, ERR_MISMATCH, ERR_SIZE, ERR_LEFT, ERR_CMA, ERR_INTERRUPTED = 10, 11, 12, 13, 14, 15, 16
 ERR_PARTED = 17  # the peer waits for this rank on the control plane
 ERR_ENDED = 18  # the peer has ended the operation in which this rank waits for it
+ERR_CUT = 19  # the peer's stream has ended
 
 # ---- what compiled code reads of a NumPy array: PyArrayObject_fields of numpy/core/include/numpy/ndarraytypes.h, part of NumPy's
 # ABI since 1.7; ``executor.cpu.arrays`` checks it on a probe before it is used
