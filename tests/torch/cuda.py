@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -370,6 +371,27 @@ def tensors(path: str) -> None:
 
         x = torch.arange(4.0, device="cuda") + rank
         assert equal(torch.compile(step, backend="aot_eager", fullgraph=True)(x), step(x))
+
+
+def symmetric(path: str) -> None:
+    """PyTorch's symmetric memory beside ours: it meets over a group that PyTorch's C++ knows (docs/torch.md)."""
+    with world(path) as (rank, nranks):
+        use_gpu(rank)
+        if torch.cuda.device_count() < nranks:
+            return  # PyTorch refuses ranks that share a GPU
+        group = dist.new_group(backend="gloo")
+        mine = symmetric_memory.empty(1024, device="cuda")
+        handle = symmetric_memory.rendezvous(mine, group)
+        assert (handle.rank, handle.world_size) == (rank, nranks)
+        mine.fill_(rank + 1)
+        handle.barrier()
+        peer = (rank + 1) % nranks
+        assert equal(handle.get_buffer(peer, (1024,), torch.float32), filled(1024, peer + 1))
+        total = torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", group.group_name)
+        assert equal(total, filled(1024, nranks * (nranks + 1) / 2))
+        handle.barrier()
+        dist.all_reduce(mine)
+        assert equal(mine, total)
 
 
 # ---- failure

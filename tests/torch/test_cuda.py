@@ -37,6 +37,7 @@ TIMEOUT_S = 300.0
         cuda.bound,
         cuda.training,
         cuda.tensors,
+        cuda.symmetric,
     ],
     ids=lambda check: check.__name__,
 )

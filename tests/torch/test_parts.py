@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,15 +15,17 @@ pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'mira
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from miraccl import params
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.start import get_unique_id
 from miraccl.errors import CollectiveTimeout, InvalidUsage
-from miraccl.torch import BackendError, ProcessGroupMiraccl, operators, process_group, tensors
+from miraccl.torch import BackendError, ProcessGroupMiraccl, everyday, operators, tensors, transfers
 from miraccl.torch.channel import timeout_of
-from miraccl.torch.streams import Streams, StreamWork, as_one_batch
+from miraccl.torch.streams import Streams, StreamWork
 from miraccl.torch.work import Lane, Work, seconds
+from miraccl.types import RedOp
 from tests.torch.worlds import equal
 
 LIMIT_S = 20.0
@@ -210,6 +212,7 @@ class _Event:
 class _Stream:
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name, self.events = log, name, 0
+        self.cuda_stream = f"number of {name}"
 
     def wait_stream(self, other: _Stream) -> None:
         self.log.append(f"{self.name} waits for {other.name}")
@@ -230,17 +233,19 @@ class _Cuda:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.current, self.made, self.capturing = _Stream(self.log, "current"), 0, False
+        self.current, self.made, self.events = _Stream(self.log, "current"), 0, 0
+        self.capturing = self.elsewhere = False
 
     def Stream(self, device: Any) -> _Stream:  # noqa: N802
         self.made += 1
         return _Stream(self.log, f"own{self.made}")
 
     def Event(self) -> _Event:  # noqa: N802
+        self.events += 1
         return _Event(self.log, "")
 
     def current_device(self) -> int | None:
-        return None
+        return 5 if self.elsewhere else None
 
     def current_stream(self, device: Any) -> _Stream:
         return self.current
@@ -253,6 +258,7 @@ class _Cuda:
 
     @contextlib.contextmanager
     def device(self, device: Any) -> Iterator[None]:
+        self.log.append("on the group's GPU")
         yield
 
     @contextlib.contextmanager
@@ -295,12 +301,55 @@ def test_an_asynchronous_operation_waits_for_the_current_stream_and_wait_for_it(
     assert work.wait()
     work.synchronize()
     work.block_current_stream()
-    assert cuda.log == ["current waits for own1/1"] * 3
+    assert cuda.log == ["current waits for own1"] * 3
     assert not work.is_completed()
     with pytest.raises(BackendError, match="not finished within"):
         work.wait(datetime.timedelta(milliseconds=5))
     cuda.capturing = True
     assert work.wait(datetime.timedelta(milliseconds=5))  # a graph that is captured never waits on the host
+
+
+def test_an_operation_of_the_communicator_is_told_its_stream() -> None:
+    streams, cuda = _streams()
+    told: list[Any] = []
+
+    def operation(*args: Any, stream: Any = None) -> None:
+        told.append((args, stream))
+
+    work = streams.call("op", ["x"], [_Tensor(cuda.log)], operation, (1, 2), asynchronous=True)
+    assert told == [((1, 2), "number of own1")]
+    assert cuda.log == ["own1 waits for current", "memory of own1"]
+    assert work.wait()
+    assert cuda.log[2:] == ["current waits for own1"]
+    work = streams.call("op", ["x"], [_Tensor(cuda.log)], operation, (3,), asynchronous=False)
+    assert told[1:] == [((3,), None)]
+    assert work.wait()
+    assert work.result() == ["x"]
+    assert len(cuda.log) == 3
+    cuda.elsewhere = True  # the group's GPU is not the current one, whose stream the operation would take
+    work = streams.call("op", [], [], operation, (4,), asynchronous=True)
+    assert told[2:] == [((4,), None)]
+    assert cuda.log[3:] == ["on the group's GPU", "own1 waits for current"]
+
+    def broken(stream: Any = None) -> None:
+        raise InvalidUsage("no")
+
+    for elsewhere in (False, True):
+        cuda.elsewhere = elsewhere
+        with pytest.raises(BackendError, match="InvalidUsage: no"):
+            streams.call("op", [], [], broken, (), asynchronous=True)
+
+
+def test_events_serve_again_once_nobody_can_wait_for_them() -> None:
+    streams, cuda = _streams()
+    works = [streams.run("op", [], [], lambda: None, asynchronous=True) for _ in range(3)]
+    assert cuda.events == 4  # and that by which the streams part
+    assert len({id(work.event) for work in works}) == 3
+    del works
+    for _ in range(5):
+        work = streams.run("op", [], [], lambda: None, asynchronous=True)
+        assert work.wait()
+    assert cuda.events == 4
 
 
 def test_a_synchronous_operation_runs_in_the_current_stream_and_costs_no_event() -> None:
@@ -329,39 +378,43 @@ def test_what_kernels_found_is_raised_by_wait_and_told_by_exception(monkeypatch:
     assert not work.is_success()
 
 
-def test_a_batch_of_messages_is_one_operation() -> None:
+def test_messages_that_start_together_are_one_operation() -> None:
     streams, cuda = _streams()
-    with as_one_batch(streams):
-        log = cuda.log
-        works = [
-            streams.transfer(
-                name, [name], [_Tensor(log)], functools.partial(log.append, name), functools.partial(log.append, f"{name} ended")
-            )
-            for name in ("send", "recv")
-        ]
+    log = cuda.log
+    works: list[Work] = []
+
+    def start() -> None:
+        for name in ("send", "recv"):
+            begin, after = functools.partial(log.append, name), functools.partial(log.append, f"{name} ended")
+            works.append(streams.transfer(name, [name], [_Tensor(log)], begin, after))
         with pytest.raises(BackendError, match="batch has not ended"):
             works[0].wait()
         assert not works[0].is_completed()
-        assert cuda.log == []
-    whole = streams.close_batch()
+        assert log == []
+
+    whole = streams.together(start)
     assert whole is not None
-    assert cuda.log == ["own1 waits for current", "send", "recv", "send ended", "recv ended", *["memory of own1"] * 2]
+    assert log == ["own1 waits for current", "send", "recv", "send ended", "recv ended", *["memory of own1"] * 2]
     assert all(work.wait() for work in [*works, whole])
     assert whole.result() == ["send", "recv"]
-    assert streams.close_batch() is None
-    with contextlib.suppress(ZeroDivisionError), as_one_batch(streams):
+    assert streams.together(lambda: None) is None
+
+    def broken() -> None:
         streams.transfer("send", [], [], lambda: None, lambda: None)
         raise ZeroDivisionError
-    streams.transfer("send", [], [], lambda: cuda.log.append("alone"), lambda: None)
-    assert cuda.log[-1] == "alone"
+
+    with contextlib.suppress(ZeroDivisionError):
+        streams.together(broken)
+    streams.transfer("send", [], [], lambda: log.append("alone"), lambda: None)
+    assert log[-1] == "alone"
 
 
 def test_a_barrier_waits_on_the_host_for_what_was_enqueued_before() -> None:
     streams, cuda = _streams()
     drain = streams.mark()
-    assert cuda.log == []
+    assert cuda.log == ["on the group's GPU"]
     drain()
-    assert cuda.log == ["host waits for current/1", "host waits for own1/1"]
+    assert cuda.log[1:] == ["host waits for current/1", "host waits for own1/1"]
 
 
 # ---- the group's way for GPU memory, with CPU tensors in its place: one rank, whose communicator takes both
@@ -373,11 +426,11 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     group = ProcessGroupMiraccl(dist.HashStore(), comm, mail)
     monkeypatch.setattr(tensors.Staged, "device", torch.device("cuda", 0))
     monkeypatch.setattr(tensors, "_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(process_group, "is_everyday", lambda tensor: False)
+    monkeypatch.setattr(transfers, "is_everyday", lambda tensor: False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     cuda = _Cuda()
     group._streams = Streams(comm, torch.device("cuda", 0), cuda)
-    monkeypatch.setattr(group._streams, "future", lambda values, *_: values)
+    monkeypatch.setattr(group._streams, "future", lambda work: work.result())
     yield group
     group.shutdown()
 
@@ -413,12 +466,111 @@ def test_every_call_takes_the_streams(group: Any) -> None:
     assert group._get_sequence_number_for_group() == 5 * len(calls)
 
 
+class _Told:
+    """A communicator that notes what it is told to do."""
+
+    rank, nranks, _device = 0, 1, None
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, stream=None: self.calls.append((name, *args))
+
+
+def test_everyday_calls_go_straight_to_the_communicator_and_others_do_not(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ordinary(tensor: Any, ordinal: int | None) -> bool:
+        return ordinal == 0 and type(tensor) is torch.Tensor and tensor.is_contiguous() and tensor.dtype in tensors.NATIVE
+
+    monkeypatch.setattr(everyday, "is_everyday_on", ordinary)
+    monkeypatch.setattr(group, "_go", lambda *_: "staged")
+    real, told = group.communicator, _Told()
+    monkeypatch.setattr(group, "communicator", told)
+    x, out, bools = torch.arange(6.0), torch.zeros(6), torch.zeros(6, dtype=torch.bool)
+    plain, average, scaled = (dist.AllreduceOptions() for _ in range(3))
+    average.reduceOp = dist.ReduceOp.AVG
+    scaled.reduceOp = dist._make_nccl_premul_sum(2.0)
+    gather, scatter, exchange = c10d.AllgatherOptions(), c10d.ReduceScatterOptions(), c10d.AllToAllOptions()
+    column = torch.zeros(6, 2)[:, 0]
+    straight: list[tuple[str, Any, Any]] = [
+        ("allreduce", ([x], plain), ("all_reduce", x, x, RedOp.SUM)),
+        ("allreduce", ([x], average), ("all_reduce", x, x, RedOp.AVG)),
+        ("broadcast", ([x], dist.BroadcastOptions()), ("broadcast", x, 0)),
+        ("reduce", ([x], dist.ReduceOptions()), ("reduce", x, 0, None, RedOp.SUM)),
+        ("_allgather_base", (out, x, gather), ("all_gather", x, out)),
+        ("all_gather_single", (out, x, gather), ("all_gather", x, out)),
+        ("_reduce_scatter_base", (out, x, scatter), ("reduce_scatter", x, out, RedOp.SUM)),
+        ("alltoall_base", (out, x, [], [], exchange), ("all_to_all", x, out)),
+    ]
+    others: list[tuple[str, Any]] = [
+        ("allreduce", ([x], scaled)),
+        ("allreduce", ([bools], plain)),
+        ("allreduce", ([column], plain)),
+        ("allreduce", ([x],)),
+        ("allreduce", (x,)),
+        ("allreduce", (x, dist.ReduceOp.MAX)),
+        ("reduce", ([bools], dist.ReduceOptions())),
+        ("_reduce_scatter_base", (out, column, scatter)),
+        ("alltoall_base", (out, x, [6], [6], exchange)),
+    ]
+    for name, args, wanted in straight:
+        before = group._sequence
+        assert getattr(group, name)(*args).wait()
+        assert told.calls.pop() == wanted
+        assert group._sequence == before + 1
+    for name, args in others:
+        assert getattr(group, name)(*args) == "staged", name
+    with torch.profiler.profile():
+        assert group.allreduce([x], plain) == "staged"
+    group._batch = []
+    assert group.allreduce([x], plain) == "staged"
+    group._batch = None
+    assert told.calls == []
+    assert group.allreduce([x], plain).result() == [x]
+    monkeypatch.setattr(group, "communicator", real)
+
+
+def test_lists_of_everyday_tensors_take_no_staging(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged: list[str] = []
+    monkeypatch.setattr(everyday, "is_everyday_on", lambda tensor, ordinal: tensor.is_contiguous() and tensor.dtype in tensors.NATIVE)
+    monkeypatch.setattr(group, "_go", lambda name, *_: staged.append(name))
+    x, gather = torch.arange(6.0).reshape(2, 3), c10d.AllgatherOptions()
+
+    def here(kind: Any) -> Any:
+        options = kind()
+        options.asyncOp = False  # or messages are told a stream, which those on CPU memory have not
+        return options
+
+    calls: list[Callable[[Any], Any]] = [
+        lambda out: group.allgather([[out]], [x], gather),
+        lambda out: group.reduce_scatter([out], [[x]], c10d.ReduceScatterOptions()),
+        lambda out: group.alltoall([out], [x], here(c10d.AllToAllOptions)),
+        lambda out: group.gather([[out]], [x], here(dist.GatherOptions)),
+        lambda out: group.scatter([out], [[x]], here(dist.ScatterOptions)),
+    ]
+    for call in calls:
+        out = torch.zeros(2, 3)
+        assert call(out).wait()
+        assert torch.equal(out, x)
+    assert not staged
+    for other in (out.view(-1), torch.zeros(3, 2).t(), torch.zeros(2, 3, dtype=torch.int16)):
+        group.allgather([[other]], [x], gather)
+    assert staged == ["all_gather"] * 3
+    group.alltoall([x], [x], c10d.AllToAllOptions())  # nothing that a message could be
+    group._on_one_host = False
+    group.alltoall([out], [x], c10d.AllToAllOptions())
+    assert staged[3:] == ["all_to_all"] * 2
+
+
 def test_sends_and_receives_of_a_batch_go_together(group: Any) -> None:
     out = torch.zeros(2, 2)
-    with group.batch(torch.device("cuda", 0)) as works:
+
+    def start() -> None:
         group.send([torch.ones(2)], 0, 0)
         group.recv([out[:, 1]], 0, 0)
         assert out.sum() == 0
+
+    works = group.together(torch.device("cuda", 0), start)
     assert [work.wait() for work in works] == [True]
     assert out.tolist() == [[0.0, 1.0]] * 2
 

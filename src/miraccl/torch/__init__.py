@@ -16,14 +16,13 @@ except ImportError as error:
 if not dist.is_available():
     raise MissingDependency("this build of PyTorch has no torch.distributed", hint="install a build with USE_DISTRIBUTED=1")
 
-from miraccl.torch.collectives import Collectives
 from miraccl.torch.failures import BackendError
 from miraccl.torch.functional import register
-from miraccl.torch.process_group import NAME, ProcessGroupMiraccl
+from miraccl.torch.process_group import ProcessGroupMiraccl
 from miraccl.torch.rendezvous import SCHEME, handle
 from miraccl.torch.start import create
 from miraccl.torch.streams import StreamWork
-from miraccl.torch.tensors import DEVICES
+from miraccl.torch.tensors import DEVICES, NAME
 from miraccl.torch.untraced import untraced
 from miraccl.torch.work import TransferWork, Work
 from miraccl.torch.wrapped import install
@@ -33,4 +32,5 @@ __all__ = ["NAME", "BackendError", "ProcessGroupMiraccl", "create"]
 if NAME.upper() not in dist.Backend._plugins:
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(DEVICES))
     dist.register_rendezvous_handler(SCHEME, handle)
-    untraced(Collectives, ProcessGroupMiraccl, Work, TransferWork, StreamWork, functions=[*install(), *register()])
+    parts = (cls for cls in ProcessGroupMiraccl.__mro__ if cls.__module__.startswith(__name__))
+    untraced(*parts, Work, TransferWork, StreamWork, functions=[*install(), *register()])

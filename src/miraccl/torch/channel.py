@@ -72,6 +72,10 @@ def wait_for_graph(comm: Communicator) -> tuple[str, ...]:
     return member.faults.wait_for_graph(statuses)
 
 
+def is_on_one_host(comm: Communicator) -> bool:
+    return len(set(comm._member.fabric.hosts)) <= 1
+
+
 def check_gpu(comm: Communicator, name: str) -> None:
     """Raise what kernels of the communicator have found so far; never waits for them."""
     if comm._device is not None:

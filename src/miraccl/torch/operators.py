@@ -63,6 +63,17 @@ def recipe(op: Any, dtype: Any, where: str) -> Recipe:
     return Recipe(form=found.form, op=PreMulSum(float(op.__getstate__()[1])))  # op.factor is not in PyTorch 2.11
 
 
+def plain_operator(op: Any, dtype: Any) -> RedOp | None:
+    """The operator of miraccl that a ``ReduceOp`` is on the values of tensors of ``dtype``, where nothing else is to be done; or None."""
+    return _plain(op.op.value, dtype)
+
+
+@functools.cache
+def _plain(kind: int, dtype: Any) -> RedOp | None:
+    ordinary = dtype in NATIVE or dtype in SMALL_FLOATS
+    return next((ours for theirs, ours in _VALUES.items() if theirs.value == kind and ours is not RedOp.PREMUL_SUM and ordinary), None)
+
+
 @functools.cache
 def _recipe(kind: Any, dtype: Any, where: str) -> Recipe:
     if dtype is torch.bool and kind in _BOOLS:

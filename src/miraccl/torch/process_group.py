@@ -10,11 +10,10 @@ streams.  Calls with tensors of a device that the group's string gives to anothe
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,27 +21,26 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from miraccl.comm.communicator import Communicator
-from miraccl.errors import InvalidUsage, MiracclError
+from miraccl.errors import InvalidUsage
 from miraccl.torch import monitored
-from miraccl.torch.channel import deadline, run_beside, seat_of, set_timeout, timeout_of
-from miraccl.torch.collectives import Collectives, only
+from miraccl.torch.channel import deadline, is_on_one_host, run_beside, seat_of, set_timeout, timeout_of
 from miraccl.torch.elsewhere import Elsewhere
-from miraccl.torch.failures import BackendError, as_backend_errors
+from miraccl.torch.everyday import Everyday
+from miraccl.torch.failures import as_backend_errors
 from miraccl.torch.forms import short_form
-from miraccl.torch.message import SENT
 from miraccl.torch.post import Post
 from miraccl.torch.profiled import profiled, profiling, shown_as
-from miraccl.torch.routing import by_device, first_tensor
-from miraccl.torch.streams import Streams, as_one_batch
-from miraccl.torch.tensors import DEVICES, Staged, check_result, is_everyday, stage
-from miraccl.torch.work import FinishedWork, Lane, TransferWork, Work, seconds
+from miraccl.torch.routing import first_tensor
+from miraccl.torch.streams import Streams
+from miraccl.torch.tensors import DEVICES, NAME, Staged, check_result, loaded
+from miraccl.torch.transfers import Transfers
+from miraccl.torch.work import FinishedWork, Lane, Work, seconds
 
-NAME = "miraccl"
 CLOSE_WAIT_S = 10.0
 _BARRIER = c10d.BarrierOptions()
 
 
-class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
+class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
     """One communicator as a ``torch.distributed`` group; ``communicator`` is there for its own calls (explain, last_plan).
 
     ``mail`` is a communicator of the same ranks for messages alone, ``elsewhere`` has the backends of other devices.
@@ -65,6 +63,7 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
         self._post = Post(mail)
         self._streams: Streams | None = None
         self._batch: list[Work] | None = None
+        self._on_one_host = is_on_one_host(communicator)
         self._sequence = 0
         self._splits = 0
         self._barriers = 0
@@ -165,7 +164,7 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
             with as_backend_errors():
                 for tensor in tensors:
                     check_result(tensor, name)
-            action = _loaded(staged, action)
+            action = loaded(staged, action)
         self._sequence += 1
         on_gpu = bool(staged) and staged[0].device.type != "cpu"
         start = self._on_stream if on_gpu else self._on_cpu
@@ -219,109 +218,6 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
         self._barriers += 1
         with as_backend_errors():
             monitored.barrier(self._post, self._barriers, limit, wait_all_ranks)
-
-    # ---- point to point
-
-    def send(self, tensors: Sequence[Any], dst: int, tag: int = 0) -> Work:
-        """Tags are for CPU memory; messages between GPUs are matched by their order, as on NCCL."""
-        return self._send(tensors, tensors[0], dst, tag) if self._everyday(tensors) else self._send_any(tensors, dst, tag)
-
-    def recv(self, tensors: Sequence[Any], src: int, tag: int = 0) -> Work:
-        return self._receive(tensors, tensors[0], src, tag) if self._everyday(tensors) else self._receive_any(tensors, src, tag)
-
-    def _everyday(self, tensors: Sequence[Any]) -> bool:
-        """Whether a message is an ordinary tensor in CPU memory, which nobody else wants to have or to see."""
-        return len(tensors) == 1 and is_everyday(tensors[0]) and self._elsewhere is None and not profiling()
-
-    @by_device("send")
-    @shown_as(f"{NAME}:send")
-    def _send_any(self, tensors: Sequence[Any], dst: int, tag: int) -> Work:
-        with as_backend_errors():
-            staged = stage(only(tensors, "send"), "send")
-            if staged.device.type != "cpu":
-                begin = _loaded([staged], lambda: self.communicator.send(staged.array, dst))
-                return self._streams_of(staged.device).transfer("send", tensors, staged.memory, begin, _nothing)
-            staged.load()
-        return self._send(tensors, staged.plain, dst, tag)
-
-    def _send(self, tensors: Sequence[Any], memory: Any, dst: int, tag: int) -> Work:
-        try:
-            message = self._post.send(memory, dst, _tag(tag, "send"))
-        except MiracclError as error:
-            raise BackendError(error) from error
-        if message is SENT:
-            return self._transfer(FinishedWork("send", tensors))
-        return self._transfer(TransferWork("send", tensors, self._post, message, self._mail_lane, None))
-
-    @by_device("recv")
-    @shown_as(f"{NAME}:recv")
-    def _receive_any(self, tensors: Sequence[Any], src: int, tag: int) -> Work:
-        with as_backend_errors():
-            staged = stage(only(tensors, "recv"), "recv")
-            check_result(tensors[0], "recv")
-            if staged.device.type != "cpu":
-                begin = lambda: self.communicator.recv(staged.array, src)  # noqa: E731
-                return self._streams_of(staged.device).transfer("recv", tensors, staged.memory, begin, staged.store)
-        return self._receive(tensors, staged.plain, src, tag, staged.store)
-
-    def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> Work:
-        """From whoever sends first; ``source_rank`` of the work says who it was."""
-        return self._receive(tensors, tensors[0], None, tag) if self._everyday(tensors) else self._receive_any_source(tensors, tag)
-
-    @by_device("recv_anysource")
-    @shown_as(f"{NAME}:recv")
-    def _receive_any_source(self, tensors: Sequence[Any], tag: int) -> Work:
-        with as_backend_errors():
-            staged = stage(only(tensors, "recv"), "recv")
-            check_result(tensors[0], "recv")
-            if staged.device.type != "cpu":
-                raise InvalidUsage("recv: a receive into GPU memory names the rank it receives from", hint="as on NCCL")
-        return self._receive(tensors, staged.plain, None, tag, staged.store)
-
-    def _receive(self, tensors: Sequence[Any], memory: Any, source: int | None, tag: int, after: Callable[[], Any] | None = None) -> Work:
-        try:
-            message = self._post.receive(memory, source, _tag(tag, "recv"))
-        except MiracclError as error:
-            raise BackendError(error) from error
-        return self._transfer(TransferWork("recv", tensors, self._post, message, self._mail_lane, after))
-
-    def _transfer(self, work: Work) -> Work:
-        if self._batch is not None:
-            self._batch.append(work)
-        return work
-
-    # ---- several at once
-
-    def _start_coalescing(self, device: Any) -> None:
-        """Until ``_end_coalescing``, calls are asynchronous, and sends and receives of GPU memory wait for one another."""
-        device = torch.device(device)
-        if self._elsewhere is not None and device.type in self._elsewhere.devices:
-            self._elsewhere.group._start_coalescing(device)
-            return
-        self._batch = []
-        if device.type == "cuda":
-            self._streams_of(device).open_batch()
-
-    def _end_coalescing(self, device: Any) -> Any:
-        device = torch.device(device)
-        if self._elsewhere is not None and device.type in self._elsewhere.devices:
-            return self._elsewhere.group._end_coalescing(device)
-        batch, self._batch = self._batch or [], None
-        transfers = self._streams.close_batch() if device.type == "cuda" and self._streams is not None else None
-        return _Several(batch if transfers is None else [*batch, transfers])
-
-    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
-
-    @contextlib.contextmanager
-    def batch(self, device: Any) -> Iterator[list[Work]]:
-        """Sends and receives of GPU memory inside the block are one operation; afterwards the list has its work."""
-        works: list[Work] = []
-        streams = self._streams_of(device)
-        with as_one_batch(streams):
-            yield works
-        work = streams.close_batch()
-        if work is not None:
-            works.append(work)
 
     # ---- sequence numbers, timeouts, other groups
 
@@ -401,43 +297,8 @@ class ProcessGroupMiraccl(Collectives, dist.ProcessGroup):
         self.shutdown()
 
 
-class _Several(Work):
-    """The operations of a coalesced block."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        super().__init__("coalesced", [t for work in works for t in work.result()])
-        self._works = list(works)
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        return not [work for work in self._works if not work.wait(timeout)]  # all are waited for
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self._works)
-
-    def exception(self) -> Exception | None:
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
-
-    def get_future(self) -> Any:
-        futures = [work.get_future() for work in self._works]
-        return torch.futures.collect_all(futures).then(lambda done: [t for f in done.value() for t in f.value()])
-
-
 def _nothing() -> None:
     pass
-
-
-def _loaded(places: Sequence[Staged], action: Callable[[], Any]) -> Callable[[], None]:
-    """The action after its temporaries have been filled."""
-
-    def run() -> None:
-        for place in places:
-            place.load()
-        action()
-
-    return run
 
 
 def _limited(comm: Communicator, limit: float, action: Callable[[], Any]) -> Callable[[], None]:
@@ -448,9 +309,3 @@ def _limited(comm: Communicator, limit: float, action: Callable[[], Any]) -> Cal
             action()
 
     return run
-
-
-def _tag(tag: int, name: str) -> int:
-    if tag < 0:  # those below are the group's own
-        raise InvalidUsage(f"{name}: the tag is {tag}; allowed are 0 and more")
-    return tag

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from miraccl.torch.work import Work
+
 
 def first_tensor(arguments: Any) -> Any:
     """The first tensor among arguments and lists (of lists) of them; None if there is none."""
@@ -19,17 +21,18 @@ def first_tensor(arguments: Any) -> Any:
     return None
 
 
-def by_device(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def by_device(*names: str) -> Callable[[Callable[..., Work]], Callable[..., Work]]:
     """Decorates a call of a group: with tensors of another backend's device it is that backend's, under whichever of ``names`` this version
     of PyTorch has."""
 
-    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(method: Callable[..., Work]) -> Callable[..., Work]:
         @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Work:
             other = self.elsewhere_for(args)
             if other is None:
                 return method(self, *args, **kwargs)
-            return getattr(other, next(name for name in names if hasattr(other, name)))(*args, **kwargs)
+            theirs: Work = getattr(other, next(name for name in names if hasattr(other, name)))(*args, **kwargs)
+            return theirs
 
         return call
 

@@ -19,8 +19,8 @@ from miraccl.errors import BootstrapError, MiracclError, PeerDied
 from miraccl.torch.channel import seat_of
 from miraccl.torch.elsewhere import Elsewhere, devices_of_call
 from miraccl.torch.failures import as_backend_errors
-from miraccl.torch.process_group import NAME, ProcessGroupMiraccl
-from miraccl.torch.tensors import DEVICES
+from miraccl.torch.process_group import ProcessGroupMiraccl
+from miraccl.torch.tensors import DEVICES, NAME
 
 KEY = "miraccl/unique_id"
 _FAILED = "failed: "

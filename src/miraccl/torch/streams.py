@@ -12,11 +12,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,26 @@ from miraccl.torch.failures import BackendError
 from miraccl.torch.work import Action, Work, seconds
 
 POLL_S = 0.0002
+KEPT_STREAMS = 64
+
+
+class _Cuda:
+    """``torch.cuda``, whose current stream is not made anew for every question."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[int, int], Any] = {}
+
+    def current_stream(self, ordinal: int) -> Any:
+        key = ordinal, torch._C._cuda_getCurrentRawStream(ordinal)
+        stream = self._streams.get(key)
+        if stream is None:
+            if len(self._streams) >= KEPT_STREAMS:
+                self._streams.clear()
+            stream = self._streams[key] = torch.cuda.current_stream(ordinal)
+        return stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
 
 
 class Streams:
@@ -37,11 +57,13 @@ class Streams:
 
     def __init__(self, comm: Communicator, device: Any, cuda: Any = None) -> None:
         self.comm, self.device = comm, device
-        self.cuda: Any = torch.cuda if cuda is None else cuda
+        self.cuda: Any = _Cuda() if cuda is None else cuda
         self.lock = threading.RLock()
+        self.events: list[Any] = []  # that no operation has any more
         self._own: Any = None
         self._fork: Any = None  # the event by which it waits for the current stream
         self._side: Any = None
+        self._last: Any = None  # the event with which the group's stream ends
         self._graph: tuple[str, ...] | None = None
         self._batch: list[tuple[_Part, Action, Action]] | None = None
 
@@ -66,12 +88,51 @@ class Streams:
 
     def _start_beside(self, name: str, tensors: Sequence[Any], memory: Iterable[Any], action: Action) -> StreamWork:
         """In the group's stream, which waits for the current one."""
+        own, current = self._branch()
+        self._in_stream(own, current, lambda: self._enqueue(action))
+        return self._beside(name, tensors, memory)
+
+    def call(
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        memory: Iterable[Any],
+        operation: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        asynchronous: bool,
+    ) -> StreamWork:
+        """As ``run``, of one operation of the communicator, which is told its stream."""
+        with self.lock:
+            if self.cuda.current_device() != self.device.index:
+                return self.run(name, tensors, memory, lambda: operation(*args), asynchronous=asynchronous)
+            try:
+                if not asynchronous:
+                    operation(*args)
+                    return StreamWork(name, tensors, self, self.cuda.current_stream(self.device.index))
+                own, _ = self._branch()
+                operation(*args, stream=own.cuda_stream)
+                return self._beside(name, tensors, memory)
+            except MiracclError as error:
+                raise self._told(error) from error
+
+    def _branch(self) -> tuple[Any, Any]:
+        """The group's stream, which waits for the current one, and that."""
         own, current = self.own, self.cuda.current_stream(self.device.index)
         own.wait_event(current.record_event(self._fork))
-        self._in_stream(own, current, lambda: self._enqueue(action))
+        return own, current
+
+    def _beside(self, name: str, tensors: Sequence[Any], memory: Iterable[Any]) -> StreamWork:
+        """The handle of what has been enqueued in the group's stream."""
+        own = self.own
         for tensor in memory:
             tensor.record_stream(own)
-        return StreamWork(name, tensors, self, own, own.record_event())
+        try:
+            event = self.events.pop()
+        except IndexError:
+            event = self.cuda.Event()
+        self._last = own.record_event(event)
+        return StreamWork(name, tensors, self, own, event)
 
     # PyTorch's own contexts for devices and streams take as long as a small operation
 
@@ -92,15 +153,31 @@ class Streams:
         """A send or receive: now, or with the others of the batch that is open."""
         if self._batch is None:
             return self.run(name, tensors, memory, lambda: (begin(), after()), asynchronous=True)
-        part = _Part(name, tensors, memory)
+        return self._noted(_Part(name, tensors, memory), begin, after)
+
+    def message(self, name: str, tensors: Sequence[Any], operation: Callable[..., Any], peer: int) -> Work:
+        """The same of one tensor, with nothing around the operation."""
+        if self._batch is None:
+            return self.call(name, tensors, tensors, operation, (tensors[0], peer), asynchronous=True)
+        return self._noted(_Part(name, tensors, tensors), functools.partial(operation, tensors[0], peer), _nothing)
+
+    def _noted(self, part: _Part, begin: Action, after: Action) -> _Part:
+        assert self._batch is not None
         self._batch.append((part, begin, after))
         return part
 
     def open_batch(self) -> None:
         self._batch = []
 
-    def drop_batch(self) -> None:
-        self._batch = None
+    def together(self, start: Action) -> Work | None:
+        """Run ``start``, whose sends and receives are one operation; None if there were none."""
+        self.open_batch()
+        try:
+            start()
+        except BaseException:
+            self._batch = None
+            raise
+        return self.close_batch()
 
     def close_batch(self) -> Work | None:
         """Start the sends and receives of the batch as one operation; None if there were none."""
@@ -124,7 +201,7 @@ class Streams:
     def mark(self) -> Callable[[], None]:
         """What waits on the host until everything enqueued so far has run, as c10d's barriers do."""
         with self.cuda.device(self.device):
-            events = [self.cuda.current_stream(self.device).record_event(), self.own.record_event()]
+            events = [self.cuda.current_stream(self.device.index).record_event(), self.own.record_event()]
 
         def drain() -> None:
             for event in events:
@@ -133,23 +210,26 @@ class Streams:
 
         return drain
 
-    def future(self, tensors: Sequence[Any], stream: Any, event: Any, error: Exception | None) -> Any:
-        """A future of the operation that ``event`` follows; fulfilled at once, for whoever waits for it waits on a stream."""
+    def future(self, work: StreamWork) -> Any:
+        """A future of ``work``; fulfilled at once, for whoever waits for it waits on a stream."""
         result: Any = torch.futures.Future(devices=[self.device])
+        error = work.exception()
         if error is not None:
             result.set_exception(error)
-            return result
-        with self.lock:
-            self._on_device(lambda: self._fulfil(result, tensors, stream, event))
+        else:
+            with self.lock:
+                self._on_device(lambda: self._fulfil(result, work))
         return result
 
-    def _fulfil(self, result: Any, tensors: Sequence[Any], stream: Any, event: Any) -> None:
-        if event is not None:  # the stream may hold later operations already
+    def _fulfil(self, result: Any, work: StreamWork) -> None:
+        """In a stream with nothing but what the work's event follows; the group's may hold later operations already."""
+        stream = work.stream
+        if work.event is not None and work.event is not self._last:
             if self._side is None:
                 self._side = self.cuda.Stream(self.device)
-            self._side.wait_event(event)
             stream = self._side
-        self._in_stream(stream, self.cuda.current_stream(self.device.index), lambda: result.set_result(tensors))
+            stream.wait_event(work.event)
+        self._in_stream(stream, self.cuda.current_stream(self.device.index), lambda: result.set_result(work.result()))
 
     def check(self, name: str) -> None:
         """Raise what kernels have found so far."""
@@ -178,17 +258,21 @@ class StreamWork(Work):
 
     def __init__(self, name: str, tensors: Sequence[Any], streams: Streams, stream: Any, event: Any = None) -> None:
         dist.Work.__init__(self)  # nothing else of ``Work``'s: it has no end on the host that anybody could wait for
-        self._name, self._tensors, self._future = name, list(tensors), None
-        self._streams, self._stream, self._event = streams, stream, event
+        self._name, self._tensors, self._future = name, tensors, None
+        self._streams, self.stream, self.event = streams, stream, event
+
+    def __del__(self) -> None:
+        if self.event is not None:
+            self._streams.events.append(self.event)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Make the current stream wait. With a ``timeout``, the host waits as well, at most that long."""
         streams = self._streams
         current = streams.cuda.current_stream(streams.device.index)
-        if self._event is not None:
-            current.wait_event(self._event)
-        elif current != self._stream:
-            current.wait_stream(self._stream)
+        if self.event is not None:
+            current.wait_event(self.event)
+        elif current is not self.stream and current != self.stream:
+            current.wait_stream(self.stream)
         limit = seconds(timeout)
         if limit is not None and not streams.cuda.is_current_stream_capturing():
             self._wait_on_host(limit, timeout)
@@ -206,9 +290,9 @@ class StreamWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        if self._event is None:
-            self._event = self._stream.record_event()
-        return bool(self._event.query())
+        if self.event is None:
+            self.event = self.stream.record_event()
+        return bool(self.event.query())
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
@@ -223,7 +307,7 @@ class StreamWork(Work):
     def get_future(self) -> Any:
         with self._streams.lock:
             if self._future is None:
-                self._future = self._streams.future(self._tensors, self._stream, self._event, self.exception())
+                self._future = self._streams.future(self)
             return self._future
 
 
@@ -233,8 +317,8 @@ class _Part(Work):
     whole: StreamWork | None = None
 
     def __init__(self, name: str, tensors: Sequence[Any], memory: Iterable[Any]) -> None:
-        super().__init__(name, tensors)
-        self.memory = list(memory)
+        dist.Work.__init__(self)  # nothing else of ``Work``'s: it ends with ``whole``
+        self._name, self._tensors, self.memory = name, tensors, memory
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         return self._started().wait(timeout)
@@ -257,12 +341,5 @@ class _Part(Work):
         return self.whole
 
 
-@contextlib.contextmanager
-def as_one_batch(streams: Streams) -> Iterator[None]:
-    """Inside the block, sends and receives are collected."""
-    streams.open_batch()
-    try:
-        yield
-    except BaseException:
-        streams.drop_batch()
-        raise
+def _nothing() -> None:
+    pass

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from miraccl.errors import InvalidUsage
 
+NAME = "miraccl"
 DEVICES = ("cpu", "cuda")
 #: Types of torch that NumPy has as well.
 NATIVE = {
@@ -120,6 +121,17 @@ class Staged:
         for tensor in self.tensors:
             yield self.temporary[start : start + tensor.numel()].view(tensor.shape), tensor
             start += tensor.numel()
+
+
+def loaded(places: Sequence[Staged], action: Callable[[], Any]) -> Callable[[], None]:
+    """The action after its temporaries have been filled."""
+
+    def run() -> None:
+        for place in places:
+            place.load()
+        action()
+
+    return run
 
 
 def _copy(target: Any, source: Any) -> None:
@@ -256,3 +268,11 @@ def is_everyday(tensor: Any) -> bool:
     """Whether it is a tensor of the ordinary kind in CPU memory, whose memory is its values, and nobody looks at what it is used for."""
     ordinary = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is torch.strided and _is_plain(tensor)
     return ordinary and not torch._C._len_torch_dispatch_stack()
+
+
+def is_everyday_on(tensor: Any, ordinal: int) -> bool:
+    """The same of a tensor on a GPU, whose elements miraccl knows. (One of a single element may have any stride.)"""
+    own = type(tensor) is torch.Tensor and tensor.is_cuda and tensor.get_device() == ordinal and tensor.numel() > 1
+    if not own or tensor.layout is not torch.strided or tensor.requires_grad or not tensor.is_contiguous() or tensor.is_neg():
+        return False
+    return (tensor.dtype in NATIVE or tensor.dtype in SMALL_FLOATS) and not torch._C._len_torch_dispatch_stack()

@@ -76,9 +76,7 @@ def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
             with distributed_c10d._coalescing_manager(group, tensor.device, async_ops=True) as manager:
                 _start_all(p2p_op_list)
             return manager.works
-        with group.batch(tensor.device) as works:
-            _start_all(p2p_op_list)
-        return works
+        return group.together(tensor.device, lambda: _start_all(p2p_op_list))
 
     return batch_isend_irecv
 

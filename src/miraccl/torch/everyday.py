@@ -1,0 +1,212 @@
+"""What nearly all calls on GPUs are: ordinary tensors whose memory is their values, an operator of miraccl's, nobody who looks on.
+
+These go from c10d to the communicator without the staging and the closures of ``collectives``, which take longer than the launch of a
+small operation.  Whatever is not so ordinary, and a group's first call, is ``collectives``' matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from miraccl.comm.group import group
+from miraccl.torch.collectives import Collectives
+from miraccl.torch.elsewhere import Elsewhere
+from miraccl.torch.operators import plain_operator
+from miraccl.torch.profiled import profiling
+from miraccl.torch.streams import Streams
+from miraccl.torch.tensors import is_everyday_on
+from miraccl.torch.work import Work
+
+#: of these PyTorch copies many tensors with one kernel
+_TOGETHER = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8))
+
+
+class Everyday(Collectives):
+    """The collectives with one tensor, with one for the output and one for the input, and with lists of one for each rank."""
+
+    _streams: Streams | None
+    _elsewhere: Elsewhere | None
+    _batch: list[Work] | None
+    _sequence: int
+    _on_one_host: bool
+
+    # ---- one tensor, or an output and an input
+
+    def allreduce(self, tensors: Sequence[Any], *rest: Any, **named: Any) -> Work:
+        if _is_usual(c10d.AllreduceOptions, rest, tensors) and self._are_everyday(tensors):
+            x, opts = tensors[0], rest[0]
+            if (op := plain_operator(opts.reduceOp, x.dtype)) is not None:
+                return self._call("all_reduce", tensors, tensors, opts, self.communicator.all_reduce, x, x, op)
+        return super().allreduce(tensors, *rest, **named)
+
+    def broadcast(self, tensors: Sequence[Any], *rest: Any, **named: Any) -> Work:
+        if _is_usual(c10d.BroadcastOptions, rest, tensors) and self._are_everyday(tensors):
+            return self._call("broadcast", tensors, tensors, rest[0], self.communicator.broadcast, tensors[0], rest[0].rootRank)
+        return super().broadcast(tensors, *rest, **named)
+
+    def reduce(self, tensors: Sequence[Any], *rest: Any, **named: Any) -> Work:
+        if _is_usual(c10d.ReduceOptions, rest, tensors) and self._are_everyday(tensors):
+            x, opts = tensors[0], rest[0]
+            if (op := plain_operator(opts.reduceOp, x.dtype)) is not None:
+                return self._call("reduce", tensors, tensors, opts, self.communicator.reduce, x, opts.rootRank, None, op)
+        return super().reduce(tensors, *rest, **named)
+
+    def all_gather_single(self, output: Any, tensor: Any, *rest: Any) -> Work:
+        memory = (output, tensor)
+        if rest and self._are_everyday(memory):
+            return self._call("all_gather_into_tensor", [output], memory, rest[0], self.communicator.all_gather, tensor, output)
+        return super().all_gather_single(output, tensor, *rest)
+
+    def reduce_scatter_single(self, output: Any, tensor: Any, *rest: Any) -> Work:
+        memory = (output, tensor)
+        if rest and self._are_everyday(memory) and (op := plain_operator(rest[0].reduceOp, tensor.dtype)) is not None:
+            return self._call("reduce_scatter_tensor", [output], memory, rest[0], self.communicator.reduce_scatter, tensor, output, op)
+        return super().reduce_scatter_single(output, tensor, *rest)
+
+    def all_to_all_single(self, output: Any, tensor: Any, output_splits: Any, input_splits: Any, *rest: Any) -> Work:
+        memory = (output, tensor)
+        whole = type(output_splits) is list and type(input_splits) is list and not output_splits and not input_splits
+        if rest and whole and self._are_everyday(memory) and tensor.shape[0] % self.communicator.nranks == 0:
+            return self._call("all_to_all_single", [output], memory, rest[0], self.communicator.all_to_all, tensor, output)
+        return super().all_to_all_single(output, tensor, output_splits, input_splits, *rest)
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+
+    # ---- a list with a tensor for each rank
+
+    def allgather(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], *rest: Any, **named: Any) -> Work:
+        if _is_usual(c10d.AllgatherOptions, rest, inputs) and _is_one(output_lists) and self._is_of_each_rank(output_lists[0], inputs[0]):
+            outputs, x = output_lists[0], inputs[0]
+
+            def action() -> None:
+                whole = x.new_empty((len(outputs), *x.shape))
+                self.communicator.all_gather(x, whole)
+                _copy_each(outputs, whole.unbind())
+
+            return self._run("all_gather", outputs, (x, *outputs), rest[0], action)
+        return super().allgather(output_lists, inputs, *rest, **named)
+
+    def reduce_scatter(self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], *rest: Any, **named: Any) -> Work:
+        usual = _is_usual(c10d.ReduceScatterOptions, rest, outputs) and _is_one(input_lists)
+        if usual and self._is_of_each_rank(input_lists[0], outputs[0]):
+            inputs, out = input_lists[0], outputs[0]
+            if (op := plain_operator(rest[0].reduceOp, out.dtype)) is not None:
+
+                def action() -> None:
+                    self.communicator.reduce_scatter(torch.stack(inputs), out, op)
+
+                return self._run("reduce_scatter", outputs, (out, *inputs), rest[0], action)
+        return super().reduce_scatter(outputs, input_lists, *rest, **named)
+
+    def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], *rest: Any) -> Work:
+        usual = len(rest) == 1 and type(rest[0]) is c10d.AllToAllOptions
+        if usual and len(outputs) == len(inputs) == self.communicator.nranks and self._are_messages(outputs, inputs):
+            return self._exchange("all_to_all", outputs, rest[0], enumerate(inputs), enumerate(outputs))
+        return super().alltoall(outputs, inputs, *rest)
+
+    def gather(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], *rest: Any, **named: Any) -> Work:
+        if _is_usual(c10d.GatherOptions, rest, inputs) and self._are_everyday(inputs):
+            x, root = inputs[0], rest[0].rootRank
+            if root != self.communicator.rank:
+                return self._call("gather", [], inputs, rest[0], self.communicator.gather, x, root)
+            if _is_one(output_lists) and self._is_of_each_rank(output_lists[0], x) and self._are_messages(output_lists[0], inputs):
+                return self._exchange("gather", output_lists[0], rest[0], [(root, x)], enumerate(output_lists[0]))
+        return super().gather(output_lists, inputs, *rest, **named)
+
+    def scatter(self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], *rest: Any, **named: Any) -> Work:
+        if _is_usual(c10d.ScatterOptions, rest, outputs) and self._are_everyday(outputs):
+            out, root = outputs[0], rest[0].rootRank
+            if root != self.communicator.rank:
+                return self._call("scatter", outputs, outputs, rest[0], self.communicator.scatter, None, root, out)
+            if _is_one(input_lists) and self._is_of_each_rank(input_lists[0], out) and self._are_messages(outputs, input_lists[0]):
+                return self._exchange("scatter", outputs, rest[0], enumerate(input_lists[0]), [(root, out)])
+        return super().scatter(outputs, input_lists, *rest, **named)
+
+    # ---- running
+
+    def _call(
+        self, name: str, tensors: Sequence[Any], memory: Iterable[Any], opts: Any, operation: Callable[..., Any], *args: Any
+    ) -> Work:
+        """An operation of the communicator; ``tensors`` get its result, ``memory`` is all that it touches."""
+        self._sequence += 1
+        return self._here.call(name, tensors, memory, operation, args, asynchronous=opts.asyncOp)
+
+    def _run(self, name: str, tensors: Sequence[Any], memory: Iterable[Any], opts: Any, action: Callable[[], None]) -> Work:
+        """The same of an operation with copies of PyTorch's around it."""
+        self._sequence += 1
+        return self._here.run(name, tensors, memory, action, asynchronous=opts.asyncOp)
+
+    def _exchange(
+        self, name: str, tensors: Sequence[Any], opts: Any, sends: Iterable[tuple[int, Any]], receives: Iterable[tuple[int, Any]]
+    ) -> Work:
+        """Messages to and from ranks, all at once."""
+        outgoing, incoming = list(sends), list(receives)
+
+        def operation(stream: Any = None) -> None:
+            with group():
+                for rank, x in outgoing:
+                    self.communicator.send(x, rank, stream=stream)
+                for rank, x in incoming:
+                    self.communicator.recv(x, rank, stream=stream)
+
+        return self._call(name, tensors, [x for _, x in (*outgoing, *incoming)], opts, operation)
+
+    @property
+    def _here(self) -> Streams:
+        assert self._streams is not None  # or nothing is everyday
+        return self._streams
+
+    # ---- what is ordinary
+
+    def _are_everyday(self, tensors: Iterable[Any]) -> bool:
+        """Whether nobody but the communicator wants to have or to see these tensors."""
+        streams = self._streams
+        if streams is None or self._batch is not None or self._elsewhere is not None or profiling():
+            return False
+        ordinal = streams.device.index
+        return all([is_everyday_on(tensor, ordinal) for tensor in tensors])  # noqa: C419  (a generator takes longer)
+
+    def _is_of_each_rank(self, tensors: Any, one: Any) -> bool:
+        """Whether a list has a tensor like ``one`` for each rank, which PyTorch itself may write."""
+        if type(tensors) is not list or len(tensors) != self.communicator.nranks or not self._are_everyday((one, *tensors)):
+            return False
+        shape, dtype = one.shape, one.dtype
+        return all([x.shape == shape and x.dtype is dtype and not x.is_inference() for x in tensors])  # noqa: C419
+
+    def _are_messages(self, outputs: Any, inputs: Any) -> bool:
+        """Whether what goes from one list to other ranks' is messages, which it is on one host, whatever call it comes from.
+
+        Several hosts have other ways, which all ranks take together, and none of it may be for a call of this rank alone to decide.
+        """
+        if type(outputs) is not list or type(inputs) is not list or not self._on_one_host:
+            return False
+        if not self._are_everyday((*outputs, *inputs)) or len({x.dtype for x in (*outputs, *inputs)}) > 1:
+            return False
+        return _storages(outputs).isdisjoint(_storages(inputs))
+
+
+def _is_one(things: Any) -> bool:
+    return type(things) is list and len(things) == 1
+
+
+def _is_usual(options: type, rest: Sequence[Any], things: Any) -> bool:
+    """Whether a call has a list of one thing and options, as ``torch.distributed`` passes them."""
+    return len(rest) == 1 and type(rest[0]) is options and _is_one(things)
+
+
+def _copy_each(outputs: Sequence[Any], parts: Sequence[Any]) -> None:
+    if outputs[0].dtype in _TOGETHER:
+        torch._foreach_copy_(outputs, parts)
+    else:
+        for output, part in zip(outputs, parts, strict=True):
+            output.copy_(part)
+
+
+def _storages(tensors: Iterable[Any]) -> set[int]:
+    return {x.untyped_storage()._cdata for x in tensors}

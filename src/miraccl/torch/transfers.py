@@ -1,0 +1,186 @@
+"""Messages of a group, and blocks in which calls are collected.
+
+Messages of CPU memory have tags and go by the post, beside the lane; those between GPUs are matched by their order, as on NCCL, and take
+the streams.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from miraccl.comm.communicator import Communicator
+from miraccl.errors import InvalidUsage, MiracclError
+from miraccl.torch.collectives import only
+from miraccl.torch.elsewhere import Elsewhere
+from miraccl.torch.failures import BackendError, as_backend_errors
+from miraccl.torch.message import SENT
+from miraccl.torch.post import Post
+from miraccl.torch.profiled import profiling, shown_as
+from miraccl.torch.routing import by_device
+from miraccl.torch.streams import Streams
+from miraccl.torch.tensors import NAME, check_result, is_everyday, loaded, stage
+from miraccl.torch.work import FinishedWork, Lane, TransferWork, Work
+
+
+class Transfers:
+    """Sends and receives, and several calls at once."""
+
+    communicator: Communicator
+    _elsewhere: Elsewhere | None
+    _streams: Streams | None
+    _batch: list[Work] | None
+    _post: Post
+    _mail_lane: Lane
+
+    def _streams_of(self, device: Any) -> Streams:
+        raise NotImplementedError
+
+    @property
+    def _here(self) -> Streams:
+        raise NotImplementedError
+
+    def _are_everyday(self, tensors: Sequence[Any]) -> bool:
+        """Whether they are ordinary tensors on the group's GPU."""
+        raise NotImplementedError
+
+    # ---- one message
+
+    def send(self, tensors: Sequence[Any], dst: int, tag: int = 0) -> Work:
+        if self._everyday(tensors):
+            return self._send(tensors, tensors[0], dst, tag)
+        if self._are_everyday(tensors) and len(tensors) == 1:
+            return self._here.message("send", tensors, self.communicator.send, dst)
+        return self._send_any(tensors, dst, tag)
+
+    def recv(self, tensors: Sequence[Any], src: int, tag: int = 0) -> Work:
+        if self._everyday(tensors):
+            return self._receive(tensors, tensors[0], src, tag)
+        if self._are_everyday(tensors) and len(tensors) == 1:
+            return self._here.message("recv", tensors, self.communicator.recv, src)
+        return self._receive_any(tensors, src, tag)
+
+    def _everyday(self, tensors: Sequence[Any]) -> bool:
+        """Whether a message is an ordinary tensor in CPU memory, which nobody else wants to have or to see."""
+        return len(tensors) == 1 and is_everyday(tensors[0]) and self._elsewhere is None and not profiling()
+
+    @by_device("send")
+    @shown_as(f"{NAME}:send")
+    def _send_any(self, tensors: Sequence[Any], dst: int, tag: int) -> Work:
+        with as_backend_errors():
+            staged = stage(only(tensors, "send"), "send")
+            if staged.device.type != "cpu":
+                begin = loaded([staged], lambda: self.communicator.send(staged.array, dst))
+                return self._streams_of(staged.device).transfer("send", tensors, staged.memory, begin, _nothing)
+            staged.load()
+        return self._send(tensors, staged.plain, dst, tag)
+
+    def _send(self, tensors: Sequence[Any], memory: Any, dst: int, tag: int) -> Work:
+        try:
+            message = self._post.send(memory, dst, _tag(tag, "send"))
+        except MiracclError as error:
+            raise BackendError(error) from error
+        if message is SENT:
+            return self._transfer(FinishedWork("send", tensors))
+        return self._transfer(TransferWork("send", tensors, self._post, message, self._mail_lane, None))
+
+    @by_device("recv")
+    @shown_as(f"{NAME}:recv")
+    def _receive_any(self, tensors: Sequence[Any], src: int, tag: int) -> Work:
+        with as_backend_errors():
+            staged = stage(only(tensors, "recv"), "recv")
+            check_result(tensors[0], "recv")
+            if staged.device.type != "cpu":
+                begin = lambda: self.communicator.recv(staged.array, src)  # noqa: E731
+                return self._streams_of(staged.device).transfer("recv", tensors, staged.memory, begin, staged.store)
+        return self._receive(tensors, staged.plain, src, tag, staged.store)
+
+    def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> Work:
+        """From whoever sends first; ``source_rank`` of the work says who it was."""
+        return self._receive(tensors, tensors[0], None, tag) if self._everyday(tensors) else self._receive_any_source(tensors, tag)
+
+    @by_device("recv_anysource")
+    @shown_as(f"{NAME}:recv")
+    def _receive_any_source(self, tensors: Sequence[Any], tag: int) -> Work:
+        with as_backend_errors():
+            staged = stage(only(tensors, "recv"), "recv")
+            check_result(tensors[0], "recv")
+            if staged.device.type != "cpu":
+                raise InvalidUsage("recv: a receive into GPU memory names the rank it receives from", hint="as on NCCL")
+        return self._receive(tensors, staged.plain, None, tag, staged.store)
+
+    def _receive(self, tensors: Sequence[Any], memory: Any, source: int | None, tag: int, after: Callable[[], Any] | None = None) -> Work:
+        try:
+            message = self._post.receive(memory, source, _tag(tag, "recv"))
+        except MiracclError as error:
+            raise BackendError(error) from error
+        return self._transfer(TransferWork("recv", tensors, self._post, message, self._mail_lane, after))
+
+    def _transfer(self, work: Work) -> Work:
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
+
+    # ---- several at once
+
+    def _start_coalescing(self, device: Any) -> None:
+        """Until ``_end_coalescing``, calls are asynchronous, and sends and receives of GPU memory wait for one another."""
+        device = torch.device(device)
+        if self._elsewhere is not None and device.type in self._elsewhere.devices:
+            self._elsewhere.group._start_coalescing(device)
+            return
+        self._batch = []
+        if device.type == "cuda":
+            self._streams_of(device).open_batch()
+
+    def _end_coalescing(self, device: Any) -> Any:
+        device = torch.device(device)
+        if self._elsewhere is not None and device.type in self._elsewhere.devices:
+            return self._elsewhere.group._end_coalescing(device)
+        batch, self._batch = self._batch or [], None
+        transfers = self._streams.close_batch() if device.type == "cuda" and self._streams is not None else None
+        return _Several(batch if transfers is None else [*batch, transfers])
+
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
+
+    def together(self, device: Any, start: Callable[[], Any]) -> list[Work]:
+        """Run ``start``, whose sends and receives of GPU memory are one operation; its work, if there were any."""
+        work = self._streams_of(device).together(start)
+        return [] if work is None else [work]
+
+
+class _Several(Work):
+    """The operations of a coalesced block."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__("coalesced", [t for work in works for t in work.result()])
+        self._works = list(works)
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        return not [work for work in self._works if not work.wait(timeout)]  # all are waited for
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Exception | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def get_future(self) -> Any:
+        futures = [work.get_future() for work in self._works]
+        return torch.futures.collect_all(futures).then(lambda done: [t for f in done.value() for t in f.value()])
+
+
+def _nothing() -> None:
+    pass
+
+
+def _tag(tag: int, name: str) -> int:
+    if tag < 0:  # those below are the group's own
+        raise InvalidUsage(f"{name}: the tag is {tag}; allowed are 0 and more")
+    return tag
