@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import miraccl
 from miraccl.comm.device.memory import DeviceMemory
-from miraccl.comm.device.uneven import moves
+from miraccl.comm.device.uneven import Uneven, moves
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.types import Collective, DType
 from tests.gpu.door_side import Side, torch_with_doors
@@ -67,16 +67,15 @@ def test_doors_find_what_python_would_send(
         x, out = (whole, part) if splits_in else (part, whole)
         apart = part.data_ptr() >= whole.data_ptr() + 4 * whole.numel() or whole.data_ptr() >= part.data_ptr() + 4 * part.numel()
         apart = apart or not part.numel() or not whole.numel()
-    sent, received = moves(
-        collective,
-        memory(x),
-        memory(out),
-        () if not gives else sends if splits_in else (x.numel(),),
-        () if not takes else receives if splits_out else (out.numel(),),
-        rank,
-        root,
-        nranks,
+    asked = Uneven(
+        collective=collective,
+        source=memory(x),
+        target=memory(out),
+        sends=() if not gives else sends if splits_in else (x.numel(),),
+        receives=() if not takes else receives if splits_out else (out.numel(),),
+        root=root,
     )
+    sent, received = moves(asked, rank, nranks)
     side = Side(rank, nranks)
     parts = [(False, *part) for part in sent] + [(True, *part) for part in received]
     if parts:

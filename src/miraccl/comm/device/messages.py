@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from miraccl.comm.arguments import peer_rank
-from miraccl.comm.device.collectives import SUM, Operator
+from miraccl.comm.device.collectives import Operator
 from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.comm.device.transfer import DeviceTransfer
-from miraccl.comm.device.uneven import UnevenCollectives, moves, parts_of
+from miraccl.comm.device.uneven import Uneven, UnevenCollectives, moves, parts_of
 from miraccl.errors import CollectiveMismatch, InvalidUsage, MiracclError
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.lanes import fills_gpu
@@ -138,25 +138,14 @@ class MessageCalls(UnevenCollectives):
     ) -> None:
         every = [count] * self.nranks if self.rank == root else []
         sends, receives = ([count], every) if collective is Collective.GATHER else (every, [count])
-        self._run_messages(collective, source, target, sends, receives, root, collective.label, stream)
+        asked = Uneven(collective=collective, source=source, target=target, sends=sends, receives=receives, root=root)
+        self._run_messages(asked, collective.label, stream)
 
-    def _run_uneven(
-        self,
-        collective: Collective,
-        source: DeviceMemory,
-        target: DeviceMemory,
-        sends: Sequence[int],
-        receives: Sequence[int],
-        counts: Sequence[int],
-        stream: Any,
-        *,
-        op: Operator = SUM,
-        root: int = 0,
-    ) -> None:
-        if collective is Collective.REDUCE_SCATTER:
-            self._reduce_in_parts(source, target, sends, op, stream)
+    def _run_uneven(self, asked: Uneven, stream: Any) -> None:
+        if asked.collective is Collective.REDUCE_SCATTER:
+            self._reduce_in_parts(asked.source, asked.target, asked.sends, asked.op, stream)
         else:
-            self._run_messages(collective, source, target, sends, receives, root, f"{collective.label}_v", stream)
+            self._run_messages(asked, asked.name, stream)
 
     def _reduce_in_parts(self, source: DeviceMemory, target: DeviceMemory, sizes: Sequence[int], op: Operator, stream: Any) -> None:
         """Equal counts are one kernel, others a ``reduce`` per rank."""
@@ -166,18 +155,8 @@ class MessageCalls(UnevenCollectives):
         for root, part in parts_of(source, sizes):
             self._run(Collective.REDUCE, part, target if root == self.rank else part, part.count, op, root, stream)
 
-    def _run_messages(
-        self,
-        collective: Collective,
-        source: DeviceMemory,
-        target: DeviceMemory,
-        sends: Sequence[int],
-        receives: Sequence[int],
-        root: int,
-        name: str,
-        stream: Any,
-    ) -> None:
-        sent, received = moves(collective, source, target, sends, receives, self.rank, root, self.nranks)
+    def _run_messages(self, asked: Uneven, name: str, stream: Any) -> None:
+        sent, received = moves(asked, self.rank, self.nranks)
         for _, memory in received:
             if memory.read_only:
                 raise self._constant(name)

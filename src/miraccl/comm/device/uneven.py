@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from miraccl.comm.arguments import counts_of, operator
@@ -18,6 +19,25 @@ from miraccl.errors import InvalidUsage
 from miraccl.types import Collective
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Uneven:
+    """A collective with counts whose arguments are right. ``sends`` are the blocks of ``source``, ``receives`` those of ``target``: one for
+    each rank, or one for all or for the root; ``counts`` what all ranks know, nothing for all_to_all."""
+
+    collective: Collective
+    source: DeviceMemory
+    target: DeviceMemory
+    sends: Sequence[int]
+    receives: Sequence[int]
+    counts: Sequence[int] = ()
+    op: Operator = SUM
+    root: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.collective.label}_v"
+
+
 class UnevenCollectives(NoDoors, DeviceArguments):
     """The methods of a communicator. Where there is a door (``executor.cuda.doors``), a call that it takes is done."""
 
@@ -27,21 +47,8 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         """Run a gather or scatter of equal blocks in ``stream``; a rank that lacks one of the two buffers gives the other for it."""
         raise NotImplementedError
 
-    def _run_uneven(
-        self,
-        collective: Collective,
-        source: DeviceMemory,
-        target: DeviceMemory,
-        sends: Sequence[int],
-        receives: Sequence[int],
-        counts: Sequence[int],
-        stream: Any,
-        *,
-        op: Operator = SUM,
-        root: int = 0,
-    ) -> None:
-        """Run it in ``stream``. ``sends`` are the blocks of ``source``, ``receives`` those of ``target``; ``counts`` what all ranks know,
-        nothing for all_to_all."""
+    def _run_uneven(self, asked: Uneven, stream: Any) -> None:
+        """Run it in ``stream``."""
         raise NotImplementedError
 
     def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
@@ -76,7 +83,8 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         out = empty_like(x, sum(sizes), "all_gather_v") if out is None else out
         target = self._like(out, source, sum(sizes), "all_gather_v", stream)
         self._in_place(target, source, sum(sizes[: self.rank]), "all_gather_v")
-        self._run_uneven(Collective.ALL_GATHER, source, target, (source.count,), sizes, sizes, stream)
+        asked = Uneven(collective=Collective.ALL_GATHER, source=source, target=target, sends=(source.count,), receives=sizes, counts=sizes)
+        self._run_uneven(asked, stream)
         return out
 
     def reduce_scatter_v(self, x: Any, counts: Sequence[int], out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
@@ -89,7 +97,9 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         out = empty_like(x, sizes[self.rank], "reduce_scatter_v") if out is None else out
         target = self._like(out, source, sizes[self.rank], "reduce_scatter_v", stream)
         self._in_place(source, target, sum(sizes[: self.rank]), "reduce_scatter_v")
-        self._run_uneven(Collective.REDUCE_SCATTER, source, target, sizes, (target.count,), sizes, stream, op=op)
+        collective, mine = Collective.REDUCE_SCATTER, (target.count,)
+        asked = Uneven(collective=collective, source=source, target=target, sends=sizes, receives=mine, counts=sizes, op=op)
+        self._run_uneven(asked, stream)
         return out
 
     def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None, *, stream: Any = None) -> Any:
@@ -105,7 +115,8 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         out = empty_like(x, sum(receives), "all_to_all_v") if out is None else out
         target = self._like(out, source, sum(receives), "all_to_all_v", stream)
         self._apart(source, target, "all_to_all_v")
-        self._run_uneven(Collective.ALL_TO_ALL, source, target, sends, receives, (), stream)
+        asked = Uneven(collective=Collective.ALL_TO_ALL, source=source, target=target, sends=sends, receives=receives)
+        self._run_uneven(asked, stream)
         return out
 
     def gather_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
@@ -115,8 +126,9 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         chief, sizes = self._root(root, "gather_v"), counts_of(counts, "counts", self.nranks, "gather_v")
         source = self._sized(x, sizes[self.rank], f"counts[{self.rank}]", "gather_v", stream)
         out, target = self._gathered(x, source, sizes, chief, out, "gather_v", stream)
-        receives = sizes if self.rank == chief else ()
-        self._run_uneven(Collective.GATHER, source, target, (source.count,), receives, sizes, stream, root=chief)
+        collective, mine, receives = Collective.GATHER, (source.count,), sizes if self.rank == chief else ()
+        asked = Uneven(collective=collective, source=source, target=target, sends=mine, receives=receives, counts=sizes, root=chief)
+        self._run_uneven(asked, stream)
         return out
 
     def scatter_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
@@ -130,8 +142,9 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         else:
             source = target = self._given(out, "scatter_v", stream)
             self._expect(target, sizes[self.rank], "out", f"counts[{self.rank}]", "scatter_v")
-        sends = sizes if self.rank == chief else ()
-        self._run_uneven(Collective.SCATTER, source, target, sends, (target.count,), sizes, stream, root=chief)
+        collective, mine, sends = Collective.SCATTER, (target.count,), sizes if self.rank == chief else ()
+        asked = Uneven(collective=collective, source=source, target=target, sends=sends, receives=mine, counts=sizes, root=chief)
+        self._run_uneven(asked, stream)
         return out
 
     # ---- parts
@@ -181,25 +194,16 @@ def parts_of(memory: DeviceMemory, sizes: Sequence[int]) -> Parts:
     return [(rank, memory.part(first, size)) for rank, (first, size) in enumerate(zip(firsts, sizes, strict=False)) if size]
 
 
-def moves(
-    collective: Collective,
-    source: DeviceMemory,
-    target: DeviceMemory,
-    sends: Sequence[int],
-    receives: Sequence[int],
-    rank: int,
-    root: int,
-    nranks: int,
-) -> tuple[Parts, Parts]:
+def moves(asked: Uneven, rank: int, nranks: int) -> tuple[Parts, Parts]:
     """What ``rank`` sends and receives in a collective that only moves data; empty blocks, which both sides leave out, and one that stays
-    in its place are not among it. Blocks of ``source`` and ``target`` are a block for each rank, or one for all or for the root."""
-    sent, received = parts_of(source, sends), parts_of(target, receives)
-    if collective is Collective.ALL_GATHER:
+    in its place are not among it."""
+    sent, received = parts_of(asked.source, asked.sends), parts_of(asked.target, asked.receives)
+    if asked.collective is Collective.ALL_GATHER:
         sent = [(peer, memory) for peer in range(nranks) for _, memory in sent]
-    elif collective is Collective.GATHER:
-        sent = [(root, memory) for _, memory in sent]
-    elif collective is Collective.SCATTER:
-        received = [(root, memory) for _, memory in received]
+    elif asked.collective is Collective.GATHER:
+        sent = [(asked.root, memory) for _, memory in sent]
+    elif asked.collective is Collective.SCATTER:
+        received = [(asked.root, memory) for _, memory in received]
     mine, here = dict(sent).get(rank), dict(received).get(rank)
     if mine is not None and here is not None and mine.address == here.address:
         sent = [part for part in sent if part[0] != rank]

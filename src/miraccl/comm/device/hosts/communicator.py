@@ -29,7 +29,7 @@ from miraccl.comm.device.hosts.replays import Replays
 from miraccl.comm.device.hosts.steps import TwoSteps
 from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.comm.device.transfer import DeviceTransfer
-from miraccl.comm.device.uneven import UnevenCollectives, moves
+from miraccl.comm.device.uneven import Uneven, UnevenCollectives, moves
 from miraccl.comm.member import Options
 from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
 from miraccl.transport.cuda_p2p import Explanation
@@ -111,43 +111,31 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives):
 
     _run_rooted = _run
 
-    def _run_uneven(
-        self,
-        collective: Collective,
-        source: DeviceMemory,
-        target: DeviceMemory,
-        sends: Sequence[int],
-        receives: Sequence[int],
-        counts: Sequence[int],
-        stream: Any,
-        *,
-        op: Operator = SUM,
-        root: int = 0,
-    ) -> None:
-        name = f"{collective.label}_v"
-        if target.read_only and self._writes(collective, root):
-            raise self._constant(name)
-        if counts and not any(counts):
-            self.check(name)
+    def _run_uneven(self, asked: Uneven, stream: Any) -> None:
+        source, target = asked.source, asked.target
+        if target.read_only and self._writes(asked.collective, asked.root):
+            raise self._constant(asked.name)
+        if asked.counts and not any(asked.counts):
+            self.check(asked.name)
             return
-        if self._moves_by_messages(collective):
-            sent, received = moves(collective, source, target, sends, receives, self.rank, root, self.nranks)
+        if self._moves_by_messages(asked.collective):
+            sent, received = moves(asked, self.rank, self.nranks)
             both = [*((False, *part) for part in sent), *((True, *part) for part in received)]
-            self.exchange([DeviceTransfer(receives=r, peer=p, memory=m) for r, p, m in both], stream=stream, name=name)
+            self.exchange([DeviceTransfer(receives=r, peer=p, memory=m) for r, p, m in both], stream=stream, name=asked.name)
             return
         shape = Shape(
-            collective=collective,
+            collective=asked.collective,
             itemsize=source.dtype.itemsize,
             rank=self.rank,
             nranks=self.nranks,
-            root=root,
-            sends=tuple(sends),
-            receives=tuple(receives),
-            counts=tuple(counts),
+            root=asked.root,
+            sends=tuple(asked.sends),
+            receives=tuple(asked.receives),
+            counts=tuple(asked.counts),
             uneven=True,
         )
-        with self._operation(name, stream, [source, target]) as (number, captured):
-            self.jobs.enqueue((self.jobs.world,), shape, source.dtype, op, (source.address, target.address), number, captured)
+        with self._operation(asked.name, stream, [source, target]) as (number, captured):
+            self.jobs.enqueue((self.jobs.world,), shape, source.dtype, asked.op, (source.address, target.address), number, captured)
 
     def _moves_by_messages(self, collective: Collective) -> bool:
         """Whether an uneven collective is sends and receives: those in which no block crosses the network twice to the same host."""
