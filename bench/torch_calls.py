@@ -151,6 +151,7 @@ def subjects(group: Any, options: argparse.Namespace) -> dict[str, Callable[[], 
     block, other, whole, target = zeros(elements), zeros(elements), zeros(elements * nranks), zeros(elements * nranks)
     blocks, others = ([zeros(elements) for _ in range(nranks)] for _ in range(2))
     buckets = [zeros(elements) for _ in range(SEVERAL)]
+    rows = [elements] * nranks
     right, left, partner = (rank + 1) % nranks, (rank - 1) % nranks, rank ^ 1
     on_root = rank == 0
 
@@ -208,6 +209,7 @@ def subjects(group: Any, options: argparse.Namespace) -> dict[str, Callable[[], 
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(block, whole, group=group),
         "broadcast": lambda: dist.broadcast(block, 0, group=group),
         "all_to_all_single": lambda: dist.all_to_all_single(target, whole, group=group),
+        "all_to_all_single with splits": lambda: dist.all_to_all_single(target, whole, rows, rows, group=group),
         "all_gather of a list": lambda: dist.all_gather(blocks, block, group=group),
         "reduce_scatter of a list": lambda: dist.reduce_scatter(block, blocks, group=group),
         "all_to_all of lists": lambda: dist.all_to_all(others, blocks, group=group),

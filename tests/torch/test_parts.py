@@ -491,7 +491,7 @@ def test_everyday_calls_go_straight_to_the_communicator_and_others_do_not(group:
     average.reduceOp = dist.ReduceOp.AVG
     scaled.reduceOp = dist._make_nccl_premul_sum(2.0)
     gather, scatter, exchange = c10d.AllgatherOptions(), c10d.ReduceScatterOptions(), c10d.AllToAllOptions()
-    column = torch.zeros(6, 2)[:, 0]
+    column, pairs, pairs_out = torch.zeros(6, 2)[:, 0], torch.ones(3, 2), torch.zeros(3, 2)
     straight: list[tuple[str, Any, Any]] = [
         ("allreduce", ([x], plain), ("all_reduce", x, x, RedOp.SUM)),
         ("allreduce", ([x], average), ("all_reduce", x, x, RedOp.AVG)),
@@ -501,6 +501,8 @@ def test_everyday_calls_go_straight_to_the_communicator_and_others_do_not(group:
         ("all_gather_single", (out, x, gather), ("all_gather", x, out)),
         ("_reduce_scatter_base", (out, x, scatter), ("reduce_scatter", x, out, RedOp.SUM)),
         ("alltoall_base", (out, x, [], [], exchange), ("all_to_all", x, out)),
+        ("alltoall_base", (out, x, [6], [6], exchange), ("all_to_all_v", x, [6], [6], out)),
+        ("alltoall_base", (pairs_out, pairs, [3], [3], exchange), ("all_to_all_v", pairs, [6], [6], pairs_out)),
     ]
     others: list[tuple[str, Any]] = [
         ("allreduce", ([x], scaled)),
@@ -511,7 +513,7 @@ def test_everyday_calls_go_straight_to_the_communicator_and_others_do_not(group:
         ("allreduce", (x, dist.ReduceOp.MAX)),
         ("reduce", ([bools], dist.ReduceOptions())),
         ("_reduce_scatter_base", (out, column, scatter)),
-        ("alltoall_base", (out, x, [6], [6], exchange)),
+        ("alltoall_base", (out, column, [6], [6], exchange)),
     ]
     for name, args, wanted in straight:
         before = group._sequence
@@ -520,6 +522,9 @@ def test_everyday_calls_go_straight_to_the_communicator_and_others_do_not(group:
         assert group._sequence == before + 1
     for name, args in others:
         assert getattr(group, name)(*args) == "staged", name
+    for splits in ([5], [3, 3]):
+        with pytest.raises(BackendError, match="split"):
+            group.alltoall_base(out, x, splits, [6], exchange)
     with torch.profiler.profile():
         assert group.allreduce([x], plain) == "staged"
     group._batch = []

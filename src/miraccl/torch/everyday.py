@@ -68,10 +68,14 @@ class Everyday(Collectives):
         return super().reduce_scatter_single(output, tensor, *rest)
 
     def all_to_all_single(self, output: Any, tensor: Any, output_splits: Any, input_splits: Any, *rest: Any) -> Work:
-        memory = (output, tensor)
-        whole = type(output_splits) is list and type(input_splits) is list and not output_splits and not input_splits
-        if rest and whole and self._are_everyday(memory) and tensor.shape[0] % self.communicator.nranks == 0:
-            return self._call("all_to_all_single", [output], memory, rest[0], self.communicator.all_to_all, tensor, output)
+        memory, nranks = (output, tensor), self.communicator.nranks
+        if rest and type(output_splits) is list and type(input_splits) is list and self._are_everyday(memory):
+            if not output_splits and not input_splits and tensor.shape[0] % nranks == 0:
+                return self._call("all_to_all_single", [output], memory, rest[0], self.communicator.all_to_all, tensor, output)
+            sends, receives = _elements(tensor, input_splits, nranks), _elements(output, output_splits, nranks)
+            if sends and receives:
+                args = tensor, sends, receives, output
+                return self._call("all_to_all_single", [output], memory, rest[0], self.communicator.all_to_all_v, *args)
         return super().all_to_all_single(output, tensor, output_splits, input_splits, *rest)
 
     _allgather_base = all_gather_single
@@ -198,6 +202,15 @@ def _is_one(things: Any) -> bool:
 def _is_usual(options: type, rest: Sequence[Any], things: Any) -> bool:
     """Whether a call has a list of one thing and options, as ``torch.distributed`` passes them."""
     return len(rest) == 1 and type(rest[0]) is options and _is_one(things)
+
+
+def _elements(tensor: Any, splits: list[int], nranks: int) -> list[int]:
+    """How many elements of a tensor are of each rank, from rows; nothing where ``collectives`` has something to say about the splits."""
+    rows = tensor.shape[0]
+    if len(splits) != nranks or sum(splits) != rows:
+        return []
+    width = tensor.numel() // rows
+    return splits if width == 1 else [count * width for count in splits]
 
 
 def _copy_each(outputs: Sequence[Any], parts: Sequence[Any]) -> None:
