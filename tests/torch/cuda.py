@@ -381,6 +381,8 @@ def symmetric(path: str) -> None:
             return  # PyTorch refuses ranks that share a GPU
         group = dist.new_group(backend="gloo")
         mine = symmetric_memory.empty(1024, device="cuda")
+        with refused("InvalidUsage", "gloo"):
+            symmetric_memory.rendezvous(mine, dist.group.WORLD)
         handle = symmetric_memory.rendezvous(mine, group)
         assert (handle.rank, handle.world_size) == (rank, nranks)
         mine.fill_(rank + 1)

@@ -16,12 +16,13 @@ pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'mira
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d
 
 from miraccl import params
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.start import get_unique_id
 from miraccl.errors import CollectiveTimeout, InvalidUsage
-from miraccl.torch import BackendError, ProcessGroupMiraccl, everyday, operators, tensors, transfers
+from miraccl.torch import BackendError, ProcessGroupMiraccl, everyday, operators, tensors, transfers, wrapped
 from miraccl.torch.channel import timeout_of
 from miraccl.torch.streams import Streams, StreamWork
 from miraccl.torch.work import Lane, Work, seconds
@@ -586,6 +587,15 @@ def test_a_group_has_one_gpu(group: Any) -> None:
     assert group._get_backend("cuda:0") is group
     with pytest.raises(RuntimeError, match="no backend"):
         group._get_backend("xpu")
+
+
+def test_symmetric_memory_is_refused_before_it_ends_the_process(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendezvous = wrapped._rendezvous(lambda tensor, group: "met")
+    monkeypatch.setattr(distributed_c10d, "_resolve_process_group", lambda name: group if name == "ours" else None)
+    for given in (group, "ours"):
+        with pytest.raises(BackendError, match=r"symmetric memory.*gloo"):
+            rendezvous(None, given)
+    assert rendezvous(None, "theirs") == "met"
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

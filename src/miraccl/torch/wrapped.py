@@ -9,6 +9,8 @@
 - DDP's built-in FP16 hook reads the C++ type of a future's value, which one made in Python does not have: the same hook in Python does not.
 - ``ShardedTensor.gather`` takes CPU memory where the backend is called Gloo, and else the first device other than the CPU that the backend
   is registered for.
+- ``_symmetric_memory.rendezvous`` asks a group in C++ for its store, where one written in Python has none, and ends the process; it is refused
+  instead.
 - ``Join.notify_join_context`` gives its work to DDP's reducer, which keeps its C++ half alone; the module keeps the other one.
 
 For all other groups they are PyTorch's own.
@@ -30,6 +32,8 @@ from torch.distributed.algorithms import Join
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from miraccl.errors import InvalidUsage
+from miraccl.torch.failures import as_backend_errors
 from miraccl.torch.process_group import ProcessGroupMiraccl
 from miraccl.torch.work import Work
 
@@ -57,6 +61,11 @@ def install() -> list[Any]:
 
         chosen = ShardedTensor._get_preferred_device
         ShardedTensor._get_preferred_device = functools.wraps(chosen)(_preferred_device(chosen))
+    if torch.backends.cuda.is_built():
+        from torch.distributed import _symmetric_memory
+
+        meet = _symmetric_memory.rendezvous
+        _symmetric_memory.rendezvous = functools.wraps(meet)(_rendezvous(meet))
     return new
 
 
@@ -154,6 +163,18 @@ def _preferred_device(original: Callable[..., Any]) -> Callable[..., Any]:
         return torch.device("cpu") if on_cpu and isinstance(self._process_group, ProcessGroupMiraccl) else original(self)
 
     return preferred_device
+
+
+def _rendezvous(original: Callable[..., Any]) -> Callable[..., Any]:
+    def rendezvous(tensor: Any, group: Any) -> Any:
+        known = distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+        if isinstance(known, ProcessGroupMiraccl):
+            hint = "give it dist.new_group(backend='gloo') of the same ranks, and torch.ops.symm_mem its name"
+            with as_backend_errors():
+                raise InvalidUsage("symmetric memory: PyTorch cannot meet over a group that is written in Python", hint=hint)
+        return original(tensor, group)
+
+    return rendezvous
 
 
 def _group(given: Any) -> Any:
