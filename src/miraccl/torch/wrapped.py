@@ -9,8 +9,8 @@
 - DDP's built-in FP16 hook reads the C++ type of a future's value, which one made in Python does not have: the same hook in Python does not.
 - ``ShardedTensor.gather`` takes CPU memory where the backend is called Gloo, and else the first device other than the CPU that the backend
   is registered for.
-- ``_symmetric_memory.rendezvous`` asks a group in C++ for its store, where one written in Python has none, and ends the process; it is refused
-  instead.
+- ``_symmetric_memory.rendezvous`` asks a group in C++ for its store, where one written in Python has none, and ends the process: it is
+  refused.
 - ``Join.notify_join_context`` gives its work to DDP's reducer, which keeps its C++ half alone; the module keeps the other one.
 
 For all other groups they are PyTorch's own.
