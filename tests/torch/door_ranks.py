@@ -17,7 +17,7 @@ import torch
 import miraccl
 from miraccl import native
 from miraccl.comm import ways
-from miraccl.comm.device import memory, work
+from miraccl.comm.device import memory, persistent
 from miraccl.comm.device.memory import lies_on_gpu
 from miraccl.errors import CollectiveMismatch, CommunicatorClosed, InvalidUsage
 from miraccl.executor.cuda import launch
@@ -74,7 +74,7 @@ class Rank(emulated_ranks.Rank):
         super().__init__(world, timeout)
         self._direct = Direct(self.cuda)
         vars(ways).update(lies_on_gpu=on_gpu, ordinal_of=lambda x: 0)
-        vars(work).update(lies_on_gpu=on_gpu)
+        vars(persistent).update(lies_on_gpu=on_gpu)
         self.right, self.left = (self.rank + 1) % self.nranks, (self.rank - 1) % self.nranks
         self.adopt(self.comm)
 
