@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
@@ -206,7 +207,7 @@ def test_a_rank_number_used_twice():
 
     first, *twins = in_threads([rank_0, rank_1, rank_1])
     (error,) = [twin for twin in twins if isinstance(twin, BootstrapError)]
-    assert "rank 1 is taken" in str(error)
+    assert f"rank 1 is taken: process {os.getpid()} came twice, as when two of its threads" in str(error)
     assert "each process needs its own rank" in str(error)
     for session in (first, *twins):
         if session is not error:

@@ -34,12 +34,13 @@ def nonce(word: object) -> bytes:
     return hashlib.sha256(repr(word).encode()).digest()
 
 
-def a_join(rank: int, timeout: float = 10.0) -> Join:
+def a_join(rank: int, timeout: float = 10.0, pid: int | None = None) -> Join:
+    pid = 100 + rank if pid is None else pid
     return Join(
         host="h",
         network="n",
-        token=bytes([rank]) * 8,
-        pid=100 + rank,
+        token=bytes([pid]) * 8,
+        pid=pid,
         addresses=("10.0.0.1",),
         loopback=True,
         patience=timeout,
@@ -50,8 +51,8 @@ def a_join(rank: int, timeout: float = 10.0) -> Join:
 class Member:
     """One end: machine, bytes on their way to it, and what it told the layer above."""
 
-    def __init__(self, net: Net, conn: int, rank: int, nranks: int, secret: bytes, timeout: float) -> None:
-        self.net, self.conn, self.rank, self.timeout = net, conn, rank, timeout
+    def __init__(self, net: Net, conn: int, rank: int, nranks: int, secret: bytes, timeout: float, pid: int | None) -> None:
+        self.net, self.conn, self.rank, self.timeout, self.pid = net, conn, rank, timeout, pid
         self.machine = MemberMachine(secret=secret, rank=rank, nranks=nranks, nonce=nonce(("member", conn)))
         self.news: list[Any] = []
         self.inbox = bytearray()
@@ -63,7 +64,7 @@ class Member:
             if isinstance(output, Send):
                 self.outbox += output.data
             elif isinstance(output, HubProved):
-                self.input(SendMessage(now=self.net.now, message=a_join(self.rank, self.timeout)))
+                self.input(SendMessage(now=self.net.now, message=a_join(self.rank, self.timeout, self.pid)))
             elif isinstance(output, Arrived):
                 self.news.append(output.message)
             elif isinstance(output, HubLost | HubRejected):
@@ -117,9 +118,9 @@ class Net:
         self.hub_input(Connected(now=self.now, conn=conn, nonce=nonce(("hub", conn)), peer=f"10.0.0.9:{conn}"))
         return conn
 
-    def member(self, rank: int, nranks: int, *, secret: bytes = SECRET, timeout: float = 10.0) -> Member:
+    def member(self, rank: int, nranks: int, *, secret: bytes = SECRET, timeout: float = 10.0, pid: int | None = None) -> Member:
         conn = self.connect()
-        member = self.members[conn] = Member(self, conn, rank, nranks, secret, timeout)
+        member = self.members[conn] = Member(self, conn, rank, nranks, secret, timeout, pid)
         member.input(Start(now=self.now))
         return member
 

@@ -77,14 +77,16 @@ def test_a_job_of_one():
     assert net.hub.state is MeetingState.MET
 
 
-def test_a_rank_number_used_twice_is_refused_and_the_job_goes_on():
+@pytest.mark.parametrize(
+    ("pid", "told"), [(110, "process 101 from 10.0.0.9:2 came first, then process 110 from 10.0.0.9:3"), (101, "process 101 came twice")]
+)
+def test_a_rank_number_used_twice_is_refused_and_the_job_goes_on(pid, told):
     net = Net()
-    first, second, twin = net.member(0, 2), net.member(1, 2), net.member(1, 2)
+    first, second, twin = net.member(0, 2), net.member(1, 2), net.member(1, 2, pid=pid)
     net.run()
     (refused,) = twin.got(Refused)
     assert refused.code == Refusal.OVER  # the job has met by then
-    assert "rank 1 is taken" in refused.text
-    assert "process 101 from 10.0.0.9:2" in refused.text
+    assert f"rank 1 is taken: {told}" in refused.text
     assert first.got(Welcome)
     assert second.got(Welcome)
 
@@ -453,7 +455,7 @@ def send_both(member, *messages):
 
 def test_ranks_of_the_hubs_own_process_hear_last_what_all_are_told():
     """Rank 1 may end with the hub as soon as it has heard: then everybody else has been sent the same."""
-    net, (a, b, c, d) = meet(4, token=bytes([1]) * 8)
+    net, (a, b, c, d) = meet(4, token=bytes([101]) * 8)
     told = [net.outputs[-1]]  # Welcome
     answer = StatusReply(group=0, rank=1, ident=1, payload=b"{}")
     for member in (a, b, c):

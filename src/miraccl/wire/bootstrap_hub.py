@@ -291,8 +291,12 @@ class HubMachine:
     def _refuse_duplicate(self, peer: _Peer, now: float) -> None:
         assert peer.join is not None
         first = self._ranks.get(peer.rank)
-        who = f"process {first.join.pid} from {first.address}" if first is not None and first.join else "a process that is gone"
-        text = f"rank {peer.rank} is taken: {who} came first, then process {peer.join.pid} from {peer.address}"
+        if first is not None and first.join and first.join.token == peer.join.token:
+            who = f"process {peer.join.pid} came twice, as when two of its threads call init() at once"
+        else:
+            who = f"process {first.join.pid} from {first.address}" if first is not None and first.join else "a process that is gone"
+            who += f" came first, then process {peer.join.pid} from {peer.address}"
+        text = f"rank {peer.rank} is taken: {who}"
         self._door.note(text)
         code = Refusal.OVER if self.state is MeetingState.MET else Refusal.DUPLICATE
         self._refuse(peer, Refused(code=code, text=text, ranks=(peer.rank,)), now)
