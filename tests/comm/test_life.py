@@ -6,7 +6,9 @@ import contextlib
 import gc
 import itertools
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +20,10 @@ from hypothesis import strategies as st
 import miraccl
 from miraccl import Communicator
 from miraccl.bootstrap import solo
+from miraccl.comm import member
 from miraccl.comm.member import Options
 from miraccl.comm.window import PAGE, Window
-from miraccl.errors import InvalidUsage, MiracclError, PeerDied, SystemFailure
+from miraccl.errors import CommunicatorClosed, InvalidUsage, MiracclError, PeerDied, SystemFailure
 from miraccl.transport.shm import Segment, slot_bytes_for
 from miraccl.wire.proxy_records import Loss, LossKind
 from tests.comm import cases
@@ -116,7 +119,7 @@ def test_two_threads_in_one_communicator_are_told() -> None:
 
             def other() -> None:
                 inside.wait(10)
-                while not comm._member.context.get(320):
+                while not comm._member.context.occupied:
                     pass
                 try:
                     comm.barrier()
@@ -136,6 +139,68 @@ def test_two_threads_in_one_communicator_are_told() -> None:
         comm.barrier()
 
     in_threads(2, work)
+
+
+@pytest.mark.parametrize(
+    ("patience", "told"), [(0.2, "CommunicatorClosed: finalized while a thread was inside"), (60.0, "PeerDied: rank 1 has left")]
+)
+def test_finalize_ends_what_another_thread_is_in(patience: float, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the awaited rank leaves, too, or else after a while, and not at the operation's deadline."""
+    monkeypatch.setattr(member, "CLOSE_WAIT_S", patience)
+    ranks: dict[int, Communicator] = {}
+    ended = threading.Event()
+
+    def work(comm: Communicator) -> None:
+        ranks[comm.rank] = comm
+        comm.barrier()
+        if comm.rank == 1:
+            while not (ended.is_set() if patience < 1 else ranks[0]._member.closed):
+                time.sleep(0.001)
+            comm.finalize()
+            return
+        errors: list[MiracclError] = []
+
+        def receive() -> None:
+            with pytest.raises(MiracclError) as caught:
+                comm.recv(np.ones(4), src=1)
+            errors.append(caught.value)
+
+        thread = threading.Thread(target=receive, daemon=True)
+        thread.start()
+        while not comm._member.context.occupied:
+            time.sleep(0.001)
+        comm.finalize()
+        thread.join(10)
+        ended.set()
+        kind, _, text = told.partition(": ")
+        assert type(errors[0]).__name__ == kind
+        assert text in str(errors[0])
+        with pytest.raises(CommunicatorClosed, match="has been finalized"):
+            comm.barrier()
+
+    in_threads(2, work)
+
+
+def finalize_in_a_handler() -> str:
+    comm = miraccl.init(timeout=20)
+    comm.barrier()
+    signal.signal(signal.SIGALRM, lambda *_: comm.finalize())
+    begun = time.monotonic()
+    if comm.rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(CommunicatorClosed, match="finalized while a thread was inside"):
+            comm.recv(np.ones(4), src=1)
+        assert time.monotonic() - begun < 5
+    else:
+        with pytest.raises(PeerDied, match="rank 0 has left"):
+            comm.recv(np.ones(4), src=0)
+        comm.finalize()
+    return "ended"
+
+
+@pytest.mark.multiprocess
+def test_finalize_in_a_signal_handler_ends_what_its_thread_is_in() -> None:
+    assert run_ranks(finalize_in_a_handler, 2) == ["ended"] * 2
 
 
 # ---- several communicators

@@ -44,6 +44,7 @@ from miraccl.wire.proxy_records import Loss
 REASON_PENDING, REASON_CLOSED, REASON_OPEN = at.BUSY_PENDING, 2, 4
 MAX_RUNS = 2048
 CLOSE_WAIT_S = 10.0
+LOOK_S = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,9 +423,27 @@ class Member:
             self.closed = True
             whereabouts.leave(self.seat)
             self.look_before_running(REASON_CLOSED, True)
+            self._end_what_is_inside()
             broken = str(self.faults.fault) if self.faults.fault is not None else ""
             self.fabric.close(abort=broken)
             self.session.close(broken or "finalized")
+
+    def _end_what_is_inside(self) -> None:
+        """The operation of another thread, or of this one if a signal handler has come here, which then cannot go on; memory it uses is
+        about to go.  Another thread's may end as what was pending may; the next one it calls finds the communicator closed."""
+        if not self.context.interrupted and self._left_alone():
+            return
+        text = "the communicator was finalized while a thread was inside"
+        self.faults.settle(CommunicatorClosed(text, rank=self.rank))
+        if not self.context.interrupted:
+            self._left_alone()
+
+    def _left_alone(self) -> bool:
+        """Whether no thread is in the engine, in ``CLOSE_WAIT_S`` at the latest."""
+        deadline = time.monotonic() + CLOSE_WAIT_S
+        while self.context.occupied and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        return not self.context.occupied
 
     def forked(self) -> None:
         """In a forked child: this communicator is the parent's, which alone speaks for the rank. Other threads may have held locks."""

@@ -98,6 +98,8 @@ def unlocked_kernel(name: str) -> int:
 _restore_exception = ctypes.pythonapi.PyErr_Restore
 _restore_exception.restype = None
 _restore_exception.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+_this_thread = ctypes.pythonapi.PyThreadState_Get
+_this_thread.restype = ctypes.c_void_p
 _FUNCTION4 = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -232,6 +234,16 @@ class Context:
 
     def set(self, place: int, value: int) -> None:
         self.words[place // 8] = value
+
+    @property
+    def occupied(self) -> bool:
+        """Whether a thread is in the engine."""
+        return self.get(at.CTX_INSIDE) != 0
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether this very thread is in the engine: it runs the handler of a signal meanwhile."""
+        return self.occupied and self.get(at.CTX_TSTATE) == _this_thread()
 
     def raise_kept(self) -> NoReturn:
         """Raise the exception that a signal handler raised while the engine was waiting."""
