@@ -181,6 +181,23 @@ def test_finalize_ends_what_another_thread_is_in(patience: float, told: str, mon
     in_threads(2, work)
 
 
+def test_finalize_ends_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member, "CLOSE_WAIT_S", 0.2)
+    ended = threading.Event()
+
+    def work(comm: Communicator) -> None:
+        if comm.rank == 0:
+            pending = comm.all_reduce(np.ones(4), async_op=True)
+            comm.finalize()
+            ended.set()
+            with pytest.raises(CommunicatorClosed, match="finalized while an operation was pending"):
+                pending.wait()
+        else:
+            assert ended.wait(10)
+
+    in_threads(2, work)
+
+
 def finalize_in_a_handler() -> str:
     comm = miraccl.init(timeout=20)
     comm.barrier()

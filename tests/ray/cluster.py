@@ -68,6 +68,9 @@ class Plain:
         comm.all_reduce(np.ones(4))
         return "nobody died"
 
+    def divide_by_zero(self) -> float:
+        return 1 / (miraccl.ray.get_group().nranks - 3)
+
     def total_of_the_living(self) -> Any:
         with miraccl.ray.get_group().shrink() as comm:
             return [*comm.all_reduce(np.full(1, 1.0)).tolist(), comm.rank]

@@ -124,6 +124,16 @@ def test_the_death_of_an_actor(three: list[Any], victim: int) -> None:
         assert group.run(lambda comm: comm.all_reduce(np.ones(1)).tolist()) == [[2.0]] * 2
 
 
+def test_the_end_of_a_group_frees_actors_that_wait_for_one_that_raised(three: list[Any]) -> None:
+    with miraccl.ray.create_group(three):
+        waiting = [actor.fail_when_alone.remote() for actor in three[:2]]
+        with pytest.raises(ZeroDivisionError):
+            get(three[2].divide_by_zero.remote())
+    for call in waiting:
+        with pytest.raises(PeerDied, match="rank 2 has left"):
+            get(call)
+
+
 def test_the_death_of_an_actor_while_the_group_is_made_frees_the_others(three: list[Any]) -> None:
     get(three[2].die_when_told_to_meet.remote())
     with pytest.raises(BootstrapError, match="rank 2 could not join: ") as caught:

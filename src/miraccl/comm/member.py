@@ -418,7 +418,7 @@ class Member:
                 with contextlib.suppress(MiracclError):  # what was pending may have failed: its Work says so
                     self.flush(background=True)
             if not self._worker.close(CLOSE_WAIT_S):
-                self.fabric.set_abort(at.ERR_ABORTED)
+                self._end_while("an operation was pending")
                 self._worker.close(CLOSE_WAIT_S)
             self.closed = True
             whereabouts.leave(self.seat)
@@ -433,10 +433,12 @@ class Member:
         about to go.  Another thread's may end as what was pending may; the next one it calls finds the communicator closed."""
         if not self.context.interrupted and self._left_alone():
             return
-        text = "the communicator was finalized while a thread was inside"
-        self.faults.settle(CommunicatorClosed(text, rank=self.rank))
+        self._end_while("a thread was inside")
         if not self.context.interrupted:
             self._left_alone()
+
+    def _end_while(self, what: str) -> None:
+        self.faults.settle(CommunicatorClosed(f"the communicator was finalized while {what}", rank=self.rank))
 
     def _left_alone(self) -> bool:
         """Whether no thread is in the engine, in ``CLOSE_WAIT_S`` at the latest."""
