@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
+import threading
 import time
 from typing import Any
 
@@ -85,3 +87,25 @@ def absent_while_connecting() -> Any:
     except MiracclError as error:
         return {**seen(error), "seconds": time.monotonic() - start}
     return {"type": "none"}
+
+
+def slow() -> float:
+    """Both ranks send and receive at once, and the network between them stands still for a second."""
+    act_as_hosts(1)
+    with miraccl.init(timeout=30) as comm:
+        x, out, other = np.full(350_000, comm.rank + 1.0), np.zeros(350_000), 1 - comm.rank
+        comm.sendrecv(x[:9], other, out[:9], other)
+        together(comm)
+        streams = comm._member.fabric._proxy._drivers[other].streams
+        for stream in streams:
+            stream.send = itertools.repeat(0).__next__  # no line of this file on the proxy's thread, where it would count as the program's
+
+        def go_on() -> None:
+            for stream in streams:
+                del stream.send
+
+        timer = threading.Timer(1.0, go_on)
+        timer.name = "miraccl test"  # nor as a timer of the program's
+        timer.start()
+        comm.sendrecv(x, other, out, other)
+        return float(out.min())

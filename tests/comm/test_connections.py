@@ -44,3 +44,7 @@ def test_a_rank_that_does_not_connect_is_named_at_the_deadline_of_the_communicat
     assert got[0]["seconds"] < SECONDS
     assert got[1]["type"] == "PeerDied"
     assert "rank 0 left while the ranks were connecting" in got[1]["text"]
+
+
+def test_a_network_that_stands_still_for_a_while_is_no_circle_of_ranks_that_wait() -> None:
+    assert run_ranks(connection_ranks.slow, 2, timeout=40) == [2.0, 1.0]

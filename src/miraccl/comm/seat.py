@@ -84,7 +84,7 @@ class MemberSeat:
 
     def come(self) -> dict[str, Any]:
         member = self._member
-        transfers = self.transfers()
+        transfers = [*self.transfers(), *member.context.pair()]
         return {
             "operations": member.context.get(at.CTX_SEQ),
             "meetings": member.faults.control.come,

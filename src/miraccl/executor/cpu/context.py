@@ -269,6 +269,11 @@ class Context:
         """How many messages of a rank have been taken."""
         return int(self._recv[rank, at.CONN_COUNT // 8])
 
+    def pair(self) -> list[tuple[int, bool]]:
+        """What is left of a ``sendrecv`` that is under way: (peer, whether it receives)."""
+        rows = self._pair.reshape(2, -1)
+        return [(int(row[at.OP_PEER // 8]), bool(row[at.OP_KIND // 8])) for row in rows if row[at.OP_DONE // 8] < row[at.OP_ROUNDS // 8]]
+
     def private_bytes(self) -> int:
         """Bytes of the context's own arrays and of all runs."""
         own = (self.words, self._send, self._recv, self._ctrls, self._scratch, self._stage, self._keep, self._plans)
