@@ -589,6 +589,24 @@ def test_a_group_has_one_gpu(group: Any) -> None:
         group._get_backend("xpu")
 
 
+def test_tensors_of_a_future_are_found_as_pytorch_finds_them() -> None:
+    original: Any = torch._jit_internal._extract_tensors.__wrapped__
+    asked: list[Any] = []
+
+    def note(value: Any) -> Any:
+        asked.append(value)
+        return original(value)
+
+    find = wrapped._extract_tensors(note)
+    x, y = torch.ones(2), torch.zeros(3)
+    for value in ([x], [y, x], []):
+        assert [id(tensor) for tensor in find(value)] == [id(tensor) for tensor in original(value)]
+    assert not asked
+    for other in (x, (x, y), {"x": [x]}, [x, 1], [torch.nn.Parameter(x)], None):
+        assert [id(tensor) for tensor in find(other)] == [id(tensor) for tensor in original(other)]
+    assert len(asked) == 6
+
+
 def test_symmetric_memory_is_refused_before_it_ends_the_process(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rendezvous = wrapped._rendezvous(lambda tensor, group: "met")
     monkeypatch.setattr(distributed_c10d, "_resolve_process_group", lambda name: group if name == "ours" else None)

@@ -11,9 +11,11 @@
   is registered for.
 - ``_symmetric_memory.rendezvous`` asks a group in C++ for its store, where one written in Python has none, and ends the process: it is
   refused.
+- ``_jit_internal._extract_tensors`` finds the tensors of a future's value by pickling it, which takes longer than a small operation; it is
+  asked by DDP twice a bucket.  A list of tensors is what it was.
 - ``Join.notify_join_context`` gives its work to DDP's reducer, which keeps its C++ half alone; the module keeps the other one.
 
-For all other groups they are PyTorch's own.
+For all other groups, and all other values of futures, they are PyTorch's own.
 """
 
 from __future__ import annotations
@@ -61,6 +63,8 @@ def install() -> list[Any]:
 
         chosen = ShardedTensor._get_preferred_device
         ShardedTensor._get_preferred_device = functools.wraps(chosen)(_preferred_device(chosen))
+    extract = torch._jit_internal._extract_tensors
+    torch._jit_internal._extract_tensors = functools.wraps(extract)(_extract_tensors(extract))
     if torch.backends.cuda.is_built():
         from torch.distributed import _symmetric_memory
 
@@ -163,6 +167,15 @@ def _preferred_device(original: Callable[..., Any]) -> Callable[..., Any]:
         return torch.device("cpu") if on_cpu and isinstance(self._process_group, ProcessGroupMiraccl) else original(self)
 
     return preferred_device
+
+
+def _extract_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
+    def extract_tensors(value: Any) -> Any:
+        if type(value) is list and all([type(thing) is torch.Tensor for thing in value]):  # noqa: C419  (a generator takes longer)
+            return value.copy()
+        return original(value)
+
+    return extract_tensors
 
 
 def _rendezvous(original: Callable[..., Any]) -> Callable[..., Any]:
