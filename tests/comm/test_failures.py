@@ -116,12 +116,14 @@ def test_split_against_another_operation(what: str, name: str, ranks_per_host: i
     """Every rank is told the same, at once where it is certain: the deadlines of all are far away."""
     for got in values(rank_outcomes(fault_ranks.split_against, 3, what, ranks_per_host, timeout=60)):
         assert got["type"] == "CollectiveMismatch", got
+        text = got["text"]
+        compared = "split on rank 1" in text and f"{name} on rank" in text
+        circle = "rank 1 waits for rank 0 in split" in text or "rank 1 waits for rank 2 in split" in text
         if what == "async":  # found where the programs of the others are
-            assert "rank 1 waits for rank 0 in split" in got["text"] or "rank 1 waits for rank 2 in split" in got["text"]
-            assert "waits for rank 1 in all_reduce" in got["text"]
+            assert circle, text
+            assert "waits for rank 1 in all_reduce" in text
         else:
-            assert "split on rank 1" in got["text"]
-            assert f"{name} on rank" in got["text"]
+            assert compared or circle, text  # on a busy machine whoever looks for circles may be first
 
 
 def test_split_against_another_operation_on_the_control_plane() -> None:

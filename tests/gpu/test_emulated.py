@@ -293,10 +293,14 @@ def test_a_mismatch_ends_the_wait_of_who_expects_more(left: bool) -> None:
 
 def test_a_mismatch_is_told_to_who_goes_on_though_the_other_has_ended() -> None:
     """Rank 0 has all that it waits for; rank 1 has not, is told, and does not come to the next launch."""
-    two = Machine(2, timeout_s=60)
     less, more = (asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128") for count in (500, 501))
-    launch_each(two, [less, more])
-    assert two.errors() == [0, layout.ERROR_MISMATCH]
+    for _ in range(10):
+        two = Machine(2, timeout_s=60)
+        launch_each(two, [less, more])
+        assert two.errors()[1] == layout.ERROR_MISMATCH
+        if two.errors()[0] == 0:
+            break  # else its threads came so late that they were told, too
+    assert two.errors()[0] == 0
     launch_each(two, [less, None])
     assert two.errors()[0] == layout.ERROR_MISMATCH
     assert [int(two.host[0][word]) for word in (layout.HOST_PEER, layout.HOST_WHAT)] == [1, 1]
