@@ -37,19 +37,19 @@ class Everyday(Collectives):
     # ---- one tensor, or an output and an input
 
     def allreduce(self, tensors: Sequence[Any], *rest: Any, **named: Any) -> Work:
-        if _is_usual(c10d.AllreduceOptions, rest, tensors) and self._are_everyday(tensors):
+        if _is_usual(c10d.AllreduceOptions, rest, tensors) and self._are_everyday_on_gpu(tensors):
             x, opts = tensors[0], rest[0]
             if (op := plain_operator(opts.reduceOp, x.dtype)) is not None:
                 return self._call("all_reduce", tensors, tensors, opts, self.communicator.all_reduce, x, x, op)
         return super().allreduce(tensors, *rest, **named)
 
     def broadcast(self, tensors: Sequence[Any], *rest: Any, **named: Any) -> Work:
-        if _is_usual(c10d.BroadcastOptions, rest, tensors) and self._are_everyday(tensors):
+        if _is_usual(c10d.BroadcastOptions, rest, tensors) and self._are_everyday_on_gpu(tensors):
             return self._call("broadcast", tensors, tensors, rest[0], self.communicator.broadcast, tensors[0], rest[0].rootRank)
         return super().broadcast(tensors, *rest, **named)
 
     def reduce(self, tensors: Sequence[Any], *rest: Any, **named: Any) -> Work:
-        if _is_usual(c10d.ReduceOptions, rest, tensors) and self._are_everyday(tensors):
+        if _is_usual(c10d.ReduceOptions, rest, tensors) and self._are_everyday_on_gpu(tensors):
             x, opts = tensors[0], rest[0]
             if (op := plain_operator(opts.reduceOp, x.dtype)) is not None:
                 return self._call("reduce", tensors, tensors, opts, self.communicator.reduce, x, opts.rootRank, None, op)
@@ -57,19 +57,19 @@ class Everyday(Collectives):
 
     def all_gather_single(self, output: Any, tensor: Any, *rest: Any) -> Work:
         memory = (output, tensor)
-        if rest and self._are_everyday(memory):
+        if rest and self._are_everyday_on_gpu(memory):
             return self._call("all_gather_into_tensor", [output], memory, rest[0], self.communicator.all_gather, tensor, output)
         return super().all_gather_single(output, tensor, *rest)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, *rest: Any) -> Work:
         memory = (output, tensor)
-        if rest and self._are_everyday(memory) and (op := plain_operator(rest[0].reduceOp, tensor.dtype)) is not None:
+        if rest and self._are_everyday_on_gpu(memory) and (op := plain_operator(rest[0].reduceOp, tensor.dtype)) is not None:
             return self._call("reduce_scatter_tensor", [output], memory, rest[0], self.communicator.reduce_scatter, tensor, output, op)
         return super().reduce_scatter_single(output, tensor, *rest)
 
     def all_to_all_single(self, output: Any, tensor: Any, output_splits: Any, input_splits: Any, *rest: Any) -> Work:
         memory, nranks = (output, tensor), self.communicator.nranks
-        if rest and type(output_splits) is list and type(input_splits) is list and self._are_everyday(memory):
+        if rest and type(output_splits) is list and type(input_splits) is list and self._are_everyday_on_gpu(memory):
             if not output_splits and not input_splits and tensor.shape[0] % nranks == 0:
                 return self._call("all_to_all_single", [output], memory, rest[0], self.communicator.all_to_all, tensor, output)
             sends, receives = _elements(tensor, input_splits, nranks), _elements(output, output_splits, nranks)
@@ -115,7 +115,7 @@ class Everyday(Collectives):
         return super().alltoall(outputs, inputs, *rest)
 
     def gather(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], *rest: Any, **named: Any) -> Work:
-        if _is_usual(c10d.GatherOptions, rest, inputs) and self._are_everyday(inputs):
+        if _is_usual(c10d.GatherOptions, rest, inputs) and self._are_everyday_on_gpu(inputs):
             x, root = inputs[0], rest[0].rootRank
             if root != self.communicator.rank:
                 return self._call("gather", [], inputs, rest[0], self.communicator.gather, x, root)
@@ -124,7 +124,7 @@ class Everyday(Collectives):
         return super().gather(output_lists, inputs, *rest, **named)
 
     def scatter(self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], *rest: Any, **named: Any) -> Work:
-        if _is_usual(c10d.ScatterOptions, rest, outputs) and self._are_everyday(outputs):
+        if _is_usual(c10d.ScatterOptions, rest, outputs) and self._are_everyday_on_gpu(outputs):
             out, root = outputs[0], rest[0].rootRank
             if root != self.communicator.rank:
                 return self._call("scatter", outputs, outputs, rest[0], self.communicator.scatter, None, root, out)
@@ -168,7 +168,7 @@ class Everyday(Collectives):
 
     # ---- what is ordinary
 
-    def _are_everyday(self, tensors: Iterable[Any]) -> bool:
+    def _are_everyday_on_gpu(self, tensors: Iterable[Any]) -> bool:
         """Whether nobody but the communicator wants to have or to see these tensors."""
         streams = self._streams
         if streams is None or self._batch is not None or self._elsewhere is not None or profiling():
@@ -178,7 +178,7 @@ class Everyday(Collectives):
 
     def _is_of_each_rank(self, tensors: Any, one: Any) -> bool:
         """Whether a list has a tensor like ``one`` for each rank, which PyTorch itself may write."""
-        if type(tensors) is not list or len(tensors) != self.communicator.nranks or not self._are_everyday((one, *tensors)):
+        if type(tensors) is not list or len(tensors) != self.communicator.nranks or not self._are_everyday_on_gpu((one, *tensors)):
             return False
         shape, dtype = one.shape, one.dtype
         return all([x.shape == shape and x.dtype is dtype and not x.is_inference() for x in tensors])  # noqa: C419
@@ -190,7 +190,7 @@ class Everyday(Collectives):
         """
         if type(outputs) is not list or type(inputs) is not list or not self._on_one_host:
             return False
-        if not self._are_everyday((*outputs, *inputs)) or len({x.dtype for x in (*outputs, *inputs)}) > 1:
+        if not self._are_everyday_on_gpu((*outputs, *inputs)) or len({x.dtype for x in (*outputs, *inputs)}) > 1:
             return False
         return _storages(outputs).isdisjoint(_storages(inputs))
 

@@ -43,27 +43,27 @@ class Transfers:
     def _here(self) -> Streams:
         raise NotImplementedError
 
-    def _are_everyday(self, tensors: Sequence[Any]) -> bool:
+    def _are_everyday_on_gpu(self, tensors: Sequence[Any]) -> bool:
         """Whether they are ordinary tensors on the group's GPU."""
         raise NotImplementedError
 
     # ---- one message
 
     def send(self, tensors: Sequence[Any], dst: int, tag: int = 0) -> Work:
-        if self._everyday(tensors):
+        if self._is_everyday_on_cpu(tensors):
             return self._send(tensors, tensors[0], dst, tag)
-        if self._are_everyday(tensors) and len(tensors) == 1:
+        if self._are_everyday_on_gpu(tensors) and len(tensors) == 1:
             return self._here.message("send", tensors, self.communicator.send, dst)
         return self._send_any(tensors, dst, tag)
 
     def recv(self, tensors: Sequence[Any], src: int, tag: int = 0) -> Work:
-        if self._everyday(tensors):
+        if self._is_everyday_on_cpu(tensors):
             return self._receive(tensors, tensors[0], src, tag)
-        if self._are_everyday(tensors) and len(tensors) == 1:
+        if self._are_everyday_on_gpu(tensors) and len(tensors) == 1:
             return self._here.message("recv", tensors, self.communicator.recv, src)
         return self._receive_any(tensors, src, tag)
 
-    def _everyday(self, tensors: Sequence[Any]) -> bool:
+    def _is_everyday_on_cpu(self, tensors: Sequence[Any]) -> bool:
         """Whether a message is an ordinary tensor in CPU memory, which nobody else wants to have or to see."""
         return len(tensors) == 1 and is_everyday(tensors[0]) and self._elsewhere is None and not profiling()
 
@@ -100,7 +100,9 @@ class Transfers:
 
     def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> Work:
         """From whoever sends first; ``source_rank`` of the work says who it was."""
-        return self._receive(tensors, tensors[0], None, tag) if self._everyday(tensors) else self._receive_any_source(tensors, tag)
+        if self._is_everyday_on_cpu(tensors):
+            return self._receive(tensors, tensors[0], None, tag)
+        return self._receive_any_source(tensors, tag)
 
     @by_device("recv_anysource")
     @shown_as(f"{NAME}:recv")
