@@ -39,7 +39,7 @@ class Everyday(Collectives):
     def allreduce(self, tensors: Sequence[Any], *rest: Any, **named: Any) -> Work:
         if _is_usual(c10d.AllreduceOptions, rest, tensors) and self._are_everyday_on_gpu(tensors):
             x, opts = tensors[0], rest[0]
-            if (op := plain_operator(opts.reduceOp, x.dtype)) is not None:
+            if (op := plain_operator(opts.reduceOp)) is not None:
                 return self._call("all_reduce", tensors, tensors, opts, self.communicator.all_reduce, x, x, op)
         return super().allreduce(tensors, *rest, **named)
 
@@ -51,7 +51,7 @@ class Everyday(Collectives):
     def reduce(self, tensors: Sequence[Any], *rest: Any, **named: Any) -> Work:
         if _is_usual(c10d.ReduceOptions, rest, tensors) and self._are_everyday_on_gpu(tensors):
             x, opts = tensors[0], rest[0]
-            if (op := plain_operator(opts.reduceOp, x.dtype)) is not None:
+            if (op := plain_operator(opts.reduceOp)) is not None:
                 return self._call("reduce", tensors, tensors, opts, self.communicator.reduce, x, opts.rootRank, None, op)
         return super().reduce(tensors, *rest, **named)
 
@@ -63,7 +63,7 @@ class Everyday(Collectives):
 
     def reduce_scatter_single(self, output: Any, tensor: Any, *rest: Any) -> Work:
         memory = (output, tensor)
-        if rest and self._are_everyday_on_gpu(memory) and (op := plain_operator(rest[0].reduceOp, tensor.dtype)) is not None:
+        if rest and self._are_everyday_on_gpu(memory) and (op := plain_operator(rest[0].reduceOp)) is not None:
             return self._call("reduce_scatter_tensor", [output], memory, rest[0], self.communicator.reduce_scatter, tensor, output, op)
         return super().reduce_scatter_single(output, tensor, *rest)
 
@@ -85,7 +85,8 @@ class Everyday(Collectives):
     # ---- a list with a tensor for each rank
 
     def allgather(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], *rest: Any, **named: Any) -> Work:
-        if _is_usual(c10d.AllgatherOptions, rest, inputs) and _is_one(output_lists) and self._is_of_each_rank(output_lists[0], inputs[0]):
+        usual = _is_usual(c10d.AllgatherOptions, rest, inputs) and _is_one(output_lists)
+        if usual and self._are_everyday_on_gpu(inputs) and self._is_of_each_rank(output_lists[0], inputs[0]):
             outputs, x = output_lists[0], inputs[0]
 
             def action() -> None:
@@ -98,9 +99,9 @@ class Everyday(Collectives):
 
     def reduce_scatter(self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], *rest: Any, **named: Any) -> Work:
         usual = _is_usual(c10d.ReduceScatterOptions, rest, outputs) and _is_one(input_lists)
-        if usual and self._is_of_each_rank(input_lists[0], outputs[0]):
+        if usual and self._are_everyday_on_gpu(outputs) and self._is_of_each_rank(input_lists[0], outputs[0]):
             inputs, out = input_lists[0], outputs[0]
-            if (op := plain_operator(rest[0].reduceOp, out.dtype)) is not None:
+            if (op := plain_operator(rest[0].reduceOp)) is not None:
 
                 def action() -> None:
                     self.communicator.reduce_scatter(torch.stack(inputs), out, op)
@@ -109,9 +110,12 @@ class Everyday(Collectives):
         return super().reduce_scatter(outputs, input_lists, *rest, **named)
 
     def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], *rest: Any) -> Work:
-        usual = len(rest) == 1 and type(rest[0]) is c10d.AllToAllOptions
-        if usual and len(outputs) == len(inputs) == self.communicator.nranks and self._are_messages(outputs, inputs):
-            return self._exchange("all_to_all", outputs, rest[0], enumerate(inputs), enumerate(outputs))
+        nranks = self.communicator.nranks
+        usual = len(rest) == 1 and type(rest[0]) is c10d.AllToAllOptions and type(outputs) is list and type(inputs) is list
+        if usual and len(outputs) == len(inputs) == nranks and self._are_everyday_on_gpu(together := (*outputs, *inputs)):
+            one_type = len({x.dtype for x in together}) == 1
+            if one_type and self._are_messages(outputs, inputs):
+                return self._exchange("all_to_all", outputs, rest[0], enumerate(inputs), enumerate(outputs))
         return super().alltoall(outputs, inputs, *rest)
 
     def gather(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], *rest: Any, **named: Any) -> Work:
@@ -177,22 +181,18 @@ class Everyday(Collectives):
         return all([is_everyday_on(tensor, ordinal) for tensor in tensors])  # noqa: C419  (a generator takes longer)
 
     def _is_of_each_rank(self, tensors: Any, one: Any) -> bool:
-        """Whether a list has a tensor like ``one`` for each rank, which PyTorch itself may write."""
-        if type(tensors) is not list or len(tensors) != self.communicator.nranks or not self._are_everyday_on_gpu((one, *tensors)):
+        """Whether a list has a tensor like ``one``, which is everyday, for each rank, and PyTorch itself may write them."""
+        if type(tensors) is not list or len(tensors) != self.communicator.nranks or not self._are_everyday_on_gpu(tensors):
             return False
         shape, dtype = one.shape, one.dtype
         return all([x.shape == shape and x.dtype is dtype and not x.is_inference() for x in tensors])  # noqa: C419
 
-    def _are_messages(self, outputs: Any, inputs: Any) -> bool:
-        """Whether what goes from one list to other ranks' is messages, which it is on one host, whatever call it comes from.
+    def _are_messages(self, outputs: Iterable[Any], inputs: Iterable[Any]) -> bool:
+        """Whether what goes from everyday tensors to other ranks' is messages, which it is on one host, whatever call it comes from.
 
         Several hosts have other ways, which all ranks take together, and none of it may be for a call of this rank alone to decide.
         """
-        if type(outputs) is not list or type(inputs) is not list or not self._on_one_host:
-            return False
-        if not self._are_everyday_on_gpu((*outputs, *inputs)) or len({x.dtype for x in (*outputs, *inputs)}) > 1:
-            return False
-        return _storages(outputs).isdisjoint(_storages(inputs))
+        return self._on_one_host and _storages(outputs).isdisjoint(_storages(inputs))
 
 
 def _is_one(things: Any) -> bool:

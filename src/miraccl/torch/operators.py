@@ -33,6 +33,7 @@ _VALUES = {
     _Kind.MAX: RedOp.MAX,
     _Kind.PREMUL_SUM: RedOp.PREMUL_SUM,
 }
+_PLAIN = {kind.value: op for kind, op in _VALUES.items() if op is not RedOp.PREMUL_SUM}
 _BOOLS = {
     _Kind.SUM: RedOp.MAX,
     _Kind.MAX: RedOp.MAX,
@@ -63,15 +64,9 @@ def recipe(op: Any, dtype: Any, where: str) -> Recipe:
     return Recipe(form=found.form, op=PreMulSum(float(op.__getstate__()[1])))  # op.factor is not in PyTorch 2.11
 
 
-def plain_operator(op: Any, dtype: Any) -> RedOp | None:
-    """The operator of miraccl that a ``ReduceOp`` is on the values of tensors of ``dtype``, where nothing else is to be done; or None."""
-    return _plain(op.op.value, dtype)
-
-
-@functools.cache
-def _plain(kind: int, dtype: Any) -> RedOp | None:
-    ordinary = dtype in NATIVE or dtype in SMALL_FLOATS
-    return next((ours for theirs, ours in _VALUES.items() if theirs.value == kind and ours is not RedOp.PREMUL_SUM and ordinary), None)
+def plain_operator(op: Any) -> RedOp | None:
+    """The operator of miraccl that a ``ReduceOp`` is on elements that miraccl knows, where nothing else is to be done; or None."""
+    return _PLAIN.get(op.op.value)
 
 
 @functools.cache

@@ -34,7 +34,7 @@ from miraccl.torch.routing import first_tensor
 from miraccl.torch.streams import Streams
 from miraccl.torch.tensors import DEVICES, NAME, Staged, check_result, loaded
 from miraccl.torch.transfers import Transfers
-from miraccl.torch.work import FinishedWork, Lane, Work, seconds
+from miraccl.torch.work import FinishedWork, Lane, Work, nothing, seconds
 
 CLOSE_WAIT_S = 10.0
 _BARRIER = c10d.BarrierOptions()
@@ -274,7 +274,7 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
     # ---- life
 
     def _wait_for_pending_works(self) -> None:
-        self._lane.run("wait_for_pending_works", _nothing)
+        self._lane.run("wait_for_pending_works", nothing)
 
     def shutdown(self) -> None:
         """From ``destroy_process_group``: end after what is pending."""
@@ -296,9 +296,6 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
             self._elsewhere.abort()
         self.shutdown()
 
-
-def _nothing() -> None:
-    pass
 
 
 def _limited(comm: Communicator, limit: float, action: Callable[[], Any]) -> Callable[[], None]:

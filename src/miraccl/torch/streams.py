@@ -27,7 +27,7 @@ from miraccl.comm.group import group
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.torch.channel import check_gpu, wait_for_graph
 from miraccl.torch.failures import BackendError
-from miraccl.torch.work import Action, Work, seconds
+from miraccl.torch.work import Action, Work, nothing, seconds
 
 POLL_S = 0.0002
 KEPT_STREAMS = 64
@@ -81,9 +81,9 @@ class Streams:
             work: StreamWork = self._on_device(lambda: start(name, tensors, memory, action))
         return work
 
-    def _start_here(self, name: str, tensors: Sequence[Any], memory: Iterable[Any], action: Action) -> StreamWork:
+    def _start_here(self, name: str, tensors: Sequence[Any], memory: Iterable[Any], action: Callable[..., Any], *args: Any) -> StreamWork:
         """In the current stream."""
-        self._enqueue(action)
+        self._enqueue(action, *args)
         return StreamWork(name, tensors, self, self.cuda.current_stream(self.device.index))
 
     def _start_beside(self, name: str, tensors: Sequence[Any], memory: Iterable[Any], action: Action) -> StreamWork:
@@ -106,15 +106,11 @@ class Streams:
         with self.lock:
             if self.cuda.current_device() != self.device.index:
                 return self.run(name, tensors, memory, lambda: operation(*args), asynchronous=asynchronous)
-            try:
-                if not asynchronous:
-                    operation(*args)
-                    return StreamWork(name, tensors, self, self.cuda.current_stream(self.device.index))
-                own, _ = self._branch()
-                operation(*args, stream=own.cuda_stream)
-                return self._beside(name, tensors, memory)
-            except MiracclError as error:
-                raise self._told(error) from error
+            if not asynchronous:
+                return self._start_here(name, tensors, memory, operation, *args)
+            own, _ = self._branch()
+            self._enqueue(operation, *args, stream=own.cuda_stream)
+            return self._beside(name, tensors, memory)
 
     def _branch(self) -> tuple[Any, Any]:
         """The group's stream, which waits for the current one, and that."""
@@ -159,7 +155,7 @@ class Streams:
         """The same of one tensor, with nothing around the operation."""
         if self._batch is None:
             return self.call(name, tensors, tensors, operation, (tensors[0], peer), asynchronous=True)
-        return self._noted(_Part(name, tensors, tensors), functools.partial(operation, tensors[0], peer), _nothing)
+        return self._noted(_Part(name, tensors, tensors), functools.partial(operation, tensors[0], peer), nothing)
 
     def _noted(self, part: _Part, begin: Action, after: Action) -> _Part:
         assert self._batch is not None
@@ -238,9 +234,9 @@ class Streams:
         except MiracclError as error:
             raise self._told(error) from error
 
-    def _enqueue(self, action: Action) -> None:
+    def _enqueue(self, action: Callable[..., Any], *args: Any, **named: Any) -> None:
         try:
-            action()
+            action(*args, **named)
         except MiracclError as error:
             raise self._told(error) from error
 
@@ -339,7 +335,3 @@ class _Part(Work):
         if self.whole is None:
             raise BackendError(InvalidUsage(f"{self._name}: the batch has not ended", hint="wait for it after _coalescing_manager"))
         return self.whole
-
-
-def _nothing() -> None:
-    pass

@@ -23,7 +23,7 @@ from miraccl.torch.profiled import profiling, shown_as
 from miraccl.torch.routing import by_device
 from miraccl.torch.streams import Streams
 from miraccl.torch.tensors import NAME, check_result, is_everyday, loaded, stage
-from miraccl.torch.work import FinishedWork, Lane, TransferWork, Work
+from miraccl.torch.work import FinishedWork, Lane, TransferWork, Work, nothing
 
 
 class Transfers:
@@ -74,7 +74,7 @@ class Transfers:
             staged = stage(only(tensors, "send"), "send")
             if staged.device.type != "cpu":
                 begin = loaded([staged], lambda: self.communicator.send(staged.array, dst))
-                return self._streams_of(staged.device).transfer("send", tensors, staged.memory, begin, _nothing)
+                return self._streams_of(staged.device).transfer("send", tensors, staged.memory, begin, nothing)
             staged.load()
         return self._send(tensors, staged.plain, dst, tag)
 
@@ -177,9 +177,6 @@ class _Several(Work):
         futures = [work.get_future() for work in self._works]
         return torch.futures.collect_all(futures).then(lambda done: [t for f in done.value() for t in f.value()])
 
-
-def _nothing() -> None:
-    pass
 
 
 def _tag(tag: int, name: str) -> int:

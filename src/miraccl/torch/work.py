@@ -288,6 +288,10 @@ class TransferWork(Work):
             self.fulfil()
 
 
+def nothing() -> None:
+    """The action that is none."""
+
+
 def translated(action: Action) -> None:
     """Run an action whose errors leave as those of the backend."""
     try:
