@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from tests.launchers.programs.groups import connected, tell
@@ -18,6 +19,13 @@ STEPS, FATAL = 6, 3
 kind, folder, victim = sys.argv[1:]
 generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 state = Path(folder) / "state"
+
+
+def kept() -> int:
+    """The step after which the state was kept last."""
+    return int(state.read_text().split()[0]) if state.exists() else 0
+
+
 if generation == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 try:
@@ -26,6 +34,8 @@ try:
         first = step
         while step < STEPS:
             if generation == 0 and step == FATAL and rank == int(victim):
+                while kept() < FATAL:  # rank 0 may be told of a death before it has come so far
+                    time.sleep(0.001)
                 os.kill(os.getpid(), signal.SIGKILL)
             step, total = step + 1, total + add_up(step + rank)
             if rank == 0:
