@@ -35,7 +35,7 @@ from miraccl.schedule.steps import (
     wait,
 )
 from miraccl.types import Collective, DType, RedOp
-from tests.schedule.helpers import hand_made
+from tests.schedule.helpers import BUILTIN, hand_made, schedules
 
 C = Collective
 
@@ -227,3 +227,12 @@ def test_where_sums_are_whole(name, collective, primitives):
     assert {step.op.name for _, step in steps} == primitives
     if collective is C.ALL_REDUCE:  # on every rank
         assert {rank for rank, _ in steps} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(("name", "collective"), [case for case in BUILTIN if case[1].reduces])
+def test_sums_are_completed_by_steps_that_reduce(name, collective):
+    """An average divides there; one rank alone has nothing to divide."""
+    for schedule in schedules(name, collective, (1, 2, 5, 8)):
+        steps = completing_steps(schedule)
+        assert all(schedule.channels[channel][rank][number].op.reduces for channel, rank, number in steps)
+        assert bool(steps) == (schedule.nranks > 1)

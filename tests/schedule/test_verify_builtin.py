@@ -7,7 +7,7 @@ import pytest
 
 from miraccl.errors import ScheduleError
 from miraccl.schedule import catalog
-from miraccl.schedule.verify import completing_steps, is_direct_safe, verify
+from miraccl.schedule.verify import is_direct_safe, verify
 from miraccl.types import Collective
 from tests.schedule.helpers import ALL_TO_ALL, BUILTIN, places, schedules
 
@@ -71,14 +71,3 @@ def test_what_is_not_declared_as_ordered_is_not(name, collective):
 def test_addressable_memory_is_declared_as_it_is(name, collective):
     for schedule in schedules(name, collective, (2, 4, 5)):
         assert schedule.needs_addressable_memory == catalog.get(name).needs_addressable_memory
-
-
-@pytest.mark.parametrize(("name", "collective"), [case for case in BUILTIN if case[1].reduces])
-def test_each_sum_is_completed_once_or_in_the_same_way_everywhere(name, collective):
-    """An average divides at these steps, so that every output chunk has passed exactly one of them: see ``reduction``."""
-    for schedule in schedules(name, collective, (2, 5, 8)):
-        steps = completing_steps(schedule)
-        assert steps
-        assert all(schedule.channels[channel][rank][number].op.reduces for channel, rank, number in steps)
-    for schedule in schedules(name, collective, (1,)):
-        assert not completing_steps(schedule)

@@ -99,9 +99,7 @@ def _latency(schedule: Schedule, channel: int) -> int:
 
 
 def _sources(step: Step, rank: int) -> list[int]:
-    if step.op in (Op.WAIT, Op.RECV_REDUCE_ALL):
-        return [peer for peer in step.peers if peer != rank]
-    return [step.recv_peer] if step.op.receives and step.recv_peer is not None else []
+    return list(step.peers) if step.op is Op.WAIT else step.senders(rank)
 
 
 def _targets(step: Step) -> tuple[int, ...]:

@@ -76,14 +76,8 @@ class _State:
 
     # messages
 
-    def senders(self, step: Step, rank: int) -> list[int]:
-        """The ranks from which ``step`` takes a message."""
-        if step.op is Op.RECV_REDUCE_ALL:
-            return [peer for peer in step.peers if peer != rank]
-        return [step.recv_peer] if step.op.receives and step.recv_peer is not None else []
-
     def can_run(self, step: Step, channel: int, rank: int) -> bool:
-        if not all(self.fifos[peer, rank, channel] for peer in self.senders(step, rank)):
+        if not all(self.fifos[peer, rank, channel] for peer in step.senders(rank)):
             return False
         if step.op.sends and self.depth is not None and step.send_peer is not None:
             return len(self.fifos[rank, step.send_peer, channel]) < self.depth

@@ -189,6 +189,12 @@ class Step:
         ref = self.dst or self.src
         return ref.chunks if ref is not None else 0
 
+    def senders(self, rank: int) -> list[int]:
+        """The ranks from each of which ``rank`` takes one message in this step."""
+        if self.op is Op.RECV_REDUCE_ALL:
+            return [peer for peer in self.peers if peer != rank]
+        return [self.recv_peer] if self.op.receives and self.recv_peer is not None else []
+
 
 #: the buffer that only the root of a rooted collective has
 ROOT_ONLY: dict[Collective, Buffer] = {

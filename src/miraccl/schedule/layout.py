@@ -53,11 +53,6 @@ class RankCells:
         start = self.bases[ref.buffer] + ref.index
         return range(start, start + ref.chunks)
 
-    def aliased(self) -> bool:
-        """Whether input and output overlap here."""
-        (inp, out, _), (ninp, nout, _) = self.bases, self.sizes
-        return ninp > 0 and nout > 0 and inp < out + nout and out < inp + ninp
-
 
 def rank_cells(schedule: Schedule, rank: int, in_place: bool) -> RankCells:
     """The cells of ``rank``; raises ``InvalidUsage`` where the collective has no in-place form."""

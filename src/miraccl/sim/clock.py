@@ -175,15 +175,9 @@ class _Run:
                 ended = True
         return ended
 
-    def _senders(self, worker: _Worker) -> list[int]:
-        step = worker.step
-        if step.op is Op.RECV_REDUCE_ALL:
-            return [peer for peer in step.peers if peer != worker.rank]
-        return [step.recv_peer] if step.op.receives and step.recv_peer is not None else []
-
     def _can_start(self, worker: _Worker) -> bool:
         step, channel, rank = worker.step, worker.channel, worker.rank
-        for peer in self._senders(worker):
+        for peer in step.senders(rank):
             messages = self.wires[peer, rank, channel].messages
             if not messages or messages[0] > self.now:
                 return False
@@ -235,13 +229,13 @@ class _Run:
         if self.has_memory and step.chunks:
             reads = step.op is Op.RECV_REDUCE or (step.src is not None and step.op is not Op.GET)
             writes = step.dst is not None and step.op is not Op.PUT
-            load[len(self.links.names) + rank] = reads + writes + len(self._senders(worker))
+            load[len(self.links.names) + rank] = reads + writes + len(step.senders(rank))
         return load
 
     def _end(self, worker: _Worker) -> None:
         """Take the messages, deliver what is sent, and go to the next step."""
         step, channel, rank = worker.step, worker.channel, worker.rank
-        for peer in self._senders(worker):
+        for peer in step.senders(rank):
             self.wires[peer, rank, channel].messages.popleft()
         if step.op.sends and step.send_peer is not None:
             self._deliver(self.wires[rank, step.send_peer, channel].messages, rank, step.send_peer)

@@ -101,9 +101,7 @@ class _ChannelClock:
         """The queues that must have a message each before the step can run."""
         if step.op is Op.WAIT:
             return [self._signals[peer, rank] for peer in step.peers]
-        if step.op is Op.RECV_REDUCE_ALL:
-            return [self._messages[peer, rank] for peer in step.peers if peer != rank]
-        return [self._messages[step.recv_peer, rank]] if step.op.receives and step.recv_peer is not None else []
+        return [self._messages[peer, rank] for peer in step.senders(rank)]
 
     def _place(self, rank: int, step: Step, arrived: list[Event]) -> None:
         start = max([self._free[rank], *(e.end for e in arrived)])

@@ -1,0 +1,374 @@
+"""One run of a schedule on symbols, which ``verify`` reads a proof from: every rule of ``verify`` but those that need no run.
+
+A cell holds a symbol (``provenance``) instead of elements.  FIFOs and signals carry the clocks of their senders, so that what a rank has
+heard of the others is known at every access to memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from miraccl.errors import ScheduleError
+from miraccl.schedule.ir import Op, Schedule, Step
+from miraccl.schedule.provenance import Access, Clock, Memory, Problem, Symbol, add, add_in_rank_order
+from miraccl.schedule.text import place
+from miraccl.types import Collective
+
+
+class _Message:
+    """What is in a FIFO: symbols (a copy) or, with ``cells``, the place where they are to be read."""
+
+    __slots__ = ("cells", "clock", "number", "sender", "symbols")
+
+    def __init__(self, sender: int, number: int, clock: Clock | None, symbols: list[Symbol] | None, cells: range | None) -> None:
+        self.sender, self.number, self.clock, self.symbols, self.cells = sender, number, clock, symbols, cells
+
+
+class Proof:
+    """One run of all channels on symbols. Channels keep no order among each other, so that they run one after the other."""
+
+    def __init__(self, schedule: Schedule, in_place: bool, depth: int, direct: bool, rank_ordered: bool) -> None:
+        self.schedule, self.depth, self.direct = schedule, depth, direct
+        self.add = add_in_rank_order if rank_ordered else add
+        self.reduces = schedule.collective.reduces
+        self.memory = Memory(schedule, in_place)
+        self.is_barrier = schedule.collective is Collective.BARRIER
+        self.with_clocks = direct or schedule.needs_addressable_memory or self.is_barrier
+        self.tracks = self.with_clocks or schedule.nchannels > 1
+
+    def run(self) -> None:
+        heard: list[Clock] = []
+        for number in range(self.schedule.nchannels):
+            channel = _Channel(self, number)
+            channel.run()
+            heard.append(np.array(channel.clock))
+        self._check_outputs()
+        if self.is_barrier:
+            self._check_barrier(np.maximum.reduce(heard))
+
+    def _check_barrier(self, heard: Clock) -> None:
+        """Nobody leaves a barrier before it has heard of everybody."""
+        for rank, other in np.argwhere(heard == 0):
+            raise ScheduleError(f"{self.schedule.name}: rank {rank} may leave before rank {other} has come")
+
+    def _check_outputs(self) -> None:
+        memory = self.memory
+        for cell, wanted in enumerate(memory.wanted):
+            if wanted is None or memory.symbols[cell] == wanted:
+                continue
+            held, writer = memory.symbols[cell], memory.writer[cell]
+            who = place(self.schedule, writer.channel, writer.rank, writer.number) if writer else f"{self.schedule.name}: no channel"
+            if held is None or (writer is None and held.chunk != wanted.chunk):
+                raise ScheduleError(f"{self.schedule.name}: rank {memory.owner(cell)}: {memory.name(cell)} is never written")
+            raise ScheduleError(f"{who}: at the end {memory.name(cell)} holds {held}, wanted is {wanted}")
+
+
+class _Channel:
+    """The run of one channel: program counters, FIFOs, signals, clocks."""
+
+    def __init__(self, proof: Proof, channel: int) -> None:
+        self.proof, self.channel, self.memory = proof, channel, proof.memory
+        self.schedule, self.depth, self.direct = proof.schedule, proof.depth, proof.direct
+        self.steps = proof.schedule.channels[channel]
+        nranks = proof.schedule.nranks
+        self.position = [0] * nranks
+        self.fifos: dict[tuple[int, int], deque[_Message]] = {}
+        self.signals: dict[tuple[int, int], deque[Clock | None]] = {}
+        self.at_barrier: set[int] = set()
+        self.taken: list[_Message] = []  # by the step in progress
+        self.clock: list[Clock] = []
+        if proof.with_clocks:
+            self.clock = [np.zeros(nranks, dtype=np.int32) for _ in range(nranks)]
+            for rank, clock in enumerate(self.clock):
+                clock[rank] = 1
+        #: clocks of accesses to another rank's memory that is not ordered by a message the owner keeps: (cell, rank, clock, step)
+        self.remote: list[tuple[int, int, int, int]] = []
+
+    # control
+
+    def run(self) -> None:
+        ready = deque(range(self.schedule.nranks))
+        waiting: set[int] = set()
+        while ready:
+            rank = ready.popleft()
+            steps = self.steps[rank]
+            number = self.position[rank]
+            while number < len(steps):
+                step = steps[number]
+                if not self._can_run(step, rank):
+                    waiting.add(rank)
+                    break
+                try:
+                    woken = self._execute(step, rank)
+                except Problem as problem:
+                    raise ScheduleError(f"{place(self.schedule, self.channel, rank, number)}: {problem}{self._origin()}") from None
+                number += 1
+                self.position[rank] = number
+                for other in woken:
+                    if other in waiting:
+                        waiting.discard(other)
+                        ready.append(other)
+        if waiting:
+            raise ScheduleError(self._stuck(waiting))
+        self._check_left_over()
+        self._check_remote()
+
+    def _can_run(self, step: Step, rank: int) -> bool:
+        op = step.op
+        if op is Op.RECV_REDUCE_ALL:
+            return all(self.fifos.get((peer, rank)) for peer in step.peers if peer != rank)
+        if op is Op.WAIT:
+            return all(self.signals.get((peer, rank)) for peer in step.peers)
+        if op is Op.BARRIER:
+            self.at_barrier.add(rank)
+            return len(self.at_barrier) == self.schedule.nranks
+        if op >= Op.PUT:
+            return True
+        if step.recv_peer is not None and not self.fifos.get((step.recv_peer, rank)):
+            return False
+        if step.send_peer is not None:
+            return len(self.fifos.get((rank, step.send_peer), ())) < self.depth
+        return True
+
+    def _execute(self, step: Step, rank: int) -> Sequence[int]:
+        """Do ``step``; returns the ranks that may be able to go on because of it."""
+        op, src, dst = step.op, step.src, step.dst
+        self.taken.clear()
+        if op is Op.SIGNAL:
+            return self._signal(step, rank)
+        if op is Op.WAIT:
+            for peer in step.peers:
+                self._merge(rank, self.signals[peer, rank].popleft())
+            return ()
+        if op is Op.BARRIER:
+            return self._barrier()
+        if op is Op.SEND:
+            assert src is not None
+            assert step.send_peer is not None
+            cells = self.memory.cells(rank, src)
+            if self.direct:
+                self._post(rank, step.send_peer, None, cells)
+            else:
+                self._post(rank, step.send_peer, self._read(rank, cells), None)
+            return (step.send_peer,)
+        symbols, woken = self._operands(step, rank)
+        stored = None
+        if dst is not None:
+            owner = step.send_peer if op is Op.PUT and step.send_peer is not None else rank
+            stored = self.memory.cells(owner, dst)
+            if not self._stays(step, rank, stored):
+                self._write(rank, stored, symbols, owner)
+        if op.sends and step.send_peer is not None:
+            if self.direct and stored is not None:
+                self._post(rank, step.send_peer, None, stored)
+            else:
+                self._post(rank, step.send_peer, symbols, None)
+            woken.append(step.send_peer)
+        return woken
+
+    def _operands(self, step: Step, rank: int) -> tuple[list[Symbol], list[int]]:
+        """What ``step`` stores or sends, and the ranks whose message it took."""
+        op, src, dst, peer = step.op, step.src, step.dst, step.recv_peer
+        cells = self.memory.cells
+        if op is Op.COPY or op is Op.PUT:
+            assert src is not None
+            return self._read(rank, cells(rank, src)), []
+        if op is Op.GET:
+            assert src is not None
+            assert peer is not None
+            return self._read_remote(rank, peer, cells(peer, src)), []
+        if op is Op.REDUCE_FROM_PEERS:
+            assert src is not None
+            return self._fold([self._read_remote(rank, other, cells(other, src)) for other in step.peers]), []
+        if op is Op.RECV_REDUCE_ALL:
+            assert src is not None
+            own = cells(rank, src)
+            parts = [self._read(rank, own) if other == rank else self._take(rank, other, src.chunks) for other in step.peers]
+            return self._fold(parts), [other for other in step.peers if other != rank]
+        assert peer is not None
+        message = self._take(rank, peer, step.chunks)
+        if not op.reduces:
+            return message, [peer]
+        operand = src if src is not None else dst
+        assert operand is not None
+        return self._fold([self._read(rank, cells(rank, operand)), message]), [peer]
+
+    def _signal(self, step: Step, rank: int) -> Sequence[int]:
+        clock = self._release(rank)
+        for peer in step.peers:
+            self.signals.setdefault((rank, peer), deque()).append(clock)
+        return step.peers
+
+    def _barrier(self) -> Sequence[int]:
+        """The last to come lets all others go, by moving them past their barrier step."""
+        ranks = range(self.schedule.nranks)
+        if self.clock:
+            together = np.maximum.reduce(self.clock)
+            for rank in ranks:
+                np.copyto(self.clock[rank], together)
+                self.clock[rank][rank] += 1
+        for rank in ranks:
+            self.position[rank] += 1
+        self.at_barrier.clear()
+        return ranks
+
+    def _origin(self) -> str:
+        """Which messages the step in progress took, for its error."""
+        if not self.taken:
+            return ""
+        senders = ", ".join(f"rank {message.sender} in its step {message.number}" for message in self.taken)
+        return f"; the message was sent by {senders}"
+
+    # clocks
+
+    def _release(self, rank: int) -> Clock | None:
+        """The clock of what ``rank`` has done so far; what it does next is later."""
+        if not self.clock:
+            return None
+        clock = self.clock[rank].copy()
+        self.clock[rank][rank] += 1
+        return clock
+
+    def _merge(self, rank: int, clock: Clock | None) -> None:
+        if clock is not None:
+            np.maximum(self.clock[rank], clock, out=self.clock[rank])
+
+    # messages
+
+    def _post(self, rank: int, peer: int, symbols: list[Symbol] | None, cells: range | None) -> None:
+        message = _Message(rank, self.position[rank], self._release(rank), symbols, cells)
+        self.fifos.setdefault((rank, peer), deque()).append(message)
+
+    def _take(self, rank: int, peer: int, chunks: int) -> list[Symbol]:
+        message = self.fifos[peer, rank].popleft()
+        self.taken.append(message)
+        self._merge(rank, message.clock)
+        size = len(message.symbols if message.symbols is not None else message.cells or ())
+        if size != chunks:
+            raise Problem(f"expects {chunks} chunks, the message has {size}")
+        if message.symbols is not None:
+            return message.symbols
+        assert message.cells is not None
+        return self._read(rank, message.cells)
+
+    # memory
+
+    def _access(self, rank: int) -> tuple[Access, Clock | None]:
+        clock = self.clock[rank] if self.clock else None
+        return Access(self.channel, rank, 0 if clock is None else int(clock[rank]), self.position[rank]), clock
+
+    def _read(self, rank: int, cells: range) -> list[Symbol]:
+        memory, symbols = self.memory, []
+        if self.proof.tracks:
+            access, clock = self._access(rank)
+            for cell in cells:
+                memory.track_read(cell, access, clock)
+        for cell in cells:
+            symbol = memory.symbols[cell]
+            if symbol is None:
+                raise Problem(f"reads {memory.name(cell)}, which nothing has written before")
+            symbols.append(symbol)
+        return symbols
+
+    def _read_remote(self, rank: int, owner: int, cells: range) -> list[Symbol]:
+        if owner != rank:
+            self._enter(rank, owner, cells)
+        return self._read(rank, cells)
+
+    def _enter(self, rank: int, owner: int, cells: range) -> None:
+        """``rank`` touches memory of ``owner``, who must have come, and must not leave before."""
+        if self.clock[rank][owner] == 0:
+            raise Problem(f"touches {self.memory.name(cells[0])} before a signal says that rank {owner} has come")
+        time = int(self.clock[rank][rank])
+        self.remote.extend((cell, rank, time, self.position[rank]) for cell in cells)
+
+    def _write(self, rank: int, cells: range, symbols: list[Symbol], owner: int) -> None:
+        if owner != rank:
+            self._enter(rank, owner, cells)
+        memory = self.memory
+        access, clock = self._access(rank)
+        for cell, symbol in zip(cells, symbols, strict=True):
+            if self.proof.tracks:
+                memory.track_write(cell, access, clock)
+            self._check_belongs(cell, symbol)
+            memory.symbols[cell] = symbol
+            memory.writer[cell] = access
+
+    def _check_belongs(self, cell: int, symbol: Symbol) -> None:
+        """An output cell takes what is wanted there, or a part of the sum; a scratch cell takes chunks of its part."""
+        memory = self.memory
+        wanted = memory.wanted[cell]
+        if wanted is None:
+            if symbol.chunk % self.schedule.parts != memory.part[cell]:
+                raise Problem(f"{memory.name(cell)} is a part {memory.part[cell]}, input[{symbol.chunk}] is not")
+        elif symbol.chunk != wanted.chunk or not (self.proof.reduces or symbol.ranks == wanted.ranks):
+            raise Problem(f"puts {symbol} into {memory.name(cell)}, where {wanted} belongs (keep other chunks in scratch)")
+
+    def _fold(self, operands: list[list[Symbol]]) -> list[Symbol]:
+        if not self.proof.reduces:
+            raise Problem(f"a {self.schedule.collective.label} does not reduce")
+        total = operands[0]
+        for operand in operands[1:]:
+            total = [self.proof.add(first, second) for first, second in zip(total, operand, strict=True)]
+        return total
+
+    def _stays(self, step: Step, rank: int, stored: range) -> bool:
+        """Whether ``step`` copies something onto itself, which touches nothing (in place)."""
+        if step.src is None or step.op is Op.PUT or step.op is Op.GET:
+            return False
+        source = self.memory.cells(rank, step.src)
+        if source != stored and source.start < stored.stop and stored.start < source.stop:
+            raise Problem(f"{step.src} and {step.dst} overlap in part")
+        return source == stored and step.op is Op.COPY
+
+    # the end
+
+    def _check_left_over(self) -> None:
+        for (sender, receiver), queue in self.fifos.items():
+            if queue:
+                where = place(self.schedule, self.channel, sender, queue[0].number)
+                raise ScheduleError(f"{where}: rank {receiver} never receives this message ({len(queue)} are left over)")
+        for (sender, receiver), clocks in self.signals.items():
+            if clocks:
+                name = f"{self.schedule.name}: channel {self.channel}, rank {sender}"
+                raise ScheduleError(f"{name}: rank {receiver} never waits for {len(clocks)} signals")
+
+    def _check_remote(self) -> None:
+        """A rank whose memory a peer touches must hear of it before it ends."""
+        for cell, rank, time, number in self.remote:
+            owner = self.memory.owner(cell)
+            if self.clock[owner][rank] < time:
+                where = place(self.schedule, self.channel, rank, number)
+                raise ScheduleError(f"{where}: rank {owner} may end before {self.memory.name(cell)} has been touched")
+
+    def _stuck(self, waiting: set[int]) -> str:
+        """Names the rank to blame: one that waits for a rank that has ended, or else one on a cycle."""
+        waits = {rank: self._waits_for(rank) for rank in sorted(waiting)}
+        for rank, (peer, what) in waits.items():
+            if peer not in waiting:
+                return f"{place(self.schedule, self.channel, rank, self.position[rank])}: waits for {what}, but rank {peer} has ended"
+        rank = min(waiting)
+        seen: list[int] = []
+        while rank not in seen:
+            seen.append(rank)
+            rank = waits[rank][0]
+        cycle = seen[seen.index(rank) :]
+        lines = [f"{place(self.schedule, self.channel, rank, self.position[rank])}: waits for {waits[rank][1]}" for rank in cycle]
+        return "deadlock: " + "; ".join(lines)
+
+    def _waits_for(self, rank: int) -> tuple[int, str]:
+        step = self.steps[rank][self.position[rank]]
+        if step.op is Op.BARRIER:
+            peer = next(other for other in range(self.schedule.nranks) if other not in self.at_barrier)
+            return peer, f"rank {peer} to come to the barrier"
+        if step.op is Op.WAIT:
+            peer = next(other for other in step.peers if not self.signals.get((other, rank)))
+            return peer, f"a signal from rank {peer}"
+        for peer in step.senders(rank):
+            if not self.fifos.get((peer, rank)):
+                return peer, f"a message from rank {peer}"
+        assert step.send_peer is not None
+        return step.send_peer, f"room in the FIFO to rank {step.send_peer} ({self.depth} messages)"
