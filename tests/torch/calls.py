@@ -182,7 +182,13 @@ def handles(path: str) -> None:
         dist.all_gather_coalesced(lists, [torch.full((2,), float(rank)), torch.full((3,), rank + 0.5)])
         assert [[t[0].item() for t in of_rank] for of_rank in lists] == [[r, r + 0.5] for r in range(nranks)]
 
-        group = dist.group.WORLD
+        group, last_rank = dist.group.WORLD, nranks - 1
+        assert group is not None
+        options = dist.distributed_c10d.GatherOptions()
+        options.rootRank = last_rank
+        rows = torch.zeros(nranks, 2) if rank == last_rank else torch.empty(0)
+        group.gather_single(rows, torch.full((2,), float(rank)), options).wait()  # dist.gather_single of PyTorch 2.15
+        assert rows.tolist() == ([[r, r] for r in range(nranks)] if rank == last_rank else [])
         both(lambda g: functional.all_reduce(torch.ones(3) * rank, "sum", g or group) + 0, other)
         both(lambda g: functional.all_gather_tensor(torch.ones(3) * rank, 0, g or group) + 0, other)
         both(lambda g: functional.reduce_scatter_tensor(torch.arange(2.0 * nranks), "sum", 0, g or group) + 0, other)

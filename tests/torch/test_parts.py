@@ -455,6 +455,7 @@ def test_every_call_takes_the_streams(group: Any) -> None:
             ("alltoall_base", (out, value, [], []), out),
             ("alltoall_base", (out, value, [6], [6]), out),
             ("gather", ([[out]], [value]), out),
+            ("gather_single", (out, value), out),
             ("scatter", ([out], [[value]]), out),
         ]
         for name, args, result in calls:
@@ -614,6 +615,22 @@ def test_symmetric_memory_is_refused_before_it_ends_the_process(group: Any, monk
         with pytest.raises(BackendError, match=r"symmetric memory.*gloo"):
             rendezvous(None, given)
     assert rendezvous(None, "theirs") == "met"
+
+
+def test_the_flight_recorder_leaves_groups_in_python_alone(group: Any) -> None:
+    recorded: list[Any] = []
+    attach = wrapped._maybe_attach_flight_recorder(lambda pg, config, global_ranks: recorded.append((pg, global_ranks)))
+    attach(group, None, [0])
+    attach("theirs", None, [0])
+    assert recorded == [("theirs", [0])]
+
+
+def test_a_block_of_coalesced_calls_needs_no_gpu_where_there_is_none(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``_abort_process_group`` of PyTorch 2.15 opens one for the accelerator that the build is for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    group._streams = None
+    group._start_coalescing(torch.device("cuda"))
+    assert group._end_coalescing(torch.device("cuda")).wait()
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

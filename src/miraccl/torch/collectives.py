@@ -254,6 +254,19 @@ class Collectives:
             target = stage_list(outputs, name, load=False, nranks=self.communicator.nranks) if outputs else None
             _check_equal_parts(target, source, name)
 
+        return self._gather(name, outputs, source, target, root, opts)
+
+    @by_device("gather_single")
+    def gather_single(self, output: Any, tensor: Any, opts: Any = _GATHER) -> Work:
+        """As ``gather``, into one tensor, which the root alone gives. For ``dist.gather_single`` of PyTorch 2.15."""
+        name = "gather_single"
+        with as_backend_errors():
+            root = self._root(opts, name)
+            source = stage(tensor, name)
+            target = stage(output, name) if self.communicator.rank == root else None
+        return self._gather(name, [output] if target else [], source, target, root, opts)
+
+    def _gather(self, name: str, outputs: Sequence[Any], source: Staged, target: Staged | None, root: int, opts: Any) -> Work:
         def action() -> None:
             self.communicator.gather(source.array, root, None if target is None else target.array)
             if target is not None:

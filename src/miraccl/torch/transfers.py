@@ -135,7 +135,7 @@ class Transfers:
             self._elsewhere.group._start_coalescing(device)
             return
         self._batch = []
-        if device.type == "cuda":
+        if device.type == "cuda" and (self._streams is not None or torch.cuda.is_available()):  # a build for CUDA may have no GPU
             self._streams_of(device).open_batch()
 
     def _end_coalescing(self, device: Any) -> Any:

@@ -13,6 +13,8 @@
   refused.
 - ``_jit_internal._extract_tensors`` finds the tensors of a future's value by pickling it, which takes longer than a small operation; it is
   asked by DDP twice a bucket.  A list of tensors is what it was.
+- ``_maybe_attach_flight_recorder`` (PyTorch 2.15) means to leave groups in Python alone, as its recorder files entries under a name that
+  they have no place for, but knows them by having no devices.
 - ``Join.notify_join_context`` gives its work to DDP's reducer, which keeps its C++ half alone; the module keeps the other one.
 
 For all other groups, and all other values of futures, they are PyTorch's own.
@@ -141,6 +143,14 @@ def _split_group(original: Callable[..., Any]) -> Callable[..., Any]:
     return split_group
 
 
+def _maybe_attach_flight_recorder(original: Callable[..., Any]) -> Callable[..., Any]:
+    def maybe_attach_flight_recorder(pg: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(pg, ProcessGroupMiraccl):
+            original(pg, *args, **kwargs)
+
+    return maybe_attach_flight_recorder
+
+
 def _builtin_comm_hook(original: Callable[..., Any]) -> Callable[..., Any]:
     def register(self: Any, comm_hook_type: Any) -> None:
         if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS and isinstance(self.process_group, ProcessGroupMiraccl):
@@ -199,4 +209,5 @@ _WRAPPERS = {
     "monitored_barrier": _monitored_barrier,
     "_set_pg_timeout": _set_pg_timeout,
     "split_group": _split_group,
+    "_maybe_attach_flight_recorder": _maybe_attach_flight_recorder,
 }
