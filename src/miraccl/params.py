@@ -134,7 +134,9 @@ def _parse_cta_policy(text: str) -> str:
 
 
 TIMEOUT = declare("TIMEOUT", 300.0, parse_seconds, "Deadline of every operation.", kind="time", unit="s")
-BOOTSTRAP_TIMEOUT = declare("BOOTSTRAP_TIMEOUT", 60.0, parse_seconds, "Deadline for all ranks to meet.", kind="time", unit="s")
+BOOTSTRAP_TIMEOUT = declare(
+    "BOOTSTRAP_TIMEOUT", 60.0, parse_seconds, "Deadline for all ranks to meet and to connect.", kind="time", unit="s"
+)
 SECRET = declare("SECRET", "", str, "Shared secret of the job; without it one is made and handed out by the launcher.", kind="text")
 HOSTID = declare("HOSTID", "", str, "Name of this host; ranks with different names never share memory.", kind="text", nccl="HOSTID")
 SOCKET_IFNAME = declare(

@@ -18,6 +18,7 @@ import pytest
 from miraccl.bootstrap import PeerLeft, PeerLost, Session, UniqueId, connect, create_root
 from miraccl.bootstrap.dial import Dialer
 from miraccl.bootstrap.join import _join
+from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, PeerDied
 from miraccl.wire.bootstrap import Arrived, Received, Send, SendMessage
 from tests.bootstrap.kit import PATIENCE, Child, Inbox, child_rank, free_port, in_threads
@@ -97,7 +98,7 @@ def test_a_rank_killed_in_the_meeting_is_named_before_the_deadline(spawn):
 
     def joins_and_tells(pipe):
         sock, machine = Dialer(unique_id.addresses, secret=unique_id.secret, rank=1, nranks=3, deadline=time.monotonic() + PATIENCE).dial()
-        accepted = _talk(sock, machine, SendMessage(now=0.0, message=_join(sock, None, PATIENCE, time.monotonic() + PATIENCE)))
+        accepted = _talk(sock, machine, SendMessage(now=0.0, message=_join(sock, None, Deadline.after(PATIENCE))))
         pipe.send(type(accepted).__name__)
         pipe.poll(PATIENCE)
 

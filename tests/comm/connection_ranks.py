@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import socket
@@ -14,7 +15,9 @@ import numpy as np
 
 import miraccl
 from miraccl.errors import MiracclError
+from miraccl.transport.meeting import Meeting
 from miraccl.transport.socket import SocketTransport
+from miraccl.wire.stream import HandshakeState
 from tests.comm.fault_ranks import nobody_left, seen, together, wait_until
 from tests.comm.sweep_ranks import act_as_hosts
 
@@ -68,6 +71,27 @@ def broken_early() -> Any:
     SocketTransport.connect = connect_and_break  # type: ignore[method-assign, assignment]
     with miraccl.init(timeout=30) as comm:
         return _told(comm)
+
+
+def cut_before_the_welcome() -> Any:
+    """Rank 1 has proved itself and heard the proof of rank 0, to which its welcome does not come any more."""
+    act_as_hosts(1)
+    os.environ["MIRACCL_NSOCKS_PERTHREAD"] = "1"
+    read = Meeting._read
+
+    def cut(meeting: Meeting, approach: Any) -> None:
+        if approach.machine.state is HandshakeState.WAIT_WELCOME:
+            approach.sock.shutdown(socket.SHUT_RDWR)
+            raise ConnectionResetError(errno.ECONNRESET, "for a test")
+        read(meeting, approach)
+
+    Meeting._read = cut  # type: ignore[method-assign, assignment]
+    start = time.monotonic()
+    try:
+        miraccl.init(timeout=30)
+    except MiracclError as error:
+        return {**seen(error), "op": error.op, "seconds": time.monotonic() - start}
+    return {"type": "none"}
 
 
 def absent_while_connecting() -> Any:

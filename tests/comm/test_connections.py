@@ -37,6 +37,16 @@ def test_a_connection_that_breaks_while_the_communicator_is_made_is_told() -> No
         assert got["seconds"] < SECONDS
 
 
+def test_a_connection_that_is_cut_before_the_welcome_is_told_to_both() -> None:
+    got = run_ranks(connection_ranks.cut_before_the_welcome, 2, timeout=40)
+    assert got[1]["type"] == "PeerDied", got
+    assert "rank 1 has lost its connection to rank 0" in got[1]["text"]
+    assert got[1]["op"] == "'fabric abilities' of making world"
+    assert got[0]["type"] == "PeerDied", got
+    assert "rank 1 left while the ranks were connecting: could not connect: rank 1, 'fabric abilities'" in got[0]["text"]
+    assert max(told["seconds"] for told in got) < SECONDS
+
+
 def test_a_rank_that_does_not_connect_is_named_at_the_deadline_of_the_communicator() -> None:
     got = run_ranks(connection_ranks.absent_while_connecting, 2, timeout=40)
     assert got[0]["type"] == "BootstrapError"

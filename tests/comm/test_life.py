@@ -55,6 +55,20 @@ def in_threads(nranks: int, work: Callable[[Communicator], Any], **options: Any)
     return results
 
 
+def failing(call: Callable[[], Any]) -> tuple[threading.Thread, list[MiracclError]]:
+    """A thread that makes a call, and the error of that when it has ended."""
+    errors: list[MiracclError] = []
+
+    def run() -> None:
+        with pytest.raises(MiracclError) as caught:
+            call()
+        errors.append(caught.value)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, errors
+
+
 # ---- threads as ranks
 
 
@@ -158,15 +172,7 @@ def test_finalize_ends_what_another_thread_is_in(patience: float, told: str, mon
                 time.sleep(0.001)
             comm.finalize()
             return
-        errors: list[MiracclError] = []
-
-        def receive() -> None:
-            with pytest.raises(MiracclError) as caught:
-                comm.recv(np.ones(4), src=1)
-            errors.append(caught.value)
-
-        thread = threading.Thread(target=receive, daemon=True)
-        thread.start()
+        thread, errors = failing(lambda: comm.recv(np.ones(4), src=1))
         while not comm._member.context.occupied:
             time.sleep(0.001)
         comm.finalize()

@@ -14,6 +14,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'mira
 import torch
 import torch.distributed as dist
 
+from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, SystemFailure
 from miraccl.torch import start
 from tests.support.accidents import few_descriptors, open_files
@@ -31,7 +32,7 @@ def meet(store: dist.Store, rank: int, patience: float) -> None:
     """One of two ranks on its way into a group."""
     timeout = datetime.timedelta(seconds=patience)
     opts = types.SimpleNamespace(timeout=timeout, group_id="", group_rank=rank, global_ranks_in_group=[])
-    start._meet(store, rank, 2, patience, start._NewGroup(opts))
+    start._meet(store, rank, 2, Deadline.after(patience), start._NewGroup(opts))
 
 
 def test_a_rank_0_that_is_short_of_descriptors_tells_the_others(no_meeting_point_is_left: None) -> None:

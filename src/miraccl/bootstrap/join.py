@@ -17,6 +17,7 @@ from miraccl.bootstrap.interfaces import choose_addresses, is_loopback
 from miraccl.bootstrap.link import HubVanished, JobOver, Link, Meeting, RankTaken
 from miraccl.bootstrap.session import Session, solo
 from miraccl.bootstrap.unique_id import UniqueId
+from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, MiracclError, SystemFailure
 from miraccl.wire.auth import MAX_RANKS, VERSION
 from miraccl.wire.bootstrap_member import MemberMachine
@@ -36,7 +37,7 @@ def connect(
     unique_id: UniqueId,
     rank: int,
     nranks: int,
-    timeout: float | None = None,
+    timeout: float | Deadline | None = None,
     *,
     session_timeout: float | None = None,
     dial_timeout: float | None = None,
@@ -44,7 +45,8 @@ def connect(
     thread_ids: Sequence[int] = (),
     look: Callable[[], None] = _nothing,
 ) -> Session:
-    """Meet all ranks of the job; returns when everyone is in. ``timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT.
+    """Meet all ranks of the job; returns when everyone is in. ``timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT, or the deadline of
+    more than this.
 
     ``session_timeout`` (default MIRACCL_TIMEOUT) is the deadline of the session's later calls, ``dial_timeout`` (default ``timeout``)
     that for finding the hub; ``root`` is handed to the session to keep; ``look`` is called every so often, and what it raises ends the
@@ -100,7 +102,7 @@ def join_job(
     secret: bytes,
     rank: int,
     nranks: int,
-    timeout: float | None = None,
+    timeout: float | Deadline | None = None,
     session_timeout: float | None = None,
     dial_timeout: float | None = None,
     probing: bool = False,
@@ -119,17 +121,15 @@ def join_job(
     session_timeout = params.TIMEOUT.read() if session_timeout is None else session_timeout
     if nranks == 1 and root is None:
         return solo(session_timeout)
-    timeout = min(timeout, params.FOREVER)
-    deadline = time.monotonic() + timeout
+    deadline = Deadline.after(timeout)
     hosts = [route_to] if route_to else [host for host, _ in targets]
     search = _Search(
         targets=targets,
         secret=secret,
         rank=rank,
         nranks=nranks,
-        patience=timeout,
         deadline=deadline,
-        dial_deadline=deadline if dial_timeout is None else min(deadline, time.monotonic() + dial_timeout),
+        dial_deadline=deadline.at if dial_timeout is None else deadline.within(dial_timeout).at,
         probing=probing,
         remote=next((host for host in hosts if not is_loopback(host)), None),
         look=look,
@@ -151,8 +151,7 @@ class _Search:
     secret: bytes
     rank: int
     nranks: int
-    patience: float
-    deadline: float
+    deadline: Deadline
     dial_deadline: float
     probing: bool
     remote: str | None
@@ -207,19 +206,19 @@ class _Search:
 
     def _join_hub(self, sock: socket.socket, machine: MemberMachine) -> tuple[Link, Meeting]:
         try:  # before the link takes the socket over: it closes it when the hub hangs up
-            join = _join(sock, self.remote, self.patience, self.deadline)
+            join = _join(sock, self.remote, self.deadline)
             link = Link(sock, machine, rank=self.rank, nranks=self.nranks)
         except BaseException:
             sock.close()
             raise
         try:
-            return link, link.meet(join, self.deadline, self.look)
+            return link, link.meet(join, self.deadline.at, self.look)
         except BaseException:
             link.close("the meeting failed")
             raise
 
 
-def _join(sock: socket.socket, remote: str | None, patience: float, deadline: float) -> Join:
+def _join(sock: socket.socket, remote: str | None, deadline: Deadline) -> Join:
     """What this rank tells about itself. The address it announces is the one that leads to the hub, or to the hub's own network.
 
     Raises ``HubVanished`` if the connection has no other end any more.
@@ -237,6 +236,6 @@ def _join(sock: socket.socket, remote: str | None, patience: float, deadline: fl
         pid=os.getpid(),
         addresses=addresses,
         loopback=loopback,
-        patience=patience,
-        timeout=max(0.001, deadline - time.monotonic()),
+        patience=deadline.seconds,
+        timeout=max(0.001, deadline.left),
     )

@@ -38,6 +38,7 @@ from miraccl.bootstrap.nodelist import expand_nodelist
 from miraccl.bootstrap.runtime_file import forget_id, job_of_parent, publish_id, wait_for_id
 from miraccl.bootstrap.session import Session, solo
 from miraccl.bootstrap.unique_id import UniqueId
+from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, InvalidUsage, SystemFailure
 
 _log = trace.logger("bootstrap")
@@ -309,24 +310,24 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 # --- meeting ------------------------------------------------------------------------------------------------------------
 
 
-def meet(launch: Launch, timeout: float | None = None, session_timeout: float | None = None) -> Session:
-    """Meet the other ranks of this launch; errors as in ``connect``. ``timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT."""
-    timeout = params.BOOTSTRAP_TIMEOUT.read() if timeout is None else timeout
+def meet(launch: Launch, timeout: float | Deadline | None = None, session_timeout: float | None = None) -> Session:
+    """Meet the other ranks of this launch; ``timeout`` and errors as in ``connect``."""
+    deadline = Deadline.after(params.BOOTSTRAP_TIMEOUT.read() if timeout is None else timeout)
     session_timeout = params.TIMEOUT.read() if session_timeout is None else session_timeout
     if launch.doubt:
         _log.warning("%s", launch.doubt)
     if launch.nranks == 1:
         return solo(session_timeout)
     if isinstance(launch.point, UniqueId):
-        return connect(launch.point, launch.rank, launch.nranks, timeout, session_timeout=session_timeout)
+        return connect(launch.point, launch.rank, launch.nranks, deadline, session_timeout=session_timeout)
     if isinstance(launch.point, PortPoint):
-        return _meet_at_port(launch, launch.point, timeout, session_timeout)
+        return _meet_at_port(launch, launch.point, deadline, session_timeout)
     if isinstance(launch.point, FilePoint):
-        return _meet_by_file(launch, launch.point, timeout, session_timeout)
+        return _meet_by_file(launch, launch.point, deadline, session_timeout)
     raise InvalidUsage("this launch does not say where its ranks meet", rank=launch.rank)
 
 
-def _meet_at_port(launch: Launch, point: PortPoint, timeout: float, session_timeout: float) -> Session:
+def _meet_at_port(launch: Launch, point: PortPoint, deadline: Deadline, session_timeout: float) -> Session:
     if point.derived and not is_loopback(point.host) and launch.rank == 0:
         _log.info("the job's secret is derived from its id; set MIRACCL_SECRET where the network is not trusted")
     root: Root | None = None
@@ -336,7 +337,7 @@ def _meet_at_port(launch: Launch, point: PortPoint, timeout: float, session_time
         targets = [(host if host not in ("::", "0.0.0.0") else "127.0.0.1", port) for host, port in root.addresses]
     try:
         return join_job(
-            targets, secret=point.secret, rank=launch.rank, nranks=launch.nranks, timeout=timeout, session_timeout=session_timeout,
+            targets, secret=point.secret, rank=launch.rank, nranks=launch.nranks, timeout=deadline, session_timeout=session_timeout,
             probing=True, root=root, route_to=point.host,
         )  # fmt: skip
     except BaseException as error:
@@ -369,21 +370,21 @@ def _listen_in(point: PortPoint, nranks: int) -> Root:
     raise SystemFailure(f"no port of {point.ports.start}..{point.ports.stop - 1} is free for the ranks to meet: {trouble}", rank=0)
 
 
-def _meet_by_file(launch: Launch, point: FilePoint, timeout: float, session_timeout: float) -> Session:
+def _meet_by_file(launch: Launch, point: FilePoint, deadline: Deadline, session_timeout: float) -> Session:
     job = point.job or job_of_parent()
     if launch.rank != 0:
         return wait_for_id(
             job,
-            timeout,
-            lambda unique_id, left, dial: connect(
-                unique_id, launch.rank, launch.nranks, left, session_timeout=session_timeout, dial_timeout=dial
+            deadline,
+            lambda unique_id, dial: connect(
+                unique_id, launch.rank, launch.nranks, deadline, session_timeout=session_timeout, dial_timeout=dial
             ),
         )
     unique_id, root = create_root(nranks=launch.nranks)
     path = ""
     try:
         path = publish_id(job, unique_id)
-        return connect(unique_id, 0, launch.nranks, timeout, session_timeout=session_timeout, root=root)
+        return connect(unique_id, 0, launch.nranks, deadline, session_timeout=session_timeout, root=root)
     except BaseException as error:
         root.close(f"rank 0 gave up: {type(error).__name__}")
         raise

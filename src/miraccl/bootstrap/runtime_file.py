@@ -18,6 +18,7 @@ from collections.abc import Callable
 from miraccl.bootstrap.dial import HubNotFound
 from miraccl.bootstrap.session import Session
 from miraccl.bootstrap.unique_id import UniqueId
+from miraccl.deadline import Deadline
 from miraccl.errors import AuthenticationError, BootstrapError, InvalidUsage, SystemFailure, as_system_failure
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
@@ -86,26 +87,25 @@ def _read_id(path: str) -> UniqueId | None:
         return None
 
 
-def wait_for_id(job: str, timeout: float, join: Callable[[UniqueId, float, float], Session]) -> Session:
-    """``join(unique_id, timeout, seconds to find the hub)`` with the id rank 0 writes for ``job``.
+def wait_for_id(job: str, deadline: Deadline, join: Callable[[UniqueId, float], Session]) -> Session:
+    """``join(unique_id, seconds to find the hub)`` with the id rank 0 writes for ``job``.
 
     Raises ``BootstrapError`` at the deadline when there is none, or what ``join`` raised last.
     """
     path = _path_of(job)
-    deadline = time.monotonic() + timeout
     pause = FIRST_PAUSE
     problem: BootstrapError | None = None
-    while (left := deadline - time.monotonic()) > 0:
+    while (left := deadline.left) > 0:
         unique_id = _read_id(path)
         if unique_id is not None:
             try:
-                return join(unique_id, left, min(left, TRUST_SECONDS))
+                return join(unique_id, TRUST_SECONDS)
             except (HubNotFound, AuthenticationError) as error:
                 problem = error
         time.sleep(min(pause, left))
         pause = min(pause * 1.5, LONGEST_PAUSE)
     raise problem or BootstrapError(
-        f"rank 0 wrote no meeting file within {timeout:.3g} s", hint=f"it would be {path}; ranks on several hosts need MASTER_ADDR"
+        f"rank 0 wrote no meeting file within {deadline.seconds:.3g} s", hint=f"it would be {path}; ranks on several hosts need MASTER_ADDR"
     )
 
 

@@ -19,6 +19,7 @@ from miraccl.bootstrap.host import host_fingerprint, network_fingerprint, proces
 from miraccl.bootstrap.hub import Root
 from miraccl.bootstrap.link import Link, Meeting, Problem
 from miraccl.bootstrap.stacks import locate
+from miraccl.deadline import Deadline
 from miraccl.errors import (
     BootstrapError,
     CollectiveTimeout,
@@ -104,8 +105,9 @@ class Session:
 
     # --- collective calls -------------------------------------------------------------------------------------------
 
-    def all_gather(self, data: bytes, tag: str, timeout: float | None = None) -> list[bytes]:
+    def all_gather(self, data: bytes, tag: str, timeout: float | Deadline | None = None) -> list[bytes]:
         """Every rank's ``data`` in rank order. Calls with different tags may overlap; calls with one tag meet in order.
+        ``timeout`` in seconds, or the deadline of more than this.
 
         Raises ``CollectiveTimeout`` naming the ranks that did not come, ``PeerDied`` when one of the group died, ``BootstrapError``
         when one left.
@@ -115,10 +117,10 @@ class Session:
         self._check_open(op)
         if self._link is None:
             return [data]
-        timeout = self.timeout if timeout is None else timeout
-        result = self._link.gather(self._group, tag, data, timeout)
+        deadline = Deadline.after(self.timeout if timeout is None else timeout)
+        result = self._link.gather(self._group, tag, data, deadline.left)
         if isinstance(result, Problem):
-            raise self._error(result, op, timeout)
+            raise self._error(result, op, deadline.seconds)
         return list(result)
 
     def end_gather(self, tag: str, reason: str) -> None:

@@ -5,18 +5,18 @@ Its operations are those of ``comm.operations``.  This file knows neither transp
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from miraccl.bootstrap import Session, UniqueId
 from miraccl.comm.control import FINALIZE
-from miraccl.comm.fabric import FIRST_TAG
-from miraccl.comm.lookout import Creation
-from miraccl.comm.meeting import meet_by_id
+from miraccl.comm.meeting import begin, meet_by_id
 from miraccl.comm.member import Member, Options
 from miraccl.comm.operations import SUM, Operations
 from miraccl.comm.planner import Candidate
-from miraccl.errors import BootstrapError, CommunicatorAborted, MiracclError, PeerDied
+from miraccl.comm.shrink import shrink
+from miraccl.comm.stages import Stages
+from miraccl.deadline import Deadline
+from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.types import Collective, DType
 
@@ -45,18 +45,23 @@ class Communicator(Operations):
 
     def __init__(self, nranks: int, unique_id: UniqueId | bytes | str, rank: int, **options: Any) -> None:
         opts = Options.create(**options)
-        self._start(meet_by_id(nranks, unique_id, rank, opts), opts)
+        deadline = begin()
+        session = meet_by_id(nranks, unique_id, rank, opts, deadline)
+        self._start(session, opts, Stages(session, deadline))
 
     @classmethod
-    def from_session(cls, session: Session, options: Options, *, parent: Communicator | None = None) -> Communicator:
-        """A communicator over a session that has met already."""
+    def from_session(
+        cls, session: Session, options: Options, *, parent: Communicator | None = None, stages: Stages | None = None
+    ) -> Communicator:
+        """A communicator over a session that has met already; ``stages`` of that session, where there is a deadline for more than these."""
         self = cls.__new__(cls)
-        self._start(session, options, parent)
+        self._start(session, options, stages, parent)
         return self
 
-    def _start(self, session: Session, options: Options, parent: Communicator | None = None) -> None:
+    def _start(self, session: Session, options: Options, stages: Stages | None, parent: Communicator | None = None) -> None:
         self.rank, self.nranks = session.rank, session.nranks
-        member = self._member = Member(session, options, constants=parent._member.constants if parent else None)
+        constants = parent._member.constants if parent else None
+        member = self._member = Member(session, options, constants=constants, stages=stages)
         self._device = self._background = None
         context = member.context
         word = at.CTX_LAST_PLAN // 8
@@ -139,25 +144,21 @@ class Communicator(Operations):
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """One communicator per ``color``, ranks ordered by (key, rank). Collective; a rank with color None gets None."""
-        session, options = self._member.split(color, key, self._splits + 1)
+        return self.split_by(Deadline.after(self._member.session.timeout), color, key)
+
+    def split_by(self, deadline: Deadline, color: int | None, key: int = 0) -> Communicator | None:
+        """``split`` as a part of something that has a deadline."""
+        session = self._member.split(color, key, self._splits + 1, deadline)
         self._splits += 1  # a refused call does not count: the others know nothing of it
-        return None if session is None else Communicator.from_session(session, options, parent=self)
+        return None if session is None else self._make_part(session, Stages(session, deadline))
 
     def shrink(self) -> Communicator:
         """A communicator of the ranks that live, after this one broke. Collective over the living; who dies meanwhile is left out, too."""
-        member = self._member
         self._splits += 1
-        name = f"shrink {self._splits} of {member.session.key}"  # whoever they take for living: those who know less will learn it
-        while True:
-            ranks = member.living()
-            session = member.among(ranks, self._splits)
-            with Creation(name, session.tokens, "shrink", self.rank, functools.partial(session.end_gather, FIRST_TAG)) as creation:
-                try:
-                    return Communicator.from_session(session, member.options, parent=self)
-                except (CommunicatorAborted, PeerDied, BootstrapError) as error:
-                    if isinstance(error, CommunicatorAborted) or not member.fewer_live(ranks):
-                        creation.look()
-                        raise
+        return shrink(self._member, self._splits, self._make_part)
+
+    def _make_part(self, session: Session, stages: Stages) -> Communicator:
+        return Communicator.from_session(session, self._member.options, parent=self, stages=stages)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """End the communicator now, on all ranks: whoever waits raises ``CommunicatorAborted``. Any thread may call it."""

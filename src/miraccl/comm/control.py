@@ -14,6 +14,7 @@ from typing import Any
 
 from miraccl.bootstrap import Session
 from miraccl.comm.fabric import Fabric
+from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError
 
 KIND = "waits on the control plane"
@@ -50,9 +51,9 @@ class Control:
         now = self._now
         return max(self._completed, now["number"] if now and now["op"] != FINALIZE else 0)
 
-    def gather(self, tag: str, data: bytes) -> list[bytes]:
+    def gather(self, tag: str, data: bytes, deadline: Deadline | None = None) -> list[bytes]:
         """``session.all_gather`` as the operation that this rank is in."""
-        parts = self._session.all_gather(data, tag)
+        parts = self._session.all_gather(data, tag, deadline)
         self._completed += 1
         return parts
 

@@ -1,29 +1,32 @@
 """What connects the ranks of one communicator: endpoints, transports, FIFOs, and the context of the engine.
 
-Making it takes four rounds of the bootstrap's all-gather: what each rank is and believes (compared: ``PlanMismatch``), how to reach
+Making it takes four stages (``comm.stages``): what each rank is and believes (compared: ``PlanMismatch``), how to reach
 its memory, whether its memory could be read, and that everybody has finished.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from miraccl import params
-from miraccl.bootstrap import Event, PeerLeft, PeerLost, Session
+from miraccl.bootstrap import Event, PeerLeft, PeerLost
 from miraccl.comm import group
+from miraccl.comm.stages import Stages
 from miraccl.comm.window import Window
-from miraccl.errors import BootstrapError, MiracclError, PeerDied, PlanMismatch, ProtocolError, SystemFailure
+from miraccl.errors import BootstrapError, MiracclError, PeerDied, PlanMismatch, SystemFailure
 from miraccl.executor.cpu.context import Context, WaitPolicy, Wires, words_at
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.graph.rank_order import RankPlace, order_ranks
 from miraccl.native import atomics
-from miraccl.transport.base import Endpoint, FifoKind, FifoPair, Transport
+from miraccl.transport.base import Endpoint, FifoKind, FifoPair, OnLost, Transport
 from miraccl.transport.shm import LARGEST_SLOT, ShmTransport, slot_bytes_for
+from miraccl.wire.proxy_records import Loss, LossKind
 
 #: slots of FIFOs to other hosts: a message costs the proxy some 100 us, so pieces are large; all of a direction share the budget
 NET_SLOT, NET_BUDGET = 1 << 20, 16 << 20
@@ -32,8 +35,8 @@ NET_SLOT, NET_BUDGET = 1 << 20, 16 << 20
 ALONE = WaitPolicy(spin=1000, yields=5)
 CROWDED = WaitPolicy(spin=30, yields=60, membarrier=False)
 
-FIRST_TAG = "fabric hello"  # of the rounds of the all-gather
 DEATH_NOTICE_S = 1.0  # in which the control plane tells of a death that a system call has shown already
+NOTICE_FIRST_S = 0.5  # in which it may tell why a connection has ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +58,12 @@ class Beliefs:
 class Fabric:
     """Connections of one rank in one communicator. Owns the transports and the context; ``close`` may be called twice."""
 
-    def __init__(self, session: Session, beliefs: Beliefs, *, timeout: float, on_lost: Any) -> None:
-        self.session = session
+    def __init__(self, stages: Stages, beliefs: Beliefs, *, timeout: float, on_lost: OnLost) -> None:
+        """``timeout`` is that of operations."""
+        self.session = session = stages.session
         self.rank, self.nranks = session.rank, session.nranks
         self.timeout = timeout
+        self._stages, self._made = stages, False
         self._on_lost = on_lost
         self._transports: list[Transport] = []
         self._proxy: Any = None
@@ -66,9 +71,10 @@ class Fabric:
         session.on_event(self.early.append)
         try:
             self._connect(beliefs)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close(abort=f"could not connect: {error}")
             raise
+        self._made = True
 
     def _connect(self, beliefs: Beliefs) -> None:
         host = params.HOSTID.read() or self.session.hosts[self.rank]
@@ -90,7 +96,7 @@ class Fabric:
             "machine": machine(),
             "numa": numa_domain(),
         }
-        records = self._exchange(FIRST_TAG, hello)
+        records = self._stages.exchange("fabric hello", hello)
         _compare([record["beliefs"] for record in records])
         self.constants_text = str(records[0]["beliefs"]["constants"])
         self.endpoints = {
@@ -115,13 +121,13 @@ class Fabric:
         self._transports.append(shm)
         network = self._network(me, len(far)) if far else None
         blob = {"shm": shm.setup().decode(), "net": network.setup().hex() if network else ""}
-        infos = self._exchange("fabric connect", blob)
+        infos = self._stages.exchange("fabric connect", blob)
         pairs = self._reach(shm, {r: infos[r]["shm"].encode() for r in near})
         if network:
             pairs.update(self._reach(network, {r: bytes.fromhex(infos[r]["net"]) for r in far}))
         readable = [] if params.CMA_DISABLE.read() else sorted(shm.readable)
         mine = {"readable": readable, "membarrier": atomics.register_membarrier(), "domains": self._domains()}
-        abilities = self._exchange("fabric abilities", mine)
+        abilities = self._stages.exchange("fabric abilities", mine)
         shm.release()
         order = order_ranks(self.places, abilities[0]["domains"])
         self.order = () if order == tuple(range(self.nranks)) else order
@@ -144,7 +150,7 @@ class Fabric:
             stream_from=self.stream_from,
         )
         slot_bytes = min([w.slot_bytes for w in wires.values()], default=shm.slot_bytes)
-        self.slot_bytes = min(int(n) for n in self._exchange("fabric ready", slot_bytes))  # hosts with many ranks have smaller slots
+        self.slot_bytes = min(int(n) for n in self._stages.exchange("fabric ready", slot_bytes))  # hosts with many ranks have smaller slots
 
     def _reach(self, transport: Transport, infos: dict[int, bytes]) -> dict[int, FifoPair]:
         """Connect; where that fails because a process is gone, its death is the error."""
@@ -166,7 +172,8 @@ class Fabric:
         return domain_order(detect_host(len(self.local)))
 
     def _check(self) -> None:
-        """Raise if a rank has died or left."""
+        """Raise if a rank has died or left, or the stages have been ended."""
+        self._stages.look()
         for event in self.early:
             if isinstance(event, PeerLost | PeerLeft):
                 who = f"rank {event.rank}" if event.rank >= 0 else "the launcher"
@@ -177,9 +184,19 @@ class Fabric:
         from miraccl.comm.network import open_network
 
         slots = slot_bytes_for(nfar, NET_BUDGET, NET_SLOT)
-        transport, self._proxy = open_network(self.session, me, slots, self.wake, self._on_lost, self._check)
+        transport, self._proxy = open_network(self._stages, me, slots, self.wake, self._lost, self._check)
         self._transports.append(transport)
         return transport
+
+    def _lost(self, peer: int, loss: Loss) -> None:
+        """From the proxy. Ranks that are not connected yet may wait for ``peer``, and it for a call that nobody takes any more."""
+        self._on_lost(peer, loss)
+        if not self._made and loss.kind is not LossKind.CLOSED:
+            after_notice(loss, lambda: self._end_stages(peer, loss))
+
+    def _end_stages(self, peer: int, loss: Loss) -> None:
+        if not self._made:
+            self._stages.end(loss.error(rank=self.rank, peer=peer))
 
     def _policy(self, membarrier: bool) -> WaitPolicy:
         policy = CROWDED if self.ranks_per_core > 1 else ALONE
@@ -204,13 +221,6 @@ class Fabric:
             bell=pair.send.bell,
             asleep=pair.send.asleep,
         )
-
-    def _exchange(self, tag: str, value: Any) -> list[Any]:
-        blobs = self.session.all_gather(json.dumps(value).encode(), tag)
-        try:
-            return [json.loads(blob) for blob in blobs]
-        except ValueError as error:
-            raise ProtocolError(f"a rank's record for {tag!r} is malformed") from error
 
     def wake(self, rank: int) -> None:
         """Wake this rank if it sleeps in the engine; any thread may call it."""
@@ -273,6 +283,17 @@ class Fabric:
         if self._proxy is not None:
             self._proxy.close()
             self._proxy = None
+
+
+def after_notice(loss: Loss, act: Callable[[], None]) -> None:
+    """Do ``act`` for a connection that is lost, where its peer has ended after the control plane had time to tell why: it died, or raised
+    an error before. That reason is the better one."""
+    timer = threading.Timer(NOTICE_FIRST_S if loss.kind in (LossKind.RESET, LossKind.ABORTED) else 0.0, act)
+    timer.daemon, timer.name = True, "miraccl connection lost"
+    try:
+        timer.start()
+    except RuntimeError:  # no thread can be started: the reason that is known is better than none
+        act()
 
 
 def _cores() -> int:

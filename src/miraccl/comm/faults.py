@@ -26,7 +26,8 @@ from miraccl.comm.differences import (
     place,
     unlike_messages,
 )
-from miraccl.comm.fabric import Fabric
+from miraccl.comm.fabric import NOTICE_FIRST_S, Fabric, after_notice
+from miraccl.deadline import Deadline
 from miraccl.errors import (
     BootstrapError,
     CollectiveMismatch,
@@ -54,7 +55,6 @@ _CONNECTION = {LossKind.RESET: "died", LossKind.PROTOCOL: "protocol", LossKind.A
 SEND_RECV = "send_recv"
 STATUS_WAIT_S = 1.5
 NOTICE_WAIT_S = 2.0
-NOTICE_FIRST_S = 0.5
 HEARD_WAIT_S = 0.5  # for others to hear of a fault, before it is raised here
 HINT = "this communicator is broken; shrink() makes one of the living ranks"
 
@@ -89,14 +89,14 @@ class Faults:
 
     # ---- operations on the control plane
 
-    def meet(self, name: str, tag: str, data: bytes) -> list[bytes]:
+    def meet(self, name: str, tag: str, data: bytes, deadline: Deadline | None = None) -> list[bytes]:
         """``session.all_gather`` as an operation ``name`` of the communicator, which its fault ends."""
         with self.control.attend(name, tag):
             try:
                 if self.fault is not None:
                     raise self.fault
                 self._compare_meetings()
-                return self.control.gather(tag, data)
+                return self.control.gather(tag, data, deadline)
             except MiracclError as error:
                 raise self._explain_meeting(error, name) from None
 
@@ -137,22 +137,13 @@ class Faults:
         self.settle(self._behind(PeerDied(f"{who} died: {reason}", rank=self.rank, peer=rank, hint=HINT)))
 
     def connection_lost(self, rank: int, loss: Loss) -> None:
-        """From a transport: a peer that closed in good order has left; everything else is a fault, unless the control plane tells why.
-
-        It may where the peer ended: it died, or raised an error before.  That reason is the better one.
-        """
+        """From a transport: a peer that closed in good order has left; everything else is a fault, unless the control plane tells why."""
         if loss.kind is LossKind.CLOSED:
             self.left.setdefault(rank, str(loss))
             self.fabric.context.gone[rank] = 1
             self.fabric.wake(self.rank)
         else:
-            wait = NOTICE_FIRST_S if loss.kind in (LossKind.RESET, LossKind.ABORTED) else 0.0
-            timer = threading.Timer(wait, self._without, (rank, loss))
-            timer.daemon, timer.name = True, "miraccl connection lost"
-            try:
-                timer.start()
-            except RuntimeError:  # no thread can be started: the reason that is known is better than none
-                self._without(rank, loss)
+            after_notice(loss, lambda: self._without(rank, loss))
 
     def _without(self, rank: int, loss: Loss) -> None:
         """There is no connection to a rank any more, which lives for all that is known: those between whom there is one must be told."""

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from miraccl import params, trace
 from miraccl.bootstrap import Session, UniqueId, connect
 from miraccl.comm.member import Options
-from miraccl.errors import InvalidUsage
+from miraccl.comm.tuning import prepare
+from miraccl.deadline import Deadline
+from miraccl.errors import InvalidUsage, MiracclError
 
 
-def meet_by_id(nranks: int, unique_id: UniqueId | bytes | str, rank: int, options: Options) -> Session:
+def begin(timeout: float | None = None) -> Deadline:
+    """The deadline of a communicator that is made from now on: ``timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT, for ranks to meet
+    and to connect.  What a machine does at its first use comes before that."""
+    with contextlib.suppress(MiracclError, OSError):  # told once the others can hear of it
+        prepare()
+    return Deadline.after(params.BOOTSTRAP_TIMEOUT.read() if timeout is None else timeout)
+
+
+def meet_by_id(nranks: int, unique_id: UniqueId | bytes | str, rank: int, options: Options, deadline: Deadline) -> Session:
     """The session of the job with this id."""
     check_place(nranks, rank)
     ident = _as_unique_id(unique_id)
     trace.configure()
-    return connect(ident, rank, nranks, params.BOOTSTRAP_TIMEOUT.read(), session_timeout=options.timeout)
+    return connect(ident, rank, nranks, deadline, session_timeout=options.timeout)
 
 
 def check_place(nranks: int, rank: int) -> None:

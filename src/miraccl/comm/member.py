@@ -28,13 +28,15 @@ from miraccl.comm.calls import Call, Place, barrier
 from miraccl.comm.control import COUNTED_RANKS
 from miraccl.comm.exchange import Entry, Exchange, Transfer
 from miraccl.comm.fabric import Beliefs, Fabric
-from miraccl.comm.faults import NOTICE_FIRST_S, Faults
+from miraccl.comm.faults import Faults
 from miraccl.comm.lookout import lookout
 from miraccl.comm.model import Constants, Shape, default_block_bytes
 from miraccl.comm.planner import Overrides, Planner, Request
 from miraccl.comm.seat import MemberSeat
-from miraccl.comm.tuning import load_constants
+from miraccl.comm.stages import Stages, Underway
+from miraccl.comm.tuning import prepare
 from miraccl.comm.work import Work, Worker, patience
+from miraccl.deadline import Deadline
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.lower import Run
@@ -108,7 +110,9 @@ _NAMES = tuple(p.name for p in inspect.signature(Options.create).parameters.valu
 class Member:
     """Everything behind a ``Communicator``; made collectively, closed by each rank for itself."""
 
-    def __init__(self, session: Session, options: Options, *, constants: Constants | None = None) -> None:
+    def __init__(
+        self, session: Session, options: Options, *, constants: Constants | None = None, stages: Stages | None = None
+    ) -> None:
         self.session, self.options = session, options
         self.rank, self.nranks = session.rank, session.nranks
         self.closed = False
@@ -116,7 +120,8 @@ class Member:
         self._life = threading.Lock()
         self._busy_lock = threading.Lock()
         self._losses: dict[int, Loss] = {}
-        mine = constants or load_constants()
+        self.underway = Underway()
+        mine = constants or prepare()
         beliefs = Beliefs(
             version=__version__,
             algo=options.algo or " ".join(f"{collective.label}:{name}" for collective, name in options.wishes),
@@ -128,7 +133,7 @@ class Member:
         )
         overrides = Overrides(algo=options.algo, proto=options.proto, deterministic=options.deterministic, wishes=dict(options.wishes))
         try:
-            self.fabric = Fabric(session, beliefs, timeout=options.timeout, on_lost=self._lost)
+            self.fabric = Fabric(stages or Stages(session), beliefs, timeout=options.timeout, on_lost=self._lost)
         except BaseException as error:
             session.close(f"could not connect: {error}"[:500])
             raise
@@ -161,6 +166,7 @@ class Member:
         if 1 < self.nranks <= COUNTED_RANKS:  # else there is nobody to ask, or too many
             self.context.set(at.CTX_LOOKOUT, lookout.open())
             whereabouts.take(self.seat)
+        session.on_event(self.underway.hear)
         _members.add(self)
 
     def _copy_once_from(self, asked: str, measured: int) -> int:
@@ -352,10 +358,10 @@ class Member:
 
     # ---- other communicators
 
-    def meet(self, name: str, tag: str, data: bytes) -> list[bytes]:
+    def meet(self, name: str, tag: str, data: bytes, deadline: Deadline | None = None) -> list[bytes]:
         """Everybody's ``data``, from an operation ``name`` of all ranks on the control plane."""
         with whereabouts.Waiting(self.seat.meeting):
-            return self.faults.meet(name, tag, data)
+            return self.faults.meet(name, tag, data, deadline)
 
     @property
     def pending(self) -> int:
@@ -371,7 +377,7 @@ class Member:
         """Whether nothing of this rank is under way beside its program."""
         return not self._worker.pending and not self._exchange.open and not self.context.get(at.CTX_ASIDE)
 
-    def split(self, color: int | None, key: int, number: int) -> tuple[Session | None, Options]:
+    def split(self, color: int | None, key: int, number: int, deadline: Deadline) -> Session | None:
         """The session of this rank's color."""
         self.check(0, "split")
         if color is not None and (isinstance(color, bool) or not isinstance(color, int | np.integer)):
@@ -379,27 +385,11 @@ class Member:
         if isinstance(key, bool) or not isinstance(key, int | np.integer):
             raise InvalidUsage(f"split: key is {key!r}; it is a whole number")
         mine = f"{'' if color is None else int(color)},{int(key)}".encode()
-        everyone = [tuple(blob.decode().split(",")) for blob in self.meet("split", f"split {number}", mine)]
+        everyone = [tuple(blob.decode().split(",")) for blob in self.meet("split", f"split {number}", mine, deadline)]
         if color is None:
-            return None, self.options
+            return None
         chosen = sorted((int(k), r) for r, (c, k) in enumerate(everyone) if c == str(int(color)))
-        return self.session.sub([r for _, r in chosen], f"{self.session.name}/{number}:{color}"), self.options
-
-    def living(self) -> list[int]:
-        """The ranks that have neither died nor left."""
-        gone = {*self.faults.lost, *self.faults.left, *self.session.gone()}
-        return [r for r in range(self.nranks) if r not in gone]
-
-    def among(self, ranks: list[int], number: int) -> Session:
-        """The session of the ranks that live, for a communicator that is made of them."""
-        return self.session.sub(ranks, f"{self.session.name}/shrink{number}:{','.join(map(str, ranks))}")
-
-    def fewer_live(self, ranks: list[int]) -> bool:
-        """Whether one of ``ranks``, of which this is one, is gone; a connection may break before the control plane tells that."""
-        deadline = time.monotonic() + NOTICE_FIRST_S
-        while self.living() == ranks and time.monotonic() < deadline:
-            time.sleep(0.005)
-        return self.living() != ranks
+        return self.session.sub([r for _, r in chosen], f"{self.session.name}/{number}:{color}")
 
     # ---- end
 
@@ -414,6 +404,8 @@ class Member:
             if self.closed:
                 return
             self.faults.closing = True
+            text = "the communicator was finalized while the ranks that live were making another one of it"
+            self.underway.end(CommunicatorClosed(text, rank=self.rank, op="shrink"))
             if self.faults.fault is None:
                 with contextlib.suppress(MiracclError):  # what was pending may have failed: its Work says so
                     self.flush(background=True)

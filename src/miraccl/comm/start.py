@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from miraccl import params, trace
+from miraccl import trace
 from miraccl.bootstrap import Root, UniqueId, connect, create_root
 from miraccl.bootstrap.launch import detect_launch, meet
 from miraccl.comm.communicator import Communicator
+from miraccl.comm.meeting import begin
 from miraccl.comm.member import Options
+from miraccl.comm.stages import Stages
 from miraccl.errors import BootstrapError, InvalidUsage
 
 _roots: list[Root] = []
@@ -31,8 +33,9 @@ def init(mpi: Any = None, /, **options: Any) -> Communicator:
     if mpi is not None:
         return _init_over(mpi, options)
     opts = Options.create(**options)
-    session = meet(detect_launch(os.environ), params.BOOTSTRAP_TIMEOUT.read(), session_timeout=opts.timeout)
-    return Communicator.from_session(session, opts)
+    launch, deadline = detect_launch(os.environ), begin()
+    session = meet(launch, deadline, session_timeout=opts.timeout)
+    return Communicator.from_session(session, opts, stages=Stages(session, deadline))
 
 
 def _init_over(mpi: Any, options: dict[str, Any]) -> Communicator:
@@ -52,13 +55,14 @@ def _init_over(mpi: Any, options: dict[str, Any]) -> Communicator:
         if not isinstance(text, str) or text.startswith(_FAILED):
             raise BootstrapError(f"rank 0 could not open the meeting point: {str(text).removeprefix(_FAILED)}", rank=rank, peer=0)
         opts, ident = Options.create(**options), UniqueId.parse(text)
+    deadline = begin()
     try:
-        session = connect(ident, rank, nranks, params.BOOTSTRAP_TIMEOUT.read(), session_timeout=opts.timeout, root=root)
+        session = connect(ident, rank, nranks, deadline, session_timeout=opts.timeout, root=root)
     except BaseException as error:
         if root is not None:
             root.close(f"rank 0 gave up: {type(error).__name__}")
         raise
-    return Communicator.from_session(session, opts)
+    return Communicator.from_session(session, opts, stages=Stages(session, deadline))
 
 
 def _place_in(mpi: Any) -> tuple[int, int]:

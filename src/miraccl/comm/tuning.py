@@ -37,6 +37,13 @@ def load_constants() -> Constants:
         return _cached() or _measure()
 
 
+def prepare() -> Constants:
+    """What a machine makes at its first use, in some seconds, and then has: compiled code and constants. Nobody else is waited for."""
+    constants = load_constants()
+    native.library(ENGINE)
+    return constants
+
+
 def _measure() -> Constants:
     native.library(ENGINE)  # on a machine's first use its compilation may take longer than what measures has
     sys.stderr.write("miraccl: measuring this machine (once, about 2 s) ...\n")

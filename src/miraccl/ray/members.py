@@ -22,8 +22,10 @@ from miraccl import params, trace
 from miraccl.bootstrap import Root, Session, UniqueId, connect, create_root
 from miraccl.bootstrap.dial import HubNotFound
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.meeting import check_place
+from miraccl.comm.meeting import begin, check_place
 from miraccl.comm.member import Options
+from miraccl.comm.stages import Stages
+from miraccl.deadline import Deadline
 from miraccl.errors import AuthenticationError, BootstrapError, InvalidUsage, MiracclError
 
 DEFAULT = "default"
@@ -79,16 +81,17 @@ def prepare(_actor: Any, name: str, rank: int, nranks: int) -> str:
 
 
 def join(_actor: Any, name: str, rank: int, nranks: int, ident: str, patience: float, options: dict[str, Any]) -> None:
-    """Meet the others within ``patience`` seconds."""
+    """Meet the others within ``patience`` seconds, and connect to them."""
+    deadline = begin(patience)
     with _lock:
         root = _opened.pop(name, None)
     try:
         opts = Options.create(**options)
-        session = connect(UniqueId.parse(ident), rank, nranks, patience, session_timeout=opts.timeout, root=root)
+        session = connect(UniqueId.parse(ident), rank, nranks, deadline, session_timeout=opts.timeout, root=root)
     except BaseException as error:
         _close(root, error)
         raise
-    _keep(name, Communicator.from_session(session, opts))
+    _keep(name, Communicator.from_session(session, opts, stages=Stages(session, deadline)))
 
 
 def come_and_go(ident: str, nranks: int, rank: int) -> None:
@@ -150,21 +153,22 @@ def join_group(nranks: int, rank: int, name: str = DEFAULT, *, meet_timeout: flo
 def meet_by_store(nranks: int, rank: int, name: str, meet_timeout: float | None, options: Options) -> Communicator:
     """The communicator of the ranks that meet under ``name`` of this Ray namespace; kept by the caller."""
     check_place(nranks, rank)
-    patience = patience_of(meet_timeout)
+    deadline = begin(patience_of(meet_timeout))
     trace.configure()
     key = f"{ray.get_runtime_context().namespace}/{name}".encode()
     meet = _host if rank == 0 else _visit
-    return Communicator.from_session(meet(key, rank, nranks, patience, options), options)
+    session = meet(key, rank, nranks, deadline, options)
+    return Communicator.from_session(session, options, stages=Stages(session, deadline))
 
 
-def _host(key: bytes, rank: int, nranks: int, patience: float, options: Options) -> Session:
+def _host(key: bytes, rank: int, nranks: int, deadline: Deadline, options: Options) -> Session:
     root: Root | None = None
     told = ""
     try:
         ident, root = create_root(nranks=nranks)
         _put(key, str(ident))
         told = str(ident)
-        session = connect(ident, rank, nranks, patience, session_timeout=options.timeout, root=root)
+        session = connect(ident, rank, nranks, deadline, session_timeout=options.timeout, root=root)
     except BaseException as error:
         _close(root, error)
         if isinstance(error, MiracclError):
@@ -198,10 +202,10 @@ def _put(key: bytes, text: str) -> None:
         raise BootstrapError(f"Ray's store does not answer: {error}", rank=0) from error
 
 
-def _visit(key: bytes, rank: int, nranks: int, patience: float, options: Options) -> Session:
-    deadline, pause = time.monotonic() + patience, FIRST_PAUSE
-    problem = BootstrapError(f"rank 0 put no unique id into Ray's store within {patience:g} s", rank=rank, peer=0)
-    while (left := deadline - time.monotonic()) > 0:
+def _visit(key: bytes, rank: int, nranks: int, deadline: Deadline, options: Options) -> Session:
+    pause = FIRST_PAUSE
+    problem = BootstrapError(f"rank 0 put no unique id into Ray's store within {deadline.seconds:g} s", rank=rank, peer=0)
+    while (left := deadline.left) > 0:
         try:
             text = _get(key, rank)
         except BootstrapError as error:  # the head node is starting again, say
@@ -211,7 +215,7 @@ def _visit(key: bytes, rank: int, nranks: int, patience: float, options: Options
         elif text:
             try:
                 return connect(
-                    UniqueId.parse(text), rank, nranks, left, session_timeout=options.timeout, dial_timeout=min(left, TRUST_SECONDS)
+                    UniqueId.parse(text), rank, nranks, deadline, session_timeout=options.timeout, dial_timeout=TRUST_SECONDS
                 )
             except (HubNotFound, AuthenticationError) as error:
                 problem = error

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from miraccl import trace
 from miraccl.bootstrap import Launch, detect_launch, meet
+from miraccl.deadline import Deadline
 from miraccl.errors import InvalidUsage
 from miraccl.torch.failures import as_backend_errors
 
@@ -40,9 +41,9 @@ def handle(url: str, timeout: datetime.timedelta = dist.default_pg_timeout, **kw
 def _store(launch: Launch, timeout: datetime.timedelta) -> Any:
     if launch.nranks == 1:
         return dist.HashStore()
-    limit = timeout.total_seconds()
-    with as_backend_errors(), meet(launch, limit, limit) as session:
+    deadline = Deadline.after(timeout.total_seconds())
+    with as_backend_errors(), meet(launch, deadline, deadline.seconds) as session:
         host = session.addresses[0]
         own = dist.TCPStore(host, 0, launch.nranks, True, timeout, wait_for_workers=False) if launch.rank == 0 else None
-        port = session.all_gather(str(own.port).encode() if own else b"", "store of torch")[0]
+        port = session.all_gather(str(own.port).encode() if own else b"", "store of torch", deadline)[0]
     return own or dist.TCPStore(host, int(port), launch.nranks, False, timeout, wait_for_workers=False)

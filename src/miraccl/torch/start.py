@@ -12,9 +12,12 @@ import torch.distributed as dist
 from miraccl import params, trace
 from miraccl.bootstrap import Root, Session, UniqueId, connect, create_root, solo
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.faults import NOTICE_FIRST_S
+from miraccl.comm.fabric import NOTICE_FIRST_S
 from miraccl.comm.lookout import Creation
+from miraccl.comm.meeting import begin
 from miraccl.comm.member import Options
+from miraccl.comm.stages import Stages
+from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, MiracclError, PeerDied
 from miraccl.torch.channel import seat_of
 from miraccl.torch.elsewhere import Elsewhere, devices_of_call
@@ -38,13 +41,14 @@ def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
     devices = devices_of_call(dict.fromkeys(DEVICES, NAME))
     creation = _NewGroup(opts)
     with as_backend_errors(), creation:
+        deadline = begin(timeout.total_seconds())
         try:
-            comm = _meet(store, rank, size, timeout.total_seconds(), creation)
+            comm = _meet(store, rank, size, deadline, creation)
         except BootstrapError:
             creation.look_again()
             raise
         try:
-            mail = comm.split(0)
+            mail = comm.split_by(deadline, 0)
         except BaseException:
             comm.finalize()
             raise
@@ -106,21 +110,21 @@ class _NewGroup(Creation):
             raise PeerDied(f"rank {peer} has left the default group and will not come", rank=self._rank, peer=peer, op="new_group")
 
 
-def _meet(store: Any, rank: int, size: int, patience: float, creation: _NewGroup) -> Communicator:
+def _meet(store: Any, rank: int, size: int, deadline: Deadline, creation: _NewGroup) -> Communicator:
     trace.configure()
-    options = Options.create(timeout=patience, cta_policy="efficiency")
+    options = Options.create(timeout=deadline.seconds, cta_policy="efficiency")
     if size == 1:
-        session = solo(patience)
+        session = solo(deadline.seconds)
     elif rank == 0:
-        session = _host(store, size, patience, creation.look)
+        session = _host(store, size, deadline, creation.look)
     else:
-        ident = UniqueId.parse(_wait_for(store, rank, patience, creation.look))
-        session = _connect(ident, rank, size, patience, creation.look)
+        ident = UniqueId.parse(_wait_for(store, rank, deadline, creation.look))
+        session = _connect(ident, rank, size, deadline, creation.look)
     session.name = creation.name
-    return Communicator.from_session(session, options)
+    return Communicator.from_session(session, options, stages=Stages(session, deadline))
 
 
-def _host(store: Any, size: int, patience: float, look: Callable[[], None]) -> Session:
+def _host(store: Any, size: int, deadline: Deadline, look: Callable[[], None]) -> Session:
     """Rank 0's way: it opens the meeting point, and closes it if it gives up."""
     try:
         ident, root = create_root(nranks=size)
@@ -129,27 +133,27 @@ def _host(store: Any, size: int, patience: float, look: Callable[[], None]) -> S
         raise
     try:
         store.set(KEY, str(ident))
-        return _connect(ident, 0, size, patience, look, root)
+        return _connect(ident, 0, size, deadline, look, root)
     except BaseException as error:
         root.close(f"rank 0 gave up: {type(error).__name__}")
         raise
 
 
 def _connect(
-    ident: UniqueId, rank: int, size: int, patience: float, look: Callable[[], None], root: Root | None = None
+    ident: UniqueId, rank: int, size: int, deadline: Deadline, look: Callable[[], None], root: Root | None = None
 ) -> Session:
     """Ranks may come as far apart as the group's timeout; one that cannot reach rank 0 knows it sooner."""
-    dial = min(patience, params.BOOTSTRAP_TIMEOUT.read())
-    return connect(ident, rank, size, patience, session_timeout=patience, dial_timeout=dial, root=root, look=look)
+    dial = params.BOOTSTRAP_TIMEOUT.read()
+    return connect(ident, rank, size, deadline, session_timeout=deadline.seconds, dial_timeout=dial, root=root, look=look)
 
 
-def _wait_for(store: Any, rank: int, patience: float, look: Callable[[], None]) -> str:
-    deadline, nap = time.monotonic() + patience, NAP_FIRST_S
+def _wait_for(store: Any, rank: int, deadline: Deadline, look: Callable[[], None]) -> str:
+    nap = NAP_FIRST_S
     try:
         while not store.check([KEY]):
             look()
-            if time.monotonic() > deadline:
-                raise BootstrapError(f"rank 0 put no unique id into the store within {patience:g} s", rank=rank, peer=0)
+            if not deadline.left:
+                raise BootstrapError(f"rank 0 put no unique id into the store within {deadline.seconds:g} s", rank=rank, peer=0)
             time.sleep(nap)
             nap = min(2 * nap, NAP_LAST_S)
         text: str = store.get(KEY).decode()

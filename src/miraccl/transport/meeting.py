@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from miraccl import trace
+from miraccl.deadline import Deadline
 from miraccl.errors import AuthenticationError, BootstrapError, MiracclError, ProtocolError, SystemFailure, as_system_failure
 from miraccl.wire.stream import NONCE_BYTES, AcceptorHandshake, Handshake, InitiatorHandshake, StreamIdentity
 
@@ -98,8 +99,8 @@ class _Approach:
 class Meeting:
     """One call of ``connect`` by ``rank`` for ``peers``.
 
-    ``key`` is the job's, ``parked`` holds proven streams of peers that nobody has asked for yet: (rank, stream) -> stream.  ``timeout``
-    in seconds bounds ``run``.  ``check`` is called every ``CHECK_S`` seconds and raises if there is nobody to meet any more.
+    ``key`` is the job's, ``parked`` holds proven streams of peers that nobody has asked for yet: (rank, stream) -> stream.  ``deadline``
+    bounds ``run``.  ``check`` is called every ``CHECK_S`` seconds and raises if there is nobody to meet any more.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Meeting:
         listeners: Sequence[socket.socket],
         parked: dict[tuple[int, int], Proven],
         buffer_bytes: int,
-        timeout: float,
+        deadline: Deadline,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._check = check
@@ -120,8 +121,7 @@ class Meeting:
         self._peers = peers
         self._parked = parked
         self._buffer_bytes = buffer_bytes
-        self._timeout = timeout
-        self._deadline = time.monotonic() + timeout
+        self._deadline = deadline
         self._approaches: set[_Approach] = set()
         self._calls: list[_Call] = []  # those that are to be made
         self._proven: dict[tuple[int, int], Proven] = {}
@@ -151,10 +151,10 @@ class Meeting:
             self._check()
             self._dial()
             now = time.monotonic()
-            if now >= self._deadline:
+            if now >= self._deadline.at:
                 raise self._overdue(missing)
             timers = [a.machine.deadline for a in self._approaches] + [call.due for call in self._calls]
-            for key, _ in self._selector.select(max(0.0, min([self._deadline, now + CHECK_S, *timers]) - now)):
+            for key, _ in self._selector.select(max(0.0, min([self._deadline.at, now + CHECK_S, *timers]) - now)):
                 if key.data is None:
                     self._accept(key.fileobj)  # type: ignore[arg-type]
                 elif key.data in self._approaches:
@@ -181,7 +181,7 @@ class Meeting:
     def _overdue(self, missing: list[int]) -> MiracclError:
         reasons = "".join(f"; rank {p}: {self._why[p]}" for p in missing if p in self._why)
         return BootstrapError(
-            f"no TCP connection with ranks {missing} after {self._timeout:g} s{reasons}",
+            f"no TCP connection with ranks {missing} after {self._deadline.seconds:g} s{reasons}",
             rank=self._rank,
             peer=missing[0],
             hint="MIRACCL_SOCKET_IFNAME chooses the interfaces; a firewall must let all ports through between the hosts",
@@ -198,7 +198,7 @@ class Meeting:
             addresses = self._peers[call.peer].addresses
             address, port = addresses[call.turn % len(addresses)]
             want = StreamIdentity(initiator=self._rank, acceptor=call.peer, stream=call.stream, nstreams=self._nstreams(call.peer))
-            deadline = min(self._deadline, now + HANDSHAKE_TIMEOUT_S)
+            deadline = min(self._deadline.at, now + HANDSHAKE_TIMEOUT_S)
             machine = InitiatorHandshake(key=self._key, nonce=os.urandom(NONCE_BYTES), deadline=deadline, want=want)
             try:
                 approach = _Approach(self._connect(address, port), machine, call, address)
@@ -276,7 +276,7 @@ class Meeting:
                 if status:
                     raise OSError(status, os.strerror(status))
                 approach.connecting = False
-                approach.machine.deadline = self._deadline  # it answers once it calls connect, which may be late
+                approach.machine.deadline = self._deadline.at  # it answers once it calls connect, which may be late
             elif not approach.answer:
                 self._read(approach)
             self._answer(approach)

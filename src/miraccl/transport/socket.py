@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miraccl import params
+from miraccl.deadline import Deadline
 from miraccl.errors import CommunicatorClosed, ProtocolError, SystemFailure, as_system_failure
 from miraccl.transport.base import TRANSPORTS, Endpoint, Fifo, FifoKind, FifoPair, NetConnection, ProxyPort, Transport
 from miraccl.transport.fifo import FifoMemory, check_slot_bytes
@@ -81,8 +82,8 @@ class SocketTransport(Transport):
     """TCP streams to ranks of other hosts.
 
     ``proxy`` moves the messages; ``secret`` is the job's, ``job`` names the communicator; ``slot_bytes`` is the size of a slot (a
-    multiple of the page); ``timeout`` in seconds bounds ``connect``; ``check`` is called during
-    it and raises where a peer has died meanwhile.
+    multiple of the page); ``timeout`` in seconds bounds each ``connect``, a deadline all of them; ``check`` is called
+    during it and raises where a peer has died meanwhile.
     """
 
     name = "socket"
@@ -96,7 +97,7 @@ class SocketTransport(Transport):
         job: bytes,
         slot_bytes: int = 1 << 19,
         options: SocketOptions | None = None,
-        timeout: float = 60.0,
+        timeout: float | Deadline = 60.0,
         linger: float = LINGER_S,
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -175,7 +176,7 @@ class SocketTransport(Transport):
             listeners=self._listeners,
             parked=self._parked,
             buffer_bytes=self._options.buffer_bytes,
-            timeout=self._timeout,
+            deadline=Deadline.after(self._timeout),
             check=self._check,
         )
         try:

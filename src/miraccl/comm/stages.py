@@ -1,0 +1,101 @@
+"""The stages in which ranks make a communicator once they have met, the deadline that all of them share, and how they end early.
+
+A stage is a round of the control plane's all-gather.  One thread goes through them.  Others may know that they cannot come to a good end:
+the proxy's, which sees a connection break, and one that finalizes the communicator from which this one is made.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from miraccl.bootstrap import Event, PeerLeft, Session
+from miraccl.deadline import Deadline
+from miraccl.errors import CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied, ProtocolError
+
+HINT = "all stages of making a communicator share one deadline"
+
+
+class Stages:
+    """Those of a communicator of the ranks of ``session``, by whose deadline for operations they end, and by ``deadline`` where that comes
+    first."""
+
+    def __init__(self, session: Session, deadline: Deadline | None = None) -> None:
+        self.session = session
+        self.deadline = Deadline.after(session.timeout).within(deadline or session.timeout)
+        self._lock = threading.Lock()
+        self._now = ""
+        self._error: MiracclError | None = None
+
+    def exchange(self, name: str, value: Any) -> list[Any]:
+        """The stage ``name``: everybody's ``value`` (of JSON) by rank. Raises ``CollectiveTimeout`` naming the ranks that did not come."""
+        with self._lock:
+            self._now = name
+        self.look()
+        try:
+            blobs = self.session.all_gather(json.dumps(value).encode(), name, self.deadline)
+        except CommunicatorAborted:
+            self.look()
+            raise
+        except CollectiveTimeout as error:
+            error.op, error.hint = self._op, HINT
+            raise
+        try:
+            return [json.loads(blob) for blob in blobs]
+        except ValueError as error:
+            raise ProtocolError(f"a rank's record for {name!r} is malformed") from error
+
+    @property
+    def _op(self) -> str:
+        return f"{self._now!r} of making {self.session.name}"
+
+    def look(self) -> None:
+        """Raise what has ended the stages."""
+        if self._error is not None:
+            raise self._error
+
+    def end(self, error: MiracclError) -> None:
+        """Any thread: the one that goes through the stages raises ``error``, unless it has come to the end of the last one."""
+        with self._lock:
+            self._error = self._error or error
+            error.op = error.op or self._op
+            self.session.end_gather(self._now, error.message)
+
+
+class Underway:
+    """The stages of communicators that are made from one, of ranks that have not left it: they end when one of these leaves."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[Stages, tuple[int, ...]] = {}
+        self._error: MiracclError | None = None
+
+    @contextmanager
+    def attend(self, stages: Stages, ranks: Sequence[int]) -> Iterator[None]:
+        """Inside the block a thread goes through ``stages``, with these ranks of the communicator."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._open[stages] = tuple(ranks)
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._open[stages]
+
+    def hear(self, event: Event) -> None:
+        """From the watcher: a rank has left the communicator, which does not end its connection, as a death does."""
+        if isinstance(event, PeerLeft):
+            with self._lock:
+                for stages in [stages for stages, ranks in self._open.items() if event.rank in ranks]:
+                    stages.end(PeerDied(f"rank {event.rank} has left the communicator ({event.reason})", peer=event.rank))
+
+    def end(self, error: MiracclError) -> None:
+        """This rank leaves."""
+        with self._lock:
+            self._error = self._error or error
+            for stages in self._open:
+                stages.end(error)
