@@ -141,8 +141,10 @@ def look_around(ctx: int, exchange: int, now: int, idle: int) -> int:
         return fail(ctx, at.ERR_TIMEOUT, peer, 0, 0)
     if peer >= 0 and load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0:
         return fail(ctx, at.ERR_LEFT, peer, 0, 0)
-    if idle > ex.CUT_NS and cut_off(exchange) >= 0:
-        return fail(ctx, at.ERR_CUT, cut_off(exchange), 0, 0)
+    if idle > ex.CUT_NS:
+        cut = cut_off(exchange)
+        if cut >= 0:
+            return fail(ctx, at.ERR_CUT, cut, 0, 0)
     return at.OK
 
 
