@@ -12,7 +12,7 @@ from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.context import set_counts
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.p2p import item_size
-from miraccl.executor.cpu.lower import Counts, Run, describe_signature, lower, signature, widest
+from miraccl.executor.cpu.lower import Counts, Run, describe_signature, lower, signature
 from miraccl.executor.cpu.sizes import ALIGN, MIN_ALIGNED, chunk_bytes, size_class
 from miraccl.schedule import catalog
 from miraccl.schedule.ir import Op
@@ -62,7 +62,7 @@ def make_run(algo: str, collective: Collective, nranks: int, rank: int, block_by
         dtype=DType.FLOAT32,
         block_bytes=block_bytes,
         slot_bytes=slot_bytes,
-        round_bytes=slot_bytes // program.widest // 64 * 64,
+        round_bytes=slot_bytes // program.schedule.widest // 64 * 64,
         direct=-1,
         template=signature(collective, DType.FLOAT32, RedOp.SUM, root, 0),
         stream_from=1 << 20,
@@ -104,7 +104,7 @@ def test_all_ranks_cut_rounds_alike(algo: str, collective: Collective) -> None:
         assert len({(word(run, at.RUN_NROUNDS), word(run, at.RUN_ROUND_BYTES)) for run in runs}) == 1
         piece = word(runs[0], at.RUN_ROUND_BYTES)
         schedule = runs[0].program.schedule
-        assert piece * widest(schedule) <= 8192
+        assert piece * schedule.widest <= 8192
         assert word(runs[0], at.RUN_NROUNDS) >= 1
         if collective is not Collective.BARRIER:
             assert word(runs[0], at.RUN_NROUNDS) * piece >= min(chunk_bytes(4 * count, schedule.parts, 4), max(1, 4 * count))

@@ -20,7 +20,7 @@ from miraccl.executor.cpu.lower import Words, signature
 from miraccl.native import atomics
 from miraccl.types import Collective, RedOp
 
-_KIND, _DONE, _ROUNDS = at.OP_KIND // 8, at.OP_DONE // 8, at.OP_ROUNDS // 8
+_RECEIVES, _DONE, _ROUNDS = at.OP_RECEIVES // 8, at.OP_DONE // 8, at.OP_ROUNDS // 8
 _MARK, _MUST, _AFTER = at.OP_MARK // 8, at.OP_MUST // 8, at.OP_AFTER // 8
 
 
@@ -130,7 +130,7 @@ class Exchange:
             return row
         piece = wire.slot_bytes if wire.kind == at.KIND_SHM else at.NET_PIECE
         for place, value in (
-            (at.OP_KIND, int(transfer.receives)),
+            (at.OP_RECEIVES, int(transfer.receives)),
             (at.OP_PEER, transfer.peer),
             (at.OP_ADDR, memory.address),
             (at.OP_BYTES, memory.nbytes),
@@ -181,6 +181,6 @@ class Exchange:
         """Whether an operation has ended: all pieces done, and those of a send that were posted by address taken by the peer."""
         if row[_DONE] < row[_ROUNDS]:
             return False
-        if row[_KIND] or not row[_MARK]:
+        if row[_RECEIVES] or not row[_MARK]:
             return True
         return int(row[_MARK]) <= atomics.load_acquire(self._wires[int(row[at.OP_PEER // 8])].send_tail)

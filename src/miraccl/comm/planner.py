@@ -211,7 +211,7 @@ class Planner:
     def _predict(self, algorithm: Algorithm, collective: Collective, block_bytes: int, dtype: DType, root: int) -> float:
         schedule = self._schedule(algorithm.name, collective, root, in_place=False)
         steps = algorithm.latency(collective, self.shape.nranks) if algorithm.latency else cost.compute_cost(schedule).latency_steps
-        return predict_us(schedule, steps, block_bytes, dtype, self.round_bytes(schedule_widest(schedule)), self.shape, self.constants)
+        return predict_us(schedule, steps, block_bytes, dtype, self.round_bytes(schedule.widest), self.shape, self.constants)
 
     def round_bytes(self, widest: int) -> int:
         return max(64, self.slot_bytes // widest // 64 * 64)
@@ -266,7 +266,7 @@ class Planner:
             dtype=request.dtype,
             block_bytes=request.block_bytes,
             slot_bytes=self.slot_bytes,
-            round_bytes=WHOLE_BYTES if self._reads_blocks(algo, request) else self.round_bytes(program.widest),
+            round_bytes=WHOLE_BYTES if self._reads_blocks(algo, request) else self.round_bytes(program.schedule.widest),
             direct=self._direct(algo, request),
             template=signature(request.collective, request.dtype, request.op if reduces else RedOp.SUM, request.root, 0),
             fold=fold_kernel(request.dtype, folded) if reduces else 0,
@@ -335,10 +335,6 @@ def _why_chosen(time: float, fastest: float, allowed: int, block_bytes: int) -> 
 def _preference(name: str, collective: Collective, block_bytes: int) -> int:
     order = PREFERENCE_LARGE if collective is Collective.ALL_REDUCE and block_bytes >= LARGE else PREFERENCE
     return order.index(name) if name in order else len(order)
-
-
-def schedule_widest(schedule: Schedule) -> int:
-    return max((step.chunks for channel in schedule.channels for steps in channel for step in steps), default=1) or 1
 
 
 def _reasons(rows: Sequence[_Row]) -> str:

@@ -31,6 +31,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from miraccl.types import Collective
 
@@ -268,6 +269,11 @@ class Schedule:
             return 0
         return self.buffer_chunks(buffer)
 
-    @property
+    @cached_property
+    def widest(self) -> int:
+        """Chunks in the largest step of any rank: all ranks cut messages alike, so one rank's own steps do not decide."""
+        return max((step.chunks for channel in self.channels for steps in channel for step in steps), default=1) or 1
+
+    @cached_property
     def needs_addressable_memory(self) -> bool:
         return any(step.op.needs_addressable_memory for channel in self.channels for steps in channel for step in steps)

@@ -168,7 +168,7 @@ class Wire(Exchange):
 
     def rest(self, array: Array) -> Entry:
         """Take in what a ``put`` or ``take`` of this memory has left."""
-        receives, peer = bool(self._row[at.OP_KIND // 8]), int(self._row[at.OP_PEER // 8])
+        receives, peer = bool(self._row[at.OP_RECEIVES // 8]), int(self._row[at.OP_PEER // 8])
         words = self._row.copy()
         entry = Entry(transfer=self._transfer(array, peer, receives), words=words, address=int(words.ctypes.data))
         self.take_in(entry)

@@ -135,7 +135,7 @@ class Context:
         self._send = np.zeros((nranks, at.CONN_SIZE // 8), np.int64)
         self._recv = np.zeros((nranks, at.CONN_SIZE // 8), np.int64)
         self._ctrls = np.zeros(nranks, np.int64)
-        self._scratch = np.zeros(256 + 4 * nranks, np.int64)
+        self._scratch = np.zeros(at.SCRATCH_SOURCES // 8 + 1 + 3 * nranks, np.int64)  # of each source three words: ``kernels.operands``
         self._stage = np.zeros(stage_bytes + 64, np.int8)
         self._pair = np.zeros(2 * at.OP_SIZE // 8, np.int64)
         self._counts = np.zeros(at.COUNTS_BLOCKS // 8 + 2 * nranks, np.int64)
@@ -272,7 +272,8 @@ class Context:
     def pair(self) -> list[tuple[int, bool]]:
         """What is left of a ``sendrecv`` that is under way: (peer, whether it receives)."""
         rows = self._pair.reshape(2, -1)
-        return [(int(row[at.OP_PEER // 8]), bool(row[at.OP_KIND // 8])) for row in rows if row[at.OP_DONE // 8] < row[at.OP_ROUNDS // 8]]
+        left = [row for row in rows if row[at.OP_DONE // 8] < row[at.OP_ROUNDS // 8]]
+        return [(int(row[at.OP_PEER // 8]), bool(row[at.OP_RECEIVES // 8])) for row in left]
 
     def private_bytes(self) -> int:
         """Bytes of the context's own arrays and of all runs."""

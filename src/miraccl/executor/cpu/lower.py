@@ -17,7 +17,8 @@ import numpy.typing as npt
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.sizes import ALIGN, chunk_bytes, count_hash
-from miraccl.schedule.ir import Op, Schedule, Step
+from miraccl.schedule import text
+from miraccl.schedule.ir import Buffer, Op, Schedule, Step
 from miraccl.types import Collective, DType, RedOp
 
 Words = npt.NDArray[np.int64]
@@ -32,7 +33,6 @@ class Program:
     steps: Words
     peers: Words
     sends: Words
-    widest: int  # chunks in the largest step of any rank
 
     @property
     def nsteps(self) -> int:
@@ -42,8 +42,10 @@ class Program:
 def lower(schedule: Schedule, rank: int, *, opened: bool = False) -> Program:
     """The program of ``rank``. Channels follow one another: a CPU rank has one thread to run them.
 
-    ``opened``: the signals with which the schedule begins have been exchanged already (the engine asked where buffers lie).
+    ``opened``: the signals with which the schedule begins have been exchanged already (the engine asked where buffers lie).  Raises
+    ``InvalidUsage``, on all ranks alike, where a rank reads or writes the scratch memory of another one.
     """
+    _refuse_remote_scratch(schedule)
     steps = [step for channel in schedule.channels for step in channel[rank]]
     when = _when(steps, opened)
     lists = [step.peers or (tuple(range(schedule.nranks)) if step.op is Op.BARRIER else ()) for step in steps]
@@ -60,13 +62,19 @@ def lower(schedule: Schedule, rank: int, *, opened: bool = False) -> Program:
         steps=table[: len(steps)],
         peers=peers,
         sends=np.array(sends or [0], np.int64)[: len(sends)],
-        widest=widest(schedule),
     )
 
 
-def widest(schedule: Schedule) -> int:
-    """Chunks in the largest step of any rank: all ranks cut rounds alike, so one rank's own steps do not decide."""
-    return max((step.chunks for channel in schedule.channels for steps in channel for step in steps), default=1) or 1
+def _refuse_remote_scratch(schedule: Schedule) -> None:
+    """Signals say where inputs and outputs lie, nothing else."""
+    if not schedule.needs_addressable_memory or not schedule.scratch_chunks:
+        return
+    for number, channel in enumerate(schedule.channels):
+        for rank, steps in enumerate(channel):
+            for position, step in enumerate(steps):
+                ref = step.dst if step.op is Op.PUT else step.src if step.op in (Op.GET, Op.REDUCE_FROM_PEERS) else None
+                if ref is not None and ref.buffer is Buffer.SCRATCH:
+                    raise InvalidUsage(f"{text.place(schedule, number, rank, position)}: peers cannot address scratch memory on CPUs")
 
 
 _SYNCS = frozenset((Op.SIGNAL, Op.WAIT, Op.BARRIER))
@@ -174,9 +182,9 @@ class Run:
         self.keep: list[Any] = []  # what lives as long as this
         self.in_blocks = np.zeros((max(1, schedule.input_chunks // schedule.parts), at.BLOCK_SIZE // 8), np.int64)
         self.out_blocks = np.zeros((max(1, schedule.output_chunks // schedule.parts), at.BLOCK_SIZE // 8), np.int64)
-        piece = min(round_bytes, slot_bytes // program.widest // ALIGN * ALIGN) if direct < 0 or program.widest > 1 else round_bytes
+        piece = min(round_bytes, slot_bytes // schedule.widest // ALIGN * ALIGN) if direct < 0 or schedule.widest > 1 else round_bytes
         if piece <= 0:
-            raise InvalidUsage(f"a step of {schedule.name} moves {program.widest} chunks, too many for slots of {slot_bytes} bytes")
+            raise InvalidUsage(f"a step of {schedule.name} moves {schedule.widest} chunks, too many for slots of {slot_bytes} bytes")
         self.scratch = np.zeros(schedule.scratch_chunks * chunk_bytes(block_bytes, schedule.parts, itemsize) + 1, np.int8)
         self.words = np.zeros(at.RUN_SIZE // 8, np.int64)
         for place, value in (

@@ -172,7 +172,7 @@ def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, comm_arg
     count = request.count if request.reduces else request.block_bytes
     channels = [channel[comm_args.rank] for channel in schedule.channels]
     _check(schedule, channels, request, comm_args.rank)
-    widest = max((step.chunks for channel in schedule.channels for steps in channel for step in steps), default=1) or 1
+    widest = schedule.widest
     blocks = max(1, plan.blocks // schedule.nchannels)  # of a channel
     part = part_elements(count, schedule.parts, itemsize)
     vector = 16 // itemsize

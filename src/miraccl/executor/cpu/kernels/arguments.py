@@ -21,11 +21,12 @@ INT64 = int(DType.INT64)
 MOST_COUNT = 1 << 48  # so that sums stay within a word; Python looks at more
 READABLE = at.ARRAY_C_CONTIGUOUS | at.ARRAY_ALIGNED
 WRITABLE = READABLE | at.ARRAY_WRITEABLE
-
+NTYPES = len(DType)
 
 
 @inline
 def usable(ctx: int, array: int, flags: int) -> bool:
+    """Whether it is a NumPy array that has these flags."""
     if load(array + at.OB_TYPE) != load(ctx + at.CTX_ARRAY_TYPE):
         return False
     return load32(array + at.ARRAY_FLAGS) & flags == flags
@@ -42,9 +43,10 @@ def elements(array: int) -> int:
 
 @inline
 def dtype_code(ctx: int, array: int) -> int:
+    """The DType of its elements, -1 for what collectives do not carry."""
     descr = load(array + at.ARRAY_DESCR)
     table = load(ctx + at.CTX_DTYPES)
-    for code in range(12):
+    for code in range(NTYPES):
         if load(table + 8 * code) == descr:
             return code
     return -1

@@ -15,7 +15,8 @@ from miraccl.executor.cpu.kernels.board import begin_operation
 from miraccl.executor.cpu.kernels.counts import set_counts, size_class
 from miraccl.executor.cpu.kernels.messages import connection, drain
 from miraccl.executor.cpu.kernels.p2p import exchange_all, item_size
-from miraccl.executor.cpu.kernels.steps import all_in_windows, do_step
+from miraccl.executor.cpu.kernels.peer_memory import all_in_windows
+from miraccl.executor.cpu.kernels.steps import do_step
 from miraccl.executor.cpu.kernels.tagged import put_message, take_message
 from miraccl.executor.cpu.kernels.transfers import send_and_receive, send_or_receive
 from miraccl.executor.cpu.kernels.uneven import elements_before, read_call_counts
@@ -197,6 +198,8 @@ def parse_reduce(ctx: int, args: int) -> int:
     if op < 0 or root < 0 or not usable(ctx, x, READABLE):
         return at.NEED_PLAN
     dtype, count, source = dtype_code(ctx, x), elements(x), load(x + at.ARRAY_DATA)
+    if dtype < 0:
+        return at.NEED_PLAN
     target, in_place = source, 1
     if root == load(ctx + at.CTX_RANK):
         if out == load(ctx + at.CTX_NONE):
@@ -205,8 +208,8 @@ def parse_reduce(ctx: int, args: int) -> int:
             return at.NEED_PLAN
         target = load(out + at.ARRAY_DATA)
         in_place = overlap(ALL_REDUCE, source, count * item_size(dtype), target, count * item_size(dtype), 0)
-    if dtype < 0 or in_place < 0:
-        return at.NEED_PLAN
+        if in_place < 0:
+            return at.NEED_PLAN
     run = find_plan(ctx, REDUCE, count, count, dtype, root << 3 | op, in_place)
     return start_on(ctx, run, source, target)
 

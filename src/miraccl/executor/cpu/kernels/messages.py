@@ -161,15 +161,22 @@ def local_payload(ctx: int, conn: int) -> int:
 
 
 @inline
+def vectors_of(ctx: int, here: int, there: int, nbytes: int) -> int:
+    """Two struct iovec, one after the other: the memory here and that of the other process."""
+    vectors = load(ctx + at.CTX_SCRATCH) + at.SCRATCH_VECTORS
+    store(vectors, here)
+    store(vectors + 8, nbytes)
+    store(vectors + 16, there)
+    store(vectors + 24, nbytes)
+    return vectors
+
+
+@inline
 def read_remote(ctx: int, conn: int, dst: int, src: int, nbytes: int) -> bool:
     """Copy from the peer process's private memory; False if the kernel refuses."""
-    vectors = load(ctx + at.CTX_SCRATCH) + 64
     done = 0
     while done < nbytes:
-        store(vectors, dst + done)
-        store(vectors + 8, nbytes - done)
-        store(vectors + 16, src + done)
-        store(vectors + 24, nbytes - done)
+        vectors = vectors_of(ctx, dst + done, src + done, nbytes - done)
         got = process_vm_readv(load(conn + at.CONN_PID), vectors, 1, vectors + 16, 1, 0)
         if got <= 0:
             return False
@@ -180,13 +187,9 @@ def read_remote(ctx: int, conn: int, dst: int, src: int, nbytes: int) -> bool:
 @inline
 def write_remote(ctx: int, conn: int, dst: int, src: int, nbytes: int) -> bool:
     """Copy into the peer process's private memory; False if the kernel refuses."""
-    vectors = load(ctx + at.CTX_SCRATCH) + 64
     done = 0
     while done < nbytes:
-        store(vectors, src + done)
-        store(vectors + 8, nbytes - done)
-        store(vectors + 16, dst + done)
-        store(vectors + 24, nbytes - done)
+        vectors = vectors_of(ctx, src + done, dst + done, nbytes - done)
         got = process_vm_writev(load(conn + at.CONN_PID), vectors, 1, vectors + 16, 1, 0)
         if got <= 0:
             return False

@@ -29,9 +29,10 @@ from miraccl.executor.cpu.kernels.messages import (
 )
 from miraccl.executor.cpu.kernels.slots import MOST, must_be_taken, post_line, slot
 from miraccl.executor.cpu.kernels.waiting import (
-    expired,
+    FIRST_NAP_NS,
+    arm_bell,
+    doze,
     fail,
-    futex_wait,
     interrupted,
     longer,
     may_yield,
@@ -40,23 +41,12 @@ from miraccl.executor.cpu.kernels.waiting import (
     release_gil,
     yield_core,
 )
-from miraccl.native.intrinsics import (
-    MEMBARRIER_GLOBAL_EXPEDITED,
-    SYS_MEMBARRIER,
-    exchange,
-    inline,
-    load,
-    load32,
-    load_acquire,
-    memcpy,
-    pause,
-    store,
-    store_release,
-    syscall,
-)
-from miraccl.types import Collective
+from miraccl.native.intrinsics import inline, load, load_acquire, memcpy, pause, store, store_release
+from miraccl.types import Collective, DType
 
 SEND_RECV = int(Collective.SEND_RECV)
+#: 4 bits for each DType: of how many bytes its elements are, as a power of two
+ITEM_SIZES = sum((dtype.itemsize.bit_length() - 1) << 4 * dtype for dtype in DType)
 
 
 @inline
@@ -67,13 +57,8 @@ def signature(dtype: int, count: int) -> int:
 
 @inline
 def item_size(dtype: int) -> int:
-    if dtype < 2 or dtype > 9:
-        return 1
-    if dtype == 6 or dtype == 9:
-        return 2
-    if dtype == 4 or dtype == 5 or dtype == 8:
-        return 8
-    return 4
+    """Bytes of an element."""
+    return 1 << (ITEM_SIZES >> 4 * dtype & 15)
 
 
 @inline
@@ -173,10 +158,10 @@ one_message = inline(_one_message)
 
 
 @inline
-def begin_op(ctx: int, op: int, kind: int, peer: int, address: int, count: int, dtype: int, must: int) -> None:
+def begin_op(ctx: int, op: int, receives: bool, peer: int, address: int, count: int, dtype: int, must: int) -> None:
     """Write an operation that has not begun and follows no other one; as ``comm.exchange`` makes it."""
     nbytes, piece = count * item_size(dtype), piece_bytes(ctx, peer)
-    store(op + at.OP_KIND, kind)
+    store(op + at.OP_RECEIVES, 1 if receives else 0)
     store(op + at.OP_PEER, peer)
     store(op + at.OP_ADDR, address)
     store(op + at.OP_BYTES, nbytes)
@@ -194,7 +179,7 @@ def finished(ctx: int, op: int) -> bool:
     """All pieces are done and, for a send, taken where they were posted by address (``OP_MARK`` is then the count of messages)."""
     if load(op + at.OP_DONE) < load(op + at.OP_ROUNDS):
         return False
-    if load(op + at.OP_KIND) != 0 or load(op + at.OP_MARK) == 0:
+    if load(op + at.OP_RECEIVES) != 0 or load(op + at.OP_MARK) == 0:
         return True
     conn = connection(ctx, at.CTX_SEND, load(op + at.OP_PEER))
     return load_acquire(load(conn + at.CONN_TAIL_ADDR)) >= load(op + at.OP_MARK)
@@ -212,7 +197,7 @@ def can_go(ctx: int, table: int, op: int) -> bool:
         if load(before + at.OP_DONE) < load(before + at.OP_ROUNDS):
             return False
     peer = load(op + at.OP_PEER)
-    if load(op + at.OP_KIND) == 0:
+    if load(op + at.OP_RECEIVES) == 0:
         conn = connection(ctx, at.CTX_SEND, peer)
         return load_acquire(load(conn + at.CONN_TAIL_ADDR)) >= must_be_taken(conn)
     conn = connection(ctx, at.CTX_RECV, peer)
@@ -230,7 +215,7 @@ def go(ctx: int, op: int) -> int:
     piece = piece_bytes(ctx, peer)
     start = done * piece
     address, size = load(op + at.OP_ADDR) + start, min(piece, load(op + at.OP_BYTES) - start)
-    if load(op + at.OP_KIND) == 0:
+    if load(op + at.OP_RECEIVES) == 0:
         code = put_piece(ctx, peer, address, size, load(op + at.OP_SIG), load(op + at.OP_BYTES))
         conn = connection(ctx, at.CTX_SEND, peer)
         if load(conn + at.CONN_LAST_DIRECT) == load(conn + at.CONN_COUNT):
@@ -297,7 +282,7 @@ def _sleep_any(ctx: int, table: int, count: int) -> int:
     ctrl = load(ctx + at.CTX_CTRL)
     op = table + load(ctx + at.CTX_STEP) * at.OP_SIZE
     peer = load(op + at.OP_PEER)
-    sends = load(op + at.OP_KIND) == 0
+    sends = load(op + at.OP_RECEIVES) == 0
     store(ctx + at.CTX_SENDS, messages_taken(ctx, op) if sends else 0)
     alone = load(op + at.OP_MUST) == at.ALL  # else another rank may bring it about as well
     store(ctrl + at.BOARD_PEER, peer if alone else at.ANYBODY)
@@ -305,26 +290,14 @@ def _sleep_any(ctx: int, table: int, count: int) -> int:
     store(ctrl + at.BOARD_P2P_COUNT, load(op + at.OP_COUNT))
     store_release(ctrl + at.BOARD_P2P_SIG, load(op + at.OP_SIG))
     store_release(ctrl + at.BOARD_STATE, at.STATE_WAITING)
-    nap = 1000000
+    nap = FIRST_NAP_NS
     result = at.OK
     while True:
-        bell = load32(ctrl + at.CTRL_BELL)
-        exchange(ctrl + at.CTRL_SLEEP, 1)
-        if load(ctx + at.CTX_MEMBARRIER) != 0:
-            syscall(SYS_MEMBARRIER, MEMBARRIER_GLOBAL_EXPEDITED, 0, 0, 0, 0, 0)
+        bell = arm_bell(ctx)
         if ready(ctx, table, count):
             break
-        if load_acquire(ctrl + at.CTRL_ABORT) != 0:
-            result = fail(ctx, at.ERR_ABORTED, peer, 0, load(ctrl + at.CTRL_ABORT))
-            break
-        now = now_ns(ctx)
-        if expired(ctx, now):
-            result = fail(ctx, at.ERR_TIMEOUT, peer, 0, 0)
-            break
-        left = load(ctx + at.CTX_DEADLINE) - now
-        futex_wait(ctx, ctrl + at.CTRL_BELL, bell, max(1, min(nap, left)))
-        store(ctrl + at.CTRL_SLEEP, 0)
-        if ready(ctx, table, count):
+        result = doze(ctx, peer, bell, nap, now_ns(ctx))
+        if result != at.OK or ready(ctx, table, count):
             break
         if alone and load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0 and not ready(ctx, table, count):
             result = fail(ctx, at.ERR_LEFT, peer, 0, 0)

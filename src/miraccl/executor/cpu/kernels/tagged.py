@@ -39,7 +39,7 @@ def put_message(ctx: int, peer: int, tag: int, address: int, nbytes: int, row: i
     if nbytes <= at.SHORT_BYTES:
         return at.OK
     release_gil(ctx)
-    begin_op(ctx, row, 0, peer, address, nbytes, UINT8, 0)
+    begin_op(ctx, row, False, peer, address, nbytes, UINT8, 0)
     code = exchange_all(ctx, row, 1)
     return code if code != at.OK or finished(ctx, row) else at.UNDER_WAY
 
@@ -60,7 +60,7 @@ def take_if(ctx: int, op: int, tag: int, address: int, nbytes: int, row: int) ->
     code = at.OK
     if nbytes > at.SHORT_BYTES:
         release_gil(ctx)
-        begin_op(ctx, row, 1, peer, address, nbytes, UINT8, at.ALL)
+        begin_op(ctx, row, True, peer, address, nbytes, UINT8, at.ALL)
         code = exchange_all(ctx, row, 1)
     if code == at.OK:
         return peer

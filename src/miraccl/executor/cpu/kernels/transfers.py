@@ -29,14 +29,16 @@ def send_or_receive(ctx: int, args: int, receives: bool) -> int:
 
 
 @inline
-def fill_op(ctx: int, op: int, kind: int, array: int, peer: int, flags: int) -> bool:
+def fill_op(ctx: int, op: int, receives: bool, array: int, peer: int) -> bool:
     """Write one entry of an exchange; False if the array or the peer is not an everyday one."""
-    if not usable(ctx, array, flags) or peer < 0 or peer >= load(ctx + at.CTX_NRANKS) or peer == load(ctx + at.CTX_RANK):
+    if not usable(ctx, array, WRITABLE if receives else READABLE):
+        return False
+    if peer < 0 or peer >= load(ctx + at.CTX_NRANKS) or peer == load(ctx + at.CTX_RANK):
         return False
     dtype = dtype_code(ctx, array)
     if dtype < 0 or load(connection(ctx, at.CTX_SEND, peer) + at.CONN_KIND) == at.KIND_NONE:
         return False
-    begin_op(ctx, op, kind, peer, load(array + at.ARRAY_DATA), elements(array), dtype, at.ALL)
+    begin_op(ctx, op, receives, peer, load(array + at.ARRAY_DATA), elements(array), dtype, at.ALL)
     return True
 
 
@@ -44,9 +46,9 @@ def fill_op(ctx: int, op: int, kind: int, array: int, peer: int, flags: int) -> 
 def send_and_receive(ctx: int, args: int) -> int:
     """(array, peer, array, peer) -> result."""
     table = load(ctx + at.CTX_PAIR)
-    if not fill_op(ctx, table, 0, load(args), small_int(ctx, load(args + 8), at.CTX_INT_TYPE), READABLE):
+    if not fill_op(ctx, table, False, load(args), small_int(ctx, load(args + 8), at.CTX_INT_TYPE)):
         return at.NEED_PLAN
-    if not fill_op(ctx, table + at.OP_SIZE, 1, load(args + 16), small_int(ctx, load(args + 24), at.CTX_INT_TYPE), WRITABLE):
+    if not fill_op(ctx, table + at.OP_SIZE, True, load(args + 16), small_int(ctx, load(args + 24), at.CTX_INT_TYPE)):
         return at.NEED_PLAN
     first, second = load(table + at.OP_ADDR), load(table + at.OP_SIZE + at.OP_ADDR)
     if first < second + load(table + at.OP_SIZE + at.OP_BYTES) and second < first + load(table + at.OP_BYTES):

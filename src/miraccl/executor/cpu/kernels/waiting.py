@@ -51,20 +51,21 @@ SPIN_BETWEEN_YIELDS = 16
 HELD_NS = 1_000_000
 #: How many waits sleep at once after such a yield.  A wait that sleeps costs some 10 us more, so they make up for about what it has cost.
 NAPS = 256
+FIRST_NAP_NS = 1_000_000
 LONG_BYTES = 1 << 18  # an operation on more bytes lets other Python threads run from its start
 
 
 @inline
 def now_ns(ctx: int) -> int:
     """CLOCK_MONOTONIC."""
-    spec = load(ctx + at.CTX_SCRATCH)
+    spec = load(ctx + at.CTX_SCRATCH) + at.SCRATCH_NOW
     clock_gettime(1, spec)
     return load(spec) * 1000000000 + load(spec + 8)
 
 
 @inline
 def futex_wait(ctx: int, address: int, value: int, nanoseconds: int) -> None:
-    spec = load(ctx + at.CTX_SCRATCH) + 16
+    spec = load(ctx + at.CTX_SCRATCH) + at.SCRATCH_NAP
     store(spec, nanoseconds // 1000000000)
     store(spec + 8, nanoseconds % 1000000000)
     syscall(SYS_FUTEX, address, FUTEX_WAIT, value, spec, 0, 0)
@@ -74,6 +75,14 @@ def futex_wait(ctx: int, address: int, value: int, nanoseconds: int) -> None:
 def ring_bell(ctrl: int) -> None:
     add32(ctrl + at.CTRL_BELL, 1)
     syscall(SYS_FUTEX, ctrl + at.CTRL_BELL, FUTEX_WAKE, 1 << 30, 0, 0, 0)
+
+
+@inline
+def write_to(ctx: int, descriptor: int) -> None:
+    """Add 1 to an eventfd."""
+    word = load(ctx + at.CTX_SCRATCH) + at.SCRATCH_RING
+    store(word, 1)
+    libc_write(types.int32(descriptor), word, 8)
 
 
 @inline
@@ -88,9 +97,7 @@ def wake(ctx: int, conn: int) -> None:
     else:
         fence()
         if load_acquire(load(conn + at.CONN_ASLEEP)) != 0:
-            word = load(ctx + at.CTX_SCRATCH) + 48
-            store(word, 1)
-            libc_write(types.int32(load(conn + at.CONN_BELL_FD)), word, 8)
+            write_to(ctx, load(conn + at.CONN_BELL_FD))
 
 
 @inline
@@ -279,10 +286,33 @@ def longer(ctx: int, nap: int) -> int:
     """The nap after one of ``nap``; where they stop growing, some 60 ms into the wait, the lookout is told."""
     most = load(ctx + at.CTX_NAP_NS)
     if nap < most <= 2 * nap and load(ctx + at.CTX_LOOKOUT) >= 0:
-        word = load(ctx + at.CTX_SCRATCH) + 48
-        store(word, 1)
-        libc_write(types.int32(load(ctx + at.CTX_LOOKOUT)), word, 8)
+        write_to(ctx, load(ctx + at.CTX_LOOKOUT))
     return min(2 * nap, most)
+
+
+@inline
+def arm_bell(ctx: int) -> int:
+    """Say that this rank is about to sleep; the bell's value, for ``doze``. What is waited for is to be looked at after this."""
+    ctrl = load(ctx + at.CTX_CTRL)
+    bell = load32(ctrl + at.CTRL_BELL)
+    exchange(ctrl + at.CTRL_SLEEP, 1)
+    if load(ctx + at.CTX_MEMBARRIER) != 0:
+        syscall(SYS_MEMBARRIER, MEMBARRIER_GLOBAL_EXPEDITED, 0, 0, 0, 0, 0)
+    return bell
+
+
+@inline
+def doze(ctx: int, peer: int, bell: int, nap: int, now: int) -> int:
+    """Sleep for ``nap`` ns from ``now`` on or until the bell rings: OK, or the ERR_* of an abort or a deadline that has passed before."""
+    ctrl = load(ctx + at.CTX_CTRL)
+    if load_acquire(ctrl + at.CTRL_ABORT) != 0:
+        return fail(ctx, at.ERR_ABORTED, peer, 0, load(ctrl + at.CTRL_ABORT))
+    if expired(ctx, now):
+        return fail(ctx, at.ERR_TIMEOUT, peer, 0, 0)
+    left = load(ctx + at.CTX_DEADLINE) - now
+    futex_wait(ctx, ctrl + at.CTRL_BELL, bell, max(1, min(nap, left)))
+    store(ctrl + at.CTRL_SLEEP, 0)
+    return at.OK
 
 
 def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
@@ -290,28 +320,17 @@ def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
     sends = address == load(load(ctx + at.CTX_SEND) + peer * at.CONN_SIZE + at.CONN_TAIL_ADDR)
     store(ctx + at.CTX_SENDS, target if sends else 0)
     show_waiting(ctx, peer)
-    nap = 1000000
+    nap = FIRST_NAP_NS
     result = at.OK
     while True:
-        bell = load32(ctrl + at.CTRL_BELL)
-        exchange(ctrl + at.CTRL_SLEEP, 1)
-        if load(ctx + at.CTX_MEMBARRIER) != 0:
-            syscall(SYS_MEMBARRIER, MEMBARRIER_GLOBAL_EXPEDITED, 0, 0, 0, 0, 0)
+        bell = arm_bell(ctx)
         if load_acquire(address) >= target:
-            break
-        if load_acquire(ctrl + at.CTRL_ABORT) != 0:
-            result = fail(ctx, at.ERR_ABORTED, peer, 0, load(ctrl + at.CTRL_ABORT))
             break
         now = now_ns(ctx)
-        if expired(ctx, now):
-            result = fail(ctx, at.ERR_TIMEOUT, peer, 0, 0)
+        result = doze(ctx, peer, bell, nap, now)
+        if result != at.OK or load_acquire(address) >= target:
             break
-        left = load(ctx + at.CTX_DEADLINE) - now
-        futex_wait(ctx, ctrl + at.CTRL_BELL, bell, max(1, min(nap, left)))
-        store(ctrl + at.CTRL_SLEEP, 0)
-        if load_acquire(address) >= target:
-            break
-        if nap > 1000000 or now_ns(ctx) - now > 900000:  # slept in vain: look around
+        if nap > FIRST_NAP_NS or now_ns(ctx) - now > FIRST_NAP_NS * 9 // 10:  # slept in vain: look around
             other = differs(ctx, peer)
             if other != 0:
                 result = fail(ctx, at.ERR_MISMATCH, peer, load(ctrl + at.BOARD_SIG), other)

@@ -1,0 +1,51 @@
+"""Where the pieces of chunks lie that a round moves: at most ``RUN_ROUND_BYTES`` of every chunk.
+
+A step on several chunks sends one message in which chunk ``i`` begins at ``i * RUN_ROUND_BYTES``.  Chunk ``i`` of scratch has the length of
+part ``i % parts`` of a block.
+"""
+
+from __future__ import annotations
+
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.native.intrinsics import inline, load
+from miraccl.schedule.ir import Buffer
+
+INPUT, OUTPUT, SCRATCH = int(Buffer.INPUT), int(Buffer.OUTPUT), int(Buffer.SCRATCH)
+
+
+@inline
+def extent(run: int, buffer: int, index: int, rnd: int) -> tuple[int, int]:
+    """(offset from the start of the buffer, bytes) of one chunk's piece of a round."""
+    piece = load(run + at.RUN_ROUND_BYTES)
+    parts = load(run + at.RUN_PARTS)
+    if buffer == SCRATCH:
+        size = load(run + at.RUN_SCRATCH_CHUNK)
+        left = min(size, load(run + at.RUN_SCRATCH_BLOCK) - index % parts * size) - rnd * piece
+        return index * size + rnd * piece, max(0, min(piece, left))
+    table = load(run + (at.RUN_IN_BLOCKS if buffer == INPUT else at.RUN_OUT_BLOCKS))
+    block, part = index, 0
+    if parts != 1:
+        block = index // parts
+        part = index - block * parts
+    entry = table + block * at.BLOCK_SIZE
+    chunk = load(entry + 16)
+    low = part * chunk + rnd * piece
+    high = min(min(part * chunk + chunk, load(entry + 8)), low + piece)
+    return load(entry) + low, max(0, high - low)
+
+
+@inline
+def base(run: int, buffer: int) -> int:
+    """Where a buffer begins."""
+    return load(run + (at.RUN_IN if buffer == INPUT else at.RUN_OUT if buffer == OUTPUT else at.RUN_SCRATCH))
+
+
+@inline
+def span(run: int, buffer: int, index: int, chunks: int, rnd: int) -> int:
+    """Bytes of the message that carries these chunks' pieces, the gaps between them included."""
+    last = 0
+    for i in range(chunks):
+        _, size = extent(run, buffer, index + i, rnd)
+        if size > 0:
+            last = i * load(run + at.RUN_ROUND_BYTES) + size
+    return last

@@ -1,0 +1,138 @@
+"""Memory that peers can address: signals, which tell peers where a rank's buffers lie, and the primitives that read and write these.
+
+A buffer lies in window memory, which all ranks of the host have mapped, or in private memory, which the kernel copies from and to
+(``process_vm_readv``, ``process_vm_writev``), or which is this process's own where the peer is a thread of it.  Scratch memory is never
+signalled: ``lower`` refuses schedules in which peers would touch it.
+"""
+
+from __future__ import annotations
+
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.chunks import INPUT, base, extent
+from miraccl.executor.cpu.kernels.messages import acquire, connection, consume, post, read_remote, receive, write_remote
+from miraccl.executor.cpu.kernels.operands import fold_operands, operand
+from miraccl.executor.cpu.kernels.slots import post_line
+from miraccl.executor.cpu.kernels.waiting import fail
+from miraccl.native.intrinsics import inline, load, memcpy, store
+
+
+@inline
+def place_of(ctx: int, address: int, nbytes: int, private: int) -> tuple[int, int]:
+    """(0, offset in the window) or (``private``, address in private memory)."""
+    window = load(ctx + at.CTX_WINDOW)
+    if address >= window and address + nbytes <= load(ctx + at.CTX_WINDOW_END):
+        return 0, address - window
+    return private, address
+
+
+@inline
+def places(ctx: int, run: int) -> tuple[int, int, int]:
+    """Which of this rank's buffers are in private memory, and where its input and its output begin, as it signals them."""
+    in_mode, in_at = place_of(ctx, load(run + at.RUN_IN), load(run + at.RUN_IN_BYTES), at.PRIVATE_IN)
+    out_mode, out_at = place_of(ctx, load(run + at.RUN_OUT), load(run + at.RUN_OUT_BYTES), at.PRIVATE_OUT)
+    return in_mode | out_mode, in_at, out_at
+
+
+@inline
+def signal(ctx: int, run: int, peer: int) -> int:
+    """Tell a peer that all before is done, and where this rank's buffers lie."""
+    conn = connection(ctx, at.CTX_SEND, peer)
+    code = acquire(ctx, conn, peer)
+    if code != at.OK:
+        return code
+    line = post_line(conn)
+    modes, in_at, out_at = places(ctx, run)
+    store(line + at.POST_ADDR, in_at)
+    store(line + at.POST_ADDR2, out_at)
+    if load(conn + at.CONN_KIND) == at.KIND_NET:  # addresses mean nothing there
+        post(ctx, conn, load(run + at.RUN_SIG), 0, at.MODE_INLINE)
+    else:
+        post(ctx, conn, load(run + at.RUN_SIG), modes, at.MODE_SIGNAL)
+    return at.OK
+
+
+@inline
+def await_signal(ctx: int, run: int, peer: int) -> int:
+    """Wait for a peer's signal, and note where its buffers lie."""
+    conn = connection(ctx, at.CTX_RECV, peer)
+    code = receive(ctx, conn, peer, load(run + at.RUN_SIG))
+    if code != at.OK:
+        return code
+    line = post_line(conn)
+    modes = load(line + at.POST_BYTES)
+    same = load(conn + at.CONN_PID) == load(ctx + at.CTX_PID)
+    window = load(conn + at.CONN_WINDOW)
+    store(conn + at.CONN_PEER_IN, load(line + at.POST_ADDR) + (window if modes & at.PRIVATE_IN == 0 else 0))
+    store(conn + at.CONN_PEER_OUT, load(line + at.POST_ADDR2) + (window if modes & at.PRIVATE_OUT == 0 else 0))
+    store(conn + at.CONN_PEER_MODES, 0 if same else modes)
+    store(conn + at.CONN_PEER_PRIVATE, modes)
+    consume(ctx, conn)
+    return at.OK
+
+
+@inline
+def buffer_of(conn: int, buffer: int) -> tuple[int, bool]:
+    """Where a peer's input or output begins, as it has signalled, and whether that is in the private memory of another process."""
+    if buffer == INPUT:
+        return load(conn + at.CONN_PEER_IN), load(conn + at.CONN_PEER_MODES) & at.PRIVATE_IN != 0
+    return load(conn + at.CONN_PEER_OUT), load(conn + at.CONN_PEER_MODES) & at.PRIVATE_OUT != 0
+
+
+@inline
+def reduce_from_peers(ctx: int, run: int, step: int, rnd: int) -> int:
+    """All ranks' buffers have the same blocks, so this rank's offset is everybody's."""
+    src_buf, src = load(step + at.STEP_SRC_BUF), load(step + at.STEP_SRC)
+    dst_buf, dst = load(step + at.STEP_DST_BUF), load(step + at.STEP_DST)
+    to, size = extent(run, dst_buf, dst, rnd)
+    offset, own_size = extent(run, src_buf, src, rnd)
+    size = min(size, own_size)
+    if size == 0:
+        return at.OK
+    peers = load(step + at.STEP_PEERS)
+    for i in range(load(step + at.STEP_NPEERS)):
+        peer = load(peers + 8 * i)
+        if peer == load(ctx + at.CTX_RANK):
+            store(operand(ctx, step, i), base(run, src_buf) + offset)
+        else:
+            start, far = buffer_of(connection(ctx, at.CTX_RECV, peer), src_buf)
+            store(operand(ctx, step, i), 0 if far else start + offset)
+            store(operand(ctx, step, i) + 8, start + offset)
+    return fold_operands(ctx, run, step, base(run, dst_buf) + to, size)
+
+
+@inline
+def put_or_get(ctx: int, run: int, step: int, puts: bool, rnd: int) -> int:
+    src_buf, src = load(step + at.STEP_SRC_BUF), load(step + at.STEP_SRC)
+    dst_buf, dst = load(step + at.STEP_DST_BUF), load(step + at.STEP_DST)
+    peer = load(step + (at.STEP_SEND if puts else at.STEP_RECV))
+    conn = connection(ctx, at.CTX_RECV, peer)
+    theirs, far = buffer_of(conn, dst_buf if puts else src_buf)
+    for i in range(load(step + at.STEP_CHUNKS)):
+        frm, from_size = extent(run, src_buf, src + i, rnd)
+        to, size = extent(run, dst_buf, dst + i, rnd)
+        frm += base(run, src_buf) if puts else theirs
+        to += theirs if puts else base(run, dst_buf)
+        size = min(size, from_size)
+        if not far:
+            memcpy(to, frm, size)
+        elif not (write_remote(ctx, conn, to, frm, size) if puts else read_remote(ctx, conn, to, frm, size)):
+            return fail(ctx, at.ERR_CMA, peer, size, 0)
+    return at.OK
+
+
+@inline
+def all_in_windows(ctx: int, run: int) -> int:
+    """Exchange with all ranks where the buffers lie: OK if they are window memory everywhere, ``NEED_PLAN`` if not, or an ERR_*."""
+    peers, count = load(run + at.RUN_ASK), load(run + at.RUN_NASK)
+    for i in range(count):
+        code = signal(ctx, run, load(peers + 8 * i))
+        if code != at.OK:
+            return code
+    private, _, _ = places(ctx, run)
+    for i in range(count):
+        peer = load(peers + 8 * i)
+        code = await_signal(ctx, run, peer)
+        if code != at.OK:
+            return code
+        private |= load(connection(ctx, at.CTX_RECV, peer) + at.CONN_PEER_PRIVATE)
+    return at.NEED_PLAN if private != 0 else at.OK
