@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import resource
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from miraccl.bootstrap import UniqueId, connect, create_root, dial, interfaces, join, runtime_file
 from miraccl.bootstrap.dial import Dialer, HubNotFound
 from miraccl.bootstrap.launch import FilePoint, Launch, meet
-from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
+from miraccl.errors import BootstrapError, InvalidUsage, MiracclError, PeerDied, SystemFailure
 from miraccl.wire import framing
 from miraccl.wire.auth import NONCE_BYTES, Challenge, Handshake, Hello
-from miraccl.wire.framing import FrameReader, decode, encode, encode_frame
+from miraccl.wire.framing import MAX_FRAME_BYTES, FrameReader, decode, encode, encode_frame
 from tests.bootstrap.kit import PATIENCE, in_threads, job, until
 from tests.support.accidents import PARTIAL, Sweep, few_descriptors, open_files
 
@@ -135,6 +138,75 @@ def test_a_hub_that_hangs_up_on_a_rank_again_and_again_ends_with_the_deadline(fi
     assert isinstance(error, HubNotFound)
     assert "the hub hung up before it had taken this rank in" in str(error)
     assert len(calls) <= 0.3 / join.ACCIDENT_PAUSE + 1  # it is not called without pause
+
+
+@contextlib.contextmanager
+def cutting(unique_id: UniqueId, frame: int) -> Iterator[UniqueId]:
+    """Another way to the hub: its first connection is cut on both sides instead of passing this frame of the hub's on."""
+    ends: list[socket.socket] = []
+
+    def pass_on(source: socket.socket, target: socket.socket, count: bool) -> None:
+        reader, seen = FrameReader(MAX_FRAME_BYTES), 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                reader.feed(data)
+                seen += len(list(reader.frames()))
+                if count and seen >= frame:
+                    break
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def serve(server: socket.socket) -> None:
+        first = True
+        with contextlib.suppress(OSError):
+            while True:
+                near = server.accept()[0]
+                ends.append(near)
+                try:
+                    far = socket.create_connection(unique_id.addresses[0])
+                except ConnectionRefusedError:  # so are those that come this way
+                    server.close()
+                    near.close()
+                    break
+                ends.append(far)
+                for source, target, count in ((near, far, False), (far, near, first)):
+                    threading.Thread(target=pass_on, args=(source, target, count), daemon=True).start()
+                first = False
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, args=(server,), daemon=True)
+        thread.start()
+        yield replace(unique_id, addresses=(server.getsockname()[:2],))
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)
+        thread.join(PATIENCE)
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("frame", ["challenge", "accepted", "welcome"])
+def test_a_connection_that_is_cut_while_ranks_meet_is_made_again_or_told_to_all_at_once(frame, nothing_is_left):
+    number = ["challenge", "accepted", "welcome"].index(frame) + 1
+    unique_id, root = create_root(nranks=2, hosts=["127.0.0.1"])
+
+    def rank(number: int, where: UniqueId) -> None:
+        with connect(where, number, 2, PATIENCE / 2, session_timeout=PATIENCE / 2) as session:
+            session.barrier("end")
+
+    with root, cutting(unique_id, number) as through:
+        start = time.monotonic()
+        results = in_threads([lambda: rank(0, unique_id), lambda: rank(1, through)])
+    if frame == "challenge":  # the hub knows nothing of the rank yet
+        assert results == [None, None]
+    else:
+        assert time.monotonic() - start < PATIENCE / 4
+        assert isinstance(results[0], PeerDied), results
+        assert results[0].peer == 1
+        assert isinstance(results[1], PeerDied | BootstrapError), results
+        assert re.search("the hub (hung up before it had taken this rank in|died while the ranks were meeting)", str(results[1]))
+        assert "its process ended or closed the connection" in str(results[0])
 
 
 def test_a_process_that_was_stopped_takes_the_answer_that_waits_for_it(monkeypatch, nothing_is_left):

@@ -39,6 +39,11 @@ class _Endpoint:
     pause: float = FIRST_PAUSE
     next_try: float = 0.0
     trouble: str = "not tried"
+    refused_since: float = float("inf")  # where its kernel does nothing but refuse
+
+    def failed(self, trouble: str, refused: bool = False) -> None:
+        self.trouble = trouble
+        self.refused_since = min(self.refused_since, time.monotonic()) if refused else float("inf")
 
 
 @dataclass(kw_only=True)
@@ -59,7 +64,8 @@ class Dialer:
     """One search for a hub. ``targets``: (host, port) in order of preference; hosts may be names.
 
     ``deadline`` is a time of the monotonic clock.  ``probing``: a wrong secret or version at one address is no error, somebody else
-    may sit there.  ``not_before``: socket addresses that are not to be tried before a time.  Raises ``SystemFailure``.
+    may sit there.  ``not_before``: socket addresses that are not to be tried before a time.  ``refusals``: seconds of nothing but refused
+    calls after which nobody is looked for any more.  Raises ``SystemFailure``.
     """
 
     def __init__(
@@ -72,10 +78,12 @@ class Dialer:
         deadline: float,
         probing: bool = False,
         not_before: Mapping[tuple[object, ...], float] | None = None,
+        refusals: float = float("inf"),
         look: Callable[[], None] = lambda: None,
     ) -> None:
         self._targets, self._secret, self._rank, self._nranks = targets, secret, rank, nranks
         self._deadline, self._probing, self._not_before, self._look = deadline, probing, not_before or {}, look
+        self._refusals = refusals
         self._endpoints: dict[tuple[object, ...], _Endpoint] = {}
         self._unresolved: dict[str, str] = dict.fromkeys((host for host, _ in targets), "not tried")
         self._lookups: list[Lookup] = []
@@ -98,6 +106,8 @@ class Dialer:
                 self._resolve(now)
                 self._start_tries(now)
                 winner = self._turn()
+                if winner is None and self._nobody_listens():
+                    raise HubNotFound("nobody listens where the hub of this job was", rank=self._rank)
                 if winner is None and time.monotonic() >= self._deadline:  # each address is tried once, whatever the deadline
                     raise HubNotFound(self._explain(), rank=self._rank, hint="is rank 0 running, and is its address right?")
             self._selector.unregister(winner.sock)
@@ -111,7 +121,7 @@ class Dialer:
 
     def _explain(self) -> str:
         for attempt in self._tries:
-            attempt.endpoint.trouble = attempt.silence
+            attempt.endpoint.failed(attempt.silence)
         troubles: dict[str, list[str]] = {}
         for endpoint in self._endpoints.values():
             troubles.setdefault(endpoint.trouble, []).append(endpoint.name)
@@ -119,6 +129,10 @@ class Dialer:
             troubles.setdefault(trouble, []).append(host)
         details = [f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}: {t}" for t, names in troubles.items()]
         return f"no hub of this job answered before the deadline; {'; '.join(details)}"
+
+    def _nobody_listens(self) -> bool:
+        since = max((endpoint.refused_since for endpoint in self._endpoints.values()), default=float("inf"))
+        return not self._unresolved and time.monotonic() - since >= self._refusals
 
     def _check_verdict(self, now: float) -> None:
         verdict = self._verdict
@@ -156,13 +170,13 @@ class Dialer:
             try:
                 sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
             except OSError as error:
-                endpoint.trouble = error.strerror or str(error)
+                endpoint.failed(error.strerror or str(error))
                 continue
             sock.setblocking(False)
             tune(sock)
             problem = sock.connect_ex(endpoint.address)
             if problem not in (0, errno.EINPROGRESS):
-                endpoint.trouble = os.strerror(problem)
+                endpoint.failed(os.strerror(problem), problem == errno.ECONNREFUSED)
                 sock.close()
                 continue
             machine = MemberMachine(secret=self._secret, rank=self._rank, nranks=self._nranks, nonce=os.urandom(NONCE_BYTES))
@@ -170,7 +184,7 @@ class Dialer:
             try:
                 self._selector.register(sock, selectors.EVENT_WRITE, attempt)
             except OSError as error:  # no memory for it, or none allowed
-                endpoint.trouble = error.strerror or str(error)
+                endpoint.failed(error.strerror or str(error))
                 sock.close()
                 continue
             self._tries.append(attempt)
@@ -200,7 +214,7 @@ class Dialer:
                     raise OSError(problem, os.strerror(problem))
                 itself = attempt.sock.getsockname() == attempt.sock.getpeername()
             except OSError as error:  # reset since it was made, by a listener that closed, say
-                self._end(attempt, error.strerror or str(error))
+                self._end(attempt, error.strerror or str(error), error.errno == errno.ECONNREFUSED)
                 return False
             if itself:
                 self._end(attempt, "connected to itself")  # TCP simultaneous open on an ephemeral port of this host
@@ -242,9 +256,9 @@ class Dialer:
                 return False
         return proved
 
-    def _end(self, attempt: _Try, trouble: str) -> None:
+    def _end(self, attempt: _Try, trouble: str, refused: bool = False) -> None:
         if attempt in self._tries:
-            attempt.endpoint.trouble = trouble
+            attempt.endpoint.failed(trouble, refused)
             attempt.endpoint.next_try = time.monotonic() + attempt.endpoint.pause
             self._tries.remove(attempt)
             self._selector.unregister(attempt.sock)

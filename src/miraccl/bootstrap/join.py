@@ -27,6 +27,8 @@ from miraccl.wire.bootstrap_messages import Join
 OVER_PAUSE = 0.1
 #: Seconds from an accident (the hub hung up, or this host has no descriptor to give) to the next try.
 ACCIDENT_PAUSE = 0.02
+#: Seconds for which nobody listens where the hub has hung up on this rank, after which it has ended for certain.
+ENDED_SECONDS = 1.0
 
 
 def _nothing() -> None:
@@ -145,7 +147,8 @@ def join_job(
 @dataclass(kw_only=True)
 class _Search:
     """One rank on its way into its job. What may pass (a hub that hangs up before it knew the rank, a lost connection, a host without
-    descriptors) is tried again until ``dial_deadline``; the error then says what it was."""
+    descriptors) is tried again until ``dial_deadline``; the error then says what it was. A hub that hung up and listens no more has ended,
+    but for a port at which one job may come after another."""
 
     targets: Sequence[tuple[str, int]]
     secret: bytes
@@ -157,6 +160,7 @@ class _Search:
     remote: str | None
     look: Callable[[], None]
     accident: str = ""
+    hung_up: bool = False
     not_before: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def meet(self) -> tuple[Link, Meeting]:
@@ -178,6 +182,7 @@ class _Search:
                 over, self.not_before[hub] = error, time.monotonic() + OVER_PAUSE
                 continue
             except HubVanished as error:
+                self.hung_up = True
                 self.accident = f"the hub hung up before it had taken this rank in ({error})"
                 problem = HubNotFound(self.accident, rank=self.rank)
             except SystemFailure as error:
@@ -201,6 +206,7 @@ class _Search:
             deadline=self.dial_deadline,
             probing=self.probing,
             not_before=self.not_before,
+            refusals=ENDED_SECONDS if self.hung_up and not self.probing else float("inf"),
             look=self.look,
         )
 
