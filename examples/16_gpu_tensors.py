@@ -9,6 +9,8 @@ import torch
 
 import miraccl
 
+if not torch.cuda.is_available():
+    raise SystemExit("no GPU that PyTorch can use here; miraccl doctor says what is missing")
 with miraccl.init() as comm:
     torch.cuda.set_device(comm.local_rank % torch.cuda.device_count())
     x = torch.full((1 << 20,), float(comm.rank), device="cuda", dtype=torch.bfloat16)

@@ -9,6 +9,8 @@ import cupy
 
 import miraccl
 
+if not cupy.cuda.is_available():
+    raise SystemExit("no GPU that CuPy can use here; miraccl doctor says what is missing")
 with miraccl.init() as comm:
     cupy.cuda.Device(comm.local_rank % cupy.cuda.runtime.getDeviceCount()).use()
     x = cupy.full(1 << 20, comm.rank + 1.0, dtype=cupy.float32)

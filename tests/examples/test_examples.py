@@ -95,6 +95,22 @@ def run(command: list[str], path: Path) -> None:
     assert done.stdout.strip(), "an example says what it did"
 
 
+NEEDS_GPU = [path for path in EXAMPLES if re.search(r"needs an NVIDIA GPU", head_of(path), re.IGNORECASE)]
+
+
+@pytest.mark.parametrize("path", NEEDS_GPU, ids=lambda p: p.stem)
+def test_an_example_that_finds_no_gpu_says_so(path: Path) -> None:
+    for package in sorted(packages_of(path) - {"miraccl"}):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False, stdin=subprocess.DEVNULL)
+    assert done.returncode == 1
+    assert "no GPU" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_example(path: Path) -> None:
@@ -104,7 +120,7 @@ def test_example(path: Path) -> None:
             pytest.skip(f"{package} is not installed")
     if words[0] in LAUNCHERS and not find_launcher(words[0]):
         pytest.skip(f"{words[0]} is not installed or can start nothing here")
-    if re.search(r"needs an NVIDIA GPU", head_of(path), re.IGNORECASE) and not have_gpu():
+    if path in NEEDS_GPU and not have_gpu():
         pytest.skip("no NVIDIA GPU, no driver, or cuda-bindings is not installed")
     if words[0] in LAUNCHERS:
         run([find_launcher(words[0]), *(sys.executable if word == "python" else word for word in words[1:])], path)

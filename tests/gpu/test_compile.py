@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import resources
+
 import pytest
 
-from miraccl.errors import MiracclError
+from miraccl.errors import MiracclError, MissingDependency
 from miraccl.executor.cuda import layout, toolkit
 from miraccl.executor.cuda.messages import LaneRules
-from miraccl.executor.cuda.source import PACKET_MODES, SHOTS, Frame, KernelSpec, write_source
+from miraccl.executor.cuda.source import FAMILIES, PACKET_MODES, SHOTS, Frame, KernelSpec, fan_of, write_source
+from miraccl.tools.perf import card
 from miraccl.types import DType, RedOp
 
 try:
@@ -24,9 +27,16 @@ FLOATS = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64, DType.FLO
 FRAMES = (*((dtype, Frame.WORD) for dtype in FLOATS), (DType.INT8, Frame.PAIR), (DType.INT64, Frame.MASK))
 
 
-def packets(mode: str, dtype: DType, frame: Frame, nranks: int = 4, op: RedOp = RedOp.SUM, single: bool = False) -> KernelSpec:
+def packets(
+    mode: str, dtype: DType, frame: Frame, nranks: int = 4, op: RedOp = RedOp.SUM, single: bool = False, fan: int = 1
+) -> KernelSpec:
     reduces = mode not in MOVES
-    return KernelSpec(family="packets", mode=mode, nranks=nranks, dtype=dtype, op=op, frame=frame, reduces=reduces, single=single)
+    return KernelSpec(family="packets", mode=mode, nranks=nranks, dtype=dtype, op=op, frame=frame, reduces=reduces, single=single, fan=fan)
+
+
+def fans(mode: str, dtype: DType, frame: Frame, nranks: int) -> KernelSpec:
+    """Where neighbouring threads share a packet."""
+    return packets(mode, dtype, frame, nranks, single=True, fan=fan_of(nranks))
 
 
 def messages(nranks: int) -> list[KernelSpec]:
@@ -39,6 +49,7 @@ def few() -> list[KernelSpec]:
     """Every file, frame and type once."""
     found = [packets("two_shot", dtype, frame) for dtype, frame in FRAMES]
     found += [packets("all_reduce", DType.BFLOAT16, Frame.WORD, single=True), packets("all_to_all", DType.UINT8, Frame.PAIR, single=True)]
+    found += [fans("two_shot", DType.BFLOAT16, Frame.WORD, 4), fans("all_to_all", DType.UINT8, Frame.PAIR, 8)]
     found += [packets("broadcast_chain", DType.UINT8, Frame.MASK), packets("ring", DType.BFLOAT16, Frame.WORD)]
     found += [packets("all_reduce_tree", dtype, frame) for dtype, frame in ((DType.BFLOAT16, Frame.WORD), FRAMES[-1])]
     found.append(KernelSpec(family="steps", nranks=2, dtype=DType.BFLOAT16, op=RedOp.AVG))
@@ -53,7 +64,7 @@ def many() -> list[KernelSpec]:
     for mode, files in PACKET_MODES.items():
         frames = ((DType.UINT8, Frame.PAIR), (DType.UINT8, Frame.MASK)) if mode in MOVES else FRAMES[-3:]
         found += [packets(mode, dtype, frame) for dtype, frame in frames]
-        found += [packets(mode, *frames[0], single=True)] if files is SHOTS else []
+        found += [packets(mode, *frames[0], single=True), fans(mode, *frames[0], 3)] if files is SHOTS else []
     found += [packets("two_shot", DType.BFLOAT16, Frame.WORD, 3, RedOp.PREMUL_SUM), packets("two_shot", DType.BFLOAT16, Frame.WORD, 8)]
     found.append(packets("all_reduce_tree", DType.BFLOAT16, Frame.WORD, 8, RedOp.AVG))
     found += [KernelSpec(family="steps", nranks=2, dtype=DType.INT64, op=op) for op in (RedOp.SUM, RedOp.PREMUL_SUM)]
@@ -68,6 +79,26 @@ def test_kernels_compile(arch: int) -> None:
     for spec in many() if arch == 90 else few():
         cubin = toolkit.compile_cubin(write_source(spec, arch), arch, spec.name)
         assert cubin[:4] == b"\x7fELF", spec.name
+    for itemsize in card.WIDTHS:
+        assert toolkit.compile_cubin(card.source(itemsize), arch, f"perf-{itemsize}")[:4] == b"\x7fELF"
+
+
+def test_every_file_and_family_is_among_those_of_all_architectures() -> None:
+    every = {path.name for path in resources.files("miraccl.executor.cuda").joinpath("source").iterdir() if path.name.endswith(".cuh")}
+    assert {name for spec in few() for name in spec.files} == every
+    assert {spec.family for spec in few()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("arch", "words"),
+    [(61, "of sm_70 or newer, this one is sm_61"), (70, "sm_75 to sm_121, not for sm_70.*cuda12"), (130, "not for sm_130.*--upgrade")],
+)
+def test_what_to_install_for_other_gpus(arch: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NVRTC 13 knows them, which has no sm_70."""
+    monkeypatch.setattr(toolkit, "version", lambda: (13, 2))
+    monkeypatch.setattr(toolkit, "supported_archs", lambda: (75, 80, 90, 100, 121))
+    with pytest.raises(MissingDependency, match=words):
+        toolkit.compile_cubin('extern "C" __global__ void never_compiled() {}', arch, "never")
 
 
 def test_only_shots_have_a_kernel_of_one_piece() -> None:
@@ -77,11 +108,11 @@ def test_only_shots_have_a_kernel_of_one_piece() -> None:
 
 def test_an_error_shows_the_compilers_words() -> None:
     with pytest.raises(toolkit.CompileError, match="undefined_thing"):
-        toolkit.compile_cubin('extern "C" __global__ void f() { undefined_thing(); }', ARCHS[0], "broken")
+        toolkit.compile_cubin('extern "C" __global__ void f() { undefined_thing(); }', ARCHS[-1], "broken")
 
 
 def test_the_cache_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     source = 'extern "C" __global__ void cached() {}'
-    first = toolkit.compile_cubin(source, ARCHS[0], "cached")
+    first = toolkit.compile_cubin(source, ARCHS[-1], "cached")
     monkeypatch.setattr(toolkit, "_compile", lambda *_: pytest.fail("compiled twice"))
-    assert toolkit.compile_cubin(source, ARCHS[0], "cached") == first
+    assert toolkit.compile_cubin(source, ARCHS[-1], "cached") == first

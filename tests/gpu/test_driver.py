@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from miraccl.errors import SystemFailure
+from miraccl.executor.cuda import driver, toolkit
 from miraccl.executor.cuda.driver import Gpu, ordinal_at
+from tests.gpu.fake_cuda import FakeCuda
 from tests.gpu.gpus import GPUS, NEEDS_GPU
 
 
@@ -22,3 +25,14 @@ def test_the_gpu_of_an_address() -> None:
 
 def test_memory_that_no_gpu_has() -> None:
     assert ordinal_at(4096) is None
+
+
+@pytest.mark.parametrize(("compiler", "hint"), [(13, "CUDA 12: a newer one, or .*cuda12"), (12, "")])
+def test_machine_code_that_the_driver_refuses(compiler: int, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver that is imitated is of CUDA 12."""
+    cuda = FakeCuda(refuse=["cuModuleLoadData"])
+    monkeypatch.setattr(driver, "bindings", lambda name: cuda)
+    monkeypatch.setattr(toolkit, "version", lambda: (compiler, 2))
+    with pytest.raises(SystemFailure, match=f"cuModuleLoadData.*{hint}") as raised:
+        Gpu(0).load(b"code", "kernel")
+    assert bool(raised.value.hint) == bool(hint)

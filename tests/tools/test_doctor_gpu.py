@@ -96,10 +96,14 @@ def test_the_compiler_fits_gpus_and_driver(machine: Any, monkeypatch: pytest.Mon
     machine(fake_gpu.facts(1))
     assert seen(doctor_gpu.check_nvrtc()).status == "ok"
     monkeypatch.setattr(toolkit, "supported_archs", lambda: (100, 120))
-    assert "not for sm_90" in seen(doctor_gpu.check_nvrtc()).found
+    older = seen(doctor_gpu.check_nvrtc())
+    assert ("not for sm_90" in older.found, "miraccl[cuda12]" in older.advice) == (True, True)
+    monkeypatch.setattr(toolkit, "supported_archs", lambda: (50, 80))
+    newer = seen(doctor_gpu.check_nvrtc())
+    assert ("not for sm_90" in newer.found, "--upgrade" in newer.advice) == (True, True)
     monkeypatch.setattr(toolkit, "supported_archs", lambda: (90, 120))
     monkeypatch.setattr(toolkit, "version", lambda: (14, 1))
-    assert "below 14" in seen(doctor_gpu.check_nvrtc()).advice
+    assert "miraccl[cuda12]', or a newer driver" in seen(doctor_gpu.check_nvrtc()).advice
 
     def missing() -> tuple[int, int]:
         raise MissingDependency("no NVRTC here", hint="install")

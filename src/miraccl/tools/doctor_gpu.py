@@ -98,13 +98,13 @@ def check_nvrtc() -> Finding | None:
         why = error.message if has_gpu() else "not installed"
         return Finding(name="nvrtc", status="note", found=why, advice=f"{INSTALL}: it compiles the kernels for GPUs")
     text = f"{major}.{minor}, compiles for sm_{archs[0]} to sm_{archs[-1]}"
-    strangers = sorted({gpu.sm for gpu in facts().gpus} - set(archs))
-    if strangers:
-        advice = f"install an nvidia-cuda-nvrtc that knows sm_{strangers[0]}: a newer one for newer GPUs, an older one for older"
-        return Finding(name="nvrtc", status="note", found=f"{text}, not for sm_{strangers[0]}", advice=advice)
+    for arch in sorted({gpu.sm for gpu in facts().gpus}):
+        why, advice = toolkit.misfit(arch)
+        if why:
+            return Finding(name="nvrtc", status="note", found=why, advice=advice)
     driver = facts().driver
     if driver and major > int(driver.split(".")[0]):
-        advice = f"install nvidia-cuda-nvrtc below {major} or a newer driver: a driver loads code of its own major version or older"
+        advice = f"{toolkit.INSTALL_12}, or a newer driver: a driver loads code of its own major version or older"
         return Finding(name="nvrtc", status="note", found=f"{text}; the driver is of CUDA {driver}", advice=advice)
     return Finding(name="nvrtc", status="ok", found=text)
 
@@ -163,7 +163,7 @@ def check_nvlink() -> Finding | None:
         return None
     gpus, why = read_gpus()
     if not gpus:
-        advice = "pip install nvidia-ml-py: miraccl topo detect asks it for GPUs and NVLinks"
+        advice = "pip install nvidia-ml-py: miraccl topo detect and the order of rings ask it for GPUs and NVLinks"
         return Finding(name="nvlink", status="note", found=why, advice=advice)
     links = [sum(count for _, count in gpu.nvlinks) for gpu in gpus]
     if not any(links):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from miraccl.errors import MissingDependency, SystemFailure
+from miraccl.executor.cuda import toolkit
 from miraccl.executor.cuda.doors.layout import POINTER_DEVICE_ORDINAL
 from miraccl.executor.cuda.toolkit import bindings
 
@@ -320,7 +321,12 @@ class Gpu:
     def load(self, cubin: bytes, entry: str) -> Any:
         """The function ``entry`` of a module."""
         with self.outside_of_capture():
-            module = check(self.cuda.cuModuleLoadData(cubin), "cuModuleLoadData")
+            try:
+                module = check(self.cuda.cuModuleLoadData(cubin), "cuModuleLoadData")
+            except SystemFailure as error:
+                if toolkit.version()[0] > self.driver_version // 1000:
+                    error.hint = f"the driver is of CUDA {self.driver_version // 1000}: a newer one, or {toolkit.INSTALL_12}"
+                raise
             self._modules.append(module)
             return check(self.cuda.cuModuleGetFunction(module, entry.encode()), f"cuModuleGetFunction({entry})")
 

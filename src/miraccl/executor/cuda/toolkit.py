@@ -14,6 +14,10 @@ from miraccl.errors import MiracclError, MissingDependency
 from miraccl.native import cache
 
 INSTALL = "pip install 'miraccl[cuda]'"
+#: NVRTC 12.9, the last one for GPUs before sm_75, whose code drivers of CUDA 12 load; beside one of CUDA 13, cuda.bindings takes that
+INSTALL_12 = "pip uninstall nvidia-cuda-nvrtc; pip install 'miraccl[cuda12]'"
+INSTALL_NEWER = "pip install --upgrade 'cuda-bindings>=13' nvidia-cuda-nvrtc"
+FIRST_ARCH = 70  # __grid_constant__ and threads of a warp that wait for one another
 OPTIONS = ("--std=c++17", "-lineinfo")
 
 
@@ -62,13 +66,30 @@ def supported_archs() -> tuple[int, ...]:
     return tuple(int(arch) for arch in listed)[: int(count)]
 
 
+def misfit(arch: int) -> tuple[str, str]:
+    """Why kernels cannot be compiled for sm_``arch`` here, and what to install; nothing where they can."""
+    archs = supported_archs()
+    if arch < FIRST_ARCH:
+        return f"kernels need a GPU of sm_{FIRST_ARCH} or newer, this one is sm_{arch}", "its data can go through arrays in CPU memory"
+    if arch in archs:
+        return "", ""
+    text = f"NVRTC {'.'.join(map(str, version()))} compiles for sm_{archs[0]} to sm_{archs[-1]}, not for sm_{arch}"
+    return text, INSTALL_12 if arch < archs[0] else INSTALL_NEWER
+
+
 def compile_cubin(source: str, arch: int, name: str) -> bytes:
-    """Machine code of ``source`` for sm_``arch``, from the cache if it is there. ``name`` is for messages and file names."""
+    """Machine code of ``source`` for sm_``arch``, from the cache if it is there. ``name`` is for messages and file names.
+
+    Raises ``MissingDependency`` where this NVRTC does not know the architecture.
+    """
     words = "\0".join((source, str(arch), *OPTIONS, ".".join(map(str, version()))))
     key = f"cuda-{name}-sm{arch}-{hashlib.sha256(words.encode()).hexdigest()[:20]}.cubin"
     found = cache.read(key)
     if found is not None and len(found) > 32 and hashlib.sha256(found[32:]).digest() == found[:32]:
         return found[32:]
+    why, hint = misfit(arch)
+    if why:
+        raise MissingDependency(why, hint=hint)
     code = _compile(source, arch, name)
     cache.write(key, hashlib.sha256(code).digest() + code)
     return code

@@ -21,7 +21,7 @@ from miraccl.tools.perf.data import PERIOD, Array
 PAUSE_CYCLES = 400_000  # 0.2 ms at 2 GHz: hosts enqueue what is measured meanwhile
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _BLOCKS, _THREADS = 1024, 256
-_TYPES = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
+WIDTHS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 
 _SOURCE = """
 typedef unsigned long long u64;
@@ -39,6 +39,11 @@ extern "C" __global__ void rest(u64 cycles) {
   while ((u64)(clock64() - begin) < cycles) {}
 }
 """
+
+
+def source(itemsize: int) -> str:
+    """The text of the kernels for elements of so many bytes."""
+    return f"#define T {WIDTHS[itemsize]}\n#define PERIOD {PERIOD}ull\n{_SOURCE}"
 
 
 class Card:
@@ -159,8 +164,7 @@ class Card:
     def _function(self, name: str, itemsize: int) -> Any:
         key = (name, itemsize)
         if key not in self._functions:
-            text = f"#define T {_TYPES[itemsize]}\n#define PERIOD {PERIOD}ull\n{_SOURCE}"
-            cubin = toolkit.compile_cubin(text, self.gpu.arch, f"perf-patterns-{itemsize}")
+            cubin = toolkit.compile_cubin(source(itemsize), self.gpu.arch, f"perf-patterns-{itemsize}")
             self._functions[key] = self.gpu.load(cubin, name)
         return self._functions[key]
 
