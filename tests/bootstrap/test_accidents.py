@@ -150,7 +150,7 @@ def cutting(unique_id: UniqueId, frame: int) -> Iterator[UniqueId]:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 reader.feed(data)
-                seen += len(list(reader.frames()))
+                seen += sum(1 for _ in iter(reader.next_frame, None))
                 if count and seen >= frame:
                     break
                 target.sendall(data)

@@ -99,12 +99,6 @@ def advance(table: Mapping[tuple[S, str], S], state: S, word: str) -> S:
         raise ProtocolError(f"{word} is not expected while the state is {state.name} ({state.value})") from None
 
 
-def draw_transitions(table: Mapping[tuple[S, str], S], name: str) -> str:
-    """The table as Graphviz text, one edge per transition that leads elsewhere."""
-    edges = (f'  {a.name} -> {b.name} [label="{word}"];' for (a, word), b in table.items() if a is not b)
-    return "\n".join([f"digraph {name} {{", *edges, "}"])
-
-
 # --- inputs and outputs -------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """The meeting point of a job as a machine: lets ranks in, then passes control messages between them.
 
-Owns: the ranks that are here, the groups, the gathers under way (who has not proved itself yet is the business of ``bootstrap_door``).
+Owns: the ranks that are here.  Who has not proved itself yet is the business of ``bootstrap_door``, what the ranks of a running job say to
+each other that of ``bootstrap_groups``.
 Rules:
 - Nothing a stranger sends reaches a rank.
 - A rank that breaks the protocol is dropped and counts as lost; the hub itself never fails because of input.
@@ -11,10 +12,10 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from miraccl.errors import AuthenticationError, InvalidUsage, ProtocolError
+from miraccl.errors import AuthenticationError, ProtocolError
 from miraccl.wire import framing
 from miraccl.wire.auth import Hello, Opener, Sealer
 from miraccl.wire.bootstrap import (
@@ -34,28 +35,9 @@ from miraccl.wire.bootstrap import (
     name_ranks,
 )
 from miraccl.wire.bootstrap_door import Door, Stranger, WrongVersion
-from miraccl.wire.bootstrap_messages import (
-    TO_HUB,
-    Accepted,
-    Gather,
-    Gathered,
-    GatherLate,
-    Gone,
-    Goodbye,
-    HubClosing,
-    Join,
-    LeaveGroup,
-    NoticeMessage,
-    OpenGroup,
-    Refusal,
-    Refused,
-    StatusAsk,
-    StatusReply,
-    Welcome,
-)
+from miraccl.wire.bootstrap_groups import Groups
+from miraccl.wire.bootstrap_messages import TO_HUB, Accepted, Gone, Goodbye, HubClosing, Join, Refusal, Refused, Welcome
 from miraccl.wire.framing import FrameReader, encode
-
-WORLD = 0
 
 
 @dataclass(kw_only=True)
@@ -75,20 +57,6 @@ class _Peer:
     @property
     def rank(self) -> int:
         return self.hello.rank
-
-
-@dataclass(kw_only=True)
-class _Group:
-    ranks: tuple[int, ...]
-    left: dict[int, str] = field(default_factory=dict)
-
-
-@dataclass(kw_only=True)
-class _Round:
-    """One all_gather under way: parts by rank, and the deadline of each rank that waits."""
-
-    parts: dict[int, bytes] = field(default_factory=dict)
-    deadlines: dict[int, float] = field(default_factory=dict)
 
 
 class HubMachine:
@@ -118,8 +86,7 @@ class HubMachine:
         self._linger_until = 0.0
         self._failure: Refused | None = None
         self._nranks_said_by = ""
-        self._groups: dict[int, _Group] = {}
-        self._rounds: dict[tuple[int, str, int], _Round] = {}
+        self._groups = Groups(self._tell)
         self._out: list[Any] = []
         self._own: set[int] = set()  # connections to the hub's own process
 
@@ -159,9 +126,7 @@ class HubMachine:
             times += [peer.deadline for peer in self._ranks.values()]
         elif self.state is MeetingState.FAILED:
             times.append(self._linger_until)
-        for gather in self._rounds.values():
-            times += gather.deadlines.values()
-        return min(times, default=None)
+        return min([*times, *self._groups.deadlines()], default=None)
 
     def validate_state(self) -> None:
         self._door.validate_state()
@@ -178,10 +143,7 @@ class HubMachine:
             assert peer.rank == rank < self.nranks
             assert peer.conn in self._peers
         assert not (self._ranks.keys() & self._gone.keys())
-        for (group, _, _), gather in self._rounds.items():
-            ranks = self._groups[group].ranks
-            assert gather.parts.keys() < set(ranks)
-            assert gather.deadlines.keys() <= gather.parts.keys()
+        self._groups.validate_state()
         if self.state is MeetingState.MET:
             assert self.nranks == len(self._ranks) + len(self._gone)
 
@@ -255,7 +217,7 @@ class HubMachine:
             self._drop(peer, message.reason, now, left=True)
         else:
             peer.state = state
-            self._message(peer, message, now)
+            self._groups.handle(peer.rank, message, now)
 
     # --- meeting ----------------------------------------------------------------------------------------------------
 
@@ -304,16 +266,14 @@ class HubMachine:
     def _complete(self) -> None:
         assert self.nranks is not None
         self.state = advance(MEETING_TRANSITIONS, self.state, "complete")
-        self._groups[WORLD] = _Group(ranks=tuple(range(self.nranks)))
+        self._groups.begin(self.nranks)
         members: list[bytes] = []
         for rank in range(self.nranks):
             peer = self._ranks[rank]
             assert peer.join is not None
             peer.state = advance(PEER_TRANSITIONS, peer.state, "complete")
             members.append(encode(peer.join))
-        body = encode(Welcome(hub_token=self._token, members=tuple(members)))
-        for peer in self._listeners(self._ranks):
-            self._send_body(peer, body)
+        self._tell(self._ranks, Welcome(hub_token=self._token, members=tuple(members)))
 
     def _fail(self, failure: Refused, now: float) -> None:
         """The meeting cannot come about: tell all who are here now, and who comes later until the last deadline."""
@@ -345,91 +305,14 @@ class HubMachine:
             late = [peer for peer in self._ranks.values() if peer.deadline <= now]
             if late:
                 self._fail(self._missing(late[0]), now)
-        for (group, tag, number), gather in self._rounds.items():
-            for rank in [rank for rank, deadline in gather.deadlines.items() if deadline <= now]:
-                del gather.deadlines[rank]
-                missing = tuple(r for r in self._groups[group].ranks if r not in gather.parts)
-                self._send_rank(rank, GatherLate(group=group, tag=tag, round=number, missing=missing))
-
-    # --- the job ----------------------------------------------------------------------------------------------------
-
-    def _message(self, peer: _Peer, message: Any, now: float) -> None:
-        rank = peer.rank
-        if isinstance(message, OpenGroup):
-            self._open_group(peer, message)
-            return
-        if isinstance(message, StatusReply):
-            if message.rank in self._ranks:
-                back = StatusReply(group=message.group, rank=rank, ident=message.ident, payload=message.payload)
-                self._send_rank(message.rank, back)
-            return
-        group = self._groups.get(message.group)
-        if group is None or rank not in group.ranks or rank in group.left:
-            raise ProtocolError(f"rank {rank} is not in group {message.group:x}")
-        if isinstance(message, Gather):
-            self._gather(group, rank, message, now)
-        elif isinstance(message, NoticeMessage):
-            passed = NoticeMessage(group=message.group, rank=rank, payload=message.payload)
-            self._broadcast(group, passed, without=rank)
-        elif isinstance(message, StatusAsk):
-            self._broadcast(group, StatusAsk(group=message.group, rank=rank, ident=message.ident), without=rank)
-        else:
-            assert isinstance(message, LeaveGroup)
-            group.left[rank] = message.reason
-            self._broadcast(group, LeaveGroup(group=message.group, rank=rank, reason=message.reason), without=rank)
-            self._break_rounds(message.group)
-            self._forget_group(message.group)
-
-    def _open_group(self, peer: _Peer, message: OpenGroup) -> None:
-        ranks = message.ranks
-        assert self.nranks is not None
-        if peer.rank not in ranks or len(set(ranks)) != len(ranks) or max(ranks) >= self.nranks or message.group == WORLD:
-            raise ProtocolError(f"rank {peer.rank} opens a group of {name_ranks(ranks)}")
-        group = self._groups.setdefault(message.group, _Group(ranks=ranks))
-        if group.ranks != ranks:
-            raise ProtocolError(f"rank {peer.rank} opens group {message.group:x} with other ranks")
-        for rank, reason in group.left.items():
-            self._send(peer, LeaveGroup(group=message.group, rank=rank, reason=reason))
-
-    def _gather(self, group: _Group, rank: int, message: Gather, now: float) -> None:
-        if any(r in group.left or r in self._gone for r in group.ranks):
-            return  # it cannot end well; the rank has been told who is missing
-        key = (message.group, message.tag, message.round)
-        gather = self._rounds.setdefault(key, _Round())
-        if rank in gather.parts:
-            raise ProtocolError(f"rank {rank} gave its part of all_gather {message.tag!r} twice")
-        gather.parts[rank] = message.data
-        gather.deadlines[rank] = now + message.timeout
-        if len(gather.parts) < len(group.ranks):
-            return
-        del self._rounds[key]
-        try:
-            parts = tuple(gather.parts[r] for r in group.ranks)
-            body = encode(Gathered(group=message.group, tag=message.tag, round=message.round, parts=parts))
-            self._broadcast_body(group, body)
-        except InvalidUsage:
-            raise ProtocolError(f"all_gather {message.tag!r} is larger than {framing.MAX_FRAME_BYTES} bytes in all") from None
-
-    def _break_rounds(self, group: int) -> None:
-        """Who was in the group is no longer: what is under way there cannot end well; the members know it from the same message."""
-        for key in [key for key in self._rounds if key[0] == group]:
-            del self._rounds[key]
-
-    def _forget_group(self, number: int) -> None:
-        group = self._groups[number]
-        if number != WORLD and all(rank in group.left or rank in self._gone for rank in group.ranks):
-            del self._groups[number]
+        self._groups.tick(now)
 
     def _depart(self, peer: _Peer, gone: Gone) -> None:
         """A rank of the running job is gone, one way or the other."""
         self._gone[peer.rank] = gone
         self._forget(peer)
-        body = encode(gone)
-        for other in self._listeners(self._ranks):
-            self._send_body(other, body)
-        for number in [number for number, group in self._groups.items() if peer.rank in group.ranks]:
-            self._break_rounds(number)
-            self._forget_group(number)
+        self._tell(self._ranks, gone)
+        self._groups.depart(peer.rank)
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -464,8 +347,7 @@ class HubMachine:
             return
         if self.state is MeetingState.GATHERING and self._ranks:
             self._fail(Refused(code=Refusal.CLOSED, text=f"the hub closed while the ranks were meeting: {reason}", ranks=()), now)
-        for peer in self._listeners(self._ranks):
-            self._send(peer, HubClosing(reason=reason))
+        self._tell(self._ranks, HubClosing(reason=reason))
         self._finish()
 
     def _finish_if_done(self, now: float) -> None:
@@ -484,30 +366,22 @@ class HubMachine:
             self._out.append(Drop(conn=peer.conn, reason="the hub has ended", linger=True))
         for stranger in list(self._door.strangers.values()):
             self._send_away(stranger, "the hub has ended")
-        self._rounds.clear()
+        self._groups.end()
         self._out.append(Finished())
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
-    def _send_body(self, peer: _Peer, body: bytes) -> None:
-        self._out.append(Send(conn=peer.conn, data=peer.sealer.seal(body)))
-
     def _send(self, peer: _Peer, message: Any) -> None:
         self._send_body(peer, encode(message))
 
-    def _send_rank(self, rank: int, message: Any) -> None:
-        peer = self._ranks.get(rank)
-        if peer is not None:
-            self._send(peer, message)
+    def _send_body(self, peer: _Peer, body: bytes) -> None:
+        self._out.append(Send(conn=peer.conn, data=peer.sealer.seal(body)))
 
-    def _broadcast(self, group: _Group, message: Any, *, without: int) -> None:
-        self._broadcast_body(group, encode(message), without=without)
-
-    def _broadcast_body(self, group: _Group, body: bytes, *, without: int = -1) -> None:
-        for peer in self._listeners(group.ranks):
-            if peer.rank != without and peer.rank not in group.left:
-                self._send_body(peer, body)
+    def _tell(self, ranks: Iterable[int], message: Any) -> None:
+        """To those of the ranks that are here."""
+        body = encode(message)
+        for peer in self._listeners(ranks):
+            self._send_body(peer, body)
 
     def _listeners(self, ranks: Iterable[int]) -> list[_Peer]:
-        """Those of the ranks that are here."""
         return [self._ranks[rank] for rank in ranks if rank in self._ranks]

@@ -10,10 +10,9 @@ strict UTF-8; JSON is an object of finite numbers.  The idea of a reader that is
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from miraccl.errors import InvalidUsage, ProtocolError
@@ -48,11 +47,6 @@ class FrameReader:
         self.limit = limit
         self._buffer = bytearray()
 
-    @property
-    def buffered(self) -> int:
-        """Bytes held that do not make a frame yet."""
-        return len(self._buffer)
-
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
@@ -70,10 +64,6 @@ class FrameReader:
         frame = bytes(buffer[HEADER.size : end])
         del buffer[:end]
         return frame
-
-    def frames(self) -> Iterator[bytes]:
-        while (frame := self.next_frame()) is not None:
-            yield frame
 
 
 class _Cursor:
@@ -194,11 +184,6 @@ def decode(body: bytes, kinds: dict[int, type[R]]) -> R:
     if cursor.at != len(cursor.data):
         raise ProtocolError(f"{len(cursor.data) - cursor.at} bytes too many in a message of kind {body[0]}")
     return record(**values)
-
-
-def check_layout(record: type[Any]) -> None:
-    """Assert that a record's layout names its fields in order; run by the tests for each record."""
-    assert [name for name, _ in record.LAYOUT] == [field.name for field in dataclasses.fields(record)], record
 
 
 def encode_json(payload: dict[str, Any]) -> bytes:

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from miraccl.wire.proxy_messages import Contradiction, Incoming, Outgoing
 from miraccl.wire.proxy_records import (
     AbortAsked,
     Announce,
@@ -50,66 +51,11 @@ from miraccl.wire.proxy_records import (
     Taken,
     Wanted,
 )
-from miraccl.wire.proxy_states import LINK_TABLE, RECV_TABLE, SEND_TABLE, LinkState, RecvState, SendState
+from miraccl.wire.proxy_states import LINK_TABLE, LinkState, RecvState, SendState
 from miraccl.wire.stream import MAX_MESSAGE_BYTES, MAX_TEXT_BYTES, MIN_PIECE_BYTES, Frame, FrameType
-
-
-class _Outgoing:
-    """One message on its way out: bytes [0, queued) are in frames, ``untaken`` of these frames are not in the kernel yet."""
-
-    __slots__ = ("nbytes", "queued", "signature", "state", "untaken")
-
-    def __init__(self, posted: Posted) -> None:
-        self.signature = posted.signature
-        self.nbytes = posted.nbytes
-        self.state = SendState.WAIT_CREDIT
-        self.queued = 0
-        self.untaken = 0
-
-    def move(self, trigger: str) -> None:
-        self.state = SEND_TABLE[self.state, trigger]
-
-
-class _Incoming:
-    """One message on its way in: ``pieces`` are the claimed byte ranges, ``missing`` the bytes not placed yet."""
-
-    __slots__ = ("missing", "nbytes", "pieces", "placement", "signature", "state")
-
-    def __init__(self, frame: Frame) -> None:
-        self.signature = frame.signature
-        self.nbytes = frame.nbytes
-        self.state: RecvState | None = None
-        self.placement: Placement | None = None
-        self.missing = frame.nbytes
-        self.pieces: list[tuple[int, int]] = []
-
-    def move(self, trigger: str) -> None:
-        self.state = RECV_TABLE[self.state, trigger]
-
-    def claim(self, start: int, end: int) -> None:
-        """Ranges are kept merged and sorted, so that a message of any number of pieces needs little memory."""
-        merged = []
-        for low, high in self.pieces:
-            if start < high and low < end:
-                raise _Contradiction(f"bytes [{start}, {end}) come twice")
-            if high == start:
-                start = low
-            elif low == end:
-                end = high
-            else:
-                merged.append((low, high))
-        self.pieces = sorted([*merged, (start, end)])
-
 
 # in place of a message number in a stream's queue
 _CONTROL, _CLOSE = -1, -2
-
-
-class _Contradiction(Exception):
-    """A frame cannot be true."""
-
-
-# --- the machine -------------------------------------------------------------------------------------------------------------
 
 
 class Link:
@@ -128,7 +74,7 @@ class Link:
         self.released = 0
         self.credit = 0
         self._sendable = 0
-        self._out: dict[int, _Outgoing] = {}
+        self._out: dict[int, Outgoing] = {}
         self._grants: dict[int, int] = {}
         self._to_send: deque[int] = deque()
         self._control: deque[tuple[FrameType, int, int, int]] = deque()
@@ -136,7 +82,7 @@ class Link:
         self.tail = 0
         self.delivered = 0
         self._told = 0
-        self._in: dict[int, _Incoming] = {}
+        self._in: dict[int, Incoming] = {}
         self._wants: dict[int, int] = {}
         # per stream
         n = config.nstreams
@@ -178,7 +124,7 @@ class Link:
             self._doors[type(event)](event)
             if self.alive:
                 self._pump()
-        except _Contradiction as problem:
+        except Contradiction as problem:
             self._fail(LossKind.PROTOCOL, f"sent what makes no sense: {problem}", cut=True)
         return do
 
@@ -189,7 +135,7 @@ class Link:
             return self._fail(LossKind.INTERNAL, f"posted message {event.message} instead of {self.next_post}", cut=True)
         if not 0 <= event.nbytes <= MAX_MESSAGE_BYTES:
             return self._fail(LossKind.INTERNAL, f"posted {event.nbytes} bytes", cut=True)
-        self._out[event.message] = _Outgoing(event)
+        self._out[event.message] = Outgoing(event)
         self.next_post += 1
         self._use_credit()
 
@@ -202,7 +148,7 @@ class Link:
             return  # too late, the message has its place
         self._wants[message] = room
         if record and room < record.nbytes:
-            self._refuse(message, record, "want too small")
+            self._refuse(record, "want too small")
         elif room > self.config.recv_slot_bytes:
             self._control.append((FrameType.WANT, message, 0, room))
 
@@ -247,9 +193,9 @@ class Link:
     def _frame_in(self, event: FrameIn) -> None:
         stream, frame = event.stream, event.frame
         if frame.stream != stream:
-            raise _Contradiction(f"a frame of stream {frame.stream} on stream {stream}")
+            raise Contradiction(f"a frame of stream {frame.stream} on stream {stream}")
         if self._stream_closed[stream]:
-            raise _Contradiction(f"a {frame.type.name} frame after CLOSE")
+            raise Contradiction(f"a {frame.type.name} frame after CLOSE")
         if frame.type is FrameType.ABORT:
             return self._fail(LossKind.ABORTED, f"gave up: {event.text}")
         self._acknowledge(frame.ack)
@@ -286,7 +232,7 @@ class Link:
             self._queued[event.stream].clear()
 
     def _garbage(self, event: Garbage) -> None:
-        raise _Contradiction(event.detail)
+        raise Contradiction(event.detail)
 
     # --- what frames mean
 
@@ -298,11 +244,11 @@ class Link:
             record = self._out.get(message)
             if record is None:
                 if message >= self.next_post:
-                    raise _Contradiction(f"consumed {ack} messages of {self.next_post}")
+                    raise Contradiction(f"consumed {ack} messages of {self.next_post}")
             elif record.state is SendState.WAIT_WANT:
                 record.move("consumed unseen")
             elif record.state not in (SendState.HANDED, SendState.TAKEN):
-                raise _Contradiction(f"consumed message {message} before it was sent")
+                raise Contradiction(f"consumed message {message} before it was sent")
         self.credit = ack
         self._release()
         self._use_credit()
@@ -310,9 +256,9 @@ class Link:
     def _granted(self, frame: Frame) -> None:
         message = frame.message
         if message >= self.credit + self.config.nslots:
-            raise _Contradiction(f"wants message {message} after consuming {self.credit}")
+            raise Contradiction(f"wants message {message} after consuming {self.credit}")
         if frame.nbytes <= self.config.send_slot_bytes:
-            raise _Contradiction(f"wants message {message} in {frame.nbytes} bytes, less than a slot")
+            raise Contradiction(f"wants message {message} in {frame.nbytes} bytes, less than a slot")
         record = self._out.get(message)
         if record is None and message < self.next_post:
             return  # sent already
@@ -325,17 +271,17 @@ class Link:
     def _announced(self, frame: Frame) -> None:
         message = frame.message
         if frame.nbytes <= self.config.recv_slot_bytes:
-            raise _Contradiction(f"announces {frame.nbytes} bytes, which fit into a slot")
+            raise Contradiction(f"announces {frame.nbytes} bytes, which fit into a slot")
         known = self._in.get(message)
         if known and (known.state is RecvState.ANNOUNCED or known.nbytes != frame.nbytes):
-            raise _Contradiction(f"announces message {message} again")
+            raise Contradiction(f"announces message {message} again")
         if known or message < self.tail:
             return  # it crossed with a want, and the data on another stream have overtaken it
         self._check_window(message)
-        record = self._in[message] = _Incoming(frame)
+        record = self._in[message] = Incoming(frame)
         room = self._wants.get(message)
         if room is not None and room < frame.nbytes:
-            return self._refuse(message, record, "announce, want too small")
+            return self._refuse(record, "announce, want too small")
         record.move("announce")
         if room is None:
             self._do.append(Announce(message, frame.signature, frame.nbytes))
@@ -345,11 +291,11 @@ class Link:
         record = self._in.get(message)
         if record is None:
             self._check_window(message)
-            record = self._in[message] = _Incoming(frame)
+            record = self._in[message] = Incoming(frame)
         elif record.state in (RecvState.COMPLETE, RecvState.DELIVERED):
-            raise _Contradiction(f"sends message {message} again")
+            raise Contradiction(f"sends message {message} again")
         elif (record.signature, record.nbytes) != (frame.signature, frame.nbytes):
-            raise _Contradiction(f"message {message} changes on its way")
+            raise Contradiction(f"message {message} changes on its way")
         if record.placement is None:
             record.placement = self._place(message, frame.nbytes)
         record.move("piece")
@@ -363,13 +309,13 @@ class Link:
 
     def _peer_close(self, stream: int, frame: Frame) -> None:
         if self._peer_total not in (-1, frame.message):
-            raise _Contradiction("streams close with different numbers of messages")
+            raise Contradiction("streams close with different numbers of messages")
         self._peer_total = frame.message
         self._stream_closed[stream] = True
         if not all(self._stream_closed):
             return
         if self.delivered != frame.message:
-            raise _Contradiction(f"closes after {frame.message} messages, {self.delivered} came")
+            raise Contradiction(f"closes after {frame.message} messages, {self.delivered} came")
         if self.state is LinkState.OPEN:
             self._fail(LossKind.CLOSED, "closed its communicator")
         elif self.state is LinkState.DRAINING:  # nobody reads what is left
@@ -379,7 +325,7 @@ class Link:
 
     def _check_window(self, message: int) -> None:
         if not self.tail <= message < self.tail + self.config.nslots:
-            raise _Contradiction(f"sends message {message}, allowed are {self.tail} to {self.tail + self.config.nslots - 1}")
+            raise Contradiction(f"sends message {message}, allowed are {self.tail} to {self.tail + self.config.nslots - 1}")
 
     def _place(self, message: int, nbytes: int) -> Placement:
         if nbytes <= self.config.inline_bytes:
@@ -388,9 +334,9 @@ class Link:
             return Placement.WANTED
         if nbytes <= self.config.recv_slot_bytes:
             return Placement.SLOT
-        raise _Contradiction(f"sends {nbytes} bytes as message {message} without being asked for")
+        raise Contradiction(f"sends {nbytes} bytes as message {message} without being asked for")
 
-    def _refuse(self, message: int, record: _Incoming, trigger: str) -> None:
+    def _refuse(self, record: Incoming, trigger: str) -> None:
         record.placement = Placement.OVERSIZE
         record.move(trigger)
         self._deliver()
