@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.tools.spawn import die_with_parent
+from miraccl.tools.processes import die_with_parent
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.multiprocess

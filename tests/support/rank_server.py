@@ -12,7 +12,8 @@ import time
 from typing import Any
 
 from miraccl.tools import launch
-from miraccl.tools.spawn import Context, Outcome, Ranks, die_with_parent
+from miraccl.tools.processes import die_with_parent
+from miraccl.tools.spawn import Context, Outcome, Ranks
 
 _LENGTH = struct.Struct("<Q")
 

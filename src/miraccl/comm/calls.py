@@ -129,24 +129,24 @@ def all_reduce(place: Place, x: Any, out: Any, op: Any) -> Call:
 
 
 def reduce(place: Place, x: Any, root: Any, out: Any, op: Any) -> Call:
-    chief = place.root(root)
-    source = view(x, "x", writes=out is None and place.rank == chief, where=place.where)
+    root = place.root(root)
+    source = view(x, "x", writes=out is None and place.rank == root, where=place.where)
     kind, scalar = operator(op, source.dtype, place.where)
-    target = source if out is None or place.rank != chief else _result(out, source, source.array.shape, place)
+    target = source if out is None or place.rank != root else _result(out, source, source.array.shape, place)
     expect_count(target, source.count, "out", "as many as x", place.where)
     in_place = target is source or refuse_overlap(source, target, 0, place)
-    arg = chief << 3 | kind  # as the door's
-    call = _call(Collective.REDUCE, source, target, [source.count], [source.count], kind, chief, in_place=in_place, plan_arg=arg)
-    if place.rank != chief:
+    arg = root << 3 | kind  # as the door's
+    call = _call(Collective.REDUCE, source, target, [source.count], [source.count], kind, root, in_place=in_place, plan_arg=arg)
+    if place.rank != root:
         call.result = x  # and a schedule has no output there
-    return _premultiply(call, source, kind, scalar, in_place and place.rank == chief)
+    return _premultiply(call, source, kind, scalar, in_place and place.rank == root)
 
 
 def broadcast(place: Place, x: Any, root: Any) -> Call:
-    chief = place.root(root)
-    memory = view(x, "x", writes=place.rank != chief, where=place.where)
+    root = place.root(root)
+    memory = view(x, "x", writes=place.rank != root, where=place.where)
     return _call(
-        Collective.BROADCAST, memory, memory, [memory.count], [memory.count], RedOp.SUM, chief, in_place=True, plan_arg=chief
+        Collective.BROADCAST, memory, memory, [memory.count], [memory.count], RedOp.SUM, root, in_place=True, plan_arg=root
     )
 
 
@@ -219,30 +219,30 @@ def all_to_all_v(place: Place, x: Any, send_counts: Any, recv_counts: Any, out: 
 
 
 def gather(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Call:
-    chief = place.root(root)
+    root = place.root(root)
     source = view(x, "x", writes=False, where=place.where)
     sizes = [source.count] * place.nranks if counts is None else counts_of(counts, "counts", place.nranks, place.where)
     expect_count(source, sizes[place.rank], "x", f"counts[{place.rank}]", place.where)
     shape = _stacked(source.array, place.nranks) if counts is None else (sum(sizes),)
-    if place.rank == chief:
+    if place.rank == root:
         target = _result(out, source, shape, place)
         expect_count(target, sum(sizes), "out", "all ranks' elements", place.where)
         refuse_overlap(target, source, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
     else:
         target = source
-    mine = sizes if place.rank == chief else [0] * place.nranks
+    mine = sizes if place.rank == root else [0] * place.nranks
     call = _call(
-        Collective.GATHER, source, target, [source.count], mine, root=chief, agreed=sizes, uneven=counts is not None, plan_arg=chief
+        Collective.GATHER, source, target, [source.count], mine, root=root, agreed=sizes, uneven=counts is not None, plan_arg=root
     )
-    if place.rank != chief:
+    if place.rank != root:
         call.result = None
     return call
 
 
 def scatter(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Call:
     """``x`` counts on the root only; the others give ``out`` (or, in the even form, any array of the right size as ``x``)."""
-    chief = place.root(root)
-    if place.rank == chief:
+    root = place.root(root)
+    if place.rank == root:
         source = view(x, "x", writes=False, where=place.where)
         if counts is None and source.count % place.nranks:
             raise _uneven_share(source, place, "scatter_v")
@@ -259,9 +259,9 @@ def scatter(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Ca
         sizes = [target.count] * place.nranks if counts is None else counts_of(counts, "counts", place.nranks, place.where)
         expect_count(target, sizes[place.rank], "out", f"counts[{place.rank}]", place.where)
         source = target
-    blocks = sizes if place.rank == chief else [0] * place.nranks
+    blocks = sizes if place.rank == root else [0] * place.nranks
     return _call(
-        Collective.SCATTER, source, target, blocks, [target.count], root=chief, agreed=sizes, uneven=counts is not None, plan_arg=chief
+        Collective.SCATTER, source, target, blocks, [target.count], root=root, agreed=sizes, uneven=counts is not None, plan_arg=root
     )
 
 

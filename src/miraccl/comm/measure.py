@@ -54,10 +54,10 @@ def timed(action: Callable[[], None]) -> tuple[float, bool]:
     return seconds, waited_for_a_core_s() - waited > DISTURBED * seconds
 
 
-def best_us(action: Callable[[], None], budget_s: float, least: int = 3) -> float:
-    """The shortest time of one call, in microseconds, within a time budget for calls that nobody disturbs."""
+def best_us(action: Callable[[], None], budget_s: float) -> float:
+    """The shortest time of one call, in microseconds, within a time budget for calls that nobody disturbs, three at the least."""
     action()
-    best, spent, begun = float("inf"), 0.0, time.perf_counter()
+    best, spent, begun, least = float("inf"), 0.0, time.perf_counter(), 3
     while (least > 0 or spent < budget_s) and time.perf_counter() < begun + PATIENCE * budget_s:
         seconds, disturbed = timed(action)
         best = min(best, seconds)

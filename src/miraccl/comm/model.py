@@ -20,7 +20,7 @@ from miraccl.types import Collective, DType
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What was measured (``executor.cpu.measure``). Times in microseconds, bandwidths in bytes per microsecond (MB/s).
+    """What was measured (``comm.measure``). Times in microseconds, bandwidths in bytes per microsecond (MB/s).
 
     ``copy`` and ``fold`` are bandwidths for working sets of ``sizes`` bytes; ``fold`` counts the bytes of the result.
     ``single_copy_from`` is the block size from which reading the peer's private memory beats two copies, -1 if it never does;
@@ -127,23 +127,24 @@ def _work_us(schedule: Schedule, rank: int, chunk: int, block_bytes: int, rounds
     cached = 1 / constants.at(constants.copy, min(256 << 10, 2.0 * chunk))
     extra = max(0.0, 1 / constants.at(constants.copy, 2.0 * block_bytes * blocks) - cached)
     folding = max(0.0, 1 / constants.at(constants.fold, 2.0 * chunk) - cached)
-    slots = users = folds = wired = steps = 0
+    slots = users = copies = folds = wired = steps = 0
     before = None
     for channel in schedule.channels:
         for step in channel[rank]:
             steps += 1
             nbytes = step.chunks * chunk
+            additions = max(1, len(step.peers) - 1)
             slot, user = _PASSES.get(step.op, (0, 0))
-            slot *= max(1, len(step.peers) - 1)
-            if step.op is Op.COPY or (step.src is not None and step.src == before):
-                user -= step.op is not Op.COPY
-            slots += slot * nbytes
-            users += user * nbytes
-            folds += nbytes * max(1, len(step.peers) - 1) if step.op.reduces else 0
+            slots += slot * additions * nbytes
+            in_cache = step.src is not None and step.src == before and step.op is not Op.COPY
+            users += (user - in_cache) * nbytes
             before = step.src
+            if step.op is Op.COPY:
+                copies += nbytes
+            if step.op.reduces:
+                folds += additions * nbytes
             if step.op.sends and shape.remote(rank, step.send_peer):
                 wired += nbytes
-    copies = sum(step.chunks * chunk for channel in schedule.channels for step in channel[rank] if step.op is Op.COPY)
     time = (slots + copies) * cached + users * extra + folds * folding
     return time + wired / constants.network + steps * rounds * constants.step_us
 

@@ -6,7 +6,6 @@ float32 and sum. Owns also the JSON of the section ``tuning``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,14 +157,14 @@ def _collnet_direct_channels(channels: int, work: int, threshold: int, nbytes: i
 # JSON
 
 
-def tuning_to_json(model: TuningModel, sizes: Sequence[int] = TABLE_SIZES) -> dict[str, Any]:
+def tuning_to_json(model: TuningModel) -> dict[str, Any]:
     """Section ``tuning`` of the reference results."""
     return {
         "maxThreads": {algo.label: list(model.max_threads[algo]) for algo in Algorithm},
         "threadThresholds": {algo.label: list(model.thread_thresholds[algo]) for algo in Algorithm},
         "latencies": _table(model, "latency"),
         "bandwidths": _table(model, "bandwidth"),
-        "choice": {name: [choice_to_json(choose(model, coll, size)) for size in sizes] for coll, name in k.TUNED.items()},
+        "choice": {name: [choice_to_json(choose(model, coll, size)) for size in TABLE_SIZES] for coll, name in k.TUNED.items()},
     }
 
 

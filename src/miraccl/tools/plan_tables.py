@@ -38,9 +38,9 @@ def _console() -> Console:
     return Console(highlight=False, width=_WIDE if wide else None)
 
 
-def print_plan(document: Json, console: Console | None = None) -> None:
+def print_plan(document: Json) -> None:
     """All stages, in the order in which they are decided."""
-    console = console or _console()
+    console = _console()
     console.print(f"[bold]{escape(_headline(document))}[/bold]")
     for table in (
         _system(document),
@@ -58,9 +58,9 @@ def print_plan(document: Json, console: Console | None = None) -> None:
         _list(console, "Bounds on bus bandwidth", bound["sentences"])
 
 
-def print_explanation(document: Json, console: Console | None = None) -> None:
+def print_explanation(document: Json) -> None:
     """The reasons as sentences, stage by stage."""
-    console = console or _console()
+    console = _console()
     for heading, sentences in document["explain"]["sentences"].items():
         _list(console, f"Why: {heading.lower()}", sentences)
 

@@ -31,7 +31,7 @@ import click
 from miraccl.errors import InvalidUsage, SystemFailure, as_system_failure
 from miraccl.tools import launch
 from miraccl.tools.options import Finite
-from miraccl.tools.spawn import LONGEST_NAP, die_with_parent, expect_children, signal_name
+from miraccl.tools.processes import LONGEST_NAP, die_with_parent, expect_children, signal_name
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

@@ -17,78 +17,24 @@ is why the library itself never uses this file.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import os
-import pickle
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from miraccl.errors import as_system_failure
+from miraccl.tools.channel import Channel
+from miraccl.tools.processes import LONGEST_NAP, die_with_parent, expect_children, signal_name
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_LENGTH = struct.Struct("<Q")
 _MAX_OUTPUT = 1 << 20
-LONGEST_NAP = 3600.0  # seconds; epoll counts milliseconds in 32 bits
-
-
-class Channel:
-    """Pickled messages over one end of a socket pair between a parent and the child it forked (trusted, never the network)."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._pending = bytearray()
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def send(self, message: Any) -> None:
-        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self._socket.sendall(_LENGTH.pack(len(body)) + body)
-
-    def receive(self) -> Any:
-        """The next message; blocks. ``EOFError`` when the other side is gone."""
-        while True:
-            for message in self._complete():
-                return message
-            self._fill(0)
-
-    def available(self) -> list[Any]:
-        """What has arrived; does not block. ``EOFError`` when the other side is gone and everything was taken."""
-        with contextlib.suppress(BlockingIOError):
-            self._fill(socket.MSG_DONTWAIT)
-        return list(self._complete())
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _fill(self, flags: int) -> None:
-        try:
-            data = self._socket.recv(1 << 20, flags)
-        except ConnectionError:
-            data = b""
-        if not data:
-            raise EOFError
-        self._pending += data
-
-    def _complete(self) -> Iterator[Any]:
-        while len(self._pending) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._pending)
-            end = _LENGTH.size + length
-            if len(self._pending) < end:
-                return
-            body = bytes(self._pending[_LENGTH.size : end])
-            del self._pending[:end]
-            yield pickle.loads(body)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,14 +85,6 @@ class Outcome:
         if self.status < 0:
             return f"rank {self.rank} was ended by {signal_name(-self.status)}"
         return f"rank {self.rank} ended with status {self.status}"
-
-
-def signal_name(number: int) -> str:
-    """Also of those that have none, such as most real-time signals."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 @dataclass(kw_only=True)
@@ -405,19 +343,6 @@ def _run(target: Callable[..., Any], context: Context, args: Sequence[Any]) -> i
 def _end_child(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-
-
-def expect_children() -> None:
-    """Have the kernel keep the statuses of children that end; where it was told to forget them (``trap '' CHLD``), so were we."""
-    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ``parent`` ends, and end now if that has happened already."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _flush() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from miraccl.errors import TopologyError
 from miraccl.topo.accelerators import LINK_ELEMENT, link_bw
@@ -31,81 +31,28 @@ from miraccl.topo.records import (
     TopoNode,
     f32,
 )
+from miraccl.topo.vertices import Vertex, cpu_of, join
 from miraccl.topo.xmlfile import XmlNode, bus_id, c_float, c_long, c_uint64
 
 MAX_NODES = 576
 """Nodes of one type a system may have (``NCCL_TOPO_MAX_NODES``); it also bounds the work a file can cause."""
 
 
-# The mutable graph. Link storage behaves like NCCL's array: removing an entry leaves the last one behind the end, where sorting sees it.
-
-
-@dataclass(slots=True, eq=False)
-class _Edge:
-    type: LinkType
-    bw: float
-    target: _Vertex
-
-
-@dataclass(slots=True, eq=False)
-class _Vertex:
-    record: TopoNode
-    store: list[_Edge] = field(default_factory=list)
-    count: int = 0
-    parent: _Vertex | None = None
-
-    @property
-    def edges(self) -> list[_Edge]:
-        return self.store[: self.count]
-
-    def connect(self, target: _Vertex, type: LinkType, bw: float) -> None:
-        """Add ``bw`` to the link of this type, made if need be, and move it before those with less."""
-        at = next((i for i, edge in enumerate(self.store) if edge.target is target and edge.type == type), len(self.store))
-        if at == len(self.store):
-            self.store.append(_Edge(type, 0.0, target))
-            self.count += 1
-        edge = self.store[at]
-        edge.bw = f32(edge.bw + bw)
-        while at and self.store[at - 1].bw < edge.bw:
-            self.store[at] = self.store[at - 1]
-            at -= 1
-        self.store[at] = edge
-
-    def remove(self, at: int) -> None:
-        self.store[at : self.count - 1] = [_Edge(e.type, e.bw, e.target) for e in self.store[at + 1 : self.count]]
-        self.count -= 1
-
-    def append(self, edge: _Edge) -> None:
-        copy = _Edge(edge.type, edge.bw, edge.target)
-        if self.count < len(self.store):
-            self.store[self.count] = copy
-        else:
-            self.store.append(copy)
-        self.count += 1
-
-    def put_last(self, target: _Vertex) -> None:
-        """Move the link to ``target`` behind all others."""
-        for at, edge in enumerate(self.store):
-            if edge.target is target:
-                self.store.append(self.store.pop(at))
-                return
-
-
 class _Builder:
     def __init__(self) -> None:
-        self.of: dict[NodeType, list[_Vertex]] = {kind: [] for kind in NodeType}
+        self.of: dict[NodeType, list[Vertex]] = {kind: [] for kind in NodeType}
         self.hosts: list[int] = []
 
-    def find(self, type: NodeType, id: int) -> _Vertex | None:
+    def find(self, type: NodeType, id: int) -> Vertex | None:
         for vertex in self.of[type]:
             if vertex.record.id == id:
                 return vertex
         return None
 
-    def add(self, record: TopoNode) -> _Vertex:
+    def add(self, record: TopoNode) -> Vertex:
         if len(self.of[record.type]) == MAX_NODES:
             raise TopologyError(f"more than {MAX_NODES} {record.type.name} nodes")
-        vertex = _Vertex(record)
+        vertex = Vertex(record)
         self.of[record.type].append(vertex)
         return vertex
 
@@ -132,15 +79,15 @@ class _Builder:
                 nic = self.find(NodeType.NIC, _id(host, 0))
                 if nic is None:
                     nic = self.add(TopoNode(type=NodeType.NIC, id=_id(host, 0)))
-                    _join(cpu, nic, LinkType.PCI, LOC_BW)
+                    join(cpu, nic, LinkType.PCI, LOC_BW)
                     nic.parent = cpu
                 self.nic(child, nic, host)
 
-    def pci(self, xml: XmlNode, parent: _Vertex, host: int) -> None:
+    def pci(self, xml: XmlNode, parent: Vertex, host: int) -> None:
         _need(xml, "busid")
         id = _id(host, bus_id(xml.attrs["busid"]))
         kind = pci_class(xml.attrs.get("class", ""))
-        new: _Vertex | None = None
+        new: Vertex | None = None
         gpu = xml.child("gpu")
         if gpu is not None:
             if "rank" not in gpu.attrs:
@@ -164,11 +111,11 @@ class _Builder:
             parent.connect(new, LinkType.PCI, bw)
             new.parent = parent
 
-    def nic(self, xml: XmlNode, nic: _Vertex, host: int) -> None:
+    def nic(self, xml: XmlNode, nic: Vertex, host: int) -> None:
         for child in xml.children:
             if child.name == "net" and "dev" in child.attrs:
                 record = _net_record(child, host)
-                _join(nic, self.add(record), LinkType.NET, record.bw)
+                join(nic, self.add(record), LinkType.NET, record.bw)
 
     # Passes 2 to 4: links that do not follow the tree
 
@@ -204,43 +151,43 @@ class _Builder:
             if target.record.type != NodeType.GPU:
                 target.connect(gpu, LinkType.NVL, bw)
 
-    def described_target(self, xml: XmlNode, gpu: _Vertex, host: int) -> _Vertex | None:
+    def described_target(self, xml: XmlNode, gpu: Vertex, host: int) -> Vertex | None:
         match xml.attrs["kind"]:
             case "gpu":
                 _need(xml, "target")
                 return self.find(NodeType.GPU, _id(host, bus_id(xml.attrs["target"])))
             case "cpu":
-                return _local_cpu(gpu)
+                return cpu_of(gpu)
             case "switch":
                 return self.switch(xml.attrs.get("switch", "switch"))
             case kind:
                 raise TopologyError(f"line {xml.line}: <{xml.name}> has kind {kind!r}; known are switch, gpu and cpu")
 
-    def switch(self, label: str) -> _Vertex:
+    def switch(self, label: str) -> Vertex:
         """The switch of that name; NCCL's one NVSwitch has none."""
         for vertex in self.of[NodeType.NVS]:
             if vertex.record.label == label:
                 return vertex
         return self.add(TopoNode(type=NodeType.NVS, id=len(self.of[NodeType.NVS]), label=label))
 
-    def link_target(self, xml: XmlNode, gpu: _Vertex, host: int) -> _Vertex | None:
+    def link_target(self, xml: XmlNode, gpu: Vertex, host: int) -> Vertex | None:
         """The far end of an NVLink: a GPU (None where it does not take part), the GPU's CPU, else the one NVSwitch."""
         match pci_class(xml.attrs["tclass"]):
             case NodeType.GPU:
                 _need(xml, "target")
                 return self.find(NodeType.GPU, _id(host, bus_id(xml.attrs["target"])))
             case NodeType.CPU:
-                return _local_cpu(gpu)
+                return cpu_of(gpu)
             case _:
                 return self.switch("")
 
     def c2c(self, root: XmlNode) -> None:
         for xml, _, id in self.cross_links(root, "c2c"):
             gpu = self.owner(xml, NodeType.GPU, id)
-            cpu = _local_cpu(gpu)
+            cpu = cpu_of(gpu)
             if cpu is not None:
                 _need(xml, "bw", "count")
-                _join(gpu, cpu, LinkType.C2C, f32(xml.integer("bw") * xml.integer("count") / 1000.0))
+                join(gpu, cpu, LinkType.C2C, f32(xml.integer("bw") * xml.integer("count") / 1000.0))
 
     def pci_links(self, root: XmlNode) -> None:
         for xml, host, id in self.cross_links(root, "pcilink"):
@@ -250,7 +197,7 @@ class _Builder:
             if remote is not None:
                 switch.connect(remote, LinkType.LOC, LOC_BW)
 
-    def owner(self, xml: XmlNode, type: NodeType, id: int) -> _Vertex:
+    def owner(self, xml: XmlNode, type: NodeType, id: int) -> Vertex:
         vertex = self.find(type, id)
         if vertex is None:
             raise TopologyError(f"line {xml.line}: <{xml.name}> belongs to {type.name} {id & LOCAL_ID_MASK:x}, which is not in the system")
@@ -283,7 +230,7 @@ class _Builder:
             switch.record = PciNode(id=switch.record.id, device=switch.record.device | 0xFFFF)
             at = 0
 
-    def absorb(self, switch: _Vertex, below: _Vertex) -> None:
+    def absorb(self, switch: Vertex, below: Vertex) -> None:
         for edge in below.edges:
             if edge.target is switch:
                 continue
@@ -310,7 +257,7 @@ class _Builder:
                 if one is not other and one.record.system_id == other.record.system_id:
                     one.connect(other, LinkType.SYS, bw)
 
-    def sort(self, vertex: _Vertex, up: _Vertex | None) -> None:
+    def sort(self, vertex: Vertex, up: Vertex | None) -> None:
         if up is not None:
             vertex.put_last(up)
         for edge in vertex.edges:
@@ -356,20 +303,7 @@ def _id(host: int, local: int) -> int:
     return (host << 56) | (local & LOCAL_ID_MASK)
 
 
-def _join(one: _Vertex, other: _Vertex, type: LinkType, bw: float) -> None:
-    one.connect(other, type, bw)
-    other.connect(one, type, bw)
-
-
-def _local_cpu(vertex: _Vertex) -> _Vertex | None:
-    """The CPU at the root of the PCI tree."""
-    at: _Vertex | None = vertex
-    while at is not None and at.record.type != NodeType.CPU:
-        at = at.parent
-    return at
-
-
-def _broadcom_gen(vertex: _Vertex, level: int) -> int:
+def _broadcom_gen(vertex: Vertex, level: int) -> int:
     """4 or 5 for Broadcom switches known to show a second level, else 0; vendor, device and subsystem vendor decide."""
     assert isinstance(vertex.record, PciNode)
     prefix = vertex.record.device & 0xFFFF_FFFF_FFFF_F000

@@ -130,7 +130,7 @@ def _apply_peer_rules(table: _Table) -> None:
 def _only_net(table: _Table, gpu: int, peer: int) -> str:
     """The rule by which two GPUs of a node can only use the network, empty if they can use P2P or SHM."""
     system, options, paths = table.system, table.options, table.paths
-    faster = net_is_faster(system, paths, options, gpu, peer)
+    faster = net_is_faster(paths, options, gpu, peer)
     if peer_access(system, paths, options, gpu, peer) and (relay_gpu(system, paths, gpu, peer) >= 0 or not faster):
         return ""
     if faster:

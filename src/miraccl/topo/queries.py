@@ -144,7 +144,7 @@ def relay_gpu(system: System, paths: PathTable, gpu: int, peer: int) -> int:
     return system.position(middle) if system.nodes[middle].type == NodeType.GPU else -1
 
 
-def net_is_faster(system: System, paths: PathTable, options: PathOptions, gpu: int, peer: int) -> bool:
+def net_is_faster(paths: PathTable, options: PathOptions, gpu: int, peer: int) -> bool:
     """Whether two GPUs of one node do better over the network: both have a NIC within PXB that beats their path (ncclTopoCheckNet)."""
     if not options.net_intra:
         return False

@@ -56,7 +56,7 @@ def input_table(case: Case, rank: int, seed: int) -> Array:
     raw = _random(seed, rank)
     limit = _EXACT.get(case.dtype) or _EXACT_INTEGER.get(case.dtype) or 1 << 30
     if case.redop == "prod":
-        return _powers_of_two(case, rank, raw, limit)
+        return _powers_of_two(case, rank, raw)
     if case.redop in ("none", "min", "max"):
         spread = min(_SPREAD, limit)
         return (raw % np.uint64(spread)).astype(np.float64)
@@ -69,8 +69,8 @@ def input_table(case: Case, rank: int, seed: int) -> Array:
     return np.where(_takes_part(case.nranks, rank, terms), values, 0.0)
 
 
-def _powers_of_two(case: Case, rank: int, raw: Any, limit: int) -> Array:
-    """Ones, and at so few ranks per element a two that the product is exact and in range."""
+def _powers_of_two(case: Case, rank: int, raw: Any) -> Array:
+    """Ones, and at so few ranks per element a two that the product is in the range of every type; powers of two are exact in all."""
     terms = min(case.nranks, 6)
     twos = (raw % np.uint64(2)).astype(np.float64) + 1.0
     return np.where(_takes_part(case.nranks, rank, terms), twos, 1.0)

@@ -30,6 +30,8 @@ NAMES = {
     LinkType.NET: "network",
     LinkType.LOC: "bridge",
 }
+#: units of the drawing
+CORNER_RADIUS = 7.0
 STYLE = """
 .box rect{fill:#fff;stroke:#495057;stroke-width:1.2;rx:6}
 .box text{font:600 11.5px system-ui,sans-serif;fill:#212529;text-anchor:middle}
@@ -113,14 +115,14 @@ def _wire(wire: Wire) -> str:
     )
 
 
-def path_data(points: Sequence[Point], *, curved: bool = False, radius: float = 7.0) -> str:
+def path_data(points: Sequence[Point], *, curved: bool) -> str:
     """SVG path through ``points``, with rounded corners, or one smooth curve for four ``curved`` ones."""
     if curved and len(points) == 4:
         (x0, y0), (x1, y1), (x2, y2), (x3, y3) = points
         return f"M{_n(x0)} {_n(y0)}C{_n(x1)} {_n(y1)} {_n(x2)} {_n(y2)} {_n(x3)} {_n(y3)}"
     parts = [f"M{_n(points[0][0])} {_n(points[0][1])}"]
     for before, corner, after in zip(points, points[1:], points[2:]):
-        enter, leave = _towards(corner, before, radius), _towards(corner, after, radius)
+        enter, leave = _towards(corner, before, CORNER_RADIUS), _towards(corner, after, CORNER_RADIUS)
         parts.append(f"L{_n(enter[0])} {_n(enter[1])}Q{_n(corner[0])} {_n(corner[1])} {_n(leave[0])} {_n(leave[1])}")
     parts.append(f"L{_n(points[-1][0])} {_n(points[-1][1])}")
     return "".join(parts)

@@ -1,8 +1,8 @@
 """The inner search: a depth-first walk over channels, one move of bandwidth at a time.
 
-Owns the walk: choice points, their alternatives, the budget, and what counts as better; ``moves`` and ``order`` hold the rest of it.
-All three are ordinary Python over the arrays of ``board`` and are compiled as they stand (see ``channel_search``); a test runs both and
-compares.
+Owns the walk: which alternative of a choice point is made, and how it is taken back.  ``choices`` has the choice points, ``order`` the
+order of their alternatives, ``moves`` the bandwidth of links.  All are ordinary Python over the arrays of ``board`` and are compiled as
+they stand (see ``channel_search``); a test runs both and compares.
 
 How it goes on (NCCL 2.28 ``src/graph/search.cc``, whose decisions this reproduces to the last digit)
 - A channel is laid GPU by GPU. Each move takes its bandwidth from every link of the path and is taken back when all that follows it was
@@ -17,16 +17,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from miraccl.graph.search.kernel.board import (
     BALANCED_TREE,
-    BEST,
     CLOSE_RING,
     COLLNET_DIRECT,
     FAN_DIRECT,
     FAN_NVLS,
-    FINISH,
     FREE,
     NEXT_CHANNEL,
     NOW,
@@ -36,11 +32,11 @@ from miraccl.graph.search.kernel.board import (
     PICK_FIRST,
     PICK_NET,
     PICK_NEXT,
-    REPLAY,
     RING,
     SPLIT_TREE,
     Board,
 )
+from miraccl.graph.search.kernel.choices import CHOICES, open_channel, push_first_gpu, visit
 from miraccl.graph.search.kernel.moves import (
     MOVES,
     ONE,
@@ -52,189 +48,10 @@ from miraccl.graph.search.kernel.moves import (
     undo_fan_direct,
     undo_fan_nvls,
 )
-from miraccl.graph.search.kernel.order import ORDER, list_next_gpus, may_leave, may_start
+from miraccl.graph.search.kernel.order import ORDER, may_leave, may_start
 
 PCI_ORDER_BUDGET = 1 << 10
 """Visits of the first walk from a net, in PCI order; they do not count."""
-
-
-# Choice points
-
-
-def push(board: Board, pick: int, count: int) -> Any:
-    """A new frame with ``count`` alternatives, whose row of choices has been filled."""
-    state = board.state[0]
-    frame = board.frames[state.depth]
-    frame.pick = pick
-    frame.count = count
-    frame.position = 0
-    frame.open = 0
-    frame.net = -1
-    state.depth += 1
-    return frame
-
-
-def open_channel(board: Board) -> None:
-    """Push the choice of where the next channel starts."""
-    state = board.state[0]
-    if state.inter:
-        push(board, PICK_NET, state.starts_count)
-    else:
-        push_first_gpu(board, -1)
-
-
-def push_first_gpu(board: Board, net: int) -> None:
-    """Push the choice of a channel's first GPU, entered from ``net`` (-1 none). Alternatives are pairs of order and GPU."""
-    state = board.state[0]
-    graph = board.graphs[NOW]
-    choices = board.choices[state.depth]
-    count = 0
-    if graph.pattern == NVLS or (graph.pattern == COLLNET_DIRECT and net >= 0):  # channels are heads
-        head = free_head(board, net) if net >= 0 else graph.n_channels
-        if head >= 0:
-            count = add_first(choices, count, FREE, head)
-    elif graph.n_channels > 0 and (net < 0 or graph.same_channels):
-        count = add_first(choices, count, REPLAY, replayed_gpu(board, -1))
-        if not graph.same_channels:
-            count = add_all_gpus(board, choices, count)
-    else:
-        if net < 0 or (state.nvs < 0 and graph.n_channels == 0):
-            count = add_first(choices, count, PCI_ORDER, 0)
-        count = add_all_gpus(board, choices, count) if net < 0 else add_near_gpus(board, choices, count, net)
-    push(board, PICK_FIRST, count).net = net
-
-
-def add_all_gpus(board: Board, choices: Any, count: int) -> int:
-    for gpu in range(board.state[0].ngpus):
-        count = add_first(choices, count, FREE, gpu)
-    return count
-
-
-def add_near_gpus(board: Board, choices: Any, count: int, net: int) -> int:
-    """The GPU that counts as closest to the net, then the others at the same distance."""
-    local = board.nets[net].local_gpu
-    if local >= 0:
-        count = add_first(choices, count, FREE, local)
-    for i in range(board.nets[net].near_count):
-        gpu = board.lists[board.nets[net].near_first + i]
-        if gpu != local:
-            count = add_first(choices, count, FREE, gpu)
-    return count
-
-
-def add_first(choices: Any, count: int, order: int, gpu: int) -> int:
-    choices[2 * count] = order
-    choices[2 * count + 1] = gpu
-    return count + 1
-
-
-def free_head(board: Board, net: int) -> int:
-    """The GPU closest to a net if it may become the head of one more channel, else -1."""
-    graph = board.graphs[NOW]
-    gpu = board.nets[net].local_gpu
-    if gpu < 0 or graph.n_channels >= board.state[0].starts_count:
-        return -1
-    for channel in range(graph.n_channels):
-        if board.ranks[NOW, channel, 0] == board.gpus[gpu].rank:
-            return -1
-    return int(gpu)
-
-
-def replayed_gpu(board: Board, step: int) -> int:
-    """The GPU that follows this step in the channel before."""
-    rank = board.ranks[NOW, board.graphs[NOW].n_channels - 1, step + 1]
-    for gpu in range(board.state[0].ngpus):
-        if board.gpus[gpu].rank == rank:
-            return gpu
-    return -1
-
-
-def visit(board: Board, gpu: int, step: int, to_net: int, to_first: int, order: int) -> None:
-    """Arrive at a GPU: spend a visit and push the choice of where to go on; with the budget used up, nothing is pushed."""
-    state = board.state[0]
-    if state.budget <= 0:
-        return
-    state.budget -= 1
-    state.visits += 1
-    if step == state.ngpus:
-        complete_channel(board)
-        return
-    graph = board.graphs[NOW]
-    row = state.depth
-    board.ranks[NOW, graph.n_channels, step] = board.gpus[gpu].rank
-    count = 1
-    if step == to_net:
-        pick = PICK_EXIT
-        first = board.lists[state.exits_first + 2 * gpu]
-        count = board.lists[state.exits_first + 2 * gpu + 1]
-        for i in range(count):
-            board.choices[row, i] = board.lists[first + i]
-    elif graph.pattern == NVLS:
-        pick = FAN_NVLS
-    elif graph.pattern == COLLNET_DIRECT:
-        pick = FAN_DIRECT
-    elif step < state.ngpus - 1:
-        pick = PICK_NEXT
-        if order == PCI_ORDER:
-            board.choices[row, 0] = step + 1
-        elif order == REPLAY:
-            board.choices[row, 0] = replayed_gpu(board, step)
-        else:
-            sort_net = 0 if to_net == -1 else (1 if to_net == step + 1 else -1)
-            count = list_next_gpus(board, gpu, sort_net, row)
-    elif step == to_first:
-        pick = CLOSE_RING
-    else:
-        pick = FINISH
-    frame = push(board, pick, count)
-    frame.gpu = gpu
-    frame.step = step
-    frame.to_net = to_net
-    frame.to_first = to_first
-    frame.order = order
-
-
-def complete_channel(board: Board) -> None:
-    """One more channel stands: keep the graph if it is the best so far, and push the try for another."""
-    state = board.state[0]
-    graph = board.graphs[NOW]
-    graph.n_channels += 1
-    if is_better(board):
-        copy_graph(board, NOW, BEST)
-        state.kept += 1
-        if graph.n_channels == graph.max_channels:
-            state.budget = -1
-    push(board, NEXT_CHANNEL, 1 if graph.n_channels < graph.max_channels else 0)
-
-
-def is_better(board: Board) -> bool:
-    graph = board.graphs[NOW]
-    best = board.graphs[BEST]
-    if graph.n_channels < graph.min_channels:
-        return False
-    count = np.float32(graph.n_channels)
-    best_count = np.float32(best.n_channels)
-    if graph.pattern == NVLS:  # channels are GPUs that pull: the more the better
-        if graph.n_channels > best.n_channels and graph.n_channels <= board.state[0].ngpus:
-            return True
-        return bool(count * graph.bw_inter > best_count * best.bw_inter)
-    total = count * graph.bw_intra
-    best_total = best_count * best.bw_intra
-    if total != best_total:
-        return bool(total > best_total)
-    return bool(graph.pattern == best.pattern and graph.cross_nic == best.cross_nic and graph.n_hops < best.n_hops)
-
-
-def copy_graph(board: Board, source: int, target: int) -> None:
-    board.graphs[target] = board.graphs[source]
-    for channel in range(board.graphs[source].n_channels):
-        for step in range(board.state[0].ngpus):
-            board.ranks[target, channel, step] = board.ranks[source, channel, step]
-        board.ends[target, channel, 0] = board.ends[source, channel, 0]
-        board.ends[target, channel, 1] = board.ends[source, channel, 1]
-
-
-# Moves
 
 
 def search(board: Board) -> None:
@@ -417,18 +234,7 @@ def undo_move(board: Board, frame: Any) -> None:
 WALK = (
     *MOVES,
     *ORDER,
-    push,
-    add_first,
-    free_head,
-    replayed_gpu,
-    add_all_gpus,
-    add_near_gpus,
-    push_first_gpu,
-    open_channel,
-    copy_graph,
-    is_better,
-    complete_channel,
-    visit,
+    *CHOICES,
     make_next_channel,
     make_net,
     end_bounded,
