@@ -43,7 +43,9 @@ def test_ranks_that_call_different_operations_are_told() -> None:
 
 @pytest.mark.parametrize("nranks", RANKS)
 def test_streams_communicators_and_windows(nranks: int) -> None:
-    scenes = ["streams", "windows"] + (["communicators"] if nranks <= GPUS else [])  # ranks that share a GPU cannot both fill it
+    scenes = ["streams", "windows", "one_sided"]
+    if nranks <= GPUS:  # ranks that share a GPU cannot both fill it
+        scenes.append("communicators")
     assert run_cases([{"scene": scene} for scene in scenes], nranks) == [[""] * nranks] * len(scenes)
 
 

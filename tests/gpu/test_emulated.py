@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from miraccl.executor.cuda import layout, lower
-from miraccl.executor.cuda.plan import frame_of, kernel_spec, vectors_of
+from miraccl.executor.cuda.choice import choose
+from miraccl.executor.cuda.plan import ALGORITHMS, frame_of, kernel_spec, vectors_of
 from miraccl.executor.cuda.source import Frame, KernelSpec, fan_of
+from miraccl.schedule import catalog
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.emulator import Machine, needs_compiler
@@ -129,6 +131,24 @@ def test_others(collective: Collective, algo: str, proto: str) -> None:
     for dtype, count, root, offset in ((DType.FLOAT32, 1, 0, 0), (DType.FLOAT32, 1501, 2, 1), (DType.INT32, 1501, 1, 0)):
         request = asked(collective, dtype, count, 3, algo, proto, root=root)
         assert run(machine(3), request, small(request), repeat=2, offset=offset, close=True) == [""] * 3
+
+
+EVERY = [
+    (name, collective, nranks)
+    for name in catalog.names()
+    for collective in sorted(catalog.get(name).collectives & set(ALGORITHMS))
+    for nranks in (2, 3, 4)
+    if catalog.get(name).builtin and catalog.get(name).supports(collective, nranks)
+]
+
+
+@pytest.mark.parametrize(("name", "collective", "nranks"), EVERY)
+def test_every_schedule(name: str, collective: Collective, nranks: int) -> None:
+    """In protocol Simple: FIFOs, scratch memory, steps on memory of peers."""
+    for count, blocks in ((1, 1), (2003, 3), (90_001, 1)):  # the last in several pieces, where there are FIFOs or scratch memory
+        request = asked(collective, DType.INT32, count, nranks, name, "simple", root=nranks - 1)
+        plan = replace(choose(request), blocks=blocks, threads=64)
+        assert run(machine(nranks), request, plan, repeat=2) == [""] * nranks
 
 
 REUSED = [

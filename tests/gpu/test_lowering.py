@@ -87,11 +87,11 @@ def test_all_ranks_choose_alike() -> None:
 def test_parts_of_the_memory_do_not_overlap() -> None:
     assert layout.RINGS_OFFSET == layout.PACKETS_OFFSET + 2 * layout.BANK_BYTES
     assert layout.TOTAL_BYTES <= 64 << 20
-    words = 2 * layout.MAX_RANKS * layout.BLOCKS * layout.FIFO_WORD_BYTES
-    for fifos in range(1, layout.MAX_RANKS):
+    words = 3 * layout.MAX_RANKS * layout.BLOCKS * layout.FIFO_WORD_BYTES
+    for slots in range(1, layout.FIFO_SLOTS * layout.MAX_RANKS):
         for blocks in (1, 64, layout.BLOCKS):
-            assert layout.slot_bytes(fifos, blocks) >= 1024
-            assert fifos * blocks * layout.FIFO_SLOTS * layout.slot_bytes(fifos, blocks) + words <= layout.BANK_BYTES
+            assert layout.slot_bytes(slots, blocks) >= 1024
+            assert slots * blocks * layout.slot_bytes(slots, blocks) + words <= layout.BANK_BYTES
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 4, 8])
@@ -101,12 +101,14 @@ def test_steps_are_written_as_the_kernel_reads_them(nranks: int) -> None:
     for rank in range(nranks):
         block = bytes(lower.lower_steps(schedule, choose(asked), asked, comm_args(nranks, rank)))
         at = layout.args_bytes(nranks)
-        _, part, piece, parts, channels, *first, slot, here, there = struct.unpack_from(layout.PROGRAM_HEAD, block, at)
+        part, piece, parts, channels, *first, slot, behind, scratch = struct.unpack_from(layout.PROGRAM_HEAD, block, at)[:12]
+        *apart, here, there = struct.unpack_from(layout.PROGRAM_HEAD, block, at)[12:]
         steps = schedule.channels[0][rank]
         assert (parts, channels, first[:2]) == (nranks, 1, [0, len(steps)])
         assert part * nranks >= 1 << 20
         assert part * 4 % 16 == 0
-        assert piece * 4 <= slot <= layout.slot_bytes(1, layout.BLOCKS)
+        assert piece * 4 <= slot <= layout.slot_bytes(2, layout.BLOCKS)
+        assert (behind, scratch, set(apart)) == (2 * layout.BLOCKS * slot, 0, {0})
         assert (here, there) == (bytes(layout.MAX_RANKS),) * 2  # each rank has one that sends to it
         at += struct.calcsize(layout.PROGRAM_HEAD)
         for step in steps:
@@ -177,7 +179,7 @@ def test_arguments_stay_below_the_limit_of_a_launch() -> None:
 
 def test_what_cannot_run_is_refused() -> None:
     asked = request(dtype=DType.FLOAT32, nranks=4, algo="two_shot_put", proto="simple")
-    with pytest.raises(InvalidUsage, match="registered"):
+    with pytest.raises(InvalidUsage, match="in no window"):
         lower.lower_steps(catalog.build("two_shot_put", Collective.ALL_REDUCE, 4), choose(asked), asked, comm_args(4))
 
 

@@ -6,6 +6,7 @@ on the CPU, and compares its own result bit by bit.  Run by ``tests.gpu.ranks``.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from miraccl.bootstrap.launch import detect_launch, meet
 from miraccl.comm.device.collectives import Operator
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.member import Options
+from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
@@ -265,6 +268,43 @@ class Rank:
         comm.all_reduce(whole)
         comm.synchronize()
         return "" if bool((whole == want * comm.nranks).all()) else "all_reduce is wrong"
+
+    def one_sided(self) -> str:
+        """Peers read and write windows, in streams and in graphs, large and small; scratch memory of schedules that have some."""
+        torch, comm = self.torch, self.comm
+        for count in (5, 100_003, 3_000_000):
+            x, y = comm.empty(count, torch.float32), comm.empty(count, torch.float32)
+            request = comm.request(Collective.ALL_REDUCE, DType.FLOAT32, count)
+            comm.use_plan(Collective.ALL_REDUCE, DType.FLOAT32, count, choose(replace(request, algo="two_shot_put", proto="simple")))
+            want = (torch.arange(count, device="cuda") % 1000 + 1).float() * sum(r + 1 for r in range(comm.nranks))
+            x.copy_((torch.arange(count, device="cuda") % 1000 + 1).float() * (comm.rank + 1))
+            torch.cuda.synchronize()
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                comm.all_reduce(x, y)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                comm.all_reduce(x, y)
+            for run in (functools.partial(comm.all_reduce, x, y, stream=stream), graph.replay, graph.replay):
+                y.zero_()
+                torch.cuda.synchronize()
+                self.session.barrier("zeroed")
+                run()
+                torch.cuda.synchronize()
+                if not bool((y == want).all()):
+                    return f"two_shot_put of {count} elements is wrong"
+            if comm.last_plan is None or comm.last_plan.algo != "two_shot_put":
+                return f"done by {comm.last_plan}"
+            request = comm.request(Collective.ALL_GATHER, DType.FLOAT32, count)
+            comm.use_plan(Collective.ALL_GATHER, DType.FLOAT32, count, choose(replace(request, algo="pat", proto="simple")))
+            whole = torch.empty(count * comm.nranks, device="cuda")
+            for _ in range(3):
+                whole.zero_()
+                comm.all_gather(x.clone(), whole)
+                ramp = (torch.arange(count, device="cuda") % 1000 + 1).float()
+                if not bool((whole.view(comm.nranks, count) == torch.stack([ramp * (r + 1) for r in range(comm.nranks)])).all()):
+                    return f"pat of {count} elements is wrong"
+        return ""
 
     def call(self, collective: Collective, x: Any, dtype: DType, op: Operator, root: int, case: dict[str, Any], want: Any) -> Any:
         comm, torch = self.comm, self.torch

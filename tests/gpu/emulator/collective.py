@@ -143,7 +143,9 @@ def _lowered(
     schedule, args = lower.schedule_of(plan, asked, order), []
     for rank in range(machine.nranks):
         mine, comm_args = replace(asked, scalar=scalars[rank]) if scalars else asked, machine.comm_args(rank, order)
-        args.append(lower.lower_steps(schedule, plan, mine, comm_args) if schedule else lower.lower_packets(plan, mine, comm_args))
+        in_at, out_at = (tuple(x.ctypes.data - arrays[rank].ctypes.data for x in arrays) for arrays in (sources, targets))
+        windows = lower.Windows(in_at=in_at, out_at=out_at)  # all ranks are in one process
+        args.append(lower.lower_steps(schedule, plan, mine, comm_args, windows) if schedule else lower.lower_packets(plan, mine, comm_args))
         struct.pack_into("<QQ", args[-1], 0, sources[rank].ctypes.data, targets[rank].ctypes.data)
     return args, lower.grid_of(plan, schedule)
 

@@ -44,19 +44,21 @@ from miraccl.errors import (
 )
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.choice import choose
-from miraccl.executor.cuda.copies import CopyLaunch
+from miraccl.executor.cuda.copies import CopyLaunch, Place
 from miraccl.executor.cuda.doors.table import CALLS, Door, Doors, group_builtins
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.launch import Kernels, Launch, fast_calls
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.message_launch import MessageLaunches
 from miraccl.executor.cuda.messages import LaneRules
+from miraccl.executor.cuda.one_sided import OneSidedLaunch, launch_of
 from miraccl.executor.cuda.plan import DevicePlan, Request, check_protocol
 from miraccl.executor.cuda.staged_copies import StagedLaunch
 from miraccl.schedule import catalog
 from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
 from miraccl.types import Collective, DType, RedOp
 
+AnyLaunch = Launch | OneSidedLaunch | CopyLaunch | StagedLaunch
 CLOSE_WAIT_S = 10.0
 MAX_LAUNCHES = 4096  # prepared ones that are kept; scalars of pre-multiplied sums may be new in every call
 
@@ -101,9 +103,10 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             host=host_on_gpu,
             timeout_ns=int(options.timeout * 1e9),
             order=self.ring.lowered,
+            direct=self.symmetric.all_direct,
         )
         self._kernels = Kernels(self.gpu)
-        self._launches: dict[tuple[Any, ...], Launch] = {}
+        self._launches: dict[tuple[Any, ...], Launch | OneSidedLaunch] = {}
         self._plans: dict[tuple[Any, ...], DevicePlan] = {}
         self._windows: Windows | None = None
         self._engines = CopyEngines(self.gpu, self._kernels, self._comm_args, self.symmetric, self.ctas)
@@ -177,7 +180,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             enqueued = self._run_alone(collective, source, target, op, stream)
         else:
             key: tuple[Any, ...] = (collective, source.dtype, count, op, root)
-            launch: Launch | CopyLaunch | StagedLaunch | None = None
+            launch: AnyLaunch | None = None
             if self._engines.may_take(collective, self._windows is not None):
                 place = self._windows.place(target) if self._windows is not None else None
                 launch = self._engines.find(
@@ -190,7 +193,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         if enqueued and (source.keep is not None or target.keep is not None):
             self._hold([source, target], self._doors.stream)
 
-    def _start(self, launch: Launch | CopyLaunch | StagedLaunch, source: int, target: int, stream: Any, collective: Collective) -> None:
+    def _start(self, launch: AnyLaunch, source: int, target: int, stream: Any, collective: Collective) -> None:
         number = self._enter(collective.label, stream, launch.threads > SMALL_THREADS)
         launch.run(source, target, number)
         self.last_plan = launch.plan
@@ -219,20 +222,25 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             return False
         return True
 
-    def _prepare(self, key: tuple[Any, ...]) -> Launch:
+    def _prepare(self, key: tuple[Any, ...]) -> Launch | OneSidedLaunch:
         collective, dtype, count, op, root = key
         request = self.request(collective, dtype, count, op, root)
         self.gpu.make_current()
+        launch: Launch | OneSidedLaunch
         if self.nranks == 1:
             launch = self._kernels.prepare_scale(request, self._comm_args)
         else:
-            launch = self._kernels.prepare(self.plan(request), request, self._comm_args)
+            launch = launch_of(self._kernels, self.plan(request), request, self._comm_args, self._in_window)
         if len(self._launches) >= MAX_LAUNCHES:
             self._forget()
         self._launches[key] = launch
-        if not self._engines.may_take(collective, self._windows is not None):  # whose answer depends on the target
+        engines = self._engines.may_take(collective, self._windows is not None)
+        if isinstance(launch, Launch) and not engines:  # else what runs depends on where the memory lies
             self._doors.remember(collective, dtype, count, op, root, launch, fills=launch.threads > SMALL_THREADS)
         return launch
+
+    def _in_window(self, address: int, nbytes: int) -> Place | None:
+        return self._windows.place(DeviceMemory(address, nbytes, DType.UINT8)) if self._windows is not None else None
 
     def _forget(self) -> None:
         """Prepare collectives anew."""

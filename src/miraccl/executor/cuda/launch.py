@@ -135,10 +135,12 @@ class Kernels:
         spec = KernelSpec(family="scale", nranks=lower.SCALE_RANKS, dtype=request.dtype, op=request.op, threads=threads)
         return Launch(self.gpu, self.function(spec), plan, blocks, lower.lower_scale(request, comm_args))
 
-    def prepare(self, plan: DevicePlan, request: Request, comm_args: lower.CommArgs) -> Launch:
+    def prepare(
+        self, plan: DevicePlan, request: Request, comm_args: lower.CommArgs, windows: lower.Windows = lower.NOWHERE
+    ) -> Launch:
         """Compile, load and lower. May be called while a stream is captured."""
         spec = kernel_spec(plan, request)
         schedule = lower.schedule_of(plan, request, comm_args.order)
-        args = lower.lower_steps(schedule, plan, request, comm_args) if schedule else lower.lower_packets(plan, request, comm_args)
+        args = lower.lower_steps(schedule, plan, request, comm_args, windows) if schedule else lower.lower_packets(plan, request, comm_args)
         function = self.function(spec)
         return Launch(self.gpu, function, plan, lower.grid_of(plan, schedule), args, overlaps=spec.single and self.gpu.arch >= OVERLAP_FROM)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from miraccl.schedule.ir import Op
+from miraccl.schedule.ir import Buffer, Op
 
 MAX_RANKS = 8
 BLOCKS = 128  # of protocol Simple at most; a multiple of every number of channels in use, below the 132 multiprocessors of a Hopper GPU
@@ -61,7 +61,7 @@ BULK_GRANTS_OFFSET = 514 * KIB  # per peer
 BULK_ARRIVED_OFFSET = 516 * KIB  # per slot
 BULK_FREED_OFFSET = 520 * KIB  # per (peer, slot)
 TOTAL_BYTES = BULK_OFFSET + BULK_BYTES
-FIFO_WORD_BYTES = 16  # heads and tails of protocol Simple, at the end of a bank
+FIFO_WORD_BYTES = 16  # tails, heads and signals of protocol Simple, at the end of a bank
 FIFO_SLOTS = 2
 LARGEST_SLOT = 128 * KIB
 #: what the memory begins with besides zeros: (offset, bytes, word). Packets are ones where nothing has come.
@@ -74,20 +74,21 @@ HOST_ABORT, HOST_ERROR, HOST_PEER, HOST_WHAT = 0, 1, 2, 3
 HOST_CLAIM, HOST_SIZES = 4, 5  # ERROR_SIZES: two sizes as in MESSAGE, this rank's and the peer's
 HOST_BYTES = 64
 ERROR_TIMEOUT, ERROR_SIZES, ERROR_MISMATCH = 1, 2, 3
-WHAT_PACKET, WHAT_RESULT, WHAT_MESSAGE, WHAT_ROOM, WHAT_SEND, WHAT_RECV, WHAT_MEETING = 0, 1, 2, 3, 4, 5, 6
+WHAT_PACKET, WHAT_RESULT, WHAT_MESSAGE, WHAT_ROOM, WHAT_SEND, WHAT_RECV, WHAT_MEETING, WHAT_SIGNAL = 0, 1, 2, 3, 4, 5, 6, 7
 WHAT_TEXT = {
     WHAT_PACKET: "a packet",
     WHAT_RESULT: "a packet of the result",  # the second shot, what falls along a tree
     WHAT_MESSAGE: "a message",
     WHAT_ROOM: "room in its FIFO",
     WHAT_MEETING: "the word that it has come",
+    WHAT_SIGNAL: "a signal",
 }
 
 
-def slot_bytes(fifos: int, blocks: int) -> int:
-    """Bytes of a slot where a rank has ``fifos`` FIFOs of ``blocks`` blocks each in a bank."""
-    room = BANK_BYTES - 2 * MAX_RANKS * BLOCKS * FIFO_WORD_BYTES
-    return min(LARGEST_SLOT, room // (fifos * blocks * FIFO_SLOTS) // 1024 * 1024)
+def slot_bytes(slots: int, blocks: int) -> int:
+    """Bytes of a slot where each of ``blocks`` blocks has ``slots`` of them in a bank."""
+    room = BANK_BYTES - 3 * MAX_RANKS * BLOCKS * FIFO_WORD_BYTES
+    return min(LARGEST_SLOT, room // (slots * blocks) // 1024 * 1024)
 
 
 def message_lanes(nranks: int) -> int:
@@ -133,10 +134,11 @@ def args_bytes(nranks: int) -> int:
 
 #: struct Step of source/steps.cuh: op, src_buf, dst_buf, npeers, recv_peer, send_peer, chunks, whole, src, dst, -, peers
 STEP = "<BBBBbbB?HHxxxxQ"
-#: primitives that the kernel knows: those through a FIFO
-STEP_OPS = tuple(op for op in Op if op <= Op.RECV_REDUCE_ALL)
-#: what follows Args in struct Program: scratch, part, piece, parts, channels, first[MAX_CHANNELS + 1], slot, from, to; then the steps
-PROGRAM_HEAD = f"<QQQII{MAX_CHANNELS + 1}II{MAX_RANKS}s{MAX_RANKS}s"
+#: primitives that the kernel knows; a BARRIER is lowered to two of them
+STEP_OPS = tuple(op for op in Op if op is not Op.BARRIER)
+#: what follows Args in struct Program: part, piece, parts, channels, first[MAX_CHANNELS + 1], slot, scratch, scratch chunks, in_at, out_at,
+#: from, to; then the steps
+PROGRAM_HEAD = f"<QQII{MAX_CHANNELS + 1}IIII{MAX_RANKS}q{MAX_RANKS}q{MAX_RANKS}s{MAX_RANKS}s"
 
 
 #: struct Message of source/p2p.cuh: address, bytes and type
@@ -180,7 +182,7 @@ def step_defines(nranks: int) -> dict[str, int]:
         "STEP_BYTES": struct.calcsize(STEP),
         "PROGRAM_BYTES": args_bytes(nranks) + struct.calcsize(PROGRAM_HEAD) + MAX_STEPS * struct.calcsize(STEP),
     }
-    return _named("BLOCKS MAX_CHANNELS MAX_STEPS") | sizes | {op.name: int(op) for op in STEP_OPS}
+    return _named("BLOCKS MAX_CHANNELS MAX_STEPS WHAT_SIGNAL") | sizes | {name.name: int(name) for name in (*STEP_OPS, *Buffer)}
 
 
 def message_defines(nranks: int, frame: str) -> dict[str, int]:

@@ -21,7 +21,7 @@ from miraccl.executor.cuda.plan import TREES, DevicePlan, Request, frame_of, vec
 from miraccl.schedule import catalog
 from miraccl.schedule.algos import double_binary_tree
 from miraccl.schedule.interpret import completing_steps
-from miraccl.schedule.ir import Buffer, Schedule, Step
+from miraccl.schedule.ir import Buffer, Op, Schedule, Step
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, RedOp
 
@@ -32,7 +32,8 @@ SCALE_RANKS = 2  # for which the kernel ``scale`` is compiled: kernels are for t
 @dataclass(frozen=True, kw_only=True)
 class CommArgs:
     """What of ``struct Args`` is the same in all launches of a communicator (NCCL's ``ncclKernelComm``): addresses of the memory of
-    ``transport.cuda_p2p``, the words in host memory, the deadline; the ``order`` of the ring, where it is not that of the ranks."""
+    ``transport.cuda_p2p``, the words in host memory, the deadline; the ``order`` of the ring, where it is not that of the ranks; whether
+    every rank addresses every other's device memory (``direct``)."""
 
     rank: int
     own: int
@@ -41,6 +42,7 @@ class CommArgs:
     host: int
     timeout_ns: int
     order: tuple[int, ...] = ()
+    direct: bool = True
 
 
 def scalar_bits(request: Request) -> int:
@@ -51,11 +53,11 @@ def scalar_bits(request: Request) -> int:
     return int.from_bytes(kind.type(request.scalar).tobytes(), "little")
 
 
-def signature_of(plan: DevicePlan, request: Request) -> int:
-    """32 bits of what all ranks must agree about: the operation and how it is run."""
+def signature_of(plan: DevicePlan, request: Request, place: tuple[int, ...] = ()) -> int:
+    """32 bits of what all ranks must agree about: the operation and how it is run; ``place`` is where, in windows."""
     fields = (request.collective, request.dtype, request.op, request.count, request.root)
     shape = (plan.algo, plan.proto, plan.blocks, plan.threads, plan.unroll, plan.fan)
-    return zlib.crc32(repr((*map(int, fields), *shape)).encode())
+    return zlib.crc32(repr((*map(int, fields), *shape, *place)).encode())
 
 
 def pack_args(
@@ -166,31 +168,59 @@ def schedule_of(plan: DevicePlan, request: Request, order: Sequence[int]) -> Sch
     return None if plan.by_packets else catalog.build(plan.algo, request.collective, request.nranks, request.root, order=order)
 
 
-def lower_steps(schedule: Schedule, plan: DevicePlan, request: Request, comm_args: CommArgs) -> bytearray:
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Where the input and the output of an operation are in memory that peers address, for schedules with steps on it: bytes from this
+    rank's to each peer's, as this process has them mapped, empty where it is no such memory; ``place``: what all ranks must have alike."""
+
+    in_at: tuple[int, ...] = ()
+    out_at: tuple[int, ...] = ()
+    place: tuple[int, ...] = ()
+
+
+NOWHERE = Windows()
+
+
+def lower_steps(
+    schedule: Schedule, plan: DevicePlan, request: Request, comm_args: CommArgs, windows: Windows = NOWHERE
+) -> bytearray:
     """Arguments of the kernel ``steps``; raises ``InvalidUsage`` for what it cannot run."""
     itemsize = request.dtype.itemsize if request.reduces else 1
     count = request.count if request.reduces else request.block_bytes
     channels = [channel[comm_args.rank] for channel in schedule.channels]
     _check(schedule, channels, request, comm_args.rank)
-    widest = schedule.widest
+    _check_windows(schedule, request, windows, comm_args.direct)
+    widest = max((step.chunks for channel in schedule.channels for steps in channel for step in steps if step.op.sends), default=1)
     blocks = max(1, plan.blocks // schedule.nchannels)  # of a channel
     part = part_elements(count, schedule.parts, itemsize)
     vector = 16 // itemsize
     senders = senders_of(schedule)
-    room = layout.slot_bytes(max(1, *map(len, senders)), blocks * schedule.nchannels) // widest // 16 * vector
+    slots = layout.FIFO_SLOTS * max(map(len, senders))  # of a block, and scratch behind them
+    scratch = -(-schedule.scratch_chunks // widest)
+    room = part
+    if slots + scratch:
+        room = layout.slot_bytes(slots + scratch, blocks * schedule.nchannels) // widest // 16 * vector
     piece = piece_elements(part, blocks, room, vector)
-    slot = widest * piece * itemsize
+    slot = widest * piece * itemsize if slots else 0
     whole = completing_steps(schedule) if request.op is RedOp.AVG else frozenset()
     first, encoded = [0], b""
     for number, steps in enumerate(channels):
-        encoded += b"".join(_encode(step, (number, comm_args.rank, place) in whole) for place, step in enumerate(steps))
-        first.append(first[-1] + len(steps))
+        for place, step in enumerate(steps):
+            ends = (number, comm_args.rank, place) in whole
+            encoded += b"".join(_encode(each, ends) for each in _primitives(step, comm_args.rank, schedule.nranks))
+        first.append(len(encoded) // struct.calcsize(layout.STEP))
+    if first[-1] > layout.MAX_STEPS:
+        text = f"has {first[-1]} steps on rank {comm_args.rank}; a launch has room for {layout.MAX_STEPS}"
+        raise InvalidUsage(f"schedule {schedule.name!r} {text}")
     first += [first[-1]] * (layout.MAX_CHANNELS + 1 - len(first))
     here = [senders[comm_args.rank].index(peer) if peer in senders[comm_args.rank] else 0 for peer in range(request.nranks)]
     there = [peers.index(comm_args.rank) if comm_args.rank in peers else 0 for peers in senders]
-    head = struct.pack(layout.PROGRAM_HEAD, 0, part, piece, schedule.parts, schedule.nchannels, *first, slot, bytes(here), bytes(there))
+    behind = slots * blocks * schedule.nchannels * slot
+    shape = (part, piece, schedule.parts, schedule.nchannels, *first, slot, behind, schedule.scratch_chunks)
+    apart = (at for each in (windows.in_at, windows.out_at) for at in (*each, *[0] * (layout.MAX_RANKS - len(each))))
+    head = struct.pack(layout.PROGRAM_HEAD, *shape, *apart, bytes(here), bytes(there))
     table = encoded.ljust(layout.MAX_STEPS * struct.calcsize(layout.STEP), b"\0")
-    signature = signature_of(plan, request)
+    signature = signature_of(plan, request, windows.place)
     args = pack_args(comm_args, count=count, root=request.root, nslots=layout.FIFO_SLOTS, scalar=scalar_bits(request), signature=signature)
     return args + bytearray(head + table)
 
@@ -207,7 +237,7 @@ def piece_elements(part: int, blocks: int, room: int, vector: int) -> int:
 
 def senders_of(schedule: Schedule) -> list[list[int]]:
     """For each rank those that send to it, in the order of their FIFOs."""
-    sends = [{step.send_peer for channel in schedule.channels for step in channel[rank]} for rank in range(schedule.nranks)]
+    sends = [{step.send_peer for channel in schedule.channels for step in channel[r] if step.op.sends} for r in range(schedule.nranks)]
     return [[peer for peer, targets in enumerate(sends) if rank in targets] for rank in range(schedule.nranks)]
 
 
@@ -220,16 +250,42 @@ def grid_of(plan: DevicePlan, schedule: Schedule | None) -> int:
 
 def _check(schedule: Schedule, channels: Sequence[Sequence[Step]], request: Request, rank: int) -> None:
     bystander = schedule.collective is Collective.REDUCE and rank != schedule.root
-    if bystander and any(step.dst and step.dst.buffer is Buffer.OUTPUT for steps in channels for step in steps):
+    here = (step.dst for steps in channels for step in steps if step.op is not Op.PUT)
+    if bystander and any(dst and dst.buffer is Buffer.OUTPUT for dst in here):
         raise InvalidUsage(f"schedule {schedule.name!r} writes to the output of ranks that have none on a GPU")
-    if schedule.nchannels > layout.MAX_CHANNELS or sum(map(len, channels)) > layout.MAX_STEPS:
-        raise InvalidUsage(f"schedule {schedule.name!r} has more than {layout.MAX_CHANNELS} channels or {layout.MAX_STEPS} steps on a rank")
+    if schedule.nchannels > layout.MAX_CHANNELS:
+        raise InvalidUsage(f"schedule {schedule.name!r} has {schedule.nchannels} channels; a launch has room for {layout.MAX_CHANNELS}")
     for steps in channels:
         for step in steps:
-            if step.op not in layout.STEP_OPS:
-                raise InvalidUsage(f"schedule {schedule.name!r} uses {step.op.name}, which needs memory registered with all ranks")
-            if Buffer.SCRATCH in ((step.src.buffer if step.src else None), (step.dst.buffer if step.dst else None)):
-                raise InvalidUsage(f"schedule {schedule.name!r} needs scratch memory, which GPU ranks do not have yet")
+            multiplies = request.op is RedOp.PREMUL_SUM and step.op in (Op.GET, Op.REDUCE_FROM_PEERS)
+            if multiplies and step.src and step.src.buffer is Buffer.INPUT:
+                text = "inputs of peers, who alone know what they are to be multiplied by"
+                raise InvalidUsage(f"schedule {schedule.name!r} cannot do a pre-multiplied sum: it reads {text}")
+
+
+def addressed_by_peers(schedule: Schedule) -> frozenset[Buffer]:
+    """The buffers that ranks read or write in each other's memory."""
+    steps = (step for channel in schedule.channels for steps in channel for step in steps if step.op.needs_addressable_memory)
+    return frozenset(ref.buffer for step in steps if (ref := step.dst if step.op is Op.PUT else step.src))
+
+
+def _check_windows(schedule: Schedule, request: Request, windows: Windows, direct: bool) -> None:
+    addressed = addressed_by_peers(schedule)
+    for buffer, at in ((Buffer.INPUT, windows.in_at), (Buffer.OUTPUT, windows.out_at)):
+        if buffer in addressed and not at:
+            name = buffer.name.lower()
+            text = f"{request.collective.label} by {schedule.name!r}: ranks address each other's {name}, and this one is in no window"
+            raise InvalidUsage(text, hint='take memory of comm.empty(..., device="cuda"), the same place of it on all ranks')
+    if Buffer.SCRATCH in addressed and not direct:
+        raise InvalidUsage(f"schedule {schedule.name!r} addresses scratch memory of other GPUs, which have no peer access here")
+
+
+def _primitives(step: Step, rank: int, nranks: int) -> tuple[Step, ...]:
+    """What the kernel does for a step: a barrier is a signal to everybody, and one from everybody."""
+    if step.op is not Op.BARRIER:
+        return (step,)
+    others = tuple(peer for peer in range(nranks) if peer != rank)
+    return (Step(op=Op.SIGNAL, peers=others), Step(op=Op.WAIT, peers=others)) if others else ()
 
 
 def _encode(step: Step, whole: bool) -> bytes:

@@ -9,6 +9,13 @@
 // ones, as all of the bank: the receiver clears slots and tails, the sender heads, once the last one has come. A launch is one of those that
 // packets count, and is on the board as theirs are. Every rank waits for every other's entry before it ends: that is what the use of the
 // banks demands, and it finds ranks that called different operations.
+//
+// Behind the FIFOs a block has a piece of every chunk of scratch. For what comes after the first pieces that is memory which is used again, by peers,
+// too, where steps address it: a block goes through all steps of a piece before the next one, so each piece is like an operation of its own, and
+// a rank that has not come to one is not touched, as the proof of the schedule says (schedule/proof.py).
+//
+// Steps on memory that peers address (schedule.ir.Op: PUT and what follows) find a peer's input and output by how far they are from this rank's,
+// which is the same for all places in a window. Signals are words as heads and tails are.
 
 struct Step {            // layout.STEP
   u8 op, src_buf, dst_buf, npeers;  // op: SEND, RECV, ... (schedule.ir.Op says what they mean)
@@ -22,26 +29,31 @@ static_assert(sizeof(Step) == STEP_BYTES, "layout.STEP");
 
 struct Program {         // layout.PROGRAM_HEAD
   Args a;
-  void* scratch;
   u64 part;              // elements of a part of a block; the last ones may be shorter or empty
   u64 piece;             // elements that a block moves of one chunk at a time
   u32 parts, channels;
   u32 first[MAX_CHANNELS + 1];
   u32 slot;              // bytes of a slot
+  u32 scratch;           // bytes from a bank to the scratch of the first block
+  u32 scratch_chunks;    // pieces of it that a block has
+  i64 in_at[MAX_RANKS];  // bytes from this rank's input to a peer's, as this process has them mapped; for steps that read or write there
+  i64 out_at[MAX_RANKS]; // and from output to output
   u8 from[MAX_RANKS];    // which of the FIFOs in this rank's bank is that of a peer
   u8 to[MAX_RANKS];      // which of those in a peer's bank is that of this rank
   Step steps[MAX_STEPS];
 };
 static_assert(sizeof(Program) == PROGRAM_BYTES, "layout.PROGRAM_HEAD");
 
-struct Ends {            // shared memory: messages of this launch to and from every peer
+struct Ends {            // shared memory: messages and signals of this launch to and from every peer
   u32 sent[RANKS], taken[RANKS];
+  u32 told[RANKS], heard[RANKS];
   u32 dead;
 };
 
-// The ends of banks hold the words: for every peer and block the number of messages that have come from it, and that it has taken.
+// The ends of banks hold the words: for every peer and block the number of messages that have come from it, that it has taken, and of its signals.
 __device__ __forceinline__ u64* tail_of(const Geometry& g, char* box, u32 peer) { return (u64*)(box + g.bank + BANK_BYTES) - (peer * BLOCKS + blockIdx.x + 1) * 2; }
 __device__ __forceinline__ u64* head_of(const Geometry& g, char* box, u32 peer) { return tail_of(g, box, RANKS + peer); }
+__device__ __forceinline__ u64* signals_of(const Geometry& g, char* box, u32 peer) { return tail_of(g, box, 2 * RANKS + peer); }
 __device__ __forceinline__ u32 count_at(const u64* word) { u64 v = load_acquire(word); return v == NEVER ? 0u : (u32)v; }
 
 __device__ __forceinline__ char* slot_of(const Program& p, const Geometry& g, char* box, u32 fifo, u32 message) {
@@ -70,6 +82,17 @@ __device__ __forceinline__ bool wait_taken(const Args& a, const Geometry& g, con
 // Thread 0: the slot of the last message is free again, for loads have ended at the barrier before.
 __device__ __forceinline__ void tell_taken(const Args& a, const Geometry& g, Ends& e, u32 peer) { store_word(head_of(g, a.outbox[peer], a.rank), ++e.taken[peer]); }
 
+// This block's.
+__device__ __forceinline__ char* scratch_of(const Program& p, const Geometry& g) {
+  return p.a.own + g.bank + p.scratch + (u64)blockIdx.x * p.scratch_chunks * p.piece * sizeof(T);
+}
+
+// Where the piece ``at`` of a chunk of a buffer of this rank begins.
+__device__ __forceinline__ T* spot(const Program& p, const Geometry& g, u32 buffer, u32 chunk, u64 at) {
+  if (buffer == SCRATCH) return (T*)scratch_of(p, g) + chunk * p.piece;
+  return (T*)(buffer == OUTPUT ? p.a.out : (void*)p.a.in) + (u64)(chunk / p.parts) * p.a.count + (u64)(chunk % p.parts) * p.part + at;
+}
+
 // At the end: this block leaves its part of the bank full of ones.
 __device__ __forceinline__ void clear_fifos(const Program& p, const Geometry& g, const Ends& e, Watch& w) {
   const Args& a = p.a;
@@ -78,9 +101,14 @@ __device__ __forceinline__ void clear_fifos(const Program& p, const Geometry& g,
     uint4* slots = (uint4*)slot_of(p, g, a.inbox[peer], p.from[peer], 0);
     for (u64 i = threadIdx.x; i < (u64)used * p.slot / 16; i += THREADS) clear_packet(slots + i);
   }
+  if (p.scratch_chunks) {
+    uint4* scratch = (uint4*)scratch_of(p, g);
+    for (u64 i = threadIdx.x; i < (p.scratch_chunks * p.piece * sizeof(T) + 15) / 16; i += THREADS) clear_packet(scratch + i);
+  }
   u32 peer = threadIdx.x;
   if (peer >= RANKS) return;
   if (e.taken[peer]) clear_packet((uint4*)tail_of(g, a.inbox[peer], peer));
+  if (e.heard[peer]) clear_packet((uint4*)signals_of(g, a.inbox[peer], peer));
   if (e.sent[peer] && wait_taken(a, g, e, w, peer, 0)) clear_packet((uint4*)head_of(g, a.inbox[peer], peer));
 }
 
@@ -176,6 +204,90 @@ __device__ __forceinline__ void move(const Args& a, const Move& m) {
   }
 }
 
+// The same of a peer's.
+__device__ __forceinline__ T* spot_at(const Program& p, const Geometry& g, u32 peer, u32 buffer, u32 chunk, u64 at) {
+  char* here = (char*)spot(p, g, buffer, chunk, at);
+  if (peer == p.a.rank) return (T*)here;
+  return (T*)(here + (buffer == SCRATCH ? p.a.outbox[peer] - p.a.own : buffer == OUTPUT ? p.out_at[peer] : p.in_at[peer]));
+}
+
+// A thread for each peer that the step names: tells it that all before is done, or waits until it has said so.
+__device__ __forceinline__ void signal_or_wait(const Args& a, const Geometry& g, const Step& s, Ends& e, Watch& w) {
+  u32 peer = threadIdx.x;
+  bool named = false;
+  for (u32 j = 0; j < s.npeers; j++) named |= ((s.peers >> (4 * j)) & 15) == peer;
+  if (named && s.op == SIGNAL) {
+    fence();
+    store_word(signals_of(g, a.outbox[peer], a.rank), ++e.told[peer]);
+  } else if (named) {
+    const u64* word = signals_of(g, a.inbox[peer], peer);
+    w.spins = 0;
+    while (count_at(word) <= e.heard[peer]) if (give_up(a, w, peer, WHAT_SIGNAL)) { e.dead = 1; break; }
+    e.heard[peer]++;
+  }
+  __syncthreads();
+}
+
+// What a step does with the piece ``at`` of its chunk number ``c``; false where that chunk has none.
+__device__ __forceinline__ bool plan_move(const Program& p, const Geometry& g, const Ends& e, const Step& s, u32 c, u64 at, Move& m) {
+  const Args& a = p.a;
+  u32 src = s.src + c, dst = s.dst + c;
+  bool into = s.op == RECV || s.op == RECV_COPY_SEND || s.op == RECV_REDUCE || s.op == GET;
+  u64 begin = (into ? dst : src) % p.parts * p.part, end = begin + p.part;
+  if (end > a.count) end = a.count;
+  begin += at;
+  if (end > begin + p.piece) end = begin + p.piece;
+  if (begin >= end) return false;
+  m.n = end - begin; m.whole = s.whole; m.nsrc = 0; m.own = -1; m.dst = nullptr; m.far = nullptr;
+  T* near_src = spot(p, g, s.src_buf, src, at);
+  T* near_dst = spot(p, g, s.dst_buf, dst, at);
+  u32 from = s.recv_peer, to = s.send_peer;
+  switch (s.op) {
+    case RECV_REDUCE_ALL:
+    case REDUCE_FROM_PEERS:
+      for (u32 j = 0; j < s.npeers; j++) {
+        u32 peer = (s.peers >> (4 * j)) & 15;
+        if (peer == a.rank && s.src_buf == INPUT) m.own = m.nsrc;
+        T* far_src = s.op == REDUCE_FROM_PEERS ? spot_at(p, g, peer, s.src_buf, src, at) : (T*)slot_from(p, g, e, peer) + c * p.piece;
+        m.src[m.nsrc++] = peer == a.rank ? near_src : far_src;
+      }
+      m.dst = near_dst;
+      return true;
+    case PUT:
+      m.own = s.src_buf == INPUT ? 0 : -1;
+      m.src[m.nsrc++] = near_src;
+      m.dst = spot_at(p, g, to, s.dst_buf, dst, at);
+      return true;
+    case GET:
+      m.src[m.nsrc++] = spot_at(p, g, from, s.src_buf, src, at);
+      m.dst = near_dst;
+      return true;
+  }
+  if (!REDUCES && s.op == COPY && near_src == near_dst) return false;
+  if (!into) { m.own = s.src_buf == INPUT ? 0 : -1; m.src[m.nsrc++] = near_src; }
+  if (s.op == RECV_REDUCE) m.src[m.nsrc++] = near_dst;
+  if (s.recv_peer >= 0) m.src[m.nsrc++] = (T*)slot_from(p, g, e, from) + c * p.piece;
+  if (s.op != SEND && s.op != RECV_REDUCE_SEND) m.dst = near_dst;
+  if (s.send_peer >= 0) m.far = (T*)slot_to(p, g, e, to) + c * p.piece;
+  return true;
+}
+
+// A message from each rank that the step takes one from, and a slot where it sends one.
+__device__ __forceinline__ void wait_for_step(const Args& a, const Geometry& g, const Step& s, Ends& e, Watch& w) {
+  if (s.op > RECV_REDUCE_ALL) return;
+  if (s.op == RECV_REDUCE_ALL) {
+    for (u32 j = 0; j < s.npeers; j++) { u32 peer = (s.peers >> (4 * j)) & 15; if (peer != a.rank) wait_message(a, g, e, w, peer); }
+  } else if (s.recv_peer >= 0) wait_message(a, g, e, w, s.recv_peer);
+  if (s.send_peer >= 0 && e.sent[s.send_peer] >= a.nslots && !wait_taken(a, g, e, w, s.send_peer, a.nslots - 1)) e.dead = 1;
+}
+__device__ __forceinline__ void tell_of_step(const Args& a, const Geometry& g, const Step& s, Ends& e) {
+  if (s.op > RECV_REDUCE_ALL) return;
+  if (s.op == RECV_REDUCE_ALL) {
+    for (u32 j = 0; j < s.npeers; j++) { u32 peer = (s.peers >> (4 * j)) & 15; if (peer != a.rank) tell_taken(a, g, e, peer); }
+  } else if (s.recv_peer >= 0) tell_taken(a, g, e, s.recv_peer);
+  if (s.send_peer >= 0) { fence(); store_word(tail_of(g, a.outbox[s.send_peer], a.rank), ++e.sent[s.send_peer]); }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) steps(const __grid_constant__ Program p) {
   const Args& a = p.a;
   __shared__ Ends e;
@@ -183,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) steps(const __
   Watch watch = {0, 0, (u32)g.launch + 1};
   judge(a, g, announce(a, g));
   u32 ticket = draw_ticket(a, g);
-  if (threadIdx.x < RANKS) e.sent[threadIdx.x] = e.taken[threadIdx.x] = 0;
+  if (threadIdx.x < RANKS) e.sent[threadIdx.x] = e.taken[threadIdx.x] = e.told[threadIdx.x] = e.heard[threadIdx.x] = 0;
   if (threadIdx.x == 0) e.dead = 0;
   __syncthreads();
   u32 channel = blockIdx.x % p.channels, n = blockIdx.x / p.channels, blocks = gridDim.x / p.channels;
@@ -191,52 +303,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) steps(const __
   for (u64 at = n * p.piece; at < longest; at += blocks * p.piece) {
     for (u32 number = p.first[channel]; number < p.first[channel + 1]; number++) {
       const Step& s = p.steps[number];
-      bool sends = s.op == SEND || s.op == RECV_COPY_SEND || s.op == RECV_REDUCE_SEND || s.op == RECV_REDUCE_COPY_SEND;
-      bool local = s.op == SEND || s.op == COPY || s.op == RECV_REDUCE_SEND || s.op == RECV_REDUCE_COPY || s.op == RECV_REDUCE_COPY_SEND;
-      u32 from = s.recv_peer, to = s.send_peer;
-      if (threadIdx.x == 0) {
-        if (s.op == RECV_REDUCE_ALL) {
-          for (u32 j = 0; j < s.npeers; j++) { u32 peer = (s.peers >> (4 * j)) & 15; if (peer != a.rank) wait_message(a, g, e, watch, peer); }
-        } else if (s.recv_peer >= 0) wait_message(a, g, e, watch, from);
-        if (sends && e.sent[to] >= a.nslots && !wait_taken(a, g, e, watch, to, a.nslots - 1)) e.dead = 1;
+      if (s.op >= SIGNAL) {
+        signal_or_wait(a, g, s, e, watch);
+        if (e.dead) return;
+        continue;
       }
+      if (threadIdx.x == 0) wait_for_step(a, g, s, e, watch);
       __syncthreads();
       if (e.dead) return;
       for (u32 c = 0; c < s.chunks; c++) {
-        u32 src = s.src + c, dst = s.dst + c;
-        u32 which = (s.op == RECV || s.op == RECV_COPY_SEND || s.op == RECV_REDUCE ? dst : src) % p.parts;
-        u64 begin = which * p.part + at, end = (which + 1) * p.part;
-        if (end > a.count) end = a.count;
-        if (end > begin + p.piece) end = begin + p.piece;
-        if (begin >= end) continue;
         Move m;
-        m.n = end - begin; m.whole = s.whole; m.nsrc = 0; m.own = -1; m.dst = nullptr; m.far = nullptr;
-        T* base[3] = {(T*)a.in, (T*)a.out, (T*)p.scratch};
-        T* near_src = base[s.src_buf] + (u64)(src / p.parts) * a.count + begin;
-        T* near_dst = base[s.dst_buf] + (u64)(dst / p.parts) * a.count + (u64)(dst % p.parts) * p.part + at;
-        if (!REDUCES && s.op == COPY && near_src == near_dst) continue;
-        if (s.op == RECV_REDUCE_ALL) {
-          for (u32 j = 0; j < s.npeers; j++) {
-            u32 peer = (s.peers >> (4 * j)) & 15;
-            if (peer == a.rank && s.src_buf == 0) m.own = m.nsrc;
-            m.src[m.nsrc++] = peer == a.rank ? near_src : (T*)slot_from(p, g, e, peer) + c * p.piece;
-          }
-        } else {
-          if (local) { m.own = s.src_buf == 0 ? 0 : -1; m.src[m.nsrc++] = near_src; }
-          if (s.op == RECV_REDUCE) m.src[m.nsrc++] = near_dst;
-          if (s.recv_peer >= 0) m.src[m.nsrc++] = (T*)slot_from(p, g, e, from) + c * p.piece;
-        }
-        if (s.op != SEND && s.op != RECV_REDUCE_SEND) m.dst = near_dst;
-        if (sends) m.far = (T*)slot_to(p, g, e, to) + c * p.piece;
-        move(a, m);
+        if (plan_move(p, g, e, s, c, at, m)) move(a, m);
       }
       __syncthreads();
-      if (threadIdx.x == 0) {
-        if (s.op == RECV_REDUCE_ALL) {
-          for (u32 j = 0; j < s.npeers; j++) { u32 peer = (s.peers >> (4 * j)) & 15; if (peer != a.rank) tell_taken(a, g, e, peer); }
-        } else if (s.recv_peer >= 0) tell_taken(a, g, e, from);
-        if (sends) { fence(); store_word(tail_of(g, a.outbox[to], a.rank), ++e.sent[to]); }
-      }
+      if (threadIdx.x == 0) tell_of_step(a, g, s, e);
     }
   }
   __syncthreads();

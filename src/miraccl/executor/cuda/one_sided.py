@@ -1,0 +1,55 @@
+"""Schedules with steps on memory that peers address (``schedule.ir.Op``: PUT, GET, REDUCE_FROM_PEERS), on windows.
+
+Where a peer has its input follows from where this rank has its own: at the same place of the same window, which is mapped here, too.  So a
+launch belongs to a place; all ranks must pass the same, and are told of a mismatch as of any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from miraccl.executor.cuda import lower
+from miraccl.executor.cuda.copies import Place
+from miraccl.executor.cuda.launch import Kernels, Launch
+from miraccl.executor.cuda.plan import DevicePlan, Request
+from miraccl.schedule.ir import Buffer, Schedule, input_blocks, output_blocks
+
+Find = Callable[[int, int], Place | None]
+"""(address, bytes) -> where that memory lies in a window of all ranks, or None."""
+
+
+def launch_of(kernels: Kernels, plan: DevicePlan, request: Request, comm_args: lower.CommArgs, find: Find) -> Launch | OneSidedLaunch:
+    """What runs a plan: for schedules with steps on the input or output of peers, launches that depend on where these lie."""
+    schedule = lower.schedule_of(plan, request, comm_args.order)
+    if schedule is None or not lower.addressed_by_peers(schedule) - {Buffer.SCRATCH}:
+        return kernels.prepare(plan, request, comm_args)
+    return OneSidedLaunch(kernels, schedule, plan, request, comm_args, find)
+
+
+class OneSidedLaunch:
+    """One collective of one size, wherever in windows; as ``launch.Launch``, it neither waits nor allocates once a place is known."""
+
+    def __init__(
+        self, kernels: Kernels, schedule: Schedule, plan: DevicePlan, request: Request, comm_args: lower.CommArgs, find: Find
+    ) -> None:
+        self.plan, self.threads = plan, lower.grid_of(plan, schedule) * plan.threads
+        self._kernels, self._request, self._comm_args, self._find = kernels, request, comm_args, find
+        addressed, nranks = lower.addressed_by_peers(schedule), request.nranks
+        blocks = (input_blocks(request.collective, nranks), output_blocks(request.collective, nranks))
+        self._bytes = [count * request.block_bytes if Buffer(buffer) in addressed else 0 for buffer, count in enumerate(blocks)]
+        self._launches: dict[tuple[int, int], Launch] = {}
+
+    def run(self, source: int, target: int, stream: int) -> None:
+        """Enqueue in ``stream``: read at ``source``, write at ``target``, of which those that peers address lie in windows (else
+        ``InvalidUsage``)."""
+        launch = self._launches.get((source, target)) or self._prepare(source, target)
+        launch.run(source, target, stream)
+
+    def _prepare(self, source: int, target: int) -> Launch:
+        places = [self._find(address, size) if size else None for address, size in zip((source, target), self._bytes, strict=True)]
+        rank = self._comm_args.rank
+        apart = [tuple(there - place.windows[rank] for there in place.windows) if place else () for place in places]
+        where = tuple(number for place in places if place for number in (place.number, place.offset))
+        windows = lower.Windows(in_at=apart[0], out_at=apart[1], place=where)
+        self._launches[source, target] = launch = self._kernels.prepare(self.plan, self._request, self._comm_args, windows)
+        return launch

@@ -1,0 +1,172 @@
+"""Ranks of the tests of schedules with steps on memory of peers, on an emulated driver: windows as users have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miraccl.comm.communicator import Communicator
+from miraccl.comm.member import Options
+from miraccl.errors import InvalidUsage
+from miraccl.schedule import catalog
+from miraccl.schedule.ir import Schedule, Step
+from miraccl.schedule.steps import barrier, copy, get, inp, one_channel, others, out, put, scratch, signal, wait
+from miraccl.types import Collective, RedOp
+from tests.gpu.emulated_faults import outcome
+from tests.gpu.emulated_ranks import Part, Rank, same
+from tests.gpu.fake_ranks import session
+
+COUNT = 20_001
+
+
+def register() -> None:
+    """Schedules of a user: gets between barriers, puts into scratch memory."""
+
+    def gather(rank: int, nranks: int) -> Iterator[Step]:
+        yield barrier()
+        for peer in others(rank, nranks):
+            yield get(inp(0), out(peer), peer)
+        yield copy(inp(0), out(rank))
+        yield barrier()
+
+    def exchange(rank: int, nranks: int) -> Iterator[Step]:
+        peers = others(rank, nranks)
+        yield signal(peers)
+        yield wait(peers)
+        for peer in peers:
+            yield put(inp(peer), scratch(rank), peer)
+        yield signal(peers)
+        yield wait(peers)
+        for peer in peers:
+            yield copy(scratch(peer), out(peer))
+        yield copy(inp(rank), out(rank))
+
+    def add(name: str, collective: Collective, steps: Callable[[int, int], Iterator[Step]], chunks: Callable[[int], int]) -> None:
+        @catalog.register(name, collectives=[collective], sentence="For a test.", needs_addressable_memory=True)
+        def build(asked: Collective, nranks: int, root: int) -> Schedule:
+            return one_channel(name, asked, (steps(rank, nranks) for rank in range(nranks)), scratch_chunks=chunks(nranks))
+
+    if "gets" not in catalog.names():
+        add("gets", Collective.ALL_GATHER, gather, lambda _: 0)
+        add("puts_into_scratch", Collective.ALL_TO_ALL, exchange, lambda nranks: nranks)
+
+
+class OneSided(Rank):
+    """Its communicator follows the algorithm that is asked for."""
+
+    def __init__(self, world: Any, algo: str, timeout: float = 60.0) -> None:
+        register()
+        super().__init__(world, timeout)
+        self.comm = Communicator.from_session(world, Options.create(timeout=timeout, algo=algo))
+
+    def window(self, count: int, dtype: str = "float32") -> Any:
+        return self.comm.empty(count, dtype, device="cuda")
+
+    def part(self, window: Any, first: int, values: Any) -> Any:
+        """These values, in a window from element ``first`` on."""
+        part = Part(window.miraccl_view.part(first, len(values)), np.dtype("float32"))
+        part.array[:] = values
+        return part
+
+    def expect(self, name: str) -> None:
+        assert self.comm._device is not None
+        plan = self.comm._device.last_plan
+        assert plan is not None
+        assert (plan.algo, plan.proto) == (name, "simple")
+
+
+def two_shot_put() -> None:
+    """Sums, averages and gathers where peers read and write, in windows at any place, in place, called again."""
+    with session() as world:
+        me = OneSided(world, "two_shot_put")
+        comm, n = me.comm, me.nranks
+        first, second = me.window(COUNT + 100), me.window(COUNT * n)
+        total = sum(me.data(r, COUNT) for r in range(n))
+        for at in (0, 64, 3):  # the last on no boundary of 16 bytes
+            x, y = me.part(first, at, me.data(me.rank, COUNT)), me.part(second, at, np.zeros(COUNT))
+            for op, want in ((RedOp.SUM, total), (RedOp.AVG, total / np.float32(n)), (RedOp.MAX, me.data(n - 1, COUNT))):
+                comm.all_reduce(x, y, op, stream=0)
+                me.synchronize()
+                np.testing.assert_allclose(y.array, want, rtol=1e-6)
+                me.expect("two_shot_put")
+            comm.all_reduce(x, stream=0)
+            me.synchronize()
+            np.testing.assert_array_equal(x.array, total)
+            world.barrier("seen")
+        share = me.put(me.data(me.rank, COUNT))
+        whole = me.part(second, 0, np.zeros(COUNT * n))
+        world.barrier("cleared")
+        comm.all_gather(share, whole, stream=0)  # only outputs are addressed
+        me.synchronize()
+        np.testing.assert_array_equal(whole.array, np.concatenate([me.data(r, COUNT) for r in range(n)]))
+        mine = me.zeros(COUNT)
+        comm.reduce_scatter(whole, mine, stream=0)  # only inputs
+        me.synchronize()
+        same(mine, n * me.data(me.rank, COUNT))
+        small = me.put(np.ones(10))
+        with pytest.raises(InvalidUsage, match="ranks address each other's input, and this one is in no window"):
+            comm.all_reduce(small, stream=0)
+        with pytest.raises(InvalidUsage, match="ranks address each other's output, and this one is in no window"):
+            comm.all_reduce(me.part(first, 0, np.ones(10)), me.zeros(10), stream=0)
+        comm.broadcast(small, stream=0)  # which that algorithm does not know
+        me.synchronize()
+        comm.finalize()
+
+
+def user_schedules() -> None:
+    with session() as world:
+        gets = OneSided(world, "gets")
+        comm, n = gets.comm, gets.nranks
+        window = gets.window(COUNT)
+        x, whole = gets.part(window, 0, gets.data(gets.rank, COUNT)), gets.zeros(COUNT * n)
+        world.barrier("filled")
+        comm.all_gather(x, whole, stream=0)
+        gets.synchronize()
+        same(whole, np.concatenate([gets.data(r, COUNT) for r in range(n)]))
+        gets.expect("gets")
+        comm.finalize()
+
+
+def puts_into_scratch() -> None:
+    """On any memory: scratch memory is the communicator's own."""
+    with session() as world:
+        me = OneSided(world, "puts_into_scratch")
+        n = me.nranks
+        for count in (10, COUNT):
+            mine = me.put(np.concatenate([me.data(me.rank * 10 + r, count) for r in range(n)]))
+            got = me.zeros(count * n)
+            for _ in range(3):
+                me.comm.all_to_all(mine, got, stream=0)
+            me.synchronize()
+            same(got, np.concatenate([me.data(r * 10 + me.rank, count) for r in range(n)]))
+            me.expect("puts_into_scratch")
+        me.comm.finalize()
+
+
+def other_places() -> str:
+    """Rank 1 passes another place of the window than the others."""
+    with session() as world:
+        me = OneSided(world, "two_shot_put")
+        window = me.window(100)
+        x = me.part(window, 10 if me.rank == 1 else 0, np.ones(10))
+        me.comm.all_reduce(x, stream=0)
+        return outcome(me)
+
+
+def late_signal() -> str:
+    """Rank 1 does not come; the others tell what they waited for."""
+    with session() as world:
+        me = OneSided(world, "two_shot_put", 1.0 if world.rank != 1 else 60.0)
+        window = me.window(100)
+        world.barrier("made")
+        if me.rank == 1:
+            world.barrier("told")
+            return ""
+        try:
+            me.comm.all_reduce(me.part(window, 0, np.ones(10)), stream=0)
+            return outcome(me)
+        finally:
+            world.barrier("told")

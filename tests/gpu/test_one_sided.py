@@ -1,0 +1,39 @@
+"""Schedules with steps on memory of peers, on GPU memory as users call them; every built-in one runs as a kernel in test_emulated.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu import one_sided_ranks
+from tests.gpu.emulator import folder, needs_compiler
+from tests.support.ranks import run_ranks
+
+pytestmark = [pytest.mark.multiprocess, needs_compiler]
+
+
+def run(target: Any, nranks: int) -> list[Any]:
+    """Two multiprocessors: few blocks, which go around several times."""
+    return run_ranks(target, nranks, env={"MIRACCL_SMS": "2", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
+
+
+@pytest.mark.parametrize("nranks", [2, 3])
+def test_two_shot_on_windows(nranks: int) -> None:
+    run(one_sided_ranks.two_shot_put, nranks)
+
+
+def test_schedules_of_a_user() -> None:
+    run(one_sided_ranks.user_schedules, 3)
+    run(one_sided_ranks.puts_into_scratch, 3)
+
+
+def test_another_place_is_a_mismatch() -> None:
+    answers = run(one_sided_ranks.other_places, 2)
+    assert all(answer.startswith("CollectiveMismatch") for answer in answers), answers
+
+
+def test_who_waits_for_a_signal_is_told_of_whom() -> None:
+    answer = run(one_sided_ranks.late_signal, 2)[0]
+    assert answer.startswith("CollectiveTimeout")
+    assert "a signal from rank 1" in answer
