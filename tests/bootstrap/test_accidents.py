@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 
-from miraccl.bootstrap import UniqueId, connect, create_root, dial, interfaces, join, runtime_file
+from miraccl.bootstrap import Session, UniqueId, connect, create_root, dial, interfaces, join, runtime_file
 from miraccl.bootstrap.dial import Dialer, HubNotFound
 from miraccl.bootstrap.launch import FilePoint, Launch, meet
 from miraccl.errors import BootstrapError, InvalidUsage, MiracclError, PeerDied, SystemFailure
@@ -28,14 +28,14 @@ from tests.support.accidents import PARTIAL, Sweep, few_descriptors, open_files
 #: Accidents that pass: the ranks meet all the same.
 PASSING = {
     "socket": [errno.EMFILE],
-    "socketpair": [errno.EMFILE],
+    "eventfd": [errno.EMFILE],
     "epoll": [errno.EMFILE],
     "thread": [errno.EAGAIN],
     "connect": [errno.EADDRNOTAVAIL, errno.ENETUNREACH],
     "accept": [errno.ECONNABORTED, errno.EMFILE],
     "getpeername": [errno.ENOTCONN],
     "send": [errno.ENOBUFS, errno.EAGAIN],
-    "recv": [errno.EAGAIN, PARTIAL],
+    "recv": [errno.EAGAIN, errno.ENOMEM, PARTIAL],
 }
 #: Accidents after which a rank counts as dead, unless they come before the hub knows it.
 ENDING = {"send": [errno.ECONNRESET], "recv": [errno.ECONNRESET]}
@@ -80,11 +80,38 @@ def test_ranks_are_told_of_accidents_that_end_a_job(monkeypatch, nothing_is_left
             assert result == "done" or isinstance(result, MiracclError), (accident, result)
 
 
+@pytest.mark.parametrize("error", [errno.ENOBUFS, errno.ENOMEM])
+def test_a_host_that_is_short_of_memory_for_a_while_keeps_no_rank_waiting(error, monkeypatch, nothing_is_left):
+    """No socket takes anything at first, whatever it is for."""
+    short = threading.Event()
+
+    class Short(socket.socket):
+        refusals = 3
+
+        def send(self, *args):
+            if short.is_set() and self.refusals:
+                self.refusals -= 1
+                raise OSError(error, os.strerror(error))
+            return super().send(*args)
+
+    def rank(session: Session) -> list[bytes]:
+        result = session.all_gather(b"x", "short of memory", PATIENCE / 2)
+        session.close()
+        return result
+
+    monkeypatch.setattr(socket, "socket", Short)
+    with job(3) as sessions:
+        start = time.monotonic()
+        short.set()
+        assert in_threads([lambda session=session: rank(session) for session in sessions]) == [[b"x"] * 3] * 3
+        assert time.monotonic() - start < PATIENCE / 4
+
+
 def test_a_hub_that_cannot_be_opened_leaves_nothing(monkeypatch, nothing_is_left):
     def scenario() -> None:
         create_root(hosts=["127.0.0.1"])[1].close()
 
-    plan = {"socket": [errno.EMFILE], "socketpair": [errno.EMFILE], "epoll": [errno.EMFILE], "thread": [errno.EAGAIN]}
+    plan = {"socket": [errno.EMFILE], "eventfd": [errno.EMFILE], "epoll": [errno.EMFILE], "thread": [errno.EAGAIN]}
     for accident in Sweep(monkeypatch).accidents(plan, scenario):
         with accident, pytest.raises(SystemFailure, match=r"Too many open files|can't start new thread"):
             scenario()
@@ -94,7 +121,7 @@ def test_a_host_that_stays_short_of_descriptors_is_named_at_the_deadline(nothing
     unique_id, root = create_root(hosts=["127.0.0.1"])
     told = []
     with root:
-        for more in range(8):  # the rank needs 5, and the hub one
+        for more in range(8):  # the rank needs 4, and the hub one
             with few_descriptors(more), pytest.raises(MiracclError) as caught:
                 connect(unique_id, 0, 2, 0.1)
             told.append("Too many open files" in str(caught.value))

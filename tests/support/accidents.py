@@ -69,7 +69,7 @@ class Sweep:
             raise OSError(problem, os.strerror(problem))
 
     def _patch(self, patch: pytest.MonkeyPatch) -> None:
-        sweep, start, epoll, pair = self, threading.Thread.start, select.epoll, socket.socketpair
+        sweep, start, epoll, eventfd = self, threading.Thread.start, select.epoll, os.eventfd
 
         class Socket(socket.socket):
             def __init__(self, family: int = -1, type: int = -1, proto: int = -1, fileno: int | None = None) -> None:
@@ -111,8 +111,8 @@ class Sweep:
                 return super().recvmsg_into(*args)
 
             def _allowed(self, kind: str, size: int) -> int:
-                """How many bytes may move; connections only, and not pairs of one process."""
-                problem = sweep.happens(kind) if self.family in (socket.AF_INET, socket.AF_INET6) else None
+                """How many bytes may move."""
+                problem = sweep.happens(kind)
                 if problem == errno.ECONNRESET:
                     self.shutdown(socket.SHUT_RDWR)
                 if problem:
@@ -132,7 +132,7 @@ class Sweep:
             start(thread)
 
         patch.setattr(socket, "socket", Socket)
-        patch.setattr(socket, "socketpair", checked("socketpair", pair))
+        patch.setattr(os, "eventfd", checked("eventfd", eventfd))
         patch.setattr(selectors.EpollSelector, "_selector_cls", staticmethod(checked("epoll", epoll)))
         patch.setattr(threading.Thread, "start", start_thread)
 

@@ -186,8 +186,8 @@ PASSING = {
     "connect": [errno.EADDRNOTAVAIL, errno.ECONNREFUSED, errno.EHOSTUNREACH],
     "accept": [errno.EMFILE, errno.ECONNABORTED],
     "getpeername": [errno.ENOTCONN],
-    "send": [errno.EAGAIN, errno.ECONNRESET, PARTIAL],
-    "recv": [errno.EAGAIN, PARTIAL],
+    "send": [errno.EAGAIN, errno.ENOBUFS, errno.ECONNRESET, PARTIAL],
+    "recv": [errno.EAGAIN, errno.ENOMEM, PARTIAL],
 }
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from miraccl.bootstrap.hub import LONGEST_NAP, tune
 from miraccl.bootstrap.names import Lookup
 from miraccl.errors import AuthenticationError, BootstrapError, as_system_failure
+from miraccl.sockets import finish_connect
 from miraccl.wire.auth import NONCE_BYTES
 from miraccl.wire.bootstrap import Disconnected, HubProved, HubRejected, Received, Send, Start
 from miraccl.wire.bootstrap_member import MemberMachine
@@ -209,15 +210,9 @@ class Dialer:
         """Move one try on; true when its hub has proved itself."""
         if not attempt.started:
             try:
-                problem = attempt.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if problem:
-                    raise OSError(problem, os.strerror(problem))
-                itself = attempt.sock.getsockname() == attempt.sock.getpeername()
+                finish_connect(attempt.sock)
             except OSError as error:  # reset since it was made, by a listener that closed, say
                 self._end(attempt, error.strerror or str(error), error.errno == errno.ECONNREFUSED)
-                return False
-            if itself:
-                self._end(attempt, "connected to itself")  # TCP simultaneous open on an ephemeral port of this host
                 return False
             attempt.started = True
             attempt.give_up = time.monotonic() + ANSWER_SECONDS

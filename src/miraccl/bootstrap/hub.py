@@ -21,10 +21,12 @@ from typing import Any
 
 from miraccl import trace
 from miraccl.bootstrap import lifetime
+from miraccl.bootstrap.bell import Bell
 from miraccl.bootstrap.host import network_fingerprint, process_token
 from miraccl.bootstrap.interfaces import choose_addresses
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.errors import InvalidUsage, SystemFailure, as_system_failure
+from miraccl.sockets import passes
 from miraccl.wire.auth import NONCE_BYTES, SECRET_BYTES
 from miraccl.wire.bootstrap import CloseHub, Connected, Disconnected, Drop, Finished, MeetingState, Received, Send, Tick
 from miraccl.wire.bootstrap_hub import HubMachine
@@ -34,8 +36,6 @@ BACKLOG = 1024
 FULL_SECONDS, SHORTAGE_SECONDS = 0.003, 0.05  # pauses of listening: too many strangers, no descriptors
 ACCEPTS_PER_TURN = 64  # so that a flood of connections does not keep the ranks waiting
 READ_BYTES = 1 << 18
-#: Refusals of a socket that lives: what was to be sent can be sent later.
-LATER = frozenset({errno.EAGAIN, errno.EINTR, errno.ENOBUFS, errno.ENOMEM})
 #: Unsent bytes for one rank after which it counts as lost: it has not read for a long time.
 MAX_UNSENT_BYTES = 512 << 20
 LONGEST_NAP = 3600.0  # seconds; epoll counts milliseconds in 32 bits
@@ -80,13 +80,12 @@ class Root:
                 unless_it_runs.callback(sock.close)
             self.addresses = tuple((str(s.getsockname()[0]), int(s.getsockname()[1])) for s in listeners)
             self._selector = unless_it_runs.enter_context(selectors.DefaultSelector())
-            self._wake_in, self._wake_out = map(unless_it_runs.enter_context, socket.socketpair())
-            self._wake_in.setblocking(False)
-            self._wake_out.setblocking(False)
+            self._bell = Bell()
+            unless_it_runs.callback(self._bell.close)
             for sock in listeners:
                 sock.setblocking(False)
                 self._selector.register(sock, selectors.EVENT_READ, sock)
-            self._selector.register(self._wake_in, selectors.EVENT_READ, None)
+            self._selector.register(self._bell, selectors.EVENT_READ, None)
             self._thread.start()
             unless_it_runs.pop_all()
         lifetime.hubs.add(self)
@@ -104,7 +103,7 @@ class Root:
     def close(self, reason: str = "closed by its owner", timeout: float = 2.0) -> None:
         """End now: ranks that are still there are told. May be called twice."""
         self._close_reason = self._close_reason or reason
-        self._wake()
+        self._bell.ring()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
@@ -113,10 +112,6 @@ class Root:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._wake_out.send(b"\0")
 
     # --- thread -----------------------------------------------------------------------------------------------------
 
@@ -134,8 +129,9 @@ class Root:
         except Exception:  # a hub that fails must not fail silently: its connections close and every rank sees it
             _log.exception("the hub of the job failed")
         finally:
-            for sock in [*self._listeners, *(line.sock for line in self._lines.values()), self._wake_in, self._wake_out]:
+            for sock in [*self._listeners, *(line.sock for line in self._lines.values())]:
                 sock.close()
+            self._bell.close()
             self._selector.close()
 
     def _patience(self) -> float | None:
@@ -156,8 +152,7 @@ class Root:
 
     def _ready(self, data: Any, mask: int) -> None:
         if data is None:
-            with contextlib.suppress(BlockingIOError):
-                self._wake_in.recv(4096)
+            self._bell.silence()
         elif isinstance(data, socket.socket):
             self._accept(data)
         elif data.conn in self._lines:
@@ -217,10 +212,9 @@ class Root:
     def _read(self, line: _Line) -> None:
         try:
             data = line.sock.recv(READ_BYTES)
-        except BlockingIOError:
-            return
         except OSError as error:
-            self._lost(line, f"its connection broke ({error.strerror})")
+            if not passes(error):
+                self._lost(line, f"its connection broke ({error.strerror})")
             return
         if not data:
             self._lost(line, line.broken or "its process ended or closed the connection")
@@ -263,7 +257,7 @@ class Root:
             try:
                 sent = line.sock.send(line.unsent)
             except OSError as error:
-                if error.errno not in LATER:  # what it said before it went is still to be read, and then the end
+                if not passes(error):  # what it said before it went is still to be read, and then the end
                     line.unsent.clear()
                     line.broken = f"its connection broke ({error.strerror})"
                     end_sending(line.sock)
@@ -310,8 +304,9 @@ class Root:
         The selector is closed first: it is shared with the parent, and nothing must be unregistered from it here.
         """
         self._selector.close()
-        for sock in [*self._listeners, *(line.sock for line in self._lines.values()), self._wake_in, self._wake_out]:
+        for sock in [*self._listeners, *(line.sock for line in self._lines.values())]:
             sock.close()
+        self._bell.close()
 
 
 def tune(sock: socket.socket) -> None:

@@ -18,9 +18,11 @@ from typing import Any, Protocol
 
 from miraccl import trace
 from miraccl.bootstrap import lifetime
-from miraccl.bootstrap.hub import LATER, READ_BYTES, end_sending
+from miraccl.bootstrap.bell import Bell
+from miraccl.bootstrap.hub import READ_BYTES, end_sending
 from miraccl.errors import BootstrapError, CommunicatorClosed, InvalidUsage, PeerDied, ProtocolError, as_system_failure
 from miraccl.params import FOREVER
+from miraccl.sockets import passes
 from miraccl.wire import framing
 from miraccl.wire.bootstrap import Arrived, Disconnected, Drop, HubLost, MemberState, Received, Send, SendMessage
 from miraccl.wire.bootstrap_member import MemberMachine
@@ -127,11 +129,10 @@ class Link:
         self._thread = threading.Thread(target=self._watch, name=f"miraccl-watcher-{rank}", daemon=True)
         with as_system_failure("the connection to the hub cannot be watched", rank=rank), contextlib.ExitStack() as unless_it_runs:
             self._selector = unless_it_runs.enter_context(selectors.DefaultSelector())
-            self._wake_in, self._wake_out = map(unless_it_runs.enter_context, socket.socketpair())
-            self._wake_in.setblocking(False)
-            self._wake_out.setblocking(False)
+            self._bell = Bell()
+            unless_it_runs.callback(self._bell.close)
             self._selector.register(self._sock, selectors.EVENT_READ)
-            self._selector.register(self._wake_in, selectors.EVENT_READ)
+            self._selector.register(self._bell, selectors.EVENT_READ)
             self._thread.start()
             unless_it_runs.pop_all()
         lifetime.links.add(self)
@@ -175,7 +176,7 @@ class Link:
             for rank, problem in self._gone.items():
                 if rank in ranks:
                     self._deliver(view.peer_gone, rank, problem.kind == "left", problem.reason)
-        self._wake()
+        self._bell.ring()
 
     def close_view(self, group: int, reason: str) -> None:
         """Leave a group; the last view to close ends the connection."""
@@ -200,7 +201,7 @@ class Link:
                 self._closed = True
                 if self._machine.state is not MemberState.CLOSED:
                     self._command(Goodbye(reason=reason))
-        self._wake()
+        self._bell.ring()
         if self._thread is threading.current_thread():
             return
         if not self._over.wait(GOODBYE_SECONDS):
@@ -328,12 +329,12 @@ class Link:
             try:
                 del self._unsent[: self._sock.send(self._unsent)]
             except OSError as error:
-                waiting = error.errno in LATER
+                waiting = passes(error)
                 if not waiting:
                     self._unsent.clear()  # the reader sees the end, after what arrived before it
                     end_sending(self._sock)
         if waiting and not self.on_watcher:
-            self._wake()
+            self._bell.ring()
 
     def _arrived(self, message: Any) -> None:
         if isinstance(message, Gathered | GatherLate):
@@ -421,11 +422,7 @@ class Link:
     def post(self, call: Callable[[], None]) -> None:
         """Run ``call`` on the watcher thread."""
         self._deliveries.append(call)
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._wake_out.send(b"\0")
+        self._bell.ring()
 
     def _answer_status(self, ask: StatusAsk) -> None:
         view = self._views.get(ask.group)
@@ -439,9 +436,8 @@ class Link:
             while self._machine.state is not MemberState.CLOSED:
                 selector.modify(self._sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0))
                 for key, mask in selector.select():
-                    if key.fileobj is self._wake_in:
-                        with contextlib.suppress(BlockingIOError):
-                            self._wake_in.recv(4096)
+                    if key.fileobj is self._bell:
+                        self._bell.silence()
                         continue
                     if mask & selectors.EVENT_WRITE:
                         with self._cond:
@@ -457,8 +453,8 @@ class Link:
             self._over.set()
             self._run_deliveries()
             selector.close()
-            for sock in (self._sock, self._wake_in, self._wake_out):
-                sock.close()
+            self._sock.close()
+            self._bell.close()
 
     def _read(self) -> None:
         now = time.monotonic()
@@ -467,9 +463,9 @@ class Link:
             data = self._sock.recv(READ_BYTES)
             closed = "the connection to the hub was closed; its process has probably ended"
             event = Received(now=now, data=data) if data else Disconnected(now=now, reason=closed)
-        except BlockingIOError:
-            return
         except OSError as error:
+            if passes(error):
+                return
             event = Disconnected(now=now, reason=f"the connection to the hub broke ({error.strerror})")
         with self._cond:
             self._run(self._machine.handle(event))
@@ -488,8 +484,8 @@ class Link:
         self._cond = threading.Condition(threading.Lock())
         self._over.set()
         self._selector.close()
-        for sock in (self._sock, self._wake_in, self._wake_out):
-            sock.close()
+        self._sock.close()
+        self._bell.close()
 
 
 def _refusal(refused: Refused, rank: int) -> BootstrapError | PeerDied:

@@ -7,14 +7,13 @@ edge-triggered epoll: a call that moves less than it could clears the flag, the 
 
 from __future__ import annotations
 
-import errno
 import select
 import socket
-import time
 from collections import deque
 from contextlib import suppress
 from itertools import islice
 
+from miraccl.sockets import passes
 from miraccl.wire.stream import HEADER_BYTES, MAX_TEXT_BYTES, Frame, FrameType, decode_frame, encode_frame
 
 STAGING_BYTES = 1 << 14
@@ -28,7 +27,6 @@ LOW_WATER_BYTES = 1 << 19
 """In the middle of a large payload the kernel reports a stream as readable when this much has come: a fifth of the wake-ups."""
 LOW_WATER_MIN = 1 << 16
 MAX_VECTOR = 64
-SHORTAGE_S = 0.01
 
 
 def _upto(out: deque[memoryview | bytes], nbytes: int) -> list[memoryview | bytes]:
@@ -44,13 +42,6 @@ def _upto(out: deque[memoryview | bytes], nbytes: int) -> list[memoryview | byte
         if nbytes <= 0:
             break
     return vector
-
-
-def _wait_for_memory(error: OSError) -> None:
-    """Pause before a call that the kernel had no memory for is made again; other errors are raised."""
-    if error.errno not in (errno.ENOBUFS, errno.ENOMEM):
-        raise error
-    time.sleep(SHORTAGE_S)
 
 
 class Stream:
@@ -106,7 +97,8 @@ class Stream:
             self.writable = False
             return 0
         except OSError as error:
-            _wait_for_memory(error)
+            if not passes(error):
+                raise
             return 0
         left = sent
         for part in vector:
@@ -151,7 +143,8 @@ class Stream:
             self.readable = False
             return True
         except OSError as error:
-            _wait_for_memory(error)
+            if not passes(error):
+                raise
             return True
         if got < room and not self._ending:
             self.readable = False

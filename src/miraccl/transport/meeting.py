@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from miraccl import trace
 from miraccl.deadline import Deadline
 from miraccl.errors import AuthenticationError, BootstrapError, MiracclError, ProtocolError, SystemFailure, as_system_failure
+from miraccl.sockets import finish_connect, passes
 from miraccl.wire.stream import NONCE_BYTES, AcceptorHandshake, Handshake, InitiatorHandshake, StreamIdentity
 
 log = trace.logger("socket")
@@ -270,11 +271,7 @@ class Meeting:
         """The socket is ready for what the handshake waits for."""
         try:
             if approach.connecting:
-                status = approach.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if not status and approach.sock.getsockname() == approach.sock.getpeername():
-                    status = errno.ECONNREFUSED  # TCP simultaneous open: nobody listens, and the kernel took the same port for the call
-                if status:
-                    raise OSError(status, os.strerror(status))
+                finish_connect(approach.sock)
                 approach.connecting = False
                 approach.machine.deadline = self._deadline.at  # it answers once it calls connect, which may be late
             elif not approach.answer:
@@ -286,10 +283,9 @@ class Meeting:
                 raise
             log.warning("dropped a connection: %s", problem.message)
             self._drop(approach)
-        except BlockingIOError:
-            pass
         except OSError as error:
-            self._give_up(approach, error)
+            if not passes(error):
+                self._give_up(approach, error)
 
     def _give_up(self, approach: _Approach, error: OSError) -> None:
         self._drop(approach)
@@ -307,9 +303,12 @@ class Meeting:
 
     def _answer(self, approach: _Approach) -> None:
         if approach.answer:
-            with suppress(BlockingIOError):
+            try:
                 sent = approach.sock.send(approach.answer)
                 approach.answer = approach.answer[sent:]
+            except OSError as error:
+                if not passes(error):
+                    raise
         if approach.answer:
             self._selector.modify(approach.sock, selectors.EVENT_WRITE, approach)
         elif approach.machine.done:
