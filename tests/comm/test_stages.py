@@ -12,6 +12,8 @@ import pytest
 import miraccl
 from miraccl import Communicator
 from miraccl.bootstrap import Session
+from miraccl.comm import meeting
+from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, CollectiveTimeout, CommunicatorClosed, MiracclError
 from tests.comm.test_life import failing, in_threads
 
@@ -95,6 +97,26 @@ def test_shrink_goes_on_without_a_rank_that_finalizes() -> None:
 
     in_threads(2, work)
     assert sizes == [1]
+
+
+def test_what_a_machine_does_at_its_first_use_is_not_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+
+    def compile_and_measure() -> None:
+        nonlocal now
+        now += 500.0
+
+    monkeypatch.setattr(meeting, "prepare", compile_and_measure)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setenv("MIRACCL_BOOTSTRAP_TIMEOUT", "7")
+    deadline = meeting.begin()
+    assert (deadline.seconds, deadline.left) == (7.0, 7.0)
+    now += 3.0
+    assert deadline.left == 4.0
+    assert deadline.within(10.0) is deadline is Deadline.after(deadline)
+    assert deadline.within(1.0).seconds == 1.0
+    now += 5.0
+    assert deadline.left == 0.0
 
 
 def test_finalize_ends_a_shrink_of_another_thread() -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from miraccl.deadline import Deadline
 from miraccl.proxy import Proxy
 from miraccl.transport.base import Endpoint
 from miraccl.transport.socket import SocketOptions, SocketTransport
@@ -22,7 +23,7 @@ def build_rank(
     secret: bytes = b"secret",
     nstreams: int = 2,
     slot_bytes: int = SLOT,
-    timeout: float = 10.0,
+    timeout: float | Deadline = 10.0,
     linger: float = 1.0,
 ) -> SocketTransport:
     """Add a rank on a host of its own to the world."""

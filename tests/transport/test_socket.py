@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from miraccl.deadline import Deadline
 from miraccl.errors import AuthenticationError, BootstrapError, CommunicatorClosed, InvalidUsage, ProtocolError, SystemFailure
 from miraccl.transport import meeting
 from miraccl.transport.base import TRANSPORTS, Endpoint
@@ -306,6 +307,15 @@ def test_peer_that_never_asks_is_named_after_the_deadline(world, rank):
     infos = {r: transport.setup() for r, transport in world.transports.items()}
     with pytest.raises(BootstrapError, match=rf"no TCP connection with ranks \[{1 - rank}\] after 0.2 s"):
         world.transports[rank].connect({1 - rank: infos[1 - rank]})
+
+
+def test_a_deadline_that_has_passed_leaves_connect_no_time(world):
+    """Stages before have used it up; the words are about the whole."""
+    transport = build_rank(world, 0, timeout=Deadline(seconds=3600.0, at=0.0))
+    absent = ConnectInfo(addresses=(("127.0.0.1", 9),), nstreams=2, slot_bytes=4096).encode()
+    for _ in range(2):
+        with pytest.raises(BootstrapError, match=r"no TCP connection with ranks \[1\] after 3600 s"):
+            transport.connect({1: absent})
 
 
 def test_other_secret_is_refused_by_the_caller(world):

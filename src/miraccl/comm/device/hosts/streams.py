@@ -15,6 +15,7 @@ import numpy as np
 from miraccl import params
 from miraccl.bootstrap import Session
 from miraccl.comm.member import Member
+from miraccl.deadline import Deadline
 from miraccl.executor.cpu import exchange_layout as ex
 from miraccl.executor.cpu.context import call_kernel, unlocked_kernel
 from miraccl.transport.base import NetConnection
@@ -50,6 +51,7 @@ class PeerStreams:
 
     def __init__(self, session: Session, member: Member, peers: Sequence[int], name: str) -> None:
         self.member, self.peers = member, tuple(sorted(peers))
+        deadline = Deadline.after(session.timeout)
         self._keeper = _Keeper()
         self._transport = SocketTransport(
             member.fabric.endpoints[member.rank],
@@ -58,10 +60,10 @@ class PeerStreams:
             job=f"{session.name} {name}".encode(),
             slot_bytes=PAGE_BYTES,
             options=SocketOptions(nstreams=1, buffer_bytes=params.SOCKET_BUFFER.read()),
-            timeout=session.timeout,
+            timeout=deadline,
             check=lambda: member.check(0, "connecting"),
         )
-        infos = session.all_gather(self._transport.setup(), name)
+        infos = session.all_gather(self._transport.setup(), name, deadline)
         self._transport.connect({peer: infos[peer] for peer in self.peers})
 
     def descriptor(self, peer: int) -> int:
