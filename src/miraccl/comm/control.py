@@ -1,8 +1,8 @@
 """Operations of a communicator on its control plane: ``split``, the GPU side, window memory on GPUs; all ranks come to them in one order.
 
-Boards know nothing of these, so a rank that waits in one tells the others after a while.  Who waits for it in another operation then knows
-that neither will come, and need not wait for a deadline: the operation has a later number than the last one of the rank that waits here
-(or is a message, and there is none under way), and this rank does nothing beside waiting.
+Boards know nothing of these, so a rank that waits in one tells the others after a while.  A rank that waits for it in another operation
+then knows, long before its deadline, that the two will never meet: its operation has a later number than the last one of the rank that
+waits here (or is a message, and none is on its way), and that rank does nothing else meanwhile.
 """
 
 from __future__ import annotations

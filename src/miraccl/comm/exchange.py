@@ -156,7 +156,7 @@ class Exchange:
         return code
 
     def _advance_one(self, entry: Entry, must: int) -> int:
-        """As ``_advance_all``; its words are the table."""
+        """As ``_advance_all``, without copies: the entry's own words are the table."""
         entry.words[_AFTER], entry.words[_MUST] = -1, must
         code = self._door(entry.address, 1)
         entry.done = entry.done or self._taken(entry.words)

@@ -22,8 +22,8 @@ _add = atomics.add
 
 
 def address() -> int:
-    """Of words for compiled code (``at.GROUPS_*``). The first one is how many groups threads of this process have open: doors of the CPU do
-    not know about threads, so while any is open they leave all calls to Python."""
+    """The address of the words that compiled code works on (``at.GROUPS_*``). The first one counts the groups that threads of this process
+    have open. Doors of the CPU do not know about threads, so while any group is open they leave all calls to Python."""
     global _add
     _add = atomics.bound("add_word")
     return _ADDRESS

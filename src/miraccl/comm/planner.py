@@ -149,7 +149,7 @@ class Planner:
         ]
 
     def _choose(self, collective: Collective, block_bytes: int, dtype: DType, root: int, uneven: bool) -> str:
-        """The algorithm: what is best for the least size of a class is taken for all of it, so that a size that is new costs no
+        """The algorithm.  What is best for the smallest size of a class is taken for the whole class, so that a new size costs no
         predictions."""
         algorithms = catalog.algorithms_for(collective, self.shape.nranks)
         least = size_class(block_bytes)

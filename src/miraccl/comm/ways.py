@@ -111,7 +111,8 @@ class Ways:
     def _long_way(self, make: Callable[..., Call], args: tuple[Any, ...], name: str, async_op: bool, code: int = 0) -> Any:
         """``make(place, *args)`` is the call; ``code`` is what the door said, 0 if it was not asked.
 
-        What calls this has no lambda over its arguments: these would be cells, made anew with every call that a door runs.
+        Callers give ``make`` and ``args`` instead of a lambda: one over a function's arguments would turn these into cells, which cost time
+        in every call, also where a door runs it.
         """
         self._member.check(code, name)
         call = make(self._place(name), *args)

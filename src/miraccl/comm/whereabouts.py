@@ -5,7 +5,7 @@ same operation, to the same meeting, with a message.  ``report`` says which wait
 communicators.  What has come so far only grows; so a wait that is read before the counts is as good as one read together with them: had it
 ended meanwhile, the counts of the process that it waits for would say so.
 
-Threads that run no line of the user's do not count, but for timers, and for those that are inside this library.
+Threads that run none of the user's code do not count, except timers and threads that are inside this library.
 """
 
 from __future__ import annotations

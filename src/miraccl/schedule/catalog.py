@@ -32,7 +32,7 @@ class Algorithm:
 
     ``rank_ordered``: contributions are added in the order of the ranks, whatever the size, so that results are reproducible; proved
     with the rest of a schedule (``provenance.add_in_rank_order``).
-    ``rounds_once``: sums of 16- and 8-bit floats are rounded once, not at every hop; believed.  (Both are true where nothing is added.)
+    ``rounds_once``: sums of 16- and 8-bit floats are rounded once, not at every hop; not proved.  (Both are true where nothing is added.)
     ``direct``, ``direct_in_place``: collectives whose receivers may read the sender's memory (``verify.is_direct_safe``).
     ``uneven``: collectives that work when blocks have different counts.
     ``latency``, ``wire``: the formulas of ``cost.Cost.latency_steps`` and ``cost.Cost.wire_blocks`` for (collective, nranks).

@@ -73,7 +73,7 @@ def _check_python() -> Finding:
 
 
 def _check_package(name: str, why: str, extra: str = "") -> Callable[[], Finding]:
-    """``extra``: the one of ours that brings it, where miraccl works without."""
+    """``extra``: the extra of miraccl that installs the package, where miraccl works without it."""
 
     def check() -> Finding:
         try:

@@ -96,7 +96,7 @@ _WORDS = _MEMORY.cast("q")
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """Writable view of ``nbytes`` bytes of this process at ``address``.  Who asks vouches for the memory's being there."""
+    """Writable view of ``nbytes`` bytes of this process at ``address``.  The caller vouches that there is memory."""
     if nbytes and (address < _ORIGIN or nbytes < 0 or address + nbytes > 1 << 47):
         raise ValueError(f"no memory at {address:#x} + {nbytes}")
     start = address - _ORIGIN if nbytes else 0

@@ -294,9 +294,9 @@ class Context:
     def remember(
         self, run: Run, collective: Collective, count: int, out_count: int, dtype: DType, arg: int, in_place: bool, *, uneven: bool = False
     ) -> None:
-        """Enter a run into the table that doors look into; an older entry in its places is replaced.
+        """Enter a run into the table in which doors look for it; where its places are taken, an older entry is replaced.
 
-        Of an ``uneven`` one ``count`` is the class of its sizes, and ``out_count`` 0.
+        For an ``uneven`` run, ``count`` is the class of its sizes, and ``out_count`` is 0.
         """
         kind = int(collective) | (at.UNEVEN if uneven else 0)
         key = _plan_key(kind, count, out_count, int(dtype), arg, int(in_place))

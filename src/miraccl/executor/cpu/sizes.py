@@ -6,7 +6,7 @@ from typing import Final
 
 ALIGN: Final = 64  # bytes; chunks of at least MIN_ALIGNED bytes begin on a cache line
 MIN_ALIGNED: Final = 512
-#: What blocks of an operation are planned as if they had, where no rank knows those of the others.
+#: The size that blocks are planned for where no rank knows those of the others.
 UNKNOWN_BYTES: Final = 1 << 20
 
 
@@ -17,7 +17,7 @@ def chunk_bytes(nbytes: int, parts: int, itemsize: int) -> int:
 
 
 def size_class(nbytes: int) -> int:
-    """What uneven operations with a largest block of ``nbytes`` share a plan with: four classes to a doubling, each named by its least."""
+    """The class of sizes that uneven operations share a plan in, named by its least: four classes to a doubling."""
     shift = 0
     while nbytes >> shift >= 8:
         shift += 1

@@ -2,7 +2,7 @@
 
 Only the CUDA driver and NVRTC are used, through the package that miraccl itself uses.  All work goes to one stream; ``address`` is a number
 in the GPU's address space, counts are elements.  Inputs are made and results compared on the GPU, since copying a gigabyte takes longer
-than all else; ``check.py`` says when the CPU compares instead.
+than all else; ``device_check.py`` says when the CPU compares instead.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def is_repeatable(case: Case, x: DeviceArray, y: DeviceArray) -> bool:
 
 
 class MiracclDevice:
-    """``comm`` is what ``comm.device.hosts.make_device_communicator`` gives; ``window`` takes buffers from its ``empty``."""
+    """``comm`` is what ``comm.device.hosts.communicator.make_device_communicator`` gives; ``window`` takes buffers from its ``empty``."""
 
     name = "miraccl"
 

@@ -8,7 +8,7 @@ from miraccl.native.intrinsics import inline, load, load_acquire, store, store_r
 
 @inline
 def begin_operation(ctx: int, template: int, count: int) -> int:
-    """Number the communicator's next operation and put it on the board; its signature, which is ``template`` with the number."""
+    """Number the communicator's next operation and put it on the board; returns its signature, ``template`` with the number."""
     ctrl = load(ctx + at.CTX_CTRL)
     seq = load(ctx + at.CTX_SEQ) + 1
     store(ctx + at.CTX_SEQ, seq)
@@ -26,7 +26,7 @@ def begin_operation(ctx: int, template: int, count: int) -> int:
 
 @inline
 def show_waiting(ctx: int, peer: int) -> None:
-    """That this rank waits for ``peer``, in the step that it is at."""
+    """Put on the board that this rank waits for ``peer``, in the step that it is at."""
     ctrl = load(ctx + at.CTX_CTRL)
     store(ctrl + at.BOARD_PEER, peer)
     store(ctrl + at.BOARD_STEP, load(ctx + at.CTX_STEP))

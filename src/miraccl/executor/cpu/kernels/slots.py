@@ -20,8 +20,8 @@ from miraccl.native.intrinsics import inline, load, load_acquire, store, store_r
 #: Slots that are used before one that has just been read: an exchange of 128 KiB takes 13.6 us through slots of 64 KiB that were read just
 #: before, and 10.7 through those read one slot earlier, which have left the first-level cache (Intel Emerald Rapids).
 REST = 2
-#: None behind so many has been read, nor are slots swapped for longer messages that come alone: ping-pong of 1 MiB was a fifth slower with
-#: all eight (second-level cache of 2 MiB), and with four that of 384 KiB to 2 MiB up to a quarter in one run of two.
+#: Swapping uses so many of the free slots, and leaves out messages of more pieces that come alone: ping-pong of 1 MiB was a fifth slower
+#: with all eight (second-level cache of 2 MiB), and with four that of 384 KiB to 2 MiB up to a quarter in one run of two.
 MOST = 4
 
 

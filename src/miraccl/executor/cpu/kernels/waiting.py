@@ -161,10 +161,10 @@ def differs(ctx: int, peer: int) -> int:
 
 @inline
 def never_comes(ctx: int, peer: int, sends: bool) -> bool:
-    """Whether the peer, for which this rank waits, waits for it on the control plane, and nothing of the peer can be under way.
+    """Whether a wait for the peer can never end: the peer waits on the control plane, for this rank, and nothing of it is still on its way.
 
-    A word that is waited for is to be looked at after this: it may have come before.  What goes to other hosts comes later than the
-    control plane tells, so there it counts that the peer has not begun this operation, or that all of its messages are here.
+    Look at the awaited word once more after this: it may have come before.  From other hosts messages may come later than what the control
+    plane tells; so there the peer must not have begun this operation, or all of its messages must be here.
     """
     row = load(ctx + at.CTX_MET) + peer * at.MET_SIZE
     if load_acquire(row + at.MET_TOLD) == 0 or load(ctx + at.CTX_ASIDE) != 0 or load(ctx + at.CTX_BUSY) & at.BUSY_PENDING != 0:
@@ -180,8 +180,8 @@ def never_comes(ctx: int, peer: int, sends: bool) -> bool:
 
 @inline
 def has_ended(ctx: int, peer: int) -> bool:
-    """Whether the peer has ended the collective that this rank is in: ranks disagree on what is sent in it. What is waited for is to be
-    looked at after this."""
+    """Whether the peer has ended the collective that this rank is still in: then ranks disagree on what is sent in it. Look at the awaited
+    word once more after this."""
     ctrl, theirs = load(ctx + at.CTX_CTRL), load(load(ctx + at.CTX_CTRLS) + 8 * peer)
     if theirs == 0 or load(ctrl + at.BOARD_P2P_SIG) != 0:
         return False

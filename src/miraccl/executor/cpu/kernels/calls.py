@@ -1,0 +1,196 @@
+"""From the arguments of a call to its run: what doors are handed is read and checked, the plan looked up, and its run started.
+
+Each ``parse_*`` returns the result of the run, or ``NEED_PLAN`` for what is not an everyday call: Python looks at it, and says what is
+wrong.
+"""
+
+from __future__ import annotations
+
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.arguments import READABLE, WRITABLE, dtype_code, elements, small_int, usable
+from miraccl.executor.cpu.kernels.counts import set_counts, size_class
+from miraccl.executor.cpu.kernels.p2p import item_size
+from miraccl.executor.cpu.kernels.uneven import elements_before, read_call_counts
+from miraccl.executor.cpu.kernels.waiting import LONG_BYTES, release_gil
+from miraccl.executor.cpu.sizes import UNKNOWN_BYTES
+from miraccl.native.intrinsics import call4, inline, load, load32, store
+from miraccl.types import Collective
+
+DOOR_CTX, DOOR_COLL, DOOR_ARG, DOOR_RUN = 0, 8, 16, 24
+ALL_GATHER, REDUCE_SCATTER = int(Collective.ALL_GATHER), int(Collective.REDUCE_SCATTER)
+GATHER, SCATTER = int(Collective.GATHER), int(Collective.SCATTER)
+ALL_REDUCE, BROADCAST, REDUCE = int(Collective.ALL_REDUCE), int(Collective.BROADCAST), int(Collective.REDUCE)
+ALL_TO_ALL = int(Collective.ALL_TO_ALL)
+write_counts = inline(set_counts)
+
+
+@inline
+def start(ctx: int, run: int) -> int:
+    if load(ctx + at.CTX_THREADED) != 0 or load(run + at.RUN_IN_BYTES) + load(run + at.RUN_OUT_BYTES) > LONG_BYTES:
+        release_gil(ctx)
+    store(ctx + at.CTX_LAST_PLAN, run)
+    return call4(load(ctx + at.CTX_OPERATE), ctx, run, load(run + at.RUN_TEMPLATE), 0)
+
+
+@inline
+def start_on(ctx: int, run: int, source: int, target: int) -> int:
+    """Start a run on these addresses; without one (0), Python makes it."""
+    if run == 0:
+        return at.NEED_PLAN
+    store(run + at.RUN_IN, source)
+    store(run + at.RUN_OUT, target)
+    return start(ctx, run)
+
+
+@inline
+def find_plan(ctx: int, coll: int, count: int, out_count: int, dtype: int, arg: int, in_place: int) -> int:
+    key = count * 0x9E3779B1 + out_count * 0x85EBCA6B + coll * 0x27D4EB2F + dtype * 0x165667B1 + arg * 0x2545F491 + in_place
+    key ^= key >> 15
+    mask = load(ctx + at.CTX_PLANS_MASK)
+    for probe in range(4):
+        entry = load(ctx + at.CTX_PLANS) + ((key + probe) & mask) * at.PLAN_SIZE
+        if (
+            load(entry + at.PLAN_COUNT) == count
+            and load(entry + at.PLAN_COLL) == coll
+            and load(entry + at.PLAN_DTYPE) == dtype
+            and load(entry + at.PLAN_ARG) == arg
+            and load(entry + at.PLAN_INPLACE) == in_place
+            and load(entry + at.PLAN_OUT_COUNT) == out_count
+        ):
+            return load(entry + at.PLAN_RUN)
+    return 0
+
+
+@inline
+def overlap(coll: int, source: int, nbytes: int, target: int, out_bytes: int, before: int) -> int:
+    """0 if input and output are apart, 1 if they lie as the collective's in-place form has them, -1 otherwise. ``before``: bytes of the
+    blocks before this rank's, where one of them has a block for each rank."""
+    if nbytes == 0 or out_bytes == 0 or source >= target + out_bytes or target >= source + nbytes:
+        return 0
+    if coll == ALL_GATHER and source == target + before:
+        return 1
+    if coll == REDUCE_SCATTER and target == source + before:
+        return 1
+    if coll == ALL_REDUCE and source == target:
+        return 1
+    return -1
+
+
+@inline
+def parse_and_run(door: int, ctx: int, args: int) -> int:
+    """(input, output or None, operator or root) -> result."""
+    coll = load(door + DOOR_COLL)
+    x, out, third = load(args), load(args + 8), load(args + 16)
+    if not usable(ctx, x, READABLE):
+        return at.NEED_PLAN
+    arg = small_int(ctx, third, at.CTX_REDOP_TYPE if coll == ALL_REDUCE or coll == REDUCE_SCATTER else at.CTX_INT_TYPE)
+    dtype = dtype_code(ctx, x)
+    if dtype < 0 or arg < 0:
+        return at.NEED_PLAN
+    count = elements(x)
+    source = load(x + at.ARRAY_DATA)
+    target, out_count, in_place = source, count, 1
+    if out == load(ctx + at.CTX_NONE):
+        if coll != ALL_REDUCE and coll != BROADCAST:
+            return at.NEED_PLAN
+        if load32(x + at.ARRAY_FLAGS) & WRITABLE != WRITABLE:
+            return at.NEED_PLAN
+    else:
+        if not usable(ctx, out, WRITABLE) or dtype_code(ctx, out) != dtype:
+            return at.NEED_PLAN
+        target, out_count = load(out + at.ARRAY_DATA), elements(out)
+        nbytes, out_bytes = count * item_size(dtype), out_count * item_size(dtype)
+        in_place = overlap(coll, source, nbytes, target, out_bytes, load(ctx + at.CTX_RANK) * min(nbytes, out_bytes))
+        if in_place < 0:
+            return at.NEED_PLAN  # Python says what is wrong
+    run = find_plan(ctx, coll, count, out_count, dtype, arg, in_place)
+    return start_on(ctx, run, source, target)
+
+
+@inline
+def parse_rooted(door: int, ctx: int, args: int) -> int:
+    """(input, output, root, None, None) -> result of gather or scatter, whose one side only the root has; the others' is not looked at."""
+    coll = load(door + DOOR_COLL)
+    none = load(ctx + at.CTX_NONE)
+    root = small_int(ctx, load(args + 16), at.CTX_INT_TYPE)
+    if root < 0 or load(args + 24) != none or load(args + 32) != none:
+        return at.NEED_PLAN
+    is_root = root == load(ctx + at.CTX_RANK)
+    has_input, has_output = is_root or coll == GATHER, is_root or coll == SCATTER
+    x, out = load(args if has_input else args + 8), load(args + 8 if has_output else args)
+    if not usable(ctx, x, READABLE) or not usable(ctx, out, WRITABLE if has_output else READABLE):
+        return at.NEED_PLAN
+    dtype = dtype_code(ctx, x)
+    if dtype < 0 or dtype_code(ctx, out) != dtype:
+        return at.NEED_PLAN
+    count, out_count = elements(x) if has_input else 0, elements(out) if has_output else 0
+    source, target = load(x + at.ARRAY_DATA), load(out + at.ARRAY_DATA)
+    if is_root and overlap(coll, source, count * item_size(dtype), target, out_count * item_size(dtype), 0) != 0:
+        return at.NEED_PLAN
+    run = find_plan(ctx, coll, count, out_count, dtype, root, 0)
+    return start_on(ctx, run, source, target)
+
+
+@inline
+def parse_reduce(ctx: int, args: int) -> int:
+    """(input, output or None, operator, False, None, root) -> result of reduce, whose output is the root's alone; the others' is not looked
+    at."""
+    x, out = load(args), load(args + 8)
+    op, root = small_int(ctx, load(args + 16), at.CTX_REDOP_TYPE), small_int(ctx, load(args + 40), at.CTX_INT_TYPE)
+    if op < 0 or root < 0 or not usable(ctx, x, READABLE):
+        return at.NEED_PLAN
+    dtype, count, source = dtype_code(ctx, x), elements(x), load(x + at.ARRAY_DATA)
+    if dtype < 0:
+        return at.NEED_PLAN
+    target, in_place = source, 1
+    if root == load(ctx + at.CTX_RANK):
+        if out == load(ctx + at.CTX_NONE):
+            out = x
+        if not usable(ctx, out, WRITABLE) or dtype_code(ctx, out) != dtype or elements(out) != count:
+            return at.NEED_PLAN
+        target = load(out + at.ARRAY_DATA)
+        in_place = overlap(ALL_REDUCE, source, count * item_size(dtype), target, count * item_size(dtype), 0)
+        if in_place < 0:
+            return at.NEED_PLAN
+    run = find_plan(ctx, REDUCE, count, count, dtype, root << 3 | op, in_place)
+    return start_on(ctx, run, source, target)
+
+
+@inline
+def parse_uneven(door: int, ctx: int, args: int, lists: int) -> int:
+    """(input, output, operator or root or None) and the counts of input and output, of which some collectives have one -> result; of what
+    is rooted, the side that only the root has is not looked at on the others."""
+    coll, third, arg = load(door + DOOR_COLL), load(args + 16), 0
+    if coll == REDUCE_SCATTER:
+        arg = small_int(ctx, third, at.CTX_REDOP_TYPE)
+    elif coll == GATHER or coll == SCATTER:
+        arg = small_int(ctx, third, at.CTX_INT_TYPE)
+    count, out_count, most = read_call_counts(ctx, coll, lists)
+    if arg < 0 or count < 0:
+        return at.NEED_PLAN
+    is_root = arg == load(ctx + at.CTX_RANK)
+    has_input, has_output = coll != SCATTER or is_root, coll != GATHER or is_root
+    x, out = load(args if has_input else args + 8), load(args + 8 if has_output else args)
+    if not usable(ctx, x, READABLE) or not usable(ctx, out, WRITABLE if has_output else READABLE):
+        return at.NEED_PLAN
+    dtype = dtype_code(ctx, x)
+    if dtype < 0 or dtype_code(ctx, out) != dtype:
+        return at.NEED_PLAN
+    if (has_input and elements(x) != count) or (has_output and elements(out) != out_count):
+        return at.NEED_PLAN
+    source, target, itemsize = load(x + at.ARRAY_DATA), load(out + at.ARRAY_DATA), item_size(dtype)
+    table, nranks = load(ctx + at.CTX_COUNTS), load(ctx + at.CTX_NRANKS)
+    in_place = 0
+    if has_input and has_output:
+        in_place = overlap(coll, source, count * itemsize, target, out_count * itemsize, elements_before(ctx, coll) * itemsize)
+        if in_place < 0:
+            return at.NEED_PLAN
+    else:
+        blocks = table + at.COUNTS_BLOCKS + (8 if has_input else 0)
+        for i in range(nranks):
+            store(blocks + 8 * i, 0)
+    nbytes = UNKNOWN_BYTES if coll == ALL_TO_ALL else most * itemsize
+    run = find_plan(ctx, coll | at.UNEVEN, size_class(nbytes), 0, dtype, arg, in_place)
+    if run != 0:
+        write_counts(run, table, 0, 0)
+    return start_on(ctx, run, source, target)
