@@ -99,6 +99,33 @@ def test_shrink_goes_on_without_a_rank_that_finalizes() -> None:
     assert sizes == [1]
 
 
+@pytest.mark.parametrize("stage", ["split 1", "fabric hello", "fabric connect", "fabric abilities", "fabric ready"])
+def test_a_rank_that_does_not_come_to_a_stage_is_named_with_it(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gather, told = Session.all_gather, threading.Event()
+
+    def absent(session: Session, data: bytes, tag: str, timeout: Any = None) -> list[bytes]:
+        if session.rank == 1 and tag == stage and not told.is_set():
+            assert told.wait(20)
+            raise BootstrapError("for a test")
+        return gather(session, data, tag, timeout)
+
+    def work(comm: Communicator) -> None:
+        comm._member.session.timeout = LIMIT_S
+        comm._member.session.all_gather(b"", "ready", 10)
+        if comm.rank == 0:
+            monkeypatch.setattr(Session, "all_gather", absent)
+        comm._member.session.all_gather(b"", "set", 10)
+        with pytest.raises(MiracclError) as caught:
+            comm.split(0)
+        if comm.rank == 0:
+            assert isinstance(caught.value, CollectiveTimeout)
+            assert f"{stage!r}" in str(caught.value)
+            assert "rank 1 of 2 did not come within 1 s" in str(caught.value)
+            told.set()
+
+    in_threads(2, work)
+
+
 def test_what_a_machine_does_at_its_first_use_is_not_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
 

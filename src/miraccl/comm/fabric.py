@@ -157,8 +157,8 @@ class Fabric:
         try:
             return transport.connect(infos)
         except (SystemFailure, BootstrapError):
-            deadline = time.monotonic() + DEATH_NOTICE_S
-            while time.monotonic() < deadline:
+            notice = self._stages.deadline.within(DEATH_NOTICE_S)
+            while notice.left:
                 self._check()
                 time.sleep(0.01)
             raise
