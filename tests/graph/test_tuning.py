@@ -11,9 +11,10 @@ from miraccl.errors import InvalidUsage
 from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern
 from miraccl.graph.connect import connect
 from miraccl.graph.plan_settings import ConnectSettings, TuningSettings
-from miraccl.graph.tuning import TuningFacts, build_model
+from miraccl.graph.tuning import build_model
 from miraccl.graph.tuning_choice import TABLE_SIZES, candidates, choose, predict_time, tuning_to_json
 from miraccl.graph.tuning_constants import TUNED, Algorithm
+from miraccl.graph.tuning_facts import TuningFacts
 from miraccl.graph.tuning_filter import Wish, parse_wishes
 from miraccl.topo.records import PathType
 from miraccl.types import Collective, Protocol

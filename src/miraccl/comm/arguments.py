@@ -17,7 +17,7 @@ import numpy as np
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.arrays import dtype_of
 from miraccl.native.capsules import name_of, pointer_of
-from miraccl.schedule.reduction import NUMPY_DTYPE
+from miraccl.schedule.reduction import DTYPE_OF, NUMPY_DTYPE
 from miraccl.types import DL_TYPES, DType, PreMulSum, RedOp
 
 Array = np.ndarray
@@ -195,10 +195,8 @@ def data_type(value: Any) -> DType:
         return value
     if value is not None and not isinstance(value, str):
         with contextlib.suppress(TypeError):
-            kind = np.dtype(value)
-            for code, known in NUMPY_DTYPE.items():
-                if known == kind:
-                    return code
+            if (code := DTYPE_OF.get(np.dtype(value))) is not None:
+                return code
     raise InvalidUsage(f"dtype is {value!r}; allowed are {ALLOWED}")
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from miraccl.executor.cpu.sizes import chunk_bytes
-from miraccl.schedule.ir import Op, Schedule
+from miraccl.schedule.ir import Op, Schedule, input_blocks, output_blocks
 from miraccl.types import Collective, DType
 
 
@@ -151,5 +151,4 @@ def _work_us(schedule: Schedule, rank: int, chunk: int, block_bytes: int, rounds
 
 def default_block_bytes(collective: Collective, nbytes: int, nranks: int) -> int:
     """Bytes of a block when the whole buffer, as nccl-tests counts it, has ``nbytes``."""
-    blocked = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL, Collective.GATHER, Collective.SCATTER)
-    return nbytes // nranks if collective in blocked else nbytes
+    return nbytes // max(1, input_blocks(collective, nranks), output_blocks(collective, nranks))

@@ -16,7 +16,8 @@ from miraccl.errors import InvalidUsage
 from miraccl.graph.connect import Connections, PlannedDomain, connect
 from miraccl.graph.plan_settings import ConnectSettings, TuningSettings
 from miraccl.graph.search import SearchResult, SearchSettings, search_channels
-from miraccl.graph.tuning import TuningFacts, TuningModel, build_model
+from miraccl.graph.tuning import TuningModel, build_model
+from miraccl.graph.tuning_facts import TuningFacts
 from miraccl.topo.analyse import Topology, analyse_system, analyse_topology
 from miraccl.topo.options import PathOptions, TopoOptions
 from miraccl.topo.paths import PathRecorder

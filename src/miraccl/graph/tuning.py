@@ -1,9 +1,9 @@
 """The model of how long a collective takes: latency and bandwidth of every algorithm and protocol on the agreed channels.
 
-Owns ``TuningModel`` and its computation; ``tuning_choice`` picks from it for a size.  The formulas are NCCL 2.28.9's
-(``src/graph/tuning.cc``, ncclTopoTuneModel), down to the precision of each step: values live in single precision, and ``f32`` marks
-each place where NCCL rounds to it. A product of singles computed in double and then rounded once is the single-precision product, so
-no other care is needed.
+Owns ``TuningModel`` and its times; ``tuning_threads`` has the sizes of thread blocks, ``tuning_choice`` picks for a size.  The formulas are
+NCCL 2.28.9's (``src/graph/tuning.cc``, ncclTopoTuneModel), down to the precision of each step: values live in single precision, and
+``f32`` marks each place where NCCL rounds to it. A product of singles computed in double and then rounded once is the single-precision
+product, so no other care is needed.
 
 Each estimate carries its reasons: what limited the bandwidth, and why it is switched off if it is.
 """
@@ -14,75 +14,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from miraccl.graph import tuning_constants as k
-from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern
-from miraccl.graph.connect import Connections
+from miraccl.graph.channel_graph import GraphKind, Pattern
 from miraccl.graph.plan_settings import TuningSettings
-from miraccl.graph.tuning_constants import Algorithm, Generation, Hardware
+from miraccl.graph.tuning_constants import Algorithm, Hardware
+from miraccl.graph.tuning_facts import TuningFacts
 from miraccl.graph.tuning_filter import Wish, parse_wishes
-from miraccl.topo.records import CpuArch, CpuVendor, PathType, System, f32
+from miraccl.graph.tuning_threads import max_threads, thread_thresholds
+from miraccl.topo.records import CpuArch, CpuVendor, PathType, f32
 from miraccl.types import Collective, Protocol
 
 Key = tuple[Collective, Algorithm, Protocol]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuningFacts:
-    """What the model looks at; ``graphs`` are the agreed ones. ``collnet_heads`` is 0 and ``collnet_direct_heads`` 1 where CollNet is
-    not in use; ``sm`` values are compute capabilities times ten."""
-
-    graphs: Mapping[GraphKind, ChannelGraph]
-    nnodes: int
-    nranks: int
-    max_local_ranks: int
-    channels: int
-    min_sm: int
-    max_sm: int
-    max_tree_pattern: int
-    cpu_arch: int
-    cpu_vendor: int
-    nvswitch: bool
-    nvls_support: bool
-    nvls_channels: int
-    collnet_enabled: bool
-    collnet_heads: int
-    collnet_direct_heads: int
-
-    @classmethod
-    def of(cls, plan: Connections, system: System) -> TuningFacts:
-        """Facts of a communicator; ``system`` is the machine as rank 0 sees it."""
-        collnet = plan.collnet
-        cpu = system.cpus[0] if system.cpus else None
-        return cls(
-            graphs=plan.graphs,
-            nnodes=plan.layout.nnodes,
-            nranks=plan.layout.nranks,
-            max_local_ranks=plan.layout.max_local_ranks,
-            channels=plan.channels,
-            min_sm=plan.min_sm,
-            max_sm=plan.max_sm,
-            max_tree_pattern=plan.max_tree_pattern,
-            cpu_arch=cpu.arch if cpu else CpuArch.UNDEF,
-            cpu_vendor=cpu.vendor if cpu else CpuVendor.UNDEF,
-            nvswitch=any(node.type.name == "NVS" for node in system.nodes),
-            nvls_support=plan.nvls_support,
-            nvls_channels=plan.nvls_channels,
-            collnet_enabled=plan.collnet_enabled,
-            collnet_heads=collnet.heads if collnet else 0,
-            collnet_direct_heads=collnet.direct.heads if collnet and collnet.direct else 1,
-        )
-
-    @property
-    def generation(self) -> Generation:
-        return Generation.of(self.min_sm)
-
-    @property
-    def scale(self) -> int:
-        """Column of the bandwidth tables: one node, two, more."""
-        return min(self.nnodes, 3) - 1
-
-    @property
-    def ranks_per_node(self) -> float:
-        return f32(self.nranks / self.nnodes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +59,8 @@ def build_model(facts: TuningFacts, settings: TuningSettings | None = None) -> T
     single = facts.nranks <= 1
     return TuningModel(
         facts=facts,
-        max_threads=_max_threads(facts, settings),
-        thread_thresholds=dict.fromkeys(Algorithm, (0, 0, 0)) if single else _thread_thresholds(facts, settings),
+        max_threads=max_threads(facts, settings),
+        thread_thresholds=dict.fromkeys(Algorithm, (0, 0, 0)) if single else thread_thresholds(facts, settings),
         estimates={} if single else _estimates(facts, settings),
     )
 
@@ -382,36 +323,3 @@ def _ll128_unsafe(facts: TuningFacts, settings: TuningSettings, algo: Algorithm)
     if facts.min_sm != facts.max_sm:
         return f"LL128 needs equal GPUs, these are sm {facts.min_sm} to {facts.max_sm}"
     return "LL128 needs sm 70" if facts.min_sm < 70 else ""
-
-
-# Threads
-
-
-def _bounded_threads(wish: int, least: int, most: int, default: int) -> int:
-    if wish <= 0:
-        return default
-    return most if wish % k.WARP or wish > most else max(least, wish)
-
-
-def _max_threads(facts: TuningFacts, settings: TuningSettings) -> dict[Algorithm, tuple[int, int, int]]:
-    ring = facts.graphs[GraphKind.RING]
-    slow = f32(ring.bw_intra * ring.n_channels) <= k.SLOW_MACHINE_BW
-    simple = k.SIMPLE_MAX_THREADS
-    ring_default = k.SLOW_MACHINE_THREADS if slow else simple
-    ll = _bounded_threads(settings.threads, 2 * k.WARP, k.LL_MAX_THREADS, k.LL_MAX_THREADS)
-    ll128 = _bounded_threads(settings.ll128_threads, k.LL128_MAX_THREADS // 4, k.LL128_MAX_THREADS, k.LL128_MAX_THREADS)
-    result = {algo: (0, 0, 0 if algo == Algorithm.PAT else k.MAX_THREADS) for algo in Algorithm}
-    result[Algorithm.TREE] = (ll, ll128, _bounded_threads(settings.threads, 2 * k.WARP, simple, simple))
-    result[Algorithm.RING] = (ll, ll128, _bounded_threads(settings.threads, 2 * k.WARP, simple, ring_default))
-    return result
-
-
-def _thread_thresholds(facts: TuningFacts, settings: TuningSettings) -> dict[Algorithm, tuple[int, int, int]]:
-    table = {algo: [k.LL_THRESHOLD, k.LL128_THRESHOLD, k.SIMPLE_THRESHOLD] for algo in Algorithm}
-    table[Algorithm.RING][Protocol.LL] *= facts.nranks
-    for algo in (Algorithm.COLLNET_DIRECT, Algorithm.COLLNET_CHAIN):
-        table[algo][Protocol.SIMPLE] = k.COLLNET_THRESHOLD
-    for i, value in enumerate(settings.thread_thresholds):
-        if value >= 0:
-            table[(Algorithm.TREE, Algorithm.RING)[i // 3]][i % 3] = value
-    return {algo: (row[0], row[1], row[2]) for algo, row in table.items()}

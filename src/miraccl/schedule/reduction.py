@@ -38,7 +38,7 @@ NUMPY_DTYPE: dict[DType, np.dtype[Any]] = {
     DType.FLOAT8_E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
     DType.FLOAT8_E5M2: np.dtype(ml_dtypes.float8_e5m2),
 }
-_DTYPE_OF = {dtype: code for code, dtype in NUMPY_DTYPE.items()}
+DTYPE_OF = {dtype: code for code, dtype in NUMPY_DTYPE.items()}
 
 _BINARY = {
     RedOp.SUM: np.add,
@@ -53,14 +53,14 @@ _BINARY = {
 def dtype_of(array: Array) -> DType:
     """The ``DType`` of a numpy array, or ``InvalidUsage``."""
     try:
-        return _DTYPE_OF[array.dtype]
+        return DTYPE_OF[array.dtype]
     except KeyError:
         raise InvalidUsage(f"arrays of {array.dtype} cannot be communicated") from None
 
 
 def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The type in which elements of ``dtype`` are folded."""
-    return np.dtype(np.float32) if _DTYPE_OF[dtype].accumulates_in_float32 else dtype
+    return np.dtype(np.float32) if DTYPE_OF[dtype].accumulates_in_float32 else dtype
 
 
 def divide_towards_zero(array: Array, divisor: int) -> Array:

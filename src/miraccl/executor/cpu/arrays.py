@@ -14,15 +14,13 @@ import sys
 import numpy as np
 
 from miraccl.executor.cpu.kernels import layout as at
-from miraccl.schedule.reduction import NUMPY_DTYPE
+from miraccl.schedule.reduction import DTYPE_OF, NUMPY_DTYPE
 from miraccl.types import DType
-
-_CODES = {dtype: code for code, dtype in NUMPY_DTYPE.items()}
 
 
 def dtype_of(array: np.ndarray) -> DType | None:
     """Our code for the array's element type, or None if collectives do not carry it."""
-    return _CODES.get(array.dtype)
+    return DTYPE_OF.get(array.dtype)
 
 
 def descriptor_addresses() -> np.ndarray:
