@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from miraccl.executor.cuda import layout, lower
+from miraccl.executor.cuda.bank import least_slots, slot_packets
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import ALGORITHMS, frame_of, kernel_spec, vectors_of
 from miraccl.executor.cuda.source import Frame, KernelSpec, fan_of
@@ -175,6 +176,17 @@ def test_slots_are_used_again(monkeypatch: pytest.MonkeyPatch, collective: Colle
     pieces = -(-vectors_of(request, algo, frame_of(request, "ll128")) // (plan.threads * plan.unroll))
     assert nslots < pieces
     assert run(machine(nranks), request, plan, repeat=2, close=True) == [""] * nranks
+
+
+@pytest.mark.parametrize("nranks", [2, 3, 4])
+def test_a_ring_with_as_few_slots_as_are_enough(monkeypatch: pytest.MonkeyPatch, nranks: int) -> None:
+    request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 20001, nranks, "ring", "ll128")
+    plan = replace(small(request), blocks=1)
+    least = least_slots("ring", nranks)
+    monkeypatch.setattr(layout, "BANK_BYTES", 16 * least * slot_packets(request, "ring", plan.piece, frame_of(request, "ll128")))
+    args = lower.lower_packets(plan, request, machine(nranks).comm_args(0))
+    assert struct.unpack_from("<" + layout.ARGS["nslots"].code, args, layout.ARGS["nslots"].offset) == (least,)
+    assert run(Machine(nranks), request, plan, repeat=3, close=True) == [""] * nranks
 
 
 IN_ORDER = [

@@ -17,9 +17,9 @@ def places() -> int:
 
 
 def least_slots(algo: str, nranks: int) -> int:
-    """Slots below which pieces cannot follow one another: source/pieces.cuh, ring.cuh (which would do with one less), chain.cuh and
-    tree.cuh say why."""
-    return nranks + 2 if algo == "ring" else 4
+    """Slots that an operation of more pieces than slots needs at least. A ring is wrong with fewer (source/ring.cuh). Of the others two are
+    enough, but pieces are to follow one another closely: in shots one is pushed ahead, in trees and chains some are on their way."""
+    return nranks + 1 if algo == "ring" else 4
 
 
 def slot_packets(request: Request, algo: str, piece: int, frame: Frame) -> int:

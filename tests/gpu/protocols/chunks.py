@@ -1,0 +1,121 @@
+"""Large messages: blocks that copy chunks through a pool of slots (source/bulk.cuh), to rank 0 from the others.
+
+A queue has blocks at its sender and blocks at the receiver, each of which is a thread. The receiver's block that counts up ``ended`` last
+grants the next message; which one that is is left to chance, so a thread of its own does it, which sees what all have ended. A chunk is two
+cells, whose stores land in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .program import Cell, Kind, System, Thread
+
+HALVES = range(2)
+
+
+@dataclass(frozen=True)
+class Queue:
+    """Large messages of a launch from ``sender``, as their chunks, and the part of the receiver's pool that they may use."""
+
+    sender: int
+    messages: Sequence[int]
+    slot: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Weaker forms: ``fences``: before a chunk is said to have arrived; ``waits_freed``: for a slot that the message has used before;
+    ``waits_grant``: for a message to be begun by the receiver. ``all_freed``: slots are said to be free also where the message does not use
+    them again."""
+
+    fences: bool = True
+    waits_freed: bool = True
+    waits_grant: bool = True
+    all_freed: bool = True
+
+
+def chunks(launches: Sequence[Sequence[Queue]], rules: Rules, *, blocks: int, taking: int, ordered: bool = True) -> System:
+    """A queue has ``blocks`` blocks at its sender and ``taking`` at the receiver."""
+    senders = sorted({queue.sender for queues in launches for queue in queues})
+    system = System(1 + len(senders), ordered=ordered)
+    for src in senders:
+        sending = [system.thread(src, f"block {block}") for block in range(blocks)]
+        receiving = [system.thread(0, f"block {block} for rank {src}") for block in range(taking)]
+        last = system.thread(0, f"the last block for rank {src}")
+        number = 0
+        for launch, queues in enumerate(launches):
+            queue = next((queue for queue in queues if queue.sender == src), Queue(src, (), 0, 1))
+            for thread in (*sending, *receiving, last):
+                thread.begin(launch, -1)
+            for m, count in enumerate(queue.messages):
+                if m == 0:
+                    receiving[0].store(grant_of(src), number)
+                for block, thread in enumerate(sending):
+                    _send(thread, queue, rules, number, range(block, count, blocks))
+                for block, thread in enumerate(receiving):
+                    _receive(thread, queue, rules, number, range(block, count, taking), count)
+                    for other in range(taking):
+                        if number:
+                            thread.reach(ended_of(src, other), number)
+                    thread.store(ended_of(src, block), number + 1)
+                number += 1
+                if m + 1 < len(queue.messages):
+                    for block in range(taking):
+                        last.reach(ended_of(src, block), number)
+                    last.store(grant_of(src), number)
+            for thread in (*sending, *receiving, last):
+                thread.end()
+    return system
+
+
+def _send(thread: Thread, queue: Queue, rules: Rules, number: int, mine: range) -> None:
+    """``send_bulk``, one message."""
+    if rules.waits_grant:
+        thread.wait_for(grant_of(queue.sender), number)
+    for k in mine:
+        place, tag = k % queue.slots, tag_of(queue.sender, number, k)
+        if k >= queue.slots and rules.waits_freed:
+            thread.wait_for(freed_of(queue.sender, place), tag_of(queue.sender, number, k - queue.slots))
+        for cell in slot_at(queue.slot + place):
+            thread.store(cell, tag)
+        if rules.fences:
+            thread.fence()
+        thread.store(arrived_of(queue.slot + place), tag)
+
+
+def _receive(thread: Thread, queue: Queue, rules: Rules, number: int, mine: range, count: int) -> None:
+    """``receive_bulk``, one message."""
+    for k in mine:
+        place, tag = k % queue.slots, tag_of(queue.sender, number, k)
+        thread.wait_for(arrived_of(queue.slot + place), tag)
+        for cell in slot_at(queue.slot + place):
+            thread.read(cell, tag)
+        if rules.all_freed or k + queue.slots < count:
+            thread.store(freed_of(queue.sender, place), tag)
+
+
+def tag_of(src: int, number: int, chunk: int) -> int:
+    return (src * 10 + number) * 10 + chunk
+
+
+def slot_at(slot: int) -> list[Cell]:
+    return [Cell(f"slot {slot}, half {half}", 0, Kind.BUFFER, None) for half in HALVES]
+
+
+def arrived_of(slot: int) -> Cell:
+    return Cell(f"arrived in slot {slot}", 0, Kind.WORD, None)
+
+
+def freed_of(src: int, place: int) -> Cell:
+    return Cell(f"freed {place}", src, Kind.WORD, None)
+
+
+def grant_of(src: int) -> Cell:
+    return Cell("grant", src, Kind.WORD, None)
+
+
+def ended_of(src: int, block: int) -> Cell:
+    return Cell(f"messages from rank {src} that block {block} has ended", 0, Kind.COUNTER, None)

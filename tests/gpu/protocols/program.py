@@ -1,0 +1,168 @@
+"""Threads, the cells of memory they share, and what they do with these.
+
+A kernel decides nothing by what it reads: it waits for the packet or the word that comes next, and goes on. So what an abstract thread
+does is a list, which the model of a kernel writes with the methods of ``Thread``, in the order of the lines of its ``.cuh``.
+
+Memory is what the kernels rely on. A store is under way from its issue until it lands, any time later; stores of one rank to one cell land
+in the order of their issue, all others in any order. A load reads what has landed; one behind a store of its own thread to the same cell
+waits for that store (it is served by the cache in which the store lands). ``fence`` waits until all stores of the thread have landed. The
+end of a kernel does so for those to the rank's own memory only: for those to peers it is not needed.
+
+One thread stands for one of a rank's threads, or for a warp or block where these act together. Threads of the same number on all ranks
+talk to one another only, and threads of different numbers share no cell, so one of each rank is enough, but for what a rank does as a
+whole: a launch ends when all of its threads have ended (``Thread.end``), and which cells the next one uses is open (``Thread.begin``).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+EMPTY = 0
+LAUNCH = 1 << 20  # values are numbers, above them that of the launch
+
+
+class Kind(enum.Enum):
+    """What a cell is for, and what must not happen to it."""
+
+    PACKET = enum.auto()  # written only while it is empty; whoever reads it clears it
+    BUFFER = enum.auto()  # read when something else says so; written over only what has been read
+    FLAGGED = enum.auto()  # the same, but the reader waits for the very value
+    WORD = enum.auto()  # the reader waits for the very value, and not every value has a reader
+    COUNTER = enum.auto()  # grows; whoever waits for a number is content with a larger one
+
+
+class Cell(NamedTuple):
+    name: str
+    rank: int  # in whose memory it is
+    kind: Kind
+    bank: int | None  # of a bank, which is empty when a launch begins to use it
+
+
+class Code(enum.IntEnum):
+    STORE = 0
+    CLEAR = 1
+    TAKE = 2  # waits
+    REACH = 3  # waits
+    READ = 4
+    AWAIT = 5  # waits
+    SEEN = 6  # waits
+    FENCE = 7  # waits
+    END = 8  # waits
+    BEGIN = 9
+    COME = 10  # to the end, where the rank's other threads wait
+
+
+class Op(NamedTuple):
+    code: Code
+    cell: int = 0
+    value: int = 0
+
+
+@dataclass
+class Thread:
+    """Of ``rank``. Its methods add to what it does; a kernel's model calls them as the kernel does."""
+
+    system: System
+    rank: int
+    name: str
+    ops: list[Op] = field(default_factory=list)
+    launch: int = 0
+
+    def begin(self, launch: int, bank: int) -> None:
+        """A launch begins, and may use any place of its bank on any rank: nothing of an earlier one may be there or under way."""
+        self.launch = launch
+        self.ops.append(Op(Code.BEGIN, bank, launch))
+
+    def end(self) -> None:
+        """The kernel ends, on all threads of the rank."""
+        self.ops += [Op(Code.COME, 0, self.launch), Op(Code.END, 0, self.launch)]
+
+    def store(self, cell: Cell, number: int) -> None:
+        self._add(Code.STORE, cell, number)
+
+    def clear(self, cell: Cell, number: int = 0) -> None:
+        """Of a packet: the one that this thread has taken."""
+        self._add(Code.CLEAR, cell, number)
+
+    def take(self, cell: Cell, number: int) -> None:
+        """Wait until a packet is there; it has to be this one. It is cleared."""
+        self._add(Code.TAKE, cell, number)
+        self.clear(cell, number)
+
+    def seen_empty(self, cell: Cell) -> None:
+        """Wait until what this thread cleared is read as cleared (``wait_empty``)."""
+        self._add(Code.SEEN, cell, 0)
+
+    def reach(self, cell: Cell, number: int) -> None:
+        """Wait until a counter is ``number`` at least."""
+        self._add(Code.REACH, cell, number)
+
+    def read(self, cell: Cell, number: int) -> None:
+        """What is there has to be this."""
+        self._add(Code.READ, cell, number)
+
+    def wait_for(self, cell: Cell, number: int) -> None:
+        """Wait until this very value is there."""
+        self._add(Code.AWAIT, cell, number)
+
+    def fence(self) -> None:
+        self.ops.append(Op(Code.FENCE))
+
+    def _add(self, code: Code, cell: Cell, number: int) -> None:
+        self.ops.append(Op(code, self.system.index(cell), (0 if cell.bank is None else self.launch * LAUNCH) + number + 1))
+
+
+class System:
+    """All ranks. ``ordered``: stores of a rank to one cell land in the order of their issue whichever of its threads issued them, else
+    only those of one thread."""
+
+    def __init__(self, nranks: int, *, ordered: bool = True) -> None:
+        self.nranks, self.ordered = nranks, ordered
+        self.cells: list[Cell] = []
+        self.threads: list[Thread] = []
+        self._numbers: dict[Cell, int] = {}
+
+    def index(self, cell: Cell) -> int:
+        number = self._numbers.setdefault(cell, len(self.cells))
+        if number == len(self.cells):
+            self.cells.append(cell)
+        return number
+
+    def thread(self, rank: int, name: str = "") -> Thread:
+        self.threads.append(Thread(self, rank, f"rank {rank}{name and ', ' + name}"))
+        return self.threads[-1]
+
+    def value(self, cell: int, value: int) -> str:
+        """What a cell holds, in words."""
+        if value == EMPTY:
+            return "nothing"
+        launch, number = divmod(abs(value), LAUNCH)
+        what = "" if self.cells[cell].kind in (Kind.WORD, Kind.COUNTER) else "piece "
+        return f"{what}{number - 1}" + (f" of launch {launch}" if launch else "")
+
+    def place(self, cell: int) -> str:
+        return f"{self.cells[cell].name} at rank {self.cells[cell].rank}"
+
+    def texts(self, ops: Sequence[Op]) -> str:
+        """Operations in a row, where to take is to clear."""
+        alone = [op for before, op in zip([None, *ops], ops) if op.code is not Code.CLEAR or before is None or before.code is not Code.TAKE]
+        return ", ".join(map(self.text, alone))
+
+    def text(self, op: Op) -> str:
+        if op.code is Code.FENCE:
+            return "fence"
+        if op.code in (Code.BEGIN, Code.COME, Code.END):
+            return {Code.BEGIN: "begins", Code.COME: "has done all of", Code.END: "ends"}[op.code] + f" launch {op.value}"
+        cell, value = self.place(op.cell), self.value(op.cell, op.value)
+        return {
+            Code.STORE: f"sends {value} to {cell}",
+            Code.CLEAR: f"clears {cell}",
+            Code.TAKE: f"takes {value} from {cell}",
+            Code.REACH: f"sees {value} or more in {cell}",
+            Code.READ: f"reads {value} in {cell}",
+            Code.AWAIT: f"sees {value} in {cell}",
+            Code.SEEN: f"sees {cell} empty",
+        }[op.code]

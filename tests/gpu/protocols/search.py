@@ -1,0 +1,258 @@
+"""All interleavings of a ``System``, breadth first; what goes wrong is told with the shortest way to it.
+
+A state is where each thread is, what has landed in each cell, and what is under way. Wrong are
+
+  - a store that lands on a packet, also one that has been taken while its clear is under way, or on a buffer that has not been read;
+  - a clear that lands on anything but what it was meant for;
+  - a read of anything but what the thread expects;
+  - a launch that begins while something of an earlier one is in its bank, or on its way there;
+  - a state in which nobody can go on, before all have ended;
+  - banks that are not empty at the end.
+
+``every=True`` takes each operation of a thread and each landing for a step of its own. Otherwise a step is as many operations of a thread
+as make no difference to others (Lipton 1975): waits up to the next store or read, and all stores up to the next wait, for a wait that is
+met stays met. A packet lands at its issue, as a packet that comes late is a reader who comes late; what a thread clears lands when it must,
+which is when it looks, fences or ends, as nobody could tell but a packet that would be lost. Words and buffers land on their own.
+``test_protocols`` compares the two.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .program import EMPTY, LAUNCH, Code, Kind, Op, System
+
+#: a step is waits, then reads of what may be written over, then stores; a launch ends and the next begins in one
+PHASE = dict.fromkeys(Code, 0) | {Code.READ: 1, Code.AWAIT: 1, Code.STORE: 2, Code.CLEAR: 2, Code.COME: 3, Code.BEGIN: 3}
+
+
+class Flight(NamedTuple):
+    """A store under way: ``source`` is the rank, or the thread where only its own stores are ordered."""
+
+    source: int
+    cell: int
+    thread: int
+    value: int  # what it writes
+    clears: int  # what it clears
+
+
+class State(NamedTuple):
+    places: tuple[int, ...]  # of the threads, in their operations
+    cells: tuple[int, ...]  # negative: has been read, and may be written over
+    flights: tuple[Flight, ...]  # sorted by source and cell, else in the order of their issue
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found: ``wrong`` is empty if nothing."""
+
+    wrong: str
+    states: int
+    trace: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join([*self.trace, self.wrong or f"nothing wrong in {self.states} states"])
+
+
+class Wrong(Exception):
+    pass
+
+
+def search(system: System, *, every: bool = False, most: int = 150_000) -> Found:
+    """Look at all that can happen; ``most`` states, then ``OverflowError``."""
+    return _Search(system, every).run(most)
+
+
+class _Search:
+    def __init__(self, system: System, every: bool) -> None:
+        self.system, self.every = system, every
+        self.ranks = [thread.rank for thread in system.threads]
+        alone = [self.ranks.count(rank) == 1 for rank in self.ranks]
+        self.ops = [
+            [op for op in thread.ops if op.code is not Code.COME or not one] for thread, one in zip(system.threads, alone, strict=True)
+        ]
+        self.reached = 0  # of the last thread that went on, the place behind its last operation
+        self.words = [cell.kind in (Kind.WORD, Kind.COUNTER) for cell in system.cells]
+        self.instant = [not every and cell.kind is Kind.PACKET for cell in system.cells]
+        self.siblings = [[other for other, rank in enumerate(self.ranks) if rank == mine] for mine in self.ranks]
+        self.ends = [{op.value: place for place, op in enumerate(ops) if op.code is Code.END} for ops in self.ops]
+
+    def run(self, most: int) -> Found:
+        first = State((0,) * len(self.ops), (EMPTY,) * len(self.words), ())
+        before: dict[State, tuple[State, tuple[int, int]] | None] = {first: None}
+        queue = deque([first])
+        while queue:
+            state = queue.popleft()
+            stuck = True
+            for move in self.moves(state):
+                try:
+                    after = self.step(state, *move)
+                except Wrong as wrong:
+                    return Found(str(wrong), len(before), (*self.trace(before, state), self.text(state, move)))
+                if after is None:
+                    continue
+                stuck = False
+                if after not in before:
+                    before[after] = (state, move)
+                    queue.append(after)
+            if stuck and (wrong_end := self.at_end(state)):
+                return Found(wrong_end, len(before), tuple(self.trace(before, state)))
+            if len(before) > most:
+                raise OverflowError(f"more than {most} states")
+        return Found("", len(before))
+
+    def moves(self, state: State) -> list[tuple[int, int]]:
+        """(-1, thread) for its next operations, (number, -1) for a flight that lands."""
+        found = [(-1, thread) for thread, place in enumerate(state.places) if place < len(self.ops[thread])]
+        last = (-1, -1)
+        for number, flight in enumerate(state.flights):
+            if flight[:2] != last:
+                found.append((number, -1))
+            last = flight[:2]
+        return found
+
+    def step(self, state: State, flight: int, thread: int) -> State | None:
+        if thread < 0:
+            cells = list(state.cells)
+            self.land(cells, state.flights[flight], state.flights)
+            return State(state.places, tuple(cells), state.flights[:flight] + state.flights[flight + 1 :])
+        return self.advance(state, thread)
+
+    def land(self, cells: list[int], flight: Flight, flights: Sequence[Flight]) -> None:
+        there = cells[flight.cell]
+        if flight.value == EMPTY:
+            if there not in (flight.clears, -flight.clears) and not self.words[flight.cell]:
+                raise Wrong(f"WRONG: this clears {self.system.value(flight.cell, there)}")
+        elif there > EMPTY and not self.words[flight.cell]:
+            cleared = any(other.cell == flight.cell and other.clears for other in flights)
+            why = ", and its clear on the way" if cleared else ""
+            raise Wrong(f"WRONG: {self.system.value(flight.cell, there)} is still in {self.system.place(flight.cell)}{why}")
+        cells[flight.cell] = flight.value
+
+    def advance(self, state: State, thread: int) -> State | None:
+        """The thread's next operations, None if it waits."""
+        ops, place, phase = self.ops[thread], state.places[thread], 0
+        cells, flights = list(state.cells), list(state.flights)
+        while place < len(ops) and (PHASE[ops[place].code] >= phase or self.is_lazy(ops[place])):
+            op = ops[place]
+            flights = self.clears_land(op, thread, cells, flights)
+            if not self.may(op, thread, state.places, cells, flights):
+                if phase == 0:
+                    return None
+                break
+            place += 1
+            self.reached = place
+            self.do(op, thread, cells, flights)
+            if self.every:
+                break
+            if not self.is_lazy(op):
+                phase = PHASE[Code.BEGIN] if op.code is Code.END else PHASE[op.code]
+        flights.sort(key=lambda flight: flight[:2])  # stable: in the order of their issue
+        places = (*state.places[:thread], place, *state.places[thread + 1 :])
+        return State(places, tuple(cells), tuple(flights))
+
+    def is_lazy(self, op: Op) -> bool:
+        return op.code is Code.CLEAR and self.instant[op.cell]
+
+    def clears_land(self, op: Op, thread: int, cells: list[int], flights: list[Flight]) -> list[Flight]:
+        """Those of packets that ``op`` would wait for. (Where it goes on waiting for something else, they might as well land later.)"""
+        if self.every or op.code not in (Code.TAKE, Code.SEEN, Code.FENCE, Code.END):
+            return flights
+        kept = []
+        for flight in flights:
+            if flight.thread == thread and self.instant[flight.cell] and (op.code >= Code.FENCE or flight.cell == op.cell):
+                self.land(cells, flight, flights)
+            else:
+                kept.append(flight)
+        return kept
+
+    def may(self, op: Op, thread: int, places: tuple[int, ...], cells: list[int], flights: list[Flight]) -> bool:
+        """Whether the thread may go on with ``op``."""
+        there = EMPTY
+        if Code.TAKE <= op.code <= Code.SEEN:
+            if any(flight.thread == thread and flight.cell == op.cell for flight in flights):
+                return False
+            there = cells[op.cell]
+        match op.code:
+            case Code.TAKE:
+                return there != EMPTY
+            case Code.REACH:
+                return there >= op.value
+            case Code.AWAIT:
+                return abs(there) == op.value
+            case Code.SEEN:
+                return there == EMPTY
+            case Code.FENCE:
+                return all(flight.thread != thread for flight in flights)
+            case Code.END:
+                rank = self.ranks[thread]
+                if any(flight.thread == thread and self.system.cells[flight.cell].rank == rank for flight in flights):
+                    return False
+                # the others of this rank have come to their ends, and their stores have landed
+                if any(places[other] < self.ends[other][op.value] for other in self.siblings[thread] if other != thread):
+                    return False
+                return all(self.ranks[flight.thread] != rank or self.system.cells[flight.cell].rank != rank for flight in flights)
+        return True
+
+    def do(self, op: Op, thread: int, cells: list[int], flights: list[Flight]) -> None:
+        match op.code:
+            case Code.STORE | Code.CLEAR:
+                source = self.ranks[thread] if self.system.ordered else thread
+                value, clears = (op.value, EMPTY) if op.code is Code.STORE else (EMPTY, op.value)
+                flight = Flight(source, op.cell, thread, value, clears)
+                if op.code is Code.STORE and self.instant[op.cell]:
+                    self.land(cells, flight, flights)
+                else:
+                    flights.append(flight)
+            case Code.TAKE | Code.READ:
+                if abs(cells[op.cell]) != op.value:
+                    raise Wrong(f"WRONG: {self.system.value(op.cell, cells[op.cell])} is in {self.system.place(op.cell)}")
+                if op.code is Code.READ:
+                    cells[op.cell] = -op.value
+            case Code.AWAIT:
+                cells[op.cell] = -op.value
+            case Code.BEGIN:
+                self.begin(op, cells, flights)
+
+    def begin(self, op: Op, cells: list[int], flights: list[Flight]) -> None:
+        for cell, there in enumerate(cells):
+            if self.system.cells[cell].bank == op.cell and there != EMPTY and abs(there) // LAUNCH < op.value:
+                raise Wrong(f"WRONG: {self.system.value(cell, there)} is still in {self.system.place(cell)}")
+        for flight in flights:
+            if self.system.cells[flight.cell].bank == op.cell and max(flight.value, flight.clears) // LAUNCH < op.value:
+                raise Wrong(f"WRONG: a store to {self.system.place(flight.cell)} is under way")
+
+    def at_end(self, state: State) -> str:
+        """What is wrong where nothing can happen any more."""
+        waiting = [thread for thread, place in enumerate(state.places) if place < len(self.ops[thread])]
+        if waiting:
+            lines = (f"{self.system.threads[t].name} waits: {self.system.text(self.ops[t][state.places[t]])}" for t in waiting)
+            return "WRONG: nobody can go on; " + "; ".join(lines)
+        left = [cell for cell, there in enumerate(state.cells) if self.system.cells[cell].bank is not None and there != EMPTY]
+        return f"WRONG: {self.system.place(left[0])} is not empty" if left else ""
+
+    # ---- the way to a state, in words
+
+    def trace(self, before: dict[State, tuple[State, tuple[int, int]] | None], state: State) -> list[str]:
+        lines: list[str] = []
+        while (step := before[state]) is not None:
+            state, move = step
+            lines.append(self.text(state, move))
+        return lines[::-1]
+
+    def text(self, state: State, move: tuple[int, int]) -> str:
+        number, thread = move
+        if thread < 0:
+            flight = state.flights[number]
+            clear = f"the clear of {self.system.value(flight.cell, flight.clears)}"
+            what = clear if flight.value == EMPTY else self.system.value(flight.cell, flight.value)
+            return f"{what} lands in {self.system.place(flight.cell)}"
+        try:
+            after = self.advance(state, thread)
+            last = state.places[thread] if after is None else after.places[thread]
+        except Wrong:
+            last = self.reached
+        return f"{self.system.threads[thread].name}: " + self.system.texts(self.ops[thread][state.places[thread] : last])

@@ -1,0 +1,151 @@
+"""Protocol Simple: a block that walks over the steps of a schedule (source/steps.cuh), and the board on which ranks hear of one another.
+
+One block for each rank: blocks of equal number have FIFOs, heads, tails and signals of their own. A message is two cells, whose stores land
+in any order. Memory that steps address without a FIFO is not here: ``schedule.verify`` looks at it, on what signals say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from miraccl.executor.cuda import layout
+from miraccl.schedule.ir import Op, Schedule, Step
+
+from .program import Cell, Kind, System, Thread
+
+HALVES = range(2)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """``reads``: FIFOs are in the sender's memory, and receivers read over the link. The others are weaker forms: ``left``: a slot is
+    written when all but ``nslots - left`` messages have been taken; ``fences``: before a tail; ``last_heads``: a sender waits for its heads
+    before it clears them; ``hears``: a rank hears of all others before it ends; ``entries``: of the board."""
+
+    nslots: int
+    reads: bool = False
+    left: int = 1
+    fences: bool = True
+    last_heads: bool = True
+    hears: bool = True
+    entries: int = layout.BOARD_ENTRIES
+
+
+def steps(schedule: Schedule, rules: Rules, *, rounds: int = 1, launches: int = 1, banks: int = 2) -> System:
+    """Channel 0; ``rounds``: pieces that a block moves of each chunk."""
+    system = System(schedule.nranks)
+    for rank, program in enumerate(schedule.channels[0]):
+        thread = system.thread(rank)
+        for launch in range(launches):
+            thread.begin(launch, launch % banks)
+            block = _Block(thread, rules, schedule.nranks, launch, launch % banks)
+            block.announce()
+            for step in [*program] * rounds:
+                block.walk(step)
+            block.clear_fifos()
+            if rules.hears:
+                block.hear_peers()
+            thread.end()
+    return system
+
+
+@dataclass
+class _Block:
+    """In one launch."""
+
+    thread: Thread
+    rules: Rules
+    nranks: int
+    launch: int
+    bank: int
+    sent: list[int] = field(init=False)  # messages and signals to and from every peer
+    taken: list[int] = field(init=False)
+    told: list[int] = field(init=False)
+    heard: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rank = self.thread.rank
+        self.peers = [peer for peer in range(self.nranks) if peer != self.rank]
+        self.sent, self.taken, self.told, self.heard = ([0] * self.nranks for _ in range(4))
+
+    def signal_or_wait(self, step: Step) -> None:
+        for peer in step.peers:
+            if step.op is Op.SIGNAL:
+                self.thread.fence()
+                self.told[peer] += 1
+                self.thread.store(self.signals_of(peer, self.rank), self.told[peer])
+            else:
+                self.heard[peer] += 1
+                self.thread.reach(self.signals_of(self.rank, peer), self.heard[peer])
+
+    def walk(self, step: Step) -> None:
+        if step.op in (Op.SIGNAL, Op.WAIT):
+            self.signal_or_wait(step)
+        if step.op > Op.RECV_REDUCE_ALL:
+            return
+        sources = [peer for peer in step.peers if peer != self.rank] if step.op is Op.RECV_REDUCE_ALL else [step.recv_peer]
+        froms, to = [peer for peer in sources if peer is not None], step.send_peer
+        for peer in froms:  # wait_message
+            self.thread.reach(self.tail_of(self.rank, peer), self.taken[peer] + 1)
+        if to is not None and self.sent[to] >= self.rules.nslots:  # wait_taken
+            self.thread.reach(self.head_of(self.rank, to), self.sent[to] - self.rules.nslots + self.rules.left)
+        for peer in froms:  # move
+            for cell in self.slot_of(peer, self.rank, self.taken[peer]):
+                self.thread.read(cell, self.taken[peer])
+        if to is not None:
+            for cell in self.slot_of(self.rank, to, self.sent[to]):
+                self.thread.store(cell, self.sent[to])
+        for peer in froms:  # tell_taken
+            self.taken[peer] += 1
+            self.thread.store(self.head_of(peer, self.rank), self.taken[peer])
+        if to is not None:
+            if self.rules.fences:
+                self.thread.fence()
+            self.sent[to] += 1
+            self.thread.store(self.tail_of(to, self.rank), self.sent[to])
+
+    def clear_fifos(self) -> None:
+        for peer in self.peers:
+            if self.taken[peer]:
+                if not self.rules.reads:
+                    self.clear_slots(peer, self.rank, self.taken[peer])
+                self.thread.clear(self.tail_of(self.rank, peer))
+            if self.heard[peer]:
+                self.thread.clear(self.signals_of(self.rank, peer))
+        for peer in self.peers:
+            if self.sent[peer]:
+                if self.rules.last_heads:
+                    self.thread.reach(self.head_of(self.rank, peer), self.sent[peer])
+                self.thread.clear(self.head_of(self.rank, peer))
+                if self.rules.reads:
+                    self.clear_slots(self.rank, peer, self.sent[peer])
+
+    def clear_slots(self, sender: int, receiver: int, messages: int) -> None:
+        for last in range(max(0, messages - self.rules.nslots), messages):  # that lay in each slot
+            for cell in self.slot_of(sender, receiver, last):
+                self.thread.clear(cell, last)
+
+    def announce(self) -> None:
+        for peer in self.peers:
+            self.thread.store(self.board(peer, self.rank), self.launch)
+
+    def hear_peers(self) -> None:
+        for peer in self.peers:
+            self.thread.wait_for(self.board(self.rank, peer), self.launch)
+
+    def slot_of(self, sender: int, receiver: int, message: int) -> list[Cell]:
+        name = f"slot {message % self.rules.nslots} of the FIFO from rank {sender} to rank {receiver}, bank {self.bank}"
+        owner = sender if self.rules.reads else receiver
+        return [Cell(f"{name}, half {half}", owner, Kind.BUFFER, self.bank) for half in HALVES]
+
+    def tail_of(self, dst: int, src: int) -> Cell:
+        return Cell(f"tail from rank {src}, bank {self.bank}", dst, Kind.COUNTER, self.bank)
+
+    def head_of(self, dst: int, src: int) -> Cell:
+        return Cell(f"head from rank {src}, bank {self.bank}", dst, Kind.COUNTER, self.bank)
+
+    def signals_of(self, dst: int, src: int) -> Cell:
+        return Cell(f"signals of rank {src}, bank {self.bank}", dst, Kind.COUNTER, self.bank)
+
+    def board(self, dst: int, src: int) -> Cell:
+        return Cell(f"entry {self.launch % self.rules.entries} of the board for rank {src}", dst, Kind.FLAGGED, None)

@@ -1,0 +1,142 @@
+"""Double binary trees: source/tree.cuh, with acks and hellos (source/acks.cuh) where data go one way only.
+
+A thread of each rank for each tree, as the warps of a launch belong to the two trees in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from miraccl.schedule.algos import double_binary_tree
+from miraccl.schedule.algos.double_binary_tree import Place
+from miraccl.types import Collective
+
+from .chain import greet, hear_greetings
+from .program import Cell, Kind, System, Thread
+
+
+def trees(
+    collective: Collective,
+    nranks: int,
+    *,
+    pieces: int,
+    nslots: int,
+    lag: int = 0,
+    launches: int = 1,
+    which: tuple[int, ...] = (0, 1),
+    settles: bool = True,
+    early: int = 0,
+    greets: bool = True,
+    banks: int = 2,
+) -> System:
+    """``which``: the trees. Weaker forms: ``settles``: what is to be used again is seen cleared; ``early``: pieces by which a sender runs
+    ahead of its acks."""
+    system = System(nranks)
+    places = [double_binary_tree.places(collective, rank, nranks) for rank in range(nranks)]
+    for rank in range(nranks):
+        for tree in which:
+            thread = system.thread(rank, f"tree {tree}" if len(which) > 1 else "")
+            one_way = collective is not Collective.ALL_REDUCE
+            greeting = one_way and greets and tree == which[0]
+            for launch in range(launches):
+                bank = launch % banks
+                thread.begin(launch, bank)
+                if greeting:
+                    greet(thread, nranks, bank)
+                warp = _Warp(thread, tree, [place[tree] for place in places], collective, bank, pieces, nslots, lag)
+                for j in range(pieces + lag):
+                    if one_way and j >= nslots + early:
+                        warp.wait_room(j + 1 - nslots - early)
+                    warp.rise(j)
+                    warp.fall(j)
+                    if pieces > nslots and j + nslots < pieces + lag:
+                        if settles:
+                            warp.settle(j)
+                        if one_way:
+                            warp.tell_room(j)
+                if one_way and pieces > nslots:
+                    warp.clear_acks()
+                if greeting:
+                    hear_greetings(thread, nranks, bank)
+                thread.end()
+    return system
+
+
+@dataclass
+class _Warp:
+    """In one launch."""
+
+    thread: Thread
+    tree: int
+    places: list[Place]
+    collective: Collective
+    bank: int
+    pieces: int
+    nslots: int
+    lag: int
+
+    def __post_init__(self) -> None:
+        self.rank = self.thread.rank
+        self.up, self.down = self.places[self.rank]
+        self.rises, self.falls = self.collective is not Collective.BROADCAST, self.collective is not Collective.REDUCE
+
+    def rise(self, j: int) -> None:
+        """Piece ``j`` of the children, and on to the parent."""
+        if not self.rises or j >= self.pieces:
+            return
+        for c, _ in enumerate(self.down):
+            self.thread.take(self.source_place(self.rank, j, f"child {c}"), j)
+        if self.up is not None:
+            self.thread.store(self.source_place(self.up, j, f"child {self.child}"), j)
+
+    def fall(self, j: int) -> None:
+        """Piece ``j - lag`` of the parent, and on to the children; the root turns piece ``j`` around."""
+        k = j if self.up is None else j - self.lag
+        if not self.falls or not 0 <= k < self.pieces:
+            return
+        if self.up is not None:
+            self.thread.take(self.source_place(self.rank, k, "parent"), k)
+        for peer in self.down:
+            self.thread.store(self.source_place(peer, k, "parent"), k)
+
+    def settle(self, j: int) -> None:
+        if self.rises and j < self.pieces:
+            for c, _ in enumerate(self.down):
+                self.thread.seen_empty(self.source_place(self.rank, j, f"child {c}"))
+        if self.falls and self.up is not None and 0 <= j - self.lag < self.pieces:
+            self.thread.seen_empty(self.source_place(self.rank, j - self.lag, "parent"))
+
+    def wait_room(self, taken: int) -> None:
+        for ack in self.acks():
+            self.thread.reach(ack, taken)
+
+    def clear_acks(self) -> None:
+        for ack in self.acks():
+            self.thread.clear(ack)
+
+    def tell_room(self, j: int) -> None:
+        if self.falls and self.up is not None:
+            self.thread.store(self.ack_place(self.up, self.child), j + 1)
+        if self.rises:
+            for peer in self.down:
+                self.thread.store(self.ack_place(peer, 0), j + 1)
+
+    def acks(self) -> Iterator[Cell]:
+        """From those that this warp sends to."""
+        if self.rises and self.up is not None:
+            yield self.ack_place(self.rank, 0)
+        if self.falls:
+            for c, _ in enumerate(self.down):
+                yield self.ack_place(self.rank, c)
+
+    @property
+    def child(self) -> int:
+        """Which of its parent's children this is."""
+        return 0 if self.up is None else self.places[self.up].down.index(self.rank)
+
+    def source_place(self, dst: int, k: int, source: str) -> Cell:
+        return Cell(f"slot {k % self.nslots} of bank {self.bank}, tree {self.tree}, from {source}", dst, Kind.PACKET, self.bank)
+
+    def ack_place(self, dst: int, receiver: int) -> Cell:
+        return Cell(f"ack {receiver} of bank {self.bank}, tree {self.tree}", dst, Kind.COUNTER, self.bank)

@@ -1,0 +1,369 @@
+"""The rules by which kernels use memory again (docs/gpu-kernels.md, "Slots"): each is enough, and each is needed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from miraccl.executor.cuda import layout, lower
+from miraccl.executor.cuda.bank import least_slots
+from miraccl.executor.cuda.plan import TREES, DevicePlan, Request
+from miraccl.schedule import catalog
+from miraccl.schedule.algos import double_binary_tree
+from miraccl.schedule.ir import Schedule
+from miraccl.schedule.steps import inp, one_channel, out, recv, recv_copy_send, send
+from miraccl.types import Collective, DType, RedOp
+
+from .protocols.chain import chain
+from .protocols.chunks import Queue, chunks
+from .protocols.chunks import Rules as Bulk
+from .protocols.order import unkept, unordered
+from .protocols.program import System
+from .protocols.ring import ring
+from .protocols.rows import lane
+from .protocols.search import search
+from .protocols.shots import rooted, shots
+from .protocols.steps import Rules as Simple
+from .protocols.steps import steps
+from .protocols.trees import trees
+
+RANKS = range(2, layout.MAX_RANKS + 1)
+ONE_WAY = (Collective.BROADCAST, Collective.REDUCE)
+MOST = 40_000  # states of a search
+SCHEDULES = [
+    ("ring", Collective.ALL_REDUCE),
+    ("ring", Collective.ALL_GATHER),
+    ("ring", Collective.REDUCE_SCATTER),
+    ("chain", Collective.BROADCAST),
+    ("chain", Collective.REDUCE),
+    ("one_shot", Collective.ALL_REDUCE),
+    ("two_shot", Collective.ALL_REDUCE),
+    (TREES, Collective.ALL_REDUCE),
+    (TREES, Collective.BROADCAST),
+]
+
+
+def ahead_of(algo: str, nranks: int, nslots: int) -> int:
+    """What an operation of many pieces is given."""
+    request = Request(collective=Collective.ALL_REDUCE, dtype=DType.FLOAT32, op=RedOp.SUM, count=1, nranks=nranks)
+    plan = DevicePlan(algo=algo, proto="ll128", blocks=1, threads=32, unroll=1)
+    return lower._ahead(plan, request, 1000, nslots)
+
+
+def built(algo: str, collective: Collective, nranks: int) -> Schedule:
+    return catalog.build(algo, collective, nranks)
+
+
+def line(nranks: int, messages: int) -> Schedule:
+    """A chain of as few messages as a search can follow."""
+    first, last = [send(inp(0), 1)] * messages, [recv(out(0), nranks - 2)] * messages
+    between = ([recv_copy_send(out(0), rank - 1, rank + 1)] * messages for rank in range(1, nranks - 1))
+    return one_channel("line", Collective.BROADCAST, [first, *between, last], parts=1)
+
+
+def holds(system: System) -> bool:
+    """Whether nothing goes wrong, as far as ``search`` and ``order`` agree."""
+    found = search(system, most=MOST)
+    assert bool(found.wrong) == bool(unordered(system)), f"{found}\nbut {unordered(system) or 'all is in order'}"
+    return not found.wrong
+
+
+def always(system: System) -> bool:
+    """The same for systems that are too large to be searched."""
+    return not unordered(system)
+
+
+# ---- the tools themselves: all operations one by one, steps that make a difference, one partial order
+
+
+def small_systems() -> Iterator[tuple[str, System]]:
+    for nslots in (1, 2, 3):
+        for rounds in (1, 2):
+            yield f"shots {nslots} {rounds}", shots(2, pieces=6 - rounds, nslots=nslots, ahead=int(nslots == 3), rounds=rounds)
+        yield f"ring {nslots}", ring(2, pieces=5, nslots=nslots)
+    for weaker in ({}, {"settles": False}, {"early": 1}, {"all_acks": True}, {"greets": False}, {"banks": 1}):
+        yield f"chain {weaker}", chain(2, pieces=3, nslots=1, launches=2, **weaker)
+    for settles in (True, False):
+        yield f"shots, settles {settles}", shots(2, pieces=5, nslots=4, ahead=1, settles=settles)
+        yield f"tree, settles {settles}", trees(Collective.ALL_REDUCE, 2, pieces=5, nslots=2, which=(0,), settles=settles)
+    for banks in (1, 2):
+        yield f"three ranks, banks {banks}", shots(3, pieces=1, nslots=1, ahead=0, launches=3, banks=banks)
+        yield f"two threads, banks {banks}", rooted(2, falls=True, launches=3, banks=banks)
+    for nslots in (1, 2):
+        for more in ({}, {"left": 0}, {"fences": False}, {"last_heads": False}, {"reads": True}, {"reads": True, "last_heads": False}):
+            yield f"steps {nslots} {more}", steps(line(2, 3), Simple(nslots=nslots, **more))
+    for more in ({}, {"early": 1}, {"credit_first": True}):
+        yield f"lane {more}", lane([1, 2, 1, 2, 2], ring=4, quarter=1, **more)
+    for more in ({}, {"fences": False}, {"waits_freed": False}):
+        yield f"chunks {more}", chunks([[Queue(1, (3,), 0, 2)]], Bulk(**more), blocks=1, taking=1)
+
+
+SMALL = dict(small_systems())
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_all_three_ways_of_looking_agree(name: str) -> None:
+    """Nothing is lost where the search takes several operations for a step, and nothing where one order stands for all."""
+    system = SMALL[name]
+    assert bool(search(system, every=True, most=MOST).wrong) == bool(search(system).wrong) == bool(unordered(system))
+
+
+def test_small_systems_are_of_both_kinds() -> None:
+    assert 10 < sum(always(system) for system in SMALL.values()) < len(SMALL) - 10
+
+
+# ---- packets
+
+
+def enough(ahead: int, rounds: int) -> int:
+    """Slots that shots need to be right."""
+    return 2 * ahead + 2 if rounds == 1 else min(2 * ahead + 2, ahead + 3)
+
+
+@pytest.mark.parametrize("nranks", [2, 3, 4])
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_shots_need_twice_the_pieces_ahead_and_two(nranks: int, rounds: int) -> None:
+    look = holds if nranks * rounds < 6 else always
+    for ahead in (0, 1):
+        nslots = enough(ahead, rounds)
+        assert look(shots(nranks, pieces=2 * nslots + 1, nslots=nslots, ahead=ahead, rounds=rounds))
+        assert not look(shots(nranks, pieces=2 * nslots + 1, nslots=nslots - 1, ahead=ahead, rounds=rounds))
+        assert not look(shots(nranks, pieces=2 * nslots + 1, nslots=nslots, ahead=ahead, rounds=rounds, settles=False))
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_shots_of_any_number_of_ranks_and_slots(rounds: int) -> None:
+    """Production is right, and one_shot at the limit. Who sends results on hears more: two_shot might push further ahead than it does."""
+    for nranks in (2, 3, 8):
+        for nslots in range(2, 10):
+            usual = ahead_of("one_shot", nranks, nslots)
+            most = max(ahead for ahead in range(nslots) if enough(ahead, rounds) <= nslots)
+            assert usual <= most
+            assert usual == most or rounds == 2
+            for ahead in {usual, most}:
+                assert always(shots(nranks, pieces=2 * nslots + 1, nslots=nslots, ahead=ahead, rounds=rounds))
+            assert not always(shots(nranks, pieces=2 * nslots + 1, nslots=nslots, ahead=most + 1, rounds=rounds))
+
+
+@pytest.mark.parametrize("nranks", RANKS)
+def test_a_ring_needs_one_slot_more_than_ranks(nranks: int) -> None:
+    least = least_slots("ring", nranks)
+    look = holds if nranks == 2 else always
+    for nslots in (least, least + 1):
+        assert look(ring(nranks, pieces=2 * nslots + 2, nslots=nslots))
+        assert not look(ring(nranks, pieces=2 * nslots + 2, nslots=nslots, settles=False))
+    assert not look(ring(nranks, pieces=2 * least + 2, nslots=least - 1))
+
+
+def test_a_ring_of_three_with_a_slot_fewer() -> None:
+    """The search that finds nothing wrong with nine pieces in four slots looks at 655,140 states."""
+    assert search(ring(3, pieces=4, nslots=least_slots("ring", 3) - 1), most=MOST).wrong
+
+
+@pytest.mark.parametrize("nranks", [2, 3, 4])
+def test_acks_of_a_chain(nranks: int) -> None:
+    for nslots in (1, 2) if nranks < 4 else (1,):
+        assert holds(chain(nranks, pieces=2 * nslots + 1, nslots=nslots))
+        assert not holds(chain(nranks, pieces=2 * nslots + 1, nslots=nslots, early=1))
+        assert not holds(chain(nranks, pieces=2 * nslots + 1, nslots=nslots, settles=False))
+        assert not holds(chain(nranks, pieces=2 * nslots + 1, nslots=nslots, all_acks=True)), "an ack that nobody waits for stays behind"
+
+
+@pytest.mark.parametrize("nranks", RANKS)
+@pytest.mark.parametrize("collective", ONE_WAY)
+def test_acks_along_trees(collective: Collective, nranks: int) -> None:
+    look = holds if nranks <= 4 else always
+    for nslots in (1, 2):
+        for which in ((0,), (1,)):
+            assert look(trees(collective, nranks, pieces=2 * nslots + 1, nslots=nslots, which=which))
+            assert not look(trees(collective, nranks, pieces=2 * nslots + 1, nslots=nslots, which=which, early=1))
+            assert not look(trees(collective, nranks, pieces=2 * nslots + 1, nslots=nslots, which=which, settles=False))
+
+
+@pytest.mark.parametrize("nranks", RANKS)
+def test_all_reduce_along_trees_needs_two_slots_more_than_its_lag(nranks: int) -> None:
+    usual = double_binary_tree.latency(Collective.ALL_REDUCE, nranks)
+    for nslots in range(2, usual + 4):
+        lag = ahead_of(TREES, nranks, nslots)
+        look = holds if nranks == 2 or (nranks == 3 and nslots <= 4) or (nranks == 4 and nslots == 2) else always
+        for which in ((0,), (1,)) if look is holds else ((0, 1),):
+            assert look(trees(Collective.ALL_REDUCE, nranks, pieces=2 * nslots + 1, nslots=nslots, lag=lag, which=which))
+            assert not look(trees(Collective.ALL_REDUCE, nranks, pieces=2 * nslots + 1, nslots=nslots, lag=nslots - 1, which=which))
+            assert not look(trees(Collective.ALL_REDUCE, nranks, pieces=2 * nslots + 1, nslots=nslots, lag=lag, which=which, settles=False))
+
+
+# ---- from launch to launch
+
+
+@pytest.mark.parametrize("nranks", [2, 3, 4])
+def test_two_banks_where_results_are_of_everybody(nranks: int) -> None:
+    tree = double_binary_tree.latency(Collective.ALL_REDUCE, nranks)
+    for banks in (2, 1):
+        look = holds if nranks < 4 else always
+        assert look(shots(nranks, pieces=1, nslots=1, ahead=0, launches=4, banks=banks)) == (banks == 2)
+        assert look(shots(nranks, pieces=1, nslots=1, ahead=0, rounds=2, launches=4, banks=banks)) == (banks == 2)
+        look = holds if nranks < 3 else always
+        assert look(ring(nranks, pieces=1, nslots=1, launches=4, banks=banks)) == (banks == 2)
+        assert always(trees(Collective.ALL_REDUCE, nranks, pieces=3, nslots=3, lag=min(2, tree), launches=5, banks=banks)) == (banks == 2)
+
+
+@pytest.mark.parametrize("nranks", [2, 3, 4])
+def test_two_banks_and_greetings_where_data_go_one_way(nranks: int) -> None:
+    for banks, greets in ((2, True), (1, True), (2, False)):
+        right = banks == 2 and greets
+        assert holds(chain(nranks, pieces=1, nslots=1, launches=4, banks=banks, greets=greets)) == right
+        for falls in (True, False):
+            look = holds if nranks == 2 else always
+            assert look(rooted(nranks, falls=falls, launches=4, banks=banks, greets=greets)) == right
+        for collective in ONE_WAY:
+            assert holds(trees(collective, nranks, pieces=1, nslots=1, which=(0,), launches=3, banks=banks, greets=greets)) == right
+
+
+def everybody_sends(nranks: int, pieces: int) -> Iterator[System]:
+    """One launch of each kernel whose results are made of everybody's data."""
+    nslots = min(pieces, 4)
+    for rounds in (1, 2):
+        yield shots(nranks, pieces=pieces, nslots=nslots, ahead=nslots // 4, rounds=rounds)
+    yield ring(nranks, pieces=2 * pieces, nslots=min(2 * pieces, nranks + 1))
+    yield trees(Collective.ALL_REDUCE, nranks, pieces=pieces, nslots=nslots, lag=min(2, pieces - 1))
+
+
+def one_way(nranks: int, pieces: int, greets: bool = True) -> Iterator[System]:
+    """One launch of each other kernel on packets."""
+    nslots = min(pieces, 4)
+    for collective in ONE_WAY:
+        yield trees(collective, nranks, pieces=pieces, nslots=nslots, greets=greets)
+        yield rooted(nranks, falls=collective is Collective.BROADCAST, greets=greets)
+    yield chain(nranks, pieces=pieces, nslots=nslots, greets=greets)
+
+
+@pytest.mark.parametrize("nranks", RANKS)
+def test_any_kernel_may_follow_any_other(nranks: int) -> None:
+    for pieces in (1, 11):
+        for system in (*everybody_sends(nranks, pieces), *one_way(nranks, pieces)):
+            assert unkept(system) == ""
+    for algo, collective in SCHEDULES:
+        assert unkept(steps(built(algo, collective, nranks), Simple(nslots=layout.FIFO_SLOTS))) == ""
+    for system in one_way(nranks, 1, greets=False):
+        assert "may end before all have begun" in unkept(system)
+
+
+# ---- protocol Simple
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize(("algo", "collective"), SCHEDULES)
+def test_heads_and_tails(algo: str, collective: Collective, reads: bool) -> None:
+    for nranks in (2, 3, 4, 8):
+        schedule = built(algo, collective, nranks)
+        assert always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, reads=reads), rounds=3))
+        assert always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, reads=reads), launches=5))
+        assert not always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, reads=reads), launches=3, banks=1))
+        assert not always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, fences=False, reads=reads)))
+        assert not always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, last_heads=False, reads=reads)))
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("nranks", [2, 3])
+def test_heads_and_tails_of_a_few_messages(nranks: int, reads: bool) -> None:
+    """Two slots, each of which is used three times; what a receiver has not taken is not written over."""
+    look = holds if nranks == 2 else always
+    assert look(steps(line(nranks, 5), Simple(nslots=2, reads=reads)))
+    for weaker in ({"left": 0}, {"fences": False}, {"last_heads": False}):
+        assert not look(steps(line(nranks, 5), Simple(nslots=2, reads=reads, **weaker)))
+
+
+@pytest.mark.parametrize("nranks", RANKS)
+def test_signals(nranks: int) -> None:
+    """All that are sent are heard, so none comes after its word has been cleared; those of an all_reduce tell of all ranks."""
+    for algo, collective in (("two_shot_put", Collective.ALL_REDUCE), ("two_shot_put", Collective.ALL_GATHER)):
+        schedule = built(algo, collective, nranks)
+        assert unkept(steps(schedule, Simple(nslots=layout.FIFO_SLOTS), rounds=2)) == ""
+        assert always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, hears=False), launches=4))
+        assert not always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, hears=False), launches=3, banks=1))
+    assert unkept(steps(built("dissemination", Collective.BARRIER, nranks), Simple(nslots=layout.FIFO_SLOTS), rounds=2)) == ""
+
+
+def test_a_ring_needs_two_slots_of_a_fifo() -> None:
+    """With one, all ranks have sent and wait for room. Two are what every schedule is checked for."""
+    for nranks in (2, 3, 4, 8):
+        for collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER):
+            schedule = built("ring", collective, nranks)
+            assert always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS)))
+            if nranks > 2 or collective is Collective.ALL_REDUCE:
+                assert not always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS - 1)))
+
+
+def test_ranks_that_hear_nobody_run_ahead_of_the_banks() -> None:
+    """``hear_peers``: heads alone tell the end of a chain's beginning too little. The board needs two entries for it."""
+    schedule = line(4, 1)
+    assert always(steps(schedule, Simple(nslots=2), launches=5))
+    assert not always(steps(schedule, Simple(nslots=2, hears=False), launches=5))
+    assert not always(steps(schedule, Simple(nslots=2, entries=1), launches=5))
+    assert holds(steps(line(2, 1), Simple(nslots=2), launches=3))
+
+
+# ---- messages
+
+
+def test_credit_for_rows() -> None:
+    rng = random.Random(1)
+    rows = layout.RING_ROWS
+    for _ in range(40):
+        counts = [rng.randint(1, 8) for _ in range(30)]
+        assert always(lane(counts, ring=rows, quarter=rows // 4))
+    assert not always(lane([1] * 40, ring=rows, quarter=rows // 4, early=1))
+    assert not always(lane([8] * 8, ring=rows, quarter=rows // 4, credit_first=True))
+    for counts in ([1, 2, 1, 2, 2, 1, 2, 1], [2] * 6):
+        assert holds(lane(counts, ring=4, quarter=1))
+        assert not holds(lane(counts, ring=4, quarter=1, credit_first=True))
+
+
+def test_a_ring_of_rows_has_room_for_what_a_warp_sends_at_a_time_and_what_no_credit_tells() -> None:
+    """8 rows, and up to a quarter less one that have been taken without a word: 11 would do."""
+    counts = [3, 8, 5, 1, 8, 8, 2, 7, 8, 8, 4, 8]
+    assert always(lane(counts, ring=8 + 3, quarter=4))
+    assert not always(lane(counts, ring=8 + 2, quarter=4))
+
+
+@pytest.mark.parametrize(("blocks", "taking"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_grants_and_slots_of_large_messages(blocks: int, taking: int) -> None:
+    queues = [[Queue(1, (5, 4), 0, 2)]]
+    assert holds(chunks(queues, Bulk(), blocks=blocks, taking=taking))
+    for weaker in ({"fences": False}, {"waits_freed": False}, {"waits_grant": False}):
+        assert not holds(chunks(queues, Bulk(**weaker), blocks=blocks, taking=taking))
+
+
+def test_queues_that_share_the_pool_from_launch_to_launch() -> None:
+    both, second, first = [Queue(1, (4,), 0, 2), Queue(2, (3, 3), 2, 2)], [Queue(2, (5,), 0, 4)], [Queue(1, (3, 6), 0, 4)]
+    for blocks, taking in ((1, 1), (2, 3), (3, 2)):
+        assert always(chunks([both, second, first, both], Bulk(), blocks=blocks, taking=taking))
+        assert not always(chunks([both, second, first, both], Bulk(waits_grant=False), blocks=blocks, taking=taking))
+
+
+def test_every_block_of_a_sender_has_a_chunk() -> None:
+    """A block without one might miss a grant, for nobody waits for it. Large messages have more chunks than any launch has blocks."""
+    assert not holds(chunks([[Queue(1, (1, 1, 1), 0, 2)]], Bulk(), blocks=2, taking=1))
+    least = -(-(layout.BULK_FROM - 16 * max(first for _, first in layout.GROUPS.values())) // layout.CHUNK_BYTES)
+    assert least == 1024 > 2 * 256, "two blocks for each of more multiprocessors than a GPU has"
+
+
+def test_freed_slots_are_told_by_stores_that_land_in_order() -> None:
+    """Of all that is stored, only these words are written by one multiprocessor after another with nobody waiting in between: by the block
+    that takes the last chunk of a slot in a message, and by that of the first one in the next message."""
+    queues = [[Queue(1, (4, 4), 0, 3)]]
+    assert holds(chunks(queues, Bulk(), blocks=1, taking=2))
+    assert not holds(chunks(queues, Bulk(), blocks=1, taking=2, ordered=False))
+    assert holds(chunks(queues, Bulk(all_freed=False), blocks=1, taking=2, ordered=False))
+
+
+# ---- the documentation
+
+
+def test_the_trace_in_the_documentation() -> None:
+    found = str(search(chain(2, pieces=2, nslots=1, settles=False, greets=False)))
+    text = (Path(__file__).parents[2] / "docs" / "gpu-kernels.md").read_text()
+    assert found in text, found
