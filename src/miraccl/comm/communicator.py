@@ -173,6 +173,7 @@ class Communicator(Operations):
         """
         if self._member.foreign:
             return
+        self._member.end_underway()
         if self._background is not None:
             self._background.close()
         untold = None

@@ -399,13 +399,16 @@ class Member:
         error = CommunicatorAborted(f"rank {self.rank} aborted the communicator: {reason}", rank=self.rank, peer=self.rank)
         self.faults.spread(error, "aborted")
 
+    def end_underway(self) -> None:
+        """The ranks that make another communicator of this one's go on without this rank."""
+        text = "the communicator was finalized while the ranks that live were making another one of it"
+        self.underway.end(CommunicatorClosed(text, rank=self.rank, op="shrink"))
+
     def finalize(self) -> None:
         with self._life:
             if self.closed:
                 return
             self.faults.closing = True
-            text = "the communicator was finalized while the ranks that live were making another one of it"
-            self.underway.end(CommunicatorClosed(text, rank=self.rank, op="shrink"))
             if self.faults.fault is None:
                 with contextlib.suppress(MiracclError):  # what was pending may have failed: its Work says so
                     self.flush(background=True)

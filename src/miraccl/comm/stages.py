@@ -2,12 +2,14 @@
 
 A stage is a round of the control plane's all-gather.  One thread goes through them.  Others may know that they cannot come to a good end:
 the proxy's, which sees a connection break, and one that finalizes the communicator from which this one is made.
+
+There are no locks, as a signal handler may finalize, too: who begins something says so and looks then whether it has been ended, and who
+ends it says so before it looks for what has begun.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,14 +28,12 @@ class Stages:
     def __init__(self, session: Session, deadline: Deadline | None = None) -> None:
         self.session = session
         self.deadline = Deadline.after(session.timeout).within(deadline or session.timeout)
-        self._lock = threading.Lock()
         self._now = ""
         self._error: MiracclError | None = None
 
     def exchange(self, name: str, value: Any) -> list[Any]:
         """The stage ``name``: everybody's ``value`` (of JSON) by rank. Raises ``CollectiveTimeout`` naming the ranks that did not come."""
-        with self._lock:
-            self._now = name
+        self._now = name
         self.look()
         try:
             blobs = self.session.all_gather(json.dumps(value).encode(), name, self.deadline)
@@ -59,43 +59,38 @@ class Stages:
 
     def end(self, error: MiracclError) -> None:
         """Any thread: the one that goes through the stages raises ``error``, unless it has come to the end of the last one."""
-        with self._lock:
-            self._error = self._error or error
-            error.op = error.op or self._op
-            self.session.end_gather(self._now, error.message)
+        error.op = error.op or self._op
+        self._error = self._error or error
+        self.session.end_gather(self._now, error.message)
 
 
 class Underway:
     """The stages of communicators that are made from one, of ranks that have not left it: they end when one of these leaves."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._open: dict[Stages, tuple[int, ...]] = {}
         self._error: MiracclError | None = None
 
     @contextmanager
     def attend(self, stages: Stages, ranks: Sequence[int]) -> Iterator[None]:
         """Inside the block a thread goes through ``stages``, with these ranks of the communicator."""
-        with self._lock:
+        self._open[stages] = tuple(ranks)
+        try:
             if self._error is not None:
                 raise self._error
-            self._open[stages] = tuple(ranks)
-        try:
             yield
         finally:
-            with self._lock:
-                del self._open[stages]
+            del self._open[stages]
 
     def hear(self, event: Event) -> None:
         """From the watcher: a rank has left the communicator, which does not end its connection, as a death does."""
         if isinstance(event, PeerLeft):
-            with self._lock:
-                for stages in [stages for stages, ranks in self._open.items() if event.rank in ranks]:
+            for stages, ranks in list(self._open.items()):
+                if event.rank in ranks:
                     stages.end(PeerDied(f"rank {event.rank} has left the communicator ({event.reason})", peer=event.rank))
 
     def end(self, error: MiracclError) -> None:
         """This rank leaves."""
-        with self._lock:
-            self._error = self._error or error
-            for stages in self._open:
-                stages.end(error)
+        self._error = self._error or error
+        for stages in list(self._open):
+            stages.end(error)
