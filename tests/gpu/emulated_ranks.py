@@ -7,6 +7,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,27 @@ def by_copy_engines() -> None:
         window = comm.empty(count * me.nranks, "float32", device="cuda")
         comm.all_gather(me.put(me.data(me.rank, count)), window, stream=0)
         me.synchronize()
-        np.testing.assert_array_equal(seen(window.miraccl_view), everybody)
+        inside = seen(window.miraccl_view)
+        np.testing.assert_array_equal(inside, everybody)
+        inside[:] = me.data(me.rank, inside.size)
+        comm.barrier(stream=0)
+        comm.broadcast(window, 1, stream=0)
+        me.synchronize()
+        np.testing.assert_array_equal(inside, me.data(1, inside.size))
+        assert comm._device is not None
+        gpu, stream = comm._device.gpu, comm._device.gpu.make_stream()
+        x = me.put(me.data(me.rank, count))
+        graphs = [gpu.capture(stream, lambda captured: comm.all_gather(x, window, stream=captured)) for _ in range(2)]
+        replays: list[Callable[[], Any]] = [partial(gpu.launch_graph, graph, stream) for graph in graphs]
+        for run in (*replays, lambda: comm.all_gather(x, window, stream=0)):
+            inside[:] = 0
+            comm.barrier(stream=0)
+            me.synchronize()
+            run()
+            me.synchronize()
+            np.testing.assert_array_equal(inside, everybody)
+        assert isinstance(comm._device, DeviceCommunicator)
+        assert len(comm._device._engines._sides) == 1  # a capture that has ended leaves it free
 
 
 def point_to_point() -> int:

@@ -319,7 +319,7 @@ class FakeCuda:
         return Result.CUDA_SUCCESS, int(self.streams[stream].graph is not None)
 
     def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
-        return Result.CUDA_SUCCESS, 1, stream, None
+        return Result.CUDA_SUCCESS, 1, id(self.streams[stream].graph), None
 
     def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
         event = types.SimpleNamespace(recorded=threading.Event(), graph=None)

@@ -8,12 +8,12 @@ from typing import Any
 
 from miraccl.comm.device.ctas import Ctas
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.copies import COLLECTIVES, FASTER_FROM, CopyLaunch, Place
+from miraccl.executor.cuda.copies import CopyLaunch, Place, Side, faster_from, possible
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.launch import Kernels
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.plan import Request
-from miraccl.executor.cuda.staged_copies import ALGORITHMS, Direction, StagedLaunch
+from miraccl.executor.cuda.staged_copies import ALGORITHMS, Directions, StagedLaunch
 from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.types import Collective, DType
 
@@ -24,7 +24,8 @@ class CopyEngines:
     def __init__(self, gpu: Gpu, kernels: Kernels, comm_args: CommArgs, memory: SymmetricMemory, ctas: Ctas) -> None:
         self._gpu, self._kernels, self._comm_args, self._memory, self._ctas = gpu, kernels, comm_args, memory, ctas
         self._launches: dict[tuple[Any, ...], CopyLaunch | StagedLaunch] = {}
-        self._directions: dict[tuple[int, bool], Direction] = {}
+        self._sides: list[Side] = []
+        self._directions: Directions = {}
 
     def may_take(self, collective: Collective, windows: bool) -> bool:
         """Whether ``find`` is to be asked; ``windows``: there are some."""
@@ -36,9 +37,9 @@ class CopyEngines:
         """The launch of an operation, made now if there is none; None where kernels do it. ``place`` is where the output lies in a
         window."""
         key: tuple[Any, ...] = (collective, dtype, count, root)
-        if place is not None and collective in COLLECTIVES:
+        if place is not None and possible(collective, self._memory.nranks):
             received = count * dtype.itemsize * (self._memory.nranks - 1)
-            if not self._ctas.none and received < FASTER_FROM:
+            if not self._ctas.none and received < faster_from(collective, self._memory.nranks):
                 return None
             key += (place.number, place.offset)
         elif self._ctas.none and self._memory.all_direct:
@@ -49,7 +50,7 @@ class CopyEngines:
             self._gpu.make_current()
             with self._gpu.outside_of_capture():
                 self._launches[key] = (
-                    CopyLaunch(self._gpu, self._kernels, request(), self._comm_args, place)
+                    CopyLaunch(self._gpu, self._kernels, request(), self._comm_args, place, self._sides)
                     if place is not None
                     else StagedLaunch(self._gpu, self._kernels, request(), self._comm_args, self._directions)
                 )
@@ -63,5 +64,5 @@ class CopyEngines:
 
     def close(self) -> None:
         """After the GPU has ended its work."""
-        for direction in self._directions.values():
-            direction.close()
+        for side in (*self._sides, *self._directions.values()):
+            side.close()

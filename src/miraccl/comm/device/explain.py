@@ -78,8 +78,9 @@ def candidates(
 
     kernel = given or choose(request)
     others = [of(*_other(request, name, kernel)) for name in ALGORITHMS[request.collective] if name != kernel.algo]
-    if request.collective in copies.COLLECTIVES:
-        condition = f"taken into windows (comm.empty), from {copies.FASTER_FROM >> 20} MiB for other ranks on"
+    if copies.possible(request.collective, request.nranks):
+        least = copies.faster_from(request.collective, request.nranks)
+        condition = f"taken into windows (comm.empty), from {least >> 20} MiB of other ranks on"
         others.append(of(copies.plan_of(request), False, "taken into windows (MIRACCL_SMS=0)" if no_multiprocessors else condition))
     if no_multiprocessors and all_direct and request.collective in staged_copies.ALGORITHMS:
         engines = staged_copies.plan_of(request)

@@ -2,7 +2,8 @@
 
 A schedule whose sends take from the input and whose receives put into the output, each chunk once, is a set of copies: what a rank sends is
 copied to where its peer would have received it.  Between two meetings of all ranks on their streams (source/meet.cuh: one warp each, a few
-microseconds) every rank's copy engines write to its peers, the next rank first, so that no two ranks write to the same peer at a time.
+microseconds) every rank's copy engines write to its peers, the next rank first, so that no two ranks write to the same peer at a time, and
+beside that, on a stream of its own, to this rank's place.
 """
 
 from __future__ import annotations
@@ -21,11 +22,49 @@ from miraccl.schedule import catalog
 from miraccl.schedule.ir import Buffer, Op, Schedule
 from miraccl.types import Collective, DType
 
-#: collectives that copy engines do; a broadcast with more ranks would send everything from the root to everybody
-COLLECTIVES = (Collective.ALL_GATHER, Collective.ALL_TO_ALL)
-#: bytes that a rank receives from which copy engines are faster than kernels on windows; measured on H200, docs/performance.md
-FASTER_FROM = 48 << 20
+#: bytes that a rank receives from which copy engines are faster than kernels on windows, with 2 ranks and with more; measured on H200
+#: (docs/performance.md), with more than 2 before copies to a rank's own place went beside the others
+FASTER_FROM = {
+    Collective.ALL_GATHER: (32 << 20, 48 << 20),
+    Collective.ALL_TO_ALL: (32 << 20, 48 << 20),
+    Collective.BROADCAST: (96 << 20, 0),
+}
 MEETING_THREADS = 32
+
+
+def possible(collective: Collective, nranks: int) -> bool:
+    """Whether copies do it well; a broadcast with more ranks would send everything from the root to everybody."""
+    return collective in (Collective.ALL_GATHER, Collective.ALL_TO_ALL) or (collective is Collective.BROADCAST and nranks == 2)
+
+
+def faster_from(collective: Collective, nranks: int) -> int:
+    """Bytes that a rank receives from which copies are taken."""
+    two, more = FASTER_FROM[collective]
+    return two if nranks == 2 else more
+
+
+class Side:
+    """A stream beside that of the call, and its event, shared by all launches of a communicator."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.stream, self.event = gpu, gpu.make_stream(), gpu.make_event()
+        self.done = 0  # chunks of this launch
+
+    def close(self) -> None:
+        """After the GPU has done with it."""
+        self.gpu.destroy_event(self.event)
+        self.gpu.destroy_stream(self.stream)
+
+
+def find_side(sides: list[Side], gpu: Gpu, stream: int) -> Side:
+    """One for a call in ``stream``, added to ``sides`` if there is none: a stream that a capture took in is the capture's until it ends."""
+    capture = gpu.capture_id(stream)
+    for side in sides:
+        if gpu.capture_id(side.stream) in (0, capture):
+            return side
+    with gpu.outside_of_capture():
+        sides.append(Side(gpu))
+    return sides[-1]
 
 
 class Copy(NamedTuple):
@@ -85,7 +124,7 @@ def meeting(
 class CopyLaunch:
     """One collective of one size into one place of a window; as ``launch.Launch``, it neither waits nor allocates."""
 
-    def __init__(self, gpu: Gpu, kernels: Kernels, request: Request, comm_args: lower.CommArgs, place: Place) -> None:
+    def __init__(self, gpu: Gpu, kernels: Kernels, request: Request, comm_args: lower.CommArgs, place: Place, sides: list[Side]) -> None:
         self.plan, self.threads = plan_of(request), MEETING_THREADS
         schedule = catalog.build(self.plan.algo, request.collective, request.nranks, request.root)
         block, rank = request.block_bytes, comm_args.rank
@@ -94,12 +133,18 @@ class CopyLaunch:
             for copy in copies_of(schedule, rank)
         ]
         self._block, self._gpu = block, gpu
+        self._sides = sides
         self._before, self._after = (meeting(gpu, kernels, self.plan, request, comm_args, place) for _ in range(2))
 
     def run(self, source: int, target: int, stream: int) -> None:
         """Enqueue in ``stream``: read at ``source``; ``target`` is this rank's own place in the window."""
+        gpu, side = self._gpu, find_side(self._sides, self._gpu, stream)
         self._before.run(source, target, stream)
+        gpu.record(side.event, stream)
+        gpu.wait_event(side.stream, side.event)
         for address, offset, own in self._copies:
             if not own or address != source + offset:
-                self._gpu.copy(address, source + offset, self._block, stream)
+                gpu.copy(address, source + offset, self._block, side.stream if own else stream)
+        gpu.record(side.event, side.stream)
+        gpu.wait_event(stream, side.event)
         self._after.run(source, target, stream)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout, lower
-from miraccl.executor.cuda.copies import meeting
+from miraccl.executor.cuda.copies import Side, meeting
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.launch import Kernels
 from miraccl.executor.cuda.plan import DevicePlan, Request
@@ -118,20 +118,8 @@ class Stage:
         return layout.COPY_FLAGS_OFFSET + 4 * ((layout.MAX_RANKS + dst) * layout.COPY_SLOTS + number)
 
 
-class Direction:
-    """To or from a peer: a stream and its event, shared by all launches of a communicator."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu, self.stream, self.event = gpu, gpu.make_stream(), gpu.make_event()
-        self.done = 0  # chunks of this launch
-
-    def close(self) -> None:
-        """After the GPU has done with it."""
-        self.gpu.destroy_event(self.event)
-        self.gpu.destroy_stream(self.stream)
-
-
-Directions = dict[tuple[int, bool], Direction]  # (peer, whether data come from it)
+Directions = dict[tuple[int, bool], Side]
+"""By the peer, and whether data come from it."""
 
 
 def plan_of(request: Request) -> DevicePlan:
@@ -145,7 +133,7 @@ class StagedLaunch:
 
     threads = 1 << 20  # its end clears the banks: ordered among communicators as what fills the GPU
 
-    def __init__(self, gpu: Gpu, kernels: Kernels, request: Request, comm_args: lower.CommArgs, directions: Directions) -> None:
+    def __init__(self, gpu: Gpu, kernels: Kernels, request: Request, comm_args: lower.CommArgs, sides: Directions) -> None:
         self.plan = plan_of(request)
         schedule = catalog.build(self.plan.algo, request.collective, request.nranks, request.root)
         self._gpu, self._comm_args, self._rank = gpu, comm_args, comm_args.rank
@@ -159,8 +147,8 @@ class StagedLaunch:
                 self._totals[chunk.up] = self._totals.get(chunk.up, 0) + 1
         ends = {(c.up, True) for c in self._chunks} | {(c.down, False) for c in self._chunks}
         used = [(peer, comes) for peer, comes in ends if peer is not None]
-        self._directions: Directions = {key: directions.get(key) or Direction(gpu) for key in used}
-        directions.update(self._directions)
+        self._directions: Directions = {key: sides.get(key) or Side(gpu) for key in used}
+        sides.update(self._directions)
         self._fork = gpu.make_event()
 
     def run(self, source: int, target: int, stream: int) -> None:
@@ -202,7 +190,7 @@ class StagedLaunch:
             origin = base[chunk.source.buffer] + chunk.source.offset
             self._give(chunk.down, self._directions[chunk.down, False], origin, chunk.source.nbytes)
 
-    def _give(self, peer: int, direction: Direction, address: int, nbytes: int) -> None:
+    def _give(self, peer: int, direction: Side, address: int, nbytes: int) -> None:
         gpu, comm_args, stage = self._gpu, self._comm_args, self._stage
         number = direction.done % stage.nslots
         if direction.done >= stage.nslots:
@@ -213,7 +201,7 @@ class StagedLaunch:
         gpu.write_word(comm_args.outboxes[peer] + stage.ready(self._rank, number), 1, direction.stream)
         direction.done += 1
 
-    def _take(self, peer: int, direction: Direction, address: int, nbytes: int) -> None:
+    def _take(self, peer: int, direction: Side, address: int, nbytes: int) -> None:
         gpu, comm_args, stage = self._gpu, self._comm_args, self._stage
         number = direction.done % stage.nslots
         word = comm_args.inboxes[peer] + stage.ready(peer, number)
