@@ -9,7 +9,7 @@ import pytest
 from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.registry import Registry
 from miraccl.schedule import catalog
-from miraccl.schedule.steps import copy, inp, one_channel, out, recv, recv_reduce_copy, send
+from miraccl.schedule.steps import copy, inp, one_channel, out, recv, recv_reduce_copy, send, signal
 from miraccl.schedule.text import dump, parse
 from miraccl.types import Collective
 from tests.schedule.helpers import COLLECTIVES
@@ -96,6 +96,22 @@ def test_an_algorithm_builds_a_schedule(made, name):
             catalog.build("odd", C.BROADCAST, 2)
     finally:
         catalog.unregister("odd")
+
+
+def test_a_builder_that_fails_is_named_with_what_to_do():
+    @catalog.register("picky", collectives=[C.BARRIER], sentence="For tests.")
+    def build(collective, nranks, root):
+        if nranks & (nranks - 1):
+            raise ValueError("powers of two only")
+        return one_channel("picky", collective, ([signal([])] for _ in range(nranks)))
+
+    try:
+        with pytest.raises(ScheduleError, match=r"'picky' fails to build barrier over 3 ranks: ValueError: powers of two .*condition="):
+            catalog.build("picky", C.BARRIER, 3)
+        with pytest.raises(ScheduleError, match="'picky' fails to build barrier over 4 ranks: ValueError: SIGNAL needs peers"):
+            catalog.build("picky", C.BARRIER, 4)
+    finally:
+        catalog.unregister("picky")
 
 
 def test_an_algorithm_in_the_place_of_a_built_in_one_is_proved(monkeypatch):

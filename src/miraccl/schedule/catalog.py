@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from miraccl.errors import InvalidUsage, ScheduleError
+from miraccl.errors import InvalidUsage, MiracclError, ScheduleError
 from miraccl.registry import Registry
 from miraccl.schedule.ir import Schedule
 from miraccl.schedule.passes import relabel
@@ -58,13 +58,21 @@ class Algorithm:
         return nranks >= 1 and collective in self.collectives and (self.condition is None or self.condition(collective, nranks))
 
     def build(self, collective: Collective, nranks: int, root: int = 0) -> Schedule:
-        """The schedule; raises ``InvalidUsage`` where ``supports`` says no or ``root`` is no rank. Not cached."""
+        """The schedule, not cached. Raises ``InvalidUsage`` where ``supports`` says no or ``root`` is no rank, ``ScheduleError`` where the
+        builder fails."""
         if not self.supports(collective, nranks):
             raise InvalidUsage(f"algorithm {self.name!r} has no {collective.label} over {nranks} ranks")
         if not 0 <= root < nranks:
             raise InvalidUsage(f"root {root} is not in 0..{nranks - 1}")
         root = root if collective.rooted else 0
-        schedule = self.builder(collective, nranks, root)
+        try:
+            schedule = self.builder(collective, nranks, root)
+        except MiracclError:
+            raise
+        except Exception as error:
+            text = f"algorithm {self.name!r} fails to build {collective.label} over {nranks} ranks: {type(error).__name__}: {error}"
+            hint = "register(condition=...) says for which collectives and numbers of ranks an algorithm is"
+            raise ScheduleError(text, hint=hint) from error
         if not isinstance(schedule, Schedule):
             raise ScheduleError(f"algorithm {self.name!r} built a {type(schedule).__name__}, not a Schedule")
         if (schedule.collective, schedule.nranks, schedule.root) != (collective, nranks, root):
