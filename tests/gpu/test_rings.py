@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from miraccl.comm.device.rings import Ring, find_ring
+from miraccl.graph.plan_cache import sealed
 from miraccl.native import cache
 from miraccl.topo.load import load_topology
 from miraccl.transport.cuda_pairs import Facts, Paths, read_paths
@@ -84,12 +85,12 @@ def test_the_answer_is_kept(monkeypatch: pytest.MonkeyPatch, plans: Path) -> Non
     monkeypatch.setenv("NCCL_TOPO_FILE", str(MACHINES / "pcie4-2s-nonic.xml"))
     first = ring_of(bus_ids())
     (kept,) = plans.iterdir()
-    record = json.loads(kept.read_text())
-    kept.write_text(json.dumps({**record, "order": [0, 3, 1, 2]}) + "\n")
+    record = json.loads(kept.read_bytes().partition(b"\n")[2])
+    kept.write_bytes(sealed(json.dumps({**record, "order": [0, 3, 1, 2]}).encode()))
     again = ring_of(bus_ids())
     assert (again.order, again.why) == ((0, 3, 1, 2), first.why)
     assert ring_of(bus_ids()[::-1]).order != again.order
-    kept.write_text(json.dumps({**record, "order": [0, 3, 3, 2]}) + "\n")
+    kept.write_bytes(sealed(json.dumps({**record, "order": [0, 3, 3, 2]}).encode()))
     assert ring_of(bus_ids()).why.startswith("no ring was found: the search gave [0, 3, 3, 2]")
 
 

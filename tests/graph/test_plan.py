@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,11 +121,17 @@ def test_a_plan_is_made_once(tmp_path: Path) -> None:
     assert second.data == {"answer": 42}
 
 
-@pytest.mark.parametrize("text", [b"", b'{"answer": 4', b"garbage"])
-def test_half_a_file_is_made_again(tmp_path: Path, text: bytes) -> None:
-    (tmp_path / "plan-k.json").write_bytes(text)
-    assert cached_document(tmp_path, "k", lambda: {"answer": 42}).data == {"answer": 42}
-    assert json.loads((tmp_path / "plan-k.json").read_bytes()) == {"answer": 42}
+@pytest.mark.parametrize(
+    "damage", [lambda t: b"", lambda t: t[:-4], lambda t: b"garbage", lambda t: t.replace(b"42", b"43"), lambda t: b"{}\n"]
+)
+def test_a_damaged_file_is_made_again(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    kept = tmp_path / "plan-k"
+    cached_document(tmp_path, "k", lambda: {"answer": 42})
+    whole = kept.read_bytes()
+    kept.write_bytes(damage(whole))
+    again = cached_document(tmp_path, "k", lambda: {"answer": 42})
+    assert (again.hit, again.data) == (False, {"answer": 42})
+    assert kept.read_bytes() == whole
 
 
 def test_a_folder_that_is_not_there_only_costs_time(tmp_path: Path) -> None:
@@ -134,10 +141,10 @@ def test_a_folder_that_is_not_there_only_costs_time(tmp_path: Path) -> None:
 
 def test_old_plans_make_room(tmp_path: Path) -> None:
     for i in range(MAX_FILES + 3):
-        (tmp_path / f"plan-{i}.json").write_bytes(b"{}\n")
+        (tmp_path / f"plan-{i}").write_bytes(b"{}\n")
     cached_document(tmp_path, "new", dict)
-    assert len(list(tmp_path.glob("plan-*.json"))) == MAX_FILES
-    assert (tmp_path / "plan-new.json").exists()
+    assert len(list(tmp_path.glob("plan-*"))) == MAX_FILES
+    assert (tmp_path / "plan-new").exists()
     assert not list(tmp_path.glob(".plan-*"))
 
 

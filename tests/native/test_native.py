@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import errno
+import fcntl
 import importlib.util
 import os
 import stat
 import subprocess
 import sys
+import tempfile
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,14 +56,116 @@ def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path
         assert first
 
 
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What the cache has logged, once each."""
+    cache._tell.cache_clear()
+    monkeypatch.setattr(cache.log, "handle", caplog.handler.handle)
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.fixture
+def below(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """What stands in for a folder that cannot be written."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    return temporary / f"miraccl-{os.getuid()}"
+
+
 def test_a_cache_folder_that_cannot_be_written_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, below: Path, told: Callable[[], list[str]]
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MIRACCL_CACHE_DIR", str(tmp_path / "file"))
-    monkeypatch.setattr(cache.log, "handle", caplog.handler.handle)
-    assert cache.folder() == cache.folder()
-    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [f"MIRACCL_CACHE_DIR={tmp_path}/file cannot be written"]
+    assert cache.folder() == cache.folder() == below
+    assert stat.S_IMODE(below.stat().st_mode) == 0o700
+    (message,) = told()
+    assert message.startswith(f"MIRACCL_CACHE_DIR={tmp_path}/file cannot be written (File exists)")
+
+
+def test_a_cache_folder_that_may_only_be_read_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, below: Path) -> None:
+    """As one of an image that comes with compiled kernels."""
+    monkeypatch.setenv("MIRACCL_CACHE_DIR", str(tmp_path))
+    (tmp_path / "old").write_bytes(b"compiled before")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    cache.write("new", b"compiled now")
+    assert (cache.read("old"), cache.read("new")) == (b"compiled before", b"compiled now")
+    assert (below / "new").read_bytes() == b"compiled now"
+    assert cache.plan_folder() == below / "plans"
+    with cache.lock("thing") as first:
+        assert first
+    assert (below / "thing.lock").exists()
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Makes folders refuse every new file."""
+    monkeypatch.setenv("MIRACCL_CACHE_DIR", str(tmp_path))
+    opened = os.open
+
+    def fill(*folders: Path) -> None:
+        def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+            if flags & os.O_CREAT and Path(path).parent in folders:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            return opened(path, flags, *args, **kwargs)
+
+        monkeypatch.setattr(os, "open", refuse)
+
+    return fill
+
+
+def test_what_a_full_disk_does_not_take_lies_elsewhere(
+    tmp_path: Path, below: Path, full: Callable[..., None], told: Callable[[], list[str]]
+) -> None:
+    full(tmp_path)
+    cache.write("thing", b"bytes")
+    assert cache.read("thing") == b"bytes"
+    assert told() == [f"{tmp_path} cannot be written: No space left on device; {below} is used"]
+    with cache.lock("thing") as first:
+        assert first
+    assert (below / "thing.lock").exists()
+
+
+def test_nothing_is_kept_where_no_folder_takes_it(
+    tmp_path: Path, below: Path, full: Callable[..., None], told: Callable[[], list[str]]
+) -> None:
+    full(tmp_path, below)
+    cache.write("thing", b"bytes")
+    assert cache.read("thing") is None
+    (message,) = told()
+    assert "every process makes them again" in message
+    assert "No space left on device" in message
+    with cache.lock("thing") as first:
+        assert first
+
+
+def test_a_folder_of_somebody_else_below_the_temporary_one_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, below: Path
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "thing").write_bytes(b"code of theirs")
+    below.symlink_to(tmp_path / "theirs")
+    monkeypatch.setenv("MIRACCL_CACHE_DIR", "/proc/nothing")
+    cache._unguessable.cache_clear()
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    below.rename(below.parent / f"miraccl-{os.getuid()}")
+    assert cache.read("thing") is None
+    found = cache.folder()
+    assert found is not None
+    assert found == cache.folder() != below.parent / f"miraccl-{os.getuid()}"
+    found.rmdir()
+    cache._unguessable.cache_clear()
+
+
+def test_a_file_system_without_locks_makes_nobody_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def flock(handle: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setenv("MIRACCL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with cache.lock("thing") as first:
+        assert first
 
 
 def test_no_descriptor_for_compiled_code_is_a_system_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -342,6 +342,24 @@ def test_doctor_names_the_extra_that_brings_a_package(monkeypatch: pytest.Monkey
     assert found["numpy"] == ("missing", "pip install numpy")
 
 
+def test_doctor_looks_at_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def found() -> Finding:
+        return next(finding for finding in doctor.examine() if finding.name == "cache")
+
+    monkeypatch.setattr(doctor, "CHECKS", {"cache": doctor.CHECKS["cache"]})
+    monkeypatch.setenv("HOME", str(tmp_path))  # below the temporary folder, and fine
+    for name in ("MIRACCL_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert (found().status, found().found) == ("ok", f"{tmp_path}/.cache/miraccl can be written")
+    monkeypatch.setattr(doctor, "CACHE_BYTES", 1 << 62)
+    assert found().status == "note"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MIRACCL_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(doctor, "CACHE_BYTES", 1)
+    assert found().found.startswith(f"{tmp_path}/file cannot be written, ")
+    assert "MIRACCL_CACHE_DIR" in found().advice
+
+
 def test_doctor_survives_a_check_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> Finding:
         raise RuntimeError("boom")

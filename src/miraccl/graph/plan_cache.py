@@ -1,7 +1,8 @@
 """Plans on disk, keyed by what they depend on: the topology's content, every setting, and the code that decides.
 
-A hit costs reading two files and a hash; the document is only parsed when somebody looks inside. Files are written beside their place and
-renamed, so a reader never sees half of one, and the folder keeps at most :data:`MAX_FILES`.
+A hit costs reading two files and two hashes; the document is only parsed when somebody looks inside. Files are written beside their place
+and renamed, so a reader never sees half of one, and begin with a line that is the hash of the rest: a damaged one is no hit. The folder
+keeps at most :data:`MAX_FILES`.
 """
 
 from __future__ import annotations
@@ -56,25 +57,31 @@ def _code_stamp() -> bytes:
 
 def cached_document(folder: Path | None, key: str, make: Callable[[], dict[str, Any]]) -> PlanDocument:
     """The document kept under ``key`` in ``folder``, or the one that ``make`` returns, kept from now on (not without a folder)."""
-    target = folder / f"{_PREFIX}{key}.json" if folder else None
+    target = folder / f"{_PREFIX}{key}" if folder else None
     if target:
         with contextlib.suppress(OSError):
-            text = target.read_bytes()
-            if text.startswith(b"{") and text.endswith(b"}\n"):
+            content = target.read_bytes()
+            text = content.partition(b"\n")[2]
+            if content == sealed(text):
                 return PlanDocument(text=text, hit=True)
     text = json.dumps(make(), separators=(",", ":")).encode() + b"\n"
     if target:
-        _store(target, text)
+        _store(target, sealed(text))
     return PlanDocument(text=text, hit=False)
 
 
-def _store(target: Path, text: bytes) -> None:
+def sealed(text: bytes) -> bytes:
+    """What a file holds: the hash and the text."""
+    return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
+
+
+def _store(target: Path, content: bytes) -> None:
     """Best effort: a folder that cannot be written only costs the time to plan again."""
     with contextlib.suppress(OSError):
         handle, temporary = tempfile.mkstemp(prefix=f".{_PREFIX}", dir=target.parent)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(text)
+                file.write(content)
             os.replace(temporary, target)
         except OSError:
             os.unlink(temporary)
@@ -83,6 +90,6 @@ def _store(target: Path, text: bytes) -> None:
 
 
 def _prune(folder: Path) -> None:
-    kept = sorted(folder.glob(f"{_PREFIX}*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    kept = sorted(folder.glob(f"{_PREFIX}*"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in kept[MAX_FILES:]:
         file.unlink(missing_ok=True)

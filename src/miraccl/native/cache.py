@@ -1,12 +1,14 @@
 """Where compiled kernels and measured constants live on disk, and the lock that lets one rank make them while the others wait.
 
-Files are written beside their place and renamed, so that a reader never sees half of one; a folder that cannot be written (a
-read-only home) only costs the time to make things again.
+Files are written beside their place and renamed, so that a reader never sees half of one.  A folder that cannot be written (a read-only
+home, a full disk, somebody else's) is still read; what is new goes to one below the temporary folder.  Where nothing can be kept, that
+costs the time to make things again in every process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import os
@@ -19,68 +21,143 @@ from miraccl import params, trace
 log = trace.logger("cache")
 
 
-def folder() -> Path:
-    """``MIRACCL_CACHE_DIR``, or ``$XDG_CACHE_HOME/miraccl``, or ``~/.cache/miraccl``; made if missing, private to the user."""
+def wanted() -> Path:
+    """``MIRACCL_CACHE_DIR``, or ``$XDG_CACHE_HOME/miraccl``, or ``~/.cache/miraccl``."""
     chosen = params.CACHE_DIR.read()
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    path = Path(chosen) if chosen else Path(base) / "miraccl"
+    return Path(chosen) if chosen else Path(base) / "miraccl"
+
+
+def folder() -> Path | None:
+    """The first folder that can be written, by its modes; None without one."""
+    return next(_writable(), None)
+
+
+def _writable() -> Iterator[Path]:
+    """Folders that can be written, by their modes: the wanted one, made if missing and private to the user; one below the temporary one."""
+    path = wanted()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(path, os.W_OK):
-            return path
+        why = "" if os.access(path, os.W_OK | os.X_OK) else "no permission"
+    except OSError as error:
+        why = error.strerror or "no reason given"
+    if not why:
+        yield path
+    elif params.CACHE_DIR.read():
+        _tell(f"MIRACCL_CACHE_DIR={path} cannot be written ({why}); a folder below {_temporary()} is used")
+    with contextlib.suppress(OSError):
+        yield _fallback()
+
+
+def _temporary() -> str:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:  # there is none that can be written
+        return "/tmp"
+
+
+def _below() -> Path:
+    return Path(_temporary()) / f"miraccl-{os.getuid()}"
+
+
+def _fallback() -> Path:
+    path = _below()
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path if _is_ours(path) else _unguessable()
+
+
+def _is_ours(path: Path) -> bool:
+    """False for somebody else's folder, or link, under a guessable name: never load code from there."""
+    try:
+        return path.lstat().st_uid == os.getuid()
     except OSError:
-        pass
-    if chosen:
-        _tell_unusable(chosen)
-    fallback = Path(tempfile.gettempdir()) / f"miraccl-{os.getuid()}"
-    fallback.mkdir(mode=0o700, exist_ok=True)
-    if fallback.stat().st_uid != os.getuid():  # somebody else's folder under a guessable name: never load code from there
-        return Path(tempfile.mkdtemp(prefix="miraccl-"))
-    return fallback
+        return False
 
 
 @functools.cache
-def _tell_unusable(chosen: str) -> None:
-    log.warning("MIRACCL_CACHE_DIR=%s cannot be written; a folder below %s is used", chosen, tempfile.gettempdir())
+def _unguessable() -> Path:
+    return Path(tempfile.mkdtemp(prefix="miraccl-"))
 
 
-def plan_folder() -> Path:
-    """Where plans are kept: beside compiled kernels and measured constants."""
-    plans = folder() / "plans"
-    plans.mkdir(mode=0o700, exist_ok=True)
-    return plans
+@functools.cache
+def _tell(text: str) -> None:
+    """Once in this process."""
+    log.warning("%s", text)
+
+
+def plan_folder() -> Path | None:
+    """Where plans are kept: beside compiled kernels and measured constants. None where they cannot be."""
+    for place in _writable():
+        with contextlib.suppress(OSError):
+            (place / "plans").mkdir(mode=0o700, exist_ok=True)
+            return place / "plans"
+    return None
 
 
 def read(name: str) -> bytes | None:
-    try:
-        return (folder() / name).read_bytes()
-    except OSError:
-        return None
+    """What was written under this name, from the folder that is wanted or the one in its place."""
+    places = [wanted(), _below()]
+    for place in places if _is_ours(places[1]) else places[:1]:
+        with contextlib.suppress(OSError):
+            return (place / name).read_bytes()
+    return None
 
 
 def write(name: str, data: bytes) -> None:
-    target = folder() / name
-    with contextlib.suppress(OSError):
-        handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=target.parent)
+    failed = ""
+    for place in _writable():
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            os.replace(temporary, target)
-        except OSError:
-            os.unlink(temporary)
+            _put(place / name, data)
+        except OSError as error:
+            failed = failed or f"{place} cannot be written: {error.strerror}"
+        else:
+            if failed:
+                _tell(f"{failed}; {place} is used")
+            return
+    _tell(f"compiled code and measurements are not kept, every process makes them again: {failed or 'no folder can be written'}")
+
+
+def _put(target: Path, data: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, target)
+    except OSError:
+        os.unlink(temporary)
+        raise
 
 
 @contextlib.contextmanager
 def lock(name: str) -> Iterator[bool]:
-    """Hold the lock ``name``; gives True if nobody else held it. The kernel releases it when its holder dies."""
-    handle = os.open(folder() / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    """Hold the lock ``name``; gives True if nobody else held it. The kernel releases it when its holder dies.
+
+    Nobody waits where no folder, or a file system without locks, can have it.
+    """
+    handle = _open(f"{name}.lock")
+    if handle is None:
+        yield True
+        return
     try:
         first = True
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             first = False
             fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:  # not on every network file system
+            log.info("no lock for %s: %s", name, error)
         yield first
     finally:
         os.close(handle)
+
+
+def _open(name: str) -> int | None:
+    """A descriptor of a file in the first folder that can have it; None where none can. Raises ``OSError`` without a descriptor left."""
+    for place in _writable():
+        try:
+            return os.open(place / name, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+    return None

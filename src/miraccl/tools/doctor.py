@@ -22,6 +22,8 @@ from miraccl.tools import doctor_gpu
 from miraccl.tools.findings import Check, Finding, Status, read_text
 from miraccl.tools.options import OutputFile, write_json
 
+CACHE_BYTES = 1 << 20  # what compiled kernels of CPU ranks take, at the least
+
 
 @click.command(short_help="Check this machine.")
 @click.option("--json", "json_target", type=OutputFile(), metavar="FILE", help="Write a list of JSON objects; - is standard output.")
@@ -186,13 +188,19 @@ def _read_sibling_memory() -> int:
 def _check_cache() -> Finding:
     from miraccl.native import cache
 
-    folder = cache.folder()
-    with tempfile.TemporaryFile(dir=folder):
-        pass
-    wanted = params.CACHE_DIR.read()
-    if folder.is_relative_to(tempfile.gettempdir()) and not wanted:
-        advice = "the home folder cannot be written: set MIRACCL_CACHE_DIR to a folder that lasts, or kernels are compiled again"
-        return Finding(name="cache", status="note", found=str(folder), advice=advice)
+    wanted, folder = cache.wanted(), cache.folder()
+    if folder is None:
+        advice = "kernels are compiled again in every process: set MIRACCL_CACHE_DIR to a folder that lasts and can be written"
+        return Finding(name="cache", status="note", found=f"neither {wanted} nor a temporary folder can be written", advice=advice)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, CACHE_BYTES)
+    except OSError as error:
+        advice = "compiled kernels go to a temporary folder, if that has room: make some here, or set MIRACCL_CACHE_DIR"
+        return Finding(name="cache", status="note", found=f"{folder} cannot be written: {error.strerror}", advice=advice)
+    if folder != wanted:
+        advice = "set MIRACCL_CACHE_DIR to a folder that can be written and lasts, or new kernels are compiled again"
+        return Finding(name="cache", status="note", found=f"{wanted} cannot be written, {folder} is used", advice=advice)
     return Finding(name="cache", status="ok", found=f"{folder} can be written")
 
 
