@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,9 @@ from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import ALGORITHMS, frame_of, kernel_spec, vectors_of
 from miraccl.executor.cuda.source import Frame, KernelSpec, fan_of
 from miraccl.schedule import catalog
+from miraccl.schedule.ir import Schedule
 from miraccl.schedule.reduction import NUMPY_DTYPE
+from miraccl.schedule.steps import inp, one_channel, out, recv_reduce_copy, send
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.emulator import Machine, needs_compiler
 from tests.gpu.emulator.collective import asked, launch_each, machine, run, small, special
@@ -187,6 +189,27 @@ def test_a_ring_with_as_few_slots_as_are_enough(monkeypatch: pytest.MonkeyPatch,
     args = lower.lower_packets(plan, request, machine(nranks).comm_args(0))
     assert struct.unpack_from("<" + layout.ARGS["nslots"].code, args, layout.ARGS["nslots"].offset) == (least,)
     assert run(Machine(nranks), request, plan, repeat=3, close=True) == [""] * nranks
+
+
+@pytest.fixture
+def sends_first() -> Iterator[str]:
+    """A schedule of a user's, in which both ranks send more messages than a FIFO usually holds before they take one."""
+    name, parts = "sends_first", range(layout.FIFO_SLOTS + 1)
+
+    @catalog.register(name, collectives=[Collective.ALL_REDUCE], sentence="For a test.")
+    def build(collective: Collective, nranks: int, root: int) -> Schedule:
+        both = (1, 0)
+        ranks = ([*(send(inp(p), to) for p in parts), *(recv_reduce_copy(inp(p), out(p), to) for p in parts)] for to in both)
+        return one_channel(name, collective, ranks, parts=len(parts))
+
+    yield name
+    catalog.unregister(name)
+
+
+def test_a_schedule_has_as_many_slots_as_it_needs(sends_first: str) -> None:
+    for count in (5, 3001):
+        request = asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, sends_first, "simple")
+        assert run(machine(2), request, small(request), repeat=2) == [""] * 2
 
 
 IN_ORDER = [

@@ -15,6 +15,7 @@ from miraccl.executor.cuda.bank import least_slots, slot_packets, word_packets
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import ALGORITHMS, TREES, DevicePlan, Request, frame_of, kernel_spec, rounds_of
 from miraccl.schedule import catalog
+from miraccl.schedule.verify import FIFO_DEPTH
 from miraccl.types import Collective, DType, RedOp
 
 MOVED = tuple(c for c in Collective if c <= Collective.ALL_TO_ALL)
@@ -88,7 +89,7 @@ def test_parts_of_the_memory_do_not_overlap() -> None:
     assert layout.RINGS_OFFSET == layout.PACKETS_OFFSET + 2 * layout.BANK_BYTES
     assert layout.TOTAL_BYTES <= 64 << 20
     words = 3 * layout.MAX_RANKS * layout.BLOCKS * layout.FIFO_WORD_BYTES
-    for slots in range(1, layout.FIFO_SLOTS * layout.MAX_RANKS):
+    for slots in range(1, FIFO_DEPTH * layout.MAX_RANKS):
         for blocks in (1, 64, layout.BLOCKS):
             assert layout.slot_bytes(slots, blocks) >= 1024
             assert slots * blocks * layout.slot_bytes(slots, blocks) + words <= layout.BANK_BYTES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -285,6 +286,19 @@ def test_signals(nranks: int) -> None:
         assert always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, hears=False), launches=4))
         assert not always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, hears=False), launches=3, banks=1))
     assert unkept(steps(built("dissemination", Collective.BARRIER, nranks), Simple(nslots=layout.FIFO_SLOTS), rounds=2)) == ""
+
+
+def test_two_slots_of_a_fifo_are_enough_for_the_schedules_of_the_catalog() -> None:
+    looked = 0
+    for algo in catalog.names():
+        for collective in catalog.get(algo).collectives if catalog.get(algo).builtin else ():
+            for nranks in (n for n in (2, 3, 4, 8) if catalog.get(algo).supports(collective, n)):
+                schedule = built(algo, collective, nranks)
+                assert lower.fifo_slots(schedule) == layout.FIFO_SLOTS
+                for channel in schedule.channels:
+                    assert unkept(steps(replace(schedule, channels=(channel,)), Simple(nslots=layout.FIFO_SLOTS))) == ""
+                    looked += 1
+    assert looked > 60
 
 
 def test_a_ring_needs_two_slots_of_a_fifo() -> None:

@@ -11,10 +11,11 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.bank import least_slots, places, slot_packets, word_packets
 from miraccl.executor.cuda.plan import TREES, DevicePlan, Request, frame_of, vectors_of
@@ -23,6 +24,7 @@ from miraccl.schedule.algos import double_binary_tree
 from miraccl.schedule.interpret import completing_steps
 from miraccl.schedule.ir import Buffer, Op, Schedule, Step
 from miraccl.schedule.reduction import NUMPY_DTYPE
+from miraccl.schedule.verify import FIFO_DEPTH, verify
 from miraccl.types import Collective, RedOp
 
 PUSH_AHEAD = 2  # pieces, where a bank has room for all: more only delays the first read
@@ -195,7 +197,8 @@ def lower_steps(
     part = part_elements(count, schedule.parts, itemsize)
     vector = 16 // itemsize
     senders = senders_of(schedule)
-    slots = layout.FIFO_SLOTS * max(map(len, senders))  # of a block, and scratch behind them
+    nslots = fifo_slots(schedule)
+    slots = nslots * max(map(len, senders))  # of a block, and scratch behind them
     scratch = -(-schedule.scratch_chunks // widest)
     room = part
     if slots + scratch:
@@ -221,8 +224,18 @@ def lower_steps(
     head = struct.pack(layout.PROGRAM_HEAD, *shape, *apart, bytes(here), bytes(there))
     table = encoded.ljust(layout.MAX_STEPS * struct.calcsize(layout.STEP), b"\0")
     signature = signature_of(plan, request, windows.place)
-    args = pack_args(comm_args, count=count, root=request.root, nslots=layout.FIFO_SLOTS, scalar=scalar_bits(request), signature=signature)
+    args = pack_args(comm_args, count=count, root=request.root, nslots=nslots, scalar=scalar_bits(request), signature=signature)
     return args + bytearray(head + table)
+
+
+@lru_cache(maxsize=256)
+def fifo_slots(schedule: Schedule) -> int:
+    """Of each FIFO: few and large ones, but as many as a schedule is proved with where it would get stuck with few."""
+    try:
+        verify(schedule, fifo_depth=layout.FIFO_SLOTS)
+    except ScheduleError:
+        return FIFO_DEPTH
+    return layout.FIFO_SLOTS
 
 
 def piece_elements(part: int, blocks: int, room: int, vector: int) -> int:
