@@ -60,6 +60,20 @@ def test_lines_are_tagged(script: Script) -> None:
     assert sorted(done.stderr.splitlines()) == ["[0] no newline", "[1] no newline"]
 
 
+def test_the_end_of_a_rank_may_be_seen_before_its_output(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """As of a program that ends before it is watched."""
+    opened = os.pidfd_open
+
+    def open_ended(pid: int) -> int:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        return opened(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", open_ended)
+    assert Job(["sh", "-c", "echo out; echo err >&2"], 2, lambda rank: {}, tag=True, grace=0.0).run() == 0
+    out, err = capfd.readouterr()
+    assert (out.splitlines(), err.splitlines()) == (["[0] out", "[1] out"], ["[0] err", "[1] err"])
+
+
 def test_all_output_arrives_also_where_somebody_has_made_it_non_blocking(script: Script) -> None:
     """As a shell's other programs may, since the setting belongs to what they share."""
     path = script("sys.stdout.write(('x' * 99 + '\\n') * 5000)")

@@ -207,7 +207,8 @@ class Job:
                 with contextlib.suppress(BlockingIOError):
                     detail.recv(4096)
             elif kind == "output":
-                self._read(local_rank, detail, key.fileobj)
+                if key.fd in self._selector.get_map():  # not after its rank's end, seen before it in this turn, has drained it
+                    self._read(local_rank, detail, key.fileobj)
             else:
                 self._ended(local_rank)
         while self._signals:
