@@ -15,7 +15,6 @@ from miraccl.executor.cuda.plan import TREES, DevicePlan, Request
 from miraccl.schedule import catalog
 from miraccl.schedule.algos import double_binary_tree
 from miraccl.schedule.ir import Schedule
-from miraccl.schedule.steps import inp, one_channel, out, recv, recv_copy_send, send
 from miraccl.types import Collective, DType, RedOp
 
 from .protocols.chain import chain
@@ -28,7 +27,7 @@ from .protocols.rows import lane
 from .protocols.search import search
 from .protocols.shots import rooted, shots
 from .protocols.steps import Rules as Simple
-from .protocols.steps import steps
+from .protocols.steps import line, steps
 from .protocols.trees import trees
 
 RANKS = range(2, layout.MAX_RANKS + 1)
@@ -58,13 +57,6 @@ def built(algo: str, collective: Collective, nranks: int) -> Schedule:
     return catalog.build(algo, collective, nranks)
 
 
-def line(nranks: int, messages: int) -> Schedule:
-    """A chain of as few messages as a search can follow."""
-    first, last = [send(inp(0), 1)] * messages, [recv(out(0), nranks - 2)] * messages
-    between = ([recv_copy_send(out(0), rank - 1, rank + 1)] * messages for rank in range(1, nranks - 1))
-    return one_channel("line", Collective.BROADCAST, [first, *between, last], parts=1)
-
-
 def holds(system: System) -> bool:
     """Whether nothing goes wrong, as far as ``search`` and ``order`` agree."""
     found = search(system, most=MOST)
@@ -75,45 +67,6 @@ def holds(system: System) -> bool:
 def always(system: System) -> bool:
     """The same for systems that are too large to be searched."""
     return not unordered(system)
-
-
-# ---- the tools themselves: all operations one by one, steps that make a difference, one partial order
-
-
-def small_systems() -> Iterator[tuple[str, System]]:
-    for nslots in (1, 2, 3):
-        for rounds in (1, 2):
-            yield f"shots {nslots} {rounds}", shots(2, pieces=6 - rounds, nslots=nslots, ahead=int(nslots == 3), rounds=rounds)
-        yield f"ring {nslots}", ring(2, pieces=5, nslots=nslots)
-    for weaker in ({}, {"settles": False}, {"early": 1}, {"all_acks": True}, {"greets": False}, {"banks": 1}):
-        yield f"chain {weaker}", chain(2, pieces=3, nslots=1, launches=2, **weaker)
-    for settles in (True, False):
-        yield f"shots, settles {settles}", shots(2, pieces=5, nslots=4, ahead=1, settles=settles)
-        yield f"tree, settles {settles}", trees(Collective.ALL_REDUCE, 2, pieces=5, nslots=2, which=(0,), settles=settles)
-    for banks in (1, 2):
-        yield f"three ranks, banks {banks}", shots(3, pieces=1, nslots=1, ahead=0, launches=3, banks=banks)
-        yield f"two threads, banks {banks}", rooted(2, falls=True, launches=3, banks=banks)
-    for nslots in (1, 2):
-        for more in ({}, {"left": 0}, {"fences": False}, {"last_heads": False}, {"reads": True}, {"reads": True, "last_heads": False}):
-            yield f"steps {nslots} {more}", steps(line(2, 3), Simple(nslots=nslots, **more))
-    for more in ({}, {"early": 1}, {"credit_first": True}):
-        yield f"lane {more}", lane([1, 2, 1, 2, 2], ring=4, quarter=1, **more)
-    for more in ({}, {"fences": False}, {"waits_freed": False}):
-        yield f"chunks {more}", chunks([[Queue(1, (3,), 0, 2)]], Bulk(**more), blocks=1, taking=1)
-
-
-SMALL = dict(small_systems())
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_all_three_ways_of_looking_agree(name: str) -> None:
-    """Nothing is lost where the search takes several operations for a step, and nothing where one order stands for all."""
-    system = SMALL[name]
-    assert bool(search(system, every=True, most=MOST).wrong) == bool(search(system).wrong) == bool(unordered(system))
-
-
-def test_small_systems_are_of_both_kinds() -> None:
-    assert 10 < sum(always(system) for system in SMALL.values()) < len(SMALL) - 10
 
 
 # ---- packets
@@ -312,7 +265,7 @@ def test_a_ring_needs_two_slots_of_a_fifo() -> None:
 
 
 def test_ranks_that_hear_nobody_run_ahead_of_the_banks() -> None:
-    """``hear_peers``: heads alone tell the end of a chain's beginning too little. The board needs two entries for it."""
+    """``hear_peers``: heads tell who sends of its next one only. The board needs two entries for it."""
     schedule = line(4, 1)
     assert always(steps(schedule, Simple(nslots=2), launches=5))
     assert not always(steps(schedule, Simple(nslots=2, hears=False), launches=5))

@@ -160,6 +160,8 @@ class _Run:
                 for thread, place in first.reads if cell.kind is not Kind.COUNTER else ():
                     if thread != second.thread and second.known[thread] <= place:
                         self.tell(second.thread, second.op, f"{self.system.threads[thread].name} may not have read what is there")
+                if cell.kind in (Kind.BUFFER, Kind.FLAGGED) and EMPTY not in (first.value, second.value) and not first.reads:
+                    self.tell(second.thread, second.op, "nobody reads what is there")
             if cell.bank is not None and history and history[-1].value != EMPTY:
                 self.wrong = self.wrong or f"{self.system.place(number)} is not empty at the end"
         for thread, op, known in self.begun:

@@ -77,6 +77,13 @@ class _Search:
         self.reached = 0  # of the last thread that went on, the place behind its last operation
         self.words = [cell.kind in (Kind.WORD, Kind.COUNTER) for cell in system.cells]
         self.instant = [not every and cell.kind is Kind.PACKET for cell in system.cells]
+        sends = {
+            (op.cell, rank)
+            for ops, rank in zip(self.ops, self.ranks, strict=True)
+            for op in ops
+            if op.code is Code.STORE and self.instant[op.cell]
+        }
+        assert len({cell for cell, _ in sends}) == len(sends), "a place for packets has one sender, or they would not do to land at once"
         self.siblings = [[other for other, rank in enumerate(self.ranks) if rank == mine] for mine in self.ranks]
         self.ends = [{op.value: place for place, op in enumerate(ops) if op.code is Code.END} for ops in self.ops]
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from miraccl.executor.cuda import layout
 from miraccl.schedule.ir import Op, Schedule, Step
+from miraccl.schedule.steps import inp, one_channel, out, recv, recv_copy_send, send
+from miraccl.types import Collective
 
 from .program import Cell, Kind, System, Thread
 
@@ -47,6 +49,13 @@ def steps(schedule: Schedule, rules: Rules, *, rounds: int = 1, launches: int = 
                 block.hear_peers()
             thread.end()
     return system
+
+
+def line(nranks: int, messages: int) -> Schedule:
+    """A broadcast in a chain of as few messages as a search can follow."""
+    first, last = [send(inp(0), 1)] * messages, [recv(out(0), nranks - 2)] * messages
+    between = ([recv_copy_send(out(0), rank - 1, rank + 1)] * messages for rank in range(1, nranks - 1))
+    return one_channel("line", Collective.BROADCAST, [first, *between, last], parts=1)
 
 
 @dataclass
@@ -148,4 +157,4 @@ class _Block:
         return Cell(f"signals of rank {src}, bank {self.bank}", dst, Kind.COUNTER, self.bank)
 
     def board(self, dst: int, src: int) -> Cell:
-        return Cell(f"entry {self.launch % self.rules.entries} of the board for rank {src}", dst, Kind.FLAGGED, None)
+        return Cell(f"entry {self.launch % self.rules.entries} of the board for rank {src}", dst, Kind.WORD, None)

@@ -1,0 +1,119 @@
+"""The tools of the proofs in ``test_protocols``: all operations one by one, steps that make a difference, one partial order."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from miraccl.types import Collective
+
+from .protocols.chain import chain
+from .protocols.chunks import Queue, chunks
+from .protocols.chunks import Rules as Bulk
+from .protocols.order import unordered
+from .protocols.program import Cell, Kind, System, Thread
+from .protocols.ring import ring
+from .protocols.rows import lane
+from .protocols.search import search
+from .protocols.shots import rooted, shots
+from .protocols.steps import Rules as Simple
+from .protocols.steps import line, steps
+from .protocols.trees import trees
+
+MOST = 40_000  # states of a search
+
+
+def agree(system: System) -> bool:
+    """Whether nothing goes wrong. Nothing is lost where the search takes several operations for a step, nor where one order is for all."""
+    every, few, one = search(system, every=True, most=MOST), search(system, most=MOST), unordered(system)
+    assert bool(every.wrong) == bool(few.wrong) == bool(one), f"{every}\n\n{few}\n\n{one}"
+    return not one
+
+
+def small_systems() -> Iterator[tuple[str, System]]:
+    for nslots in (1, 2, 3):
+        for rounds in (1, 2):
+            yield f"shots {nslots} {rounds}", shots(2, pieces=6 - rounds, nslots=nslots, ahead=int(nslots == 3), rounds=rounds)
+        yield f"ring {nslots}", ring(2, pieces=5, nslots=nslots)
+    for weaker in ({}, {"settles": False}, {"early": 1}, {"all_acks": True}, {"greets": False}, {"banks": 1}):
+        yield f"chain {weaker}", chain(2, pieces=3, nslots=1, launches=2, **weaker)
+    for settles in (True, False):
+        yield f"shots, settles {settles}", shots(2, pieces=5, nslots=4, ahead=1, settles=settles)
+        yield f"tree, settles {settles}", trees(Collective.ALL_REDUCE, 2, pieces=5, nslots=2, which=(0,), settles=settles)
+    for banks in (1, 2):
+        yield f"three ranks, banks {banks}", shots(3, pieces=1, nslots=1, ahead=0, launches=3, banks=banks)
+        yield f"two threads, banks {banks}", rooted(2, falls=True, launches=3, banks=banks)
+    for nslots in (1, 2):
+        for more in ({}, {"left": 0}, {"fences": False}, {"last_heads": False}, {"reads": True}, {"reads": True, "last_heads": False}):
+            yield f"steps {nslots} {more}", steps(line(2, 3), Simple(nslots=nslots, **more))
+    for more in ({}, {"early": 1}, {"credit_first": True}):
+        yield f"lane {more}", lane([1, 2, 1, 2, 2], ring=4, quarter=1, **more)
+    for more in ({}, {"fences": False}, {"waits_freed": False}):
+        yield f"chunks {more}", chunks([[Queue(1, (3,), 0, 2)]], Bulk(**more), blocks=1, taking=1)
+
+
+SMALL = dict(small_systems())
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_kernels(name: str) -> None:
+    agree(SMALL[name])
+
+
+def test_kernels_are_right_and_wrong() -> None:
+    assert 10 < sum(not unordered(system) for system in SMALL.values()) < len(SMALL) - 10
+
+
+def random_system(rng: random.Random) -> System:
+    """Two or three ranks that send and take in any order, mostly one that could be right."""
+    nranks, launches = rng.choice([2, 2, 3]), rng.choice([1, 1, 2, 3])
+    system = System(nranks)
+    threads = [system.thread(rank) for rank in range(nranks)]
+    ways = []
+    for number in range(rng.randint(1, 4)):
+        src, dst = rng.sample(range(nranks), 2)
+        kind = rng.choice([Kind.PACKET, Kind.PACKET, *Kind])
+        ways.append((threads[src], threads[dst], [Cell(f"cell {number} of bank {bank}", dst, kind, bank) for bank in range(2)]))
+    banks = rng.choice([1, 2, 2])
+    for launch in range(launches):
+        for thread in threads:
+            thread.begin(launch, launch % banks)
+        random_launch(rng, [(source, target, cells[launch % banks]) for source, target, cells in ways], 8 // launches)
+        for thread in threads:
+            thread.end()
+    return system
+
+
+def random_launch(rng: random.Random, ways: list[tuple[Thread, Thread, Cell]], most: int) -> None:
+    sent: Counter[Cell] = Counter()
+    taken: Counter[Cell] = Counter()
+
+    def take(target: Thread, cell: Cell) -> None:
+        reads = {Kind.PACKET: target.take, Kind.COUNTER: target.reach, Kind.BUFFER: target.read}
+        reads.get(cell.kind, target.wait_for)(cell, taken[cell])
+        taken[cell] += 1
+
+    for _ in range(rng.randint(2, most)):
+        source, target, cell = rng.choice(ways)
+        if sent[cell] > taken[cell] and rng.random() < 0.75:
+            take(target, cell)
+            if cell.kind is Kind.PACKET and rng.random() < 0.6:
+                target.seen_empty(cell)
+        else:
+            source.store(cell, sent[cell])
+            sent[cell] += 1
+            if rng.random() < 0.3:
+                source.fence()
+    for _, target, cell in ways:
+        while taken[cell] < sent[cell] and (cell.kind is Kind.PACKET or rng.random() < 0.8):
+            take(target, cell)
+        if cell.kind is not Kind.PACKET and sent[cell]:
+            target.clear(cell, sent[cell] - 1)
+
+
+def test_random_systems() -> None:
+    right = sum(agree(random_system(random.Random(seed))) for seed in range(300))
+    assert 30 < right < 270
