@@ -102,4 +102,21 @@ def _others() -> Iterator[Case]:
             yield {"collective": "all_reduce", "dtype": dtype, "count": 3001, "op": "PREMUL_SUM", "algo": "one_shot", "proto": proto}
 
 
-CASES: list[Case] = [*_all_reduce(), *_others()]
+def _by_other_schedules() -> Iterator[Case]:
+    """Those without packet kernels, some of which have scratch memory; ``worker.one_sided`` has those on windows."""
+    for collective, algo in (
+        ("all_reduce", "recursive_doubling"),
+        ("all_reduce", "recursive_halving_doubling"),
+        ("reduce_scatter", "recursive_halving_doubling"),
+        ("reduce_scatter", "pat"),
+        ("all_gather", "pat"),
+        ("all_to_all", "bruck"),
+        ("all_to_all", "pairwise"),
+        ("reduce", "double_binary_tree"),
+    ):
+        for dtype, count in (("int32", 5), ("bfloat16", 1001), ("float32", 700_003)):
+            case = {"collective": collective, "dtype": dtype, "count": count, "algo": algo, "proto": "simple", "repeat": 3}
+            yield case | ({"close": True} if collective in ("all_reduce", "reduce_scatter", "reduce") else {})
+
+
+CASES: list[Case] = [*_all_reduce(), *_others(), *_by_other_schedules()]

@@ -15,7 +15,7 @@ from miraccl.executor.cuda.bank import least_slots, slot_packets
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import ALGORITHMS, frame_of, kernel_spec, vectors_of
 from miraccl.executor.cuda.source import Frame, KernelSpec, fan_of
-from miraccl.schedule import catalog
+from miraccl.schedule import catalog, passes
 from miraccl.schedule.ir import Schedule
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.schedule.steps import inp, one_channel, out, recv_reduce_copy, send
@@ -210,6 +210,34 @@ def test_a_schedule_has_as_many_slots_as_it_needs(sends_first: str) -> None:
     for count in (5, 3001):
         request = asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, sends_first, "simple")
         assert run(machine(2), request, small(request), repeat=2) == [""] * 2
+
+
+def halves(schedule: Schedule) -> Schedule:
+    return passes.interleave([schedule, passes.pipeline(schedule, 2)])
+
+
+MADE = {
+    "pipeline": (lambda s: passes.pipeline(s, 4), "ring", Collective.ALL_REDUCE),
+    "channels": (lambda s: passes.split_channels(s, 2), "double_binary_tree", Collective.ALL_REDUCE),
+    "scratch in channels": (lambda s: passes.split_channels(passes.split_messages(s), 2), "pat", Collective.ALL_GATHER),
+    "side by side": (halves, "two_shot_put", Collective.ALL_REDUCE),
+    "order": (lambda s: passes.relabel(s, (2, 0, 3, 1)), "pat", Collective.REDUCE_SCATTER),
+    "fused": (lambda s: passes.fuse(passes.split_messages(s)), "pairwise", Collective.ALL_TO_ALL),
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_schedules_made_of_schedules(made: str) -> None:
+    change, algo, collective = MADE[made]
+    schedule = replace(change(catalog.build(algo, collective, 4)), name=f"made: {made}")
+    catalog.register_schedule(schedule)
+    try:
+        for count in (3, 20_001):
+            request = asked(collective, DType.INT32, count, 4, schedule.name, "simple")
+            plan = replace(choose(request), blocks=2 * schedule.nchannels, threads=64)
+            assert run(machine(4), request, plan, repeat=2) == [""] * 4
+    finally:
+        catalog.unregister(schedule.name)
 
 
 IN_ORDER = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from miraccl.executor.cuda import driver, layout, lower, toolkit
 from miraccl.executor.cuda.bank import least_slots, slot_packets, word_packets
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import ALGORITHMS, TREES, DevicePlan, Request, frame_of, kernel_spec, rounds_of
-from miraccl.schedule import catalog
+from miraccl.schedule import catalog, passes
 from miraccl.schedule.verify import FIFO_DEPTH
 from miraccl.types import Collective, DType, RedOp
 
@@ -176,6 +177,21 @@ def test_eight_ranks_need_one_piece_up_to_8_mib(nbytes: int) -> None:
 def test_arguments_stay_below_the_limit_of_a_launch() -> None:
     steps = layout.MAX_STEPS * struct.calcsize(layout.STEP)
     assert layout.args_bytes(layout.MAX_RANKS) + struct.calcsize(layout.PROGRAM_HEAD) + steps <= 4096
+
+
+@pytest.mark.parametrize(("depth", "scratch"), [(1, 0), (4, 300), (4, 3000)])
+def test_slots_and_scratch_have_room_in_a_bank(depth: int, scratch: int) -> None:
+    """Also where fewer blocks than planned have."""
+    ring = catalog.build("ring", Collective.ALL_REDUCE, 8)
+    schedule = replace(passes.pipeline(ring, depth), scratch_chunks=scratch)
+    asked = request(dtype=DType.FLOAT32, count=1 << 24, nranks=8, algo="ring", proto="simple")
+    blocks = lower.grid_of(choose(asked), schedule)
+    block = bytes(lower.lower_steps(schedule, choose(asked), asked, comm_args(8)))
+    _, piece, *_, slot, behind, chunks = struct.unpack_from(layout.PROGRAM_HEAD, block, layout.args_bytes(8))[:12]
+    words = 3 * layout.MAX_RANKS * layout.BLOCKS * layout.FIFO_WORD_BYTES
+    assert (chunks, slot) == (scratch, 4 * piece)
+    assert piece > 0
+    assert behind + blocks * scratch * piece * 4 + words <= layout.BANK_BYTES
 
 
 def test_what_cannot_run_is_refused() -> None:

@@ -124,6 +124,8 @@ class Rank:
         scale = None
         if case.get("close"):
             scale = sum(np.abs(part.astype(np.float64)) for part in inputs) if collective.reduces else np.abs(want.astype(np.float64))
+            if collective is Collective.REDUCE_SCATTER:
+                scale = scale[comm.rank * count : (comm.rank + 1) * count]
         return compare(got, want, dtype, scale)
 
     def fail(self, how: str) -> str:

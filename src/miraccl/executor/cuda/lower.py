@@ -192,17 +192,16 @@ def lower_steps(
     channels = [channel[comm_args.rank] for channel in schedule.channels]
     _check(schedule, channels, request, comm_args.rank)
     _check_windows(schedule, request, windows, comm_args.direct)
-    widest = max((step.chunks for channel in schedule.channels for steps in channel for step in steps if step.op.sends), default=1)
-    blocks = max(1, plan.blocks // schedule.nchannels)  # of a channel
+    blocks = grid_of(plan, schedule) // schedule.nchannels  # of a channel
     part = part_elements(count, schedule.parts, itemsize)
     vector = 16 // itemsize
-    senders = senders_of(schedule)
-    nslots = fifo_slots(schedule)
-    slots = nslots * max(map(len, senders))  # of a block, and scratch behind them
-    scratch = -(-schedule.scratch_chunks // widest)
+    senders, nslots = senders_of(schedule), fifo_slots(schedule)
+    widest, slots, scratch = bank_of(schedule)
     room = part
     if slots + scratch:
         room = layout.slot_bytes(slots + scratch, blocks * schedule.nchannels) // widest // 16 * vector
+        if not room:
+            raise InvalidUsage(f"schedule {schedule.name!r} needs more slots and scratch memory than GPU ranks have")
     piece = piece_elements(part, blocks, room, vector)
     slot = widest * piece * itemsize if slots else 0
     whole = completing_steps(schedule) if request.op is RedOp.AVG else frozenset()
@@ -254,11 +253,20 @@ def senders_of(schedule: Schedule) -> list[list[int]]:
     return [[peer for peer, targets in enumerate(sends) if rank in targets] for rank in range(schedule.nranks)]
 
 
+def bank_of(schedule: Schedule) -> tuple[int, int, int]:
+    """(chunks of a message, slots that a block has in a bank, slots' room that its scratch memory takes)."""
+    widest = max((step.chunks for channel in schedule.channels for steps in channel for step in steps if step.op.sends), default=1)
+    return widest, fifo_slots(schedule) * max(map(len, senders_of(schedule))), -(-schedule.scratch_chunks // widest)
+
+
 def grid_of(plan: DevicePlan, schedule: Schedule | None) -> int:
-    """Blocks of the launch: a multiple of the schedule's channels."""
+    """Blocks of the launch: a multiple of the schedule's channels, and not so many that a bank has no room for their slots."""
     if schedule is None:
         return plan.blocks
-    return max(1, plan.blocks // schedule.nchannels) * schedule.nchannels
+    (widest, slots, scratch), blocks = bank_of(schedule), max(1, plan.blocks // schedule.nchannels)
+    while blocks > 1 and slots + scratch and layout.slot_bytes(slots + scratch, blocks * schedule.nchannels) < 16 * widest:
+        blocks //= 2
+    return blocks * schedule.nchannels
 
 
 def _check(schedule: Schedule, channels: Sequence[Sequence[Step]], request: Request, rank: int) -> None:
