@@ -11,7 +11,23 @@ import miraccl
 from miraccl.errors import InvalidUsage
 from miraccl.schedule.catalog import register
 from miraccl.schedule.ir import Schedule, Step
-from miraccl.schedule.steps import copy, get, inp, one_channel, others, out, put, reduce_from_peers, scratch, signal, wait
+from miraccl.schedule.steps import (
+    barrier,
+    copy,
+    get,
+    inp,
+    one_channel,
+    others,
+    out,
+    put,
+    recv,
+    recv_reduce_all,
+    reduce_from_peers,
+    scratch,
+    send,
+    signal,
+    wait,
+)
 from miraccl.types import Collective
 from tests.support.ranks import run_ranks
 
@@ -85,3 +101,59 @@ def gathers(way: str) -> None:
 @pytest.mark.parametrize("way", ["get", "put"])
 def test_scratch_of_peers_is_refused_by_all(way: str) -> None:
     run_ranks(gathers, 2, way)
+
+
+def in_two_chunks(way: str) -> Schedule:
+    """An all-reduce in which every sum is of two chunks at once."""
+
+    def steps(rank: int, nranks: int) -> Iterator[Step]:
+        peers = others(rank, nranks)
+        if way == "messages":
+            yield from (send(inp(0, 2), peer) for peer in peers)
+            yield recv_reduce_all(inp(0, 2), out(0, 2), range(nranks))
+        else:
+            yield signal(peers)
+            yield wait(peers)
+            yield reduce_from_peers(inp(0, 2), out(0, 2), range(nranks))
+            yield signal(peers)
+            yield wait(peers)
+
+    return one_channel("in_two_chunks", Collective.ALL_REDUCE, (steps(rank, 3) for rank in range(3)), parts=2)
+
+
+def adds_in_two_chunks(way: str, count: int) -> None:
+    needs = way != "messages"
+    register("in_two_chunks", collectives=[Collective.ALL_REDUCE], sentence="", needs_addressable_memory=needs)(
+        lambda collective, nranks, root: in_two_chunks(way)
+    )
+    with miraccl.init(algo="in_two_chunks") as comm:
+        x = np.arange(count, dtype=np.float32) + comm.rank
+        assert (comm.all_reduce(x, np.empty_like(x)) == np.arange(count) * 3 + 3).all()
+
+
+@pytest.mark.parametrize("way", ["messages", "memory"])
+@pytest.mark.parametrize("count", [3, COUNT])
+def test_sums_of_several_chunks(way: str, count: int) -> None:
+    run_ranks(adds_in_two_chunks, 3, way, count)
+
+
+def handed_over(collective: Collective, nranks: int, root: int) -> Schedule:
+    """A broadcast to rank 1 by a message and to rank 2 by reading, with signals among the messages and a barrier at the end."""
+    programs = [
+        [send(inp(0), 1), copy(inp(0), out(0)), signal([1, 2]), wait([2]), barrier()],
+        [recv(out(0), 0), wait([0]), barrier()],
+        [wait([0]), get(out(0), out(0), 0), signal([0]), barrier()],
+    ]
+    return one_channel("handed_over", collective, programs)
+
+
+def hands_over() -> None:
+    register("handed_over", collectives=[Collective.BROADCAST], sentence="", needs_addressable_memory=True)(handed_over)
+    with miraccl.init(algo="handed_over") as comm:
+        for count in (3, COUNT):
+            x = np.full(count, 1 + comm.rank, np.float32)
+            assert (comm.broadcast(x) == 1).all()
+
+
+def test_signals_among_messages() -> None:
+    run_ranks(hands_over, 3)

@@ -275,5 +275,10 @@ class Schedule:
         return max((step.chunks for channel in self.channels for steps in channel for step in steps), default=1) or 1
 
     @cached_property
+    def ops(self) -> frozenset[Op]:
+        """The primitives that there are in it."""
+        return frozenset(step.op for channel in self.channels for steps in channel for step in steps)
+
+    @property
     def needs_addressable_memory(self) -> bool:
-        return any(step.op.needs_addressable_memory for channel in self.channels for steps in channel for step in steps)
+        return any(op.needs_addressable_memory for op in self.ops)

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.limits import SYNCS, check_limits
 from miraccl.executor.cpu.sizes import ALIGN, chunk_bytes, count_hash
-from miraccl.schedule import text
-from miraccl.schedule.ir import Buffer, Op, Schedule, Step
+from miraccl.schedule.ir import Op, Schedule, Step
 from miraccl.types import Collective, DType, RedOp
 
 Words = npt.NDArray[np.int64]
@@ -43,9 +43,9 @@ def lower(schedule: Schedule, rank: int, *, opened: bool = False) -> Program:
     """The program of ``rank``. Channels follow one another: a CPU rank has one thread to run them.
 
     ``opened``: the signals with which the schedule begins have been exchanged already (the engine asked where buffers lie).  Raises
-    ``InvalidUsage``, on all ranks alike, where a rank reads or writes the scratch memory of another one.
+    ``InvalidUsage`` for what CPU ranks cannot run (``limits``).
     """
-    _refuse_remote_scratch(schedule)
+    check_limits(schedule)
     steps = [step for channel in schedule.channels for step in channel[rank]]
     when = _when(steps, opened)
     lists = [step.peers or (tuple(range(schedule.nranks)) if step.op is Op.BARRIER else ()) for step in steps]
@@ -65,33 +65,18 @@ def lower(schedule: Schedule, rank: int, *, opened: bool = False) -> Program:
     )
 
 
-def _refuse_remote_scratch(schedule: Schedule) -> None:
-    """Signals say where inputs and outputs lie, nothing else."""
-    if not schedule.needs_addressable_memory or not schedule.scratch_chunks:
-        return
-    for number, channel in enumerate(schedule.channels):
-        for rank, steps in enumerate(channel):
-            for position, step in enumerate(steps):
-                ref = step.dst if step.op is Op.PUT else step.src if step.op in (Op.GET, Op.REDUCE_FROM_PEERS) else None
-                if ref is not None and ref.buffer is Buffer.SCRATCH:
-                    raise InvalidUsage(f"{text.place(schedule, number, rank, position)}: peers cannot address scratch memory on CPUs")
-
-
-_SYNCS = frozenset((Op.SIGNAL, Op.WAIT, Op.BARRIER))
-
-
 def _when(steps: Sequence[Step], opened: bool) -> list[int]:
     """In which rounds each signal, wait or barrier is done.
 
     Rounds touch different pieces of memory: signals before all data say that buffers are ready, those after all data that everything is
     done; each is needed once.  Between data steps they order the pieces of a round.
     """
-    data = [i for i, step in enumerate(steps) if step.op not in _SYNCS]
+    data = [i for i, step in enumerate(steps) if step.op not in SYNCS]
     if not data:
         return [at.EVERY_ROUND] * len(steps)
     first = at.NEVER if opened else at.FIRST_ROUND
     return [
-        at.EVERY_ROUND if step.op not in _SYNCS or data[0] < i < data[-1] else first if i < data[0] else at.LAST_ROUND
+        at.EVERY_ROUND if step.op not in SYNCS or data[0] < i < data[-1] else first if i < data[0] else at.LAST_ROUND
         for i, step in enumerate(steps)
     ]
 

@@ -45,6 +45,8 @@ def operand(ctx: int, step: int, i: int) -> int:
 @inline
 def fold_operands(ctx: int, run: int, step: int, dst: int, nbytes: int) -> int:
     """``dst`` = the sum of all operands of a step, which ``operand`` has the addresses of, in their order."""
+    if nbytes == 0:
+        return at.OK
     count, peers = load(step + at.STEP_NPEERS), load(step + at.STEP_PEERS)
     remotes = 0
     for i in range(count):

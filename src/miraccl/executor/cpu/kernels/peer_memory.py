@@ -83,21 +83,22 @@ def reduce_from_peers(ctx: int, run: int, step: int, rnd: int) -> int:
     """All ranks' buffers have the same blocks, so this rank's offset is everybody's."""
     src_buf, src = load(step + at.STEP_SRC_BUF), load(step + at.STEP_SRC)
     dst_buf, dst = load(step + at.STEP_DST_BUF), load(step + at.STEP_DST)
-    to, size = extent(run, dst_buf, dst, rnd)
-    offset, own_size = extent(run, src_buf, src, rnd)
-    size = min(size, own_size)
-    if size == 0:
-        return at.OK
-    peers = load(step + at.STEP_PEERS)
-    for i in range(load(step + at.STEP_NPEERS)):
-        peer = load(peers + 8 * i)
-        if peer == load(ctx + at.CTX_RANK):
-            store(operand(ctx, step, i), base(run, src_buf) + offset)
-        else:
-            start, far = buffer_of(connection(ctx, at.CTX_RECV, peer), src_buf)
-            store(operand(ctx, step, i), 0 if far else start + offset)
-            store(operand(ctx, step, i) + 8, start + offset)
-    return fold_operands(ctx, run, step, base(run, dst_buf) + to, size)
+    count, peers, rank = load(step + at.STEP_NPEERS), load(step + at.STEP_PEERS), load(ctx + at.CTX_RANK)
+    for chunk in range(load(step + at.STEP_CHUNKS)):
+        to, size = extent(run, dst_buf, dst + chunk, rnd)
+        offset, own_size = extent(run, src_buf, src + chunk, rnd)
+        for i in range(count):
+            peer = load(peers + 8 * i)
+            if peer == rank:
+                store(operand(ctx, step, i), base(run, src_buf) + offset)
+            else:
+                start, far = buffer_of(connection(ctx, at.CTX_RECV, peer), src_buf)
+                store(operand(ctx, step, i), 0 if far else start + offset)
+                store(operand(ctx, step, i) + 8, start + offset)
+        code = fold_operands(ctx, run, step, base(run, dst_buf) + to, min(size, own_size))
+        if code != at.OK:
+            return code
+    return at.OK
 
 
 @inline

@@ -165,26 +165,35 @@ def through_fifo(ctx: int, run: int, step: int, op: int, rnd: int) -> int:
 def reduce_all(ctx: int, run: int, step: int, rnd: int) -> int:
     """RECV_REDUCE_ALL."""
     src_buf, src = load(step + at.STEP_SRC_BUF), load(step + at.STEP_SRC)
-    dst_buf, dst = load(step + at.STEP_DST_BUF), load(step + at.STEP_DST)
+    dst_buf, dst, chunks = load(step + at.STEP_DST_BUF), load(step + at.STEP_DST), load(step + at.STEP_CHUNKS)
     to, size = extent(run, dst_buf, dst, rnd)
-    if size == 0:
+    message = size if chunks == 1 else span(run, dst_buf, dst, chunks, rnd)
+    if message == 0:
         return at.OK
     count, peers, rank = load(step + at.STEP_NPEERS), load(step + at.STEP_PEERS), load(ctx + at.CTX_RANK)
-    own, _ = extent(run, src_buf, src, rnd)
     for i in range(count):
         peer = load(peers + 8 * i)
-        if peer == rank:
-            store(operand(ctx, step, i), base(run, src_buf) + own)
-        else:
-            conn = connection(ctx, at.CTX_RECV, peer)
-            code = expect(ctx, run, conn, peer, size)
+        if peer != rank:
+            code = expect(ctx, run, connection(ctx, at.CTX_RECV, peer), peer, message)
             if code != at.OK:
                 return code
-            store(operand(ctx, step, i), local_payload(ctx, conn))
-            store(operand(ctx, step, i) + 8, load(post_line(conn) + at.POST_ADDR))
-    code = fold_operands(ctx, run, step, base(run, dst_buf) + to, size)
-    if code != at.OK:
-        return code
+    for chunk in range(chunks):
+        if chunk > 0:
+            to, size = extent(run, dst_buf, dst + chunk, rnd)
+        own, _ = extent(run, src_buf, src + chunk, rnd)
+        offset = chunk * load(run + at.RUN_ROUND_BYTES)
+        for i in range(count):
+            peer = load(peers + 8 * i)
+            if peer == rank:
+                store(operand(ctx, step, i), base(run, src_buf) + own)
+            else:
+                conn = connection(ctx, at.CTX_RECV, peer)
+                here = local_payload(ctx, conn)
+                store(operand(ctx, step, i), here + offset if here != 0 else 0)
+                store(operand(ctx, step, i) + 8, load(post_line(conn) + at.POST_ADDR) + offset)
+        code = fold_operands(ctx, run, step, base(run, dst_buf) + to, size)
+        if code != at.OK:
+            return code
     for i in range(count):
         peer = load(peers + 8 * i)
         if peer != rank:

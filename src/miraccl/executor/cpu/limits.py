@@ -1,0 +1,76 @@
+"""What CPU ranks cannot run of the schedules that the verifier finds right; all ranks refuse it alike, before anything is sent.
+
+Only schedules of users come near these limits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cpu.kernels.layout import NSLOTS
+from miraccl.schedule.ir import Buffer, Op, Schedule, Step
+from miraccl.schedule.text import place
+
+SYNCS = frozenset((Op.SIGNAL, Op.WAIT, Op.BARRIER))
+#: A part of a step that happens at once: the ranks taken from, those posted to, and whether that is signals.
+Part = tuple[Sequence[int], Sequence[int], bool]
+
+
+def check_limits(schedule: Schedule) -> None:
+    """Raise ``InvalidUsage`` with the first step that cannot be run."""
+    if schedule.needs_addressable_memory and schedule.scratch_chunks:
+        _check_remote_memory(schedule)
+    if schedule.ops & SYNCS and any(op.sends for op in schedule.ops):
+        for channel in range(schedule.nchannels):
+            _check_order(schedule, channel)
+
+
+def _check_remote_memory(schedule: Schedule) -> None:
+    """Signals tell peers where inputs and outputs lie, not where scratch does."""
+    for number, channel in enumerate(schedule.channels):
+        for rank, steps in enumerate(channel):
+            for position, step in enumerate(steps):
+                ref = step.dst if step.op is Op.PUT else step.src if step.op in (Op.GET, Op.REDUCE_FROM_PEERS) else None
+                if ref is not None and ref.buffer is Buffer.SCRATCH:
+                    raise InvalidUsage(f"{place(schedule, number, rank, position)}: peers cannot address scratch memory on CPUs")
+
+
+def _check_order(schedule: Schedule, channel: int) -> None:
+    """Signals go through the FIFO of the messages: they are taken in the order in which both were posted, and need places there."""
+    nranks, programs = schedule.nranks, schedule.channels[channel]
+    fifos: defaultdict[tuple[int, int], deque[bool]] = defaultdict(deque)  # by sender and receiver: whether each is a signal
+    parts = [[(i, part) for i, step in enumerate(steps) for part in _parts(step, r, nranks)] for r, steps in enumerate(programs)]
+    position, ready = [0] * nranks, deque(range(nranks))
+    while ready:
+        rank = ready.popleft()
+        while position[rank] < len(parts[rank]):
+            number, (senders, receivers, signals) = parts[rank][position[rank]]
+            if not all(fifos[sender, rank] for sender in senders) or any(len(fifos[rank, peer]) == NSLOTS for peer in receivers):
+                break
+            for sender in senders:
+                if fifos[sender, rank].popleft() is not signals:
+                    kinds = ("a message", "a signal") if signals else ("a signal", "a message")
+                    text = f"{kinds[0]} of rank {sender} is before {kinds[1]}, and CPU ranks take them in the order they were sent in"
+                    raise InvalidUsage(f"{place(schedule, channel, rank, number)}: {text}")
+            for peer in receivers:
+                fifos[rank, peer].append(signals)
+            position[rank] += 1
+            ready.extend((*senders, *receivers))
+    for rank, (at, steps) in enumerate(zip(position, parts, strict=True)):
+        if at < len(steps):
+            text = f"gets stuck on CPUs, where signals take places of the {NSLOTS} messages under way between two ranks"
+            raise InvalidUsage(f"{place(schedule, channel, rank, steps[at][0])}: {text}")
+
+
+def _parts(step: Step, rank: int, nranks: int) -> Iterator[Part]:
+    """A step as the engine does it (``kernels.steps``)."""
+    if step.op not in SYNCS:
+        yield step.senders(rank), [step.send_peer] if step.op.sends and step.send_peer is not None else [], False
+        return
+    peers = [peer for peer in (range(nranks) if step.op is Op.BARRIER else step.peers) if peer != rank]
+    if step.op is not Op.WAIT:
+        yield from (((), (peer,), True) for peer in peers)
+    if step.op is not Op.SIGNAL:
+        yield from (((peer,), (), True) for peer in peers)
