@@ -226,6 +226,24 @@ def test_one_wrong_element_on_one_rank_is_counted() -> None:
     assert run_ranks(_measure_carelessly, 2, MiracclEngine) == [[0, 0]] * 2
 
 
+def _measure_in_turns() -> tuple[str, str]:
+    case = build_case("all_reduce", 1 << 20, nranks=2, dtype="float32")
+    with miraccl.init() as comm:
+
+        def turn() -> None:
+            comm.all_reduce(np.zeros(1))
+
+        row = measure(MiracclEngine(comm), case, True, Options(iters=1, warmup=0, batches=1), turn)
+        assert row is not None
+        return row.algo, comm.explain("all_reduce", 1 << 20)[0].algo
+
+
+def test_the_algorithm_shown_is_that_of_the_timed_calls() -> None:
+    """Not of what the ranks do between them, to agree on whose turn it is."""
+    for shown, chosen in run_ranks(_measure_in_turns, 2):
+        assert shown == chosen != "one_shot"
+
+
 # ---------------------------------------------------------------------- a peer
 
 _FAKE_MPI = '''

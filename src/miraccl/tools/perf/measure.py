@@ -59,8 +59,8 @@ def measure(engine: Engine, case: Case, in_place: bool, options: Options, turn: 
     for _ in range(options.batches):
         turn()
         times.append(_time_batch(engine, case, bound, iters, options.fresh))
+    chosen = bound.chosen()  # now: whoever takes turns may use the communicator
     turn()
-    chosen = bound.chosen()
     wrong += _check(engine, case, bound, in_place, seed=2) if options.check else 0
     times = engine.reduce_list(times, how="max")
     (total_wrong,) = engine.reduce_list([float(wrong)], how="sum")
