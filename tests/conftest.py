@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,3 +30,15 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if (name.startswith(_OURS) and name != "MIRACCL_CACHE_DIR") or name in _TORCHRUN:
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """Communicators begin with ``trace.configure``, which lasts: a later test would capture lines twice or never."""
+    log = logging.getLogger("miraccl")
+    handlers, propagate, level = list(log.handlers), log.propagate, log.level
+    yield
+    for handler in [handler for handler in log.handlers if handler not in handlers]:
+        log.removeHandler(handler)
+    log.propagate = propagate
+    log.setLevel(level)

@@ -140,10 +140,7 @@ def test_uneven_blocks_are_not_kept_in_scratch_memory() -> None:
         ("allreduces:ring", {}),
     ],
 )
-def test_what_nccl_algo_wishes(
-    text: str, expected: dict[Collective, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("miraccl"), "propagate", True)  # trace.configure may have been here
+def test_what_nccl_algo_wishes(text: str, expected: dict[Collective, str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="miraccl"):
         command, wishes = nccl_wishes.read_algorithms({"NCCL_ALGO": text})
     assert (command, wishes) == ("", expected)
@@ -181,10 +178,7 @@ def test_what_nccl_proto_wishes(text: str, expected: str) -> None:
         ("two_shot", dict.fromkeys(Collective, "two_shot")),
     ],
 )
-def test_what_gpus_have_kernels_of(
-    text: str, expected: dict[Collective, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("miraccl"), "propagate", True)
+def test_what_gpus_have_kernels_of(text: str, expected: dict[Collective, str], caplog: pytest.LogCaptureFixture) -> None:
     wishes = nccl_wishes.algorithms(text)
     with caplog.at_level(logging.INFO, logger="miraccl"):
         assert nccl_wishes.on_gpus(wishes) == expected
