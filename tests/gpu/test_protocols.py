@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from miraccl.executor.cuda import layout, lower
+from miraccl.executor.cuda import layout, lower, staged_copies
 from miraccl.executor.cuda.bank import least_slots
 from miraccl.executor.cuda.plan import TREES, DevicePlan, Request
 from miraccl.schedule import catalog
@@ -26,6 +26,8 @@ from .protocols.ring import ring
 from .protocols.rows import lane
 from .protocols.search import search
 from .protocols.shots import rooted, shots
+from .protocols.staged import Rules as Copies
+from .protocols.staged import staged
 from .protocols.steps import Rules as Simple
 from .protocols.steps import line, steps
 from .protocols.trees import trees
@@ -319,12 +321,27 @@ def test_every_block_of_a_sender_has_a_chunk() -> None:
 
 
 def test_freed_slots_are_told_by_stores_that_land_in_order() -> None:
-    """Of all that is stored, only these words are written by one multiprocessor after another with nobody waiting in between: by the block
-    that takes the last chunk of a slot in a message, and by that of the first one in the next message."""
+    """Of all that a launch stores, only these words are written by one multiprocessor after another with nobody waiting in between: by the
+    block that takes the last chunk of a slot in a message, and by that of the first one in the next message."""
     queues = [[Queue(1, (4, 4), 0, 3)]]
     assert holds(chunks(queues, Bulk(), blocks=1, taking=2))
     assert not holds(chunks(queues, Bulk(), blocks=1, taking=2, ordered=False))
     assert holds(chunks(queues, Bulk(all_freed=False), blocks=1, taking=2, ordered=False))
+
+
+# ---- copies
+
+
+@pytest.mark.parametrize("nranks", [2, 3, 4])
+@pytest.mark.parametrize("collective", staged_copies.ALGORITHMS)
+def test_copies_through_staging_memory(collective: Collective, nranks: int) -> None:
+    """Slots are used three times, in two operations; what is in the banks meanwhile is gone when the next launch begins."""
+    schedule = built(staged_copies.ALGORITHMS[collective], collective, nranks)
+    chunks = 2 * layout.COPY_SLOTS + 1
+    assert always(staged(schedule, Copies(), chunks=chunks, operations=2))
+    for weaker in ({"fences": False}, {"all_free": True}, {"meets": False}):
+        assert not always(staged(schedule, Copies(**weaker), chunks=chunks, operations=2))
+    assert not always(staged(schedule, Copies(early=1), chunks=chunks))
 
 
 # ---- the documentation

@@ -1,0 +1,135 @@
+"""Copies through staging memory (executor/cuda/staged_copies.py) between two meetings of all ranks (source/meet.cuh).
+
+A thread for each stream: one in which the operation is, one for each direction of a pair that talks. What a stream copies is there before
+the words that it writes behind (cuStreamWriteValue has a barrier). A chunk is two cells, whose stores land in any order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.staged_copies import Move, Stage, chunks_of, in_turns, moves_of
+from miraccl.schedule.ir import Schedule
+
+from .program import Cell, Kind, System, Thread
+
+HALVES = range(2)
+CHUNK = layout.KIB  # bytes; how many are of no matter
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Weaker forms: ``early``: chunks by which a sender runs ahead of the slots; ``fences``: before a word is written; ``all_free``: a slot
+    is said to be free also where it is not used again; ``meets``: also at the end."""
+
+    early: int = 0
+    fences: bool = True
+    all_free: bool = False
+    meets: bool = True
+
+
+def staged(schedule: Schedule, rules: Rules, *, chunks: int, operations: int = 1) -> System:
+    """``chunks`` of a block, ``operations`` in a row. Each meeting is a launch; what is staged belongs to the bank of the first one."""
+    system, stage = System(schedule.nranks), Stage.of(schedule, layout.COPY_SLOTS * schedule.nranks * CHUNK)
+    for rank in range(schedule.nranks):
+        moves = [chunk for move in moves_of(schedule, rank, chunks * CHUNK) for chunk in chunks_of(move, CHUNK)]
+        streams = _Streams(system, system.thread(rank), stage, rules)
+        for chunk in moves:
+            streams.add(chunk)
+        for operation in range(operations):
+            streams.run(moves, 2 * operation)
+    return system
+
+
+@dataclass
+class _Streams:
+    """Of a rank."""
+
+    system: System
+    main: Thread
+    stage: Stage
+    rules: Rules
+    totals: Counter[int] = field(default_factory=Counter)  # chunks that come from a peer
+    directions: dict[tuple[int, bool], Thread] = field(default_factory=dict)  # by the peer, and whether data come from it
+    done: Counter[tuple[int, bool]] = field(default_factory=Counter)  # chunks of each direction
+    slots: dict[Cell, int] = field(default_factory=dict)  # that have been filled, and the last chunk in each
+
+    def add(self, chunk: Move) -> None:
+        if chunk.up is not None:
+            self.totals[chunk.up] += 1
+        for peer, comes in ((chunk.up, True), (chunk.down, False)):
+            if peer is not None and (peer, comes) not in self.directions:
+                name = f"{'from' if comes else 'to'} rank {peer}"
+                self.directions[peer, comes] = self.system.thread(self.main.rank, name)
+
+    def run(self, moves: list[Move], launch: int) -> None:
+        self.meet(launch)
+        self.done.clear()
+        self.slots.clear()
+        for number, chunk in enumerate(in_turns(moves)):
+            if chunk.up is not None:
+                self.take(chunk.up)
+                if chunk.down is not None:  # the other stream waits for an event of this one
+                    event = Cell("an event", self.main.rank, Kind.COUNTER, None)
+                    self.directions[chunk.up, True].fence()
+                    self.directions[chunk.up, True].store(event, launch * len(moves) + number)
+                    self.directions[chunk.down, False].reach(event, launch * len(moves) + number)
+            if chunk.down is not None:
+                self.give(chunk.down)
+        for key, thread in self.directions.items():
+            joined = Cell(f"the end of the stream {'from' if key[1] else 'to'} rank {key[0]}", self.main.rank, Kind.COUNTER, None)
+            thread.fence()
+            thread.store(joined, launch)
+            self.main.reach(joined, launch)
+        for cell, number in self.slots.items():  # set_words
+            self.main.clear(cell, number)
+        self.main.fence()
+        self.meet(launch + 1)
+
+    def meet(self, launch: int) -> None:
+        """``meet_peers``: a launch, whose end all streams wait for."""
+        rank, nranks = self.main.rank, self.system.nranks
+        self.main.begin(launch, launch % 2)
+        for thread in self.directions.values():
+            thread.begin(launch, -1)
+        if self.rules.meets or launch % 2 == 0:
+            self.main.fence()
+            for peer in (peer for peer in range(nranks) if peer != rank):
+                self.main.store(self.board(peer, rank, launch), launch)
+            for peer in (peer for peer in range(nranks) if peer != rank):
+                self.main.wait_for(self.board(rank, peer, launch), launch)
+        for thread in (self.main, *self.directions.values()):
+            thread.end()
+
+    def give(self, peer: int) -> None:
+        thread, rank, k = self.directions[peer, False], self.main.rank, self.done[peer, False]
+        if k >= self.stage.nslots + self.rules.early:
+            thread.take(self.word("free", rank, peer, k), k - self.stage.nslots - self.rules.early)
+        for cell in self.slot(rank, peer, k):
+            thread.store(cell, k)
+        if self.rules.fences:
+            thread.fence()
+        thread.store(self.word("ready", peer, rank, k), k)
+        self.done[peer, False] += 1
+
+    def take(self, peer: int) -> None:
+        thread, rank, k = self.directions[peer, True], self.main.rank, self.done[peer, True]
+        thread.take(self.word("ready", rank, peer, k), k)
+        for cell in self.slot(peer, rank, k):
+            thread.read(cell, k)
+            self.slots[cell] = k
+        if k + self.stage.nslots < self.totals[peer] or self.rules.all_free:
+            thread.fence()
+            thread.store(self.word("free", peer, rank, k), k)
+        self.done[peer, True] += 1
+
+    def slot(self, src: int, dst: int, k: int) -> list[Cell]:
+        return [Cell(f"slot {k % self.stage.nslots} from rank {src}, half {half}", dst, Kind.BUFFER, 0) for half in HALVES]
+
+    def word(self, what: str, dst: int, src: int, k: int) -> Cell:
+        return Cell(f"{what} {k % self.stage.nslots} of rank {src}", dst, Kind.PACKET, None)
+
+    def board(self, dst: int, src: int, launch: int) -> Cell:
+        return Cell(f"entry {launch % layout.BOARD_ENTRIES} of the board for rank {src}", dst, Kind.WORD, None)
