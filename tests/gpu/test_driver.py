@@ -36,3 +36,10 @@ def test_machine_code_that_the_driver_refuses(compiler: int, hint: str, monkeypa
     with pytest.raises(SystemFailure, match=f"cuModuleLoadData.*{hint}") as raised:
         Gpu(0).load(b"code", "kernel")
     assert bool(raised.value.hint) == bool(hint)
+
+
+def test_a_driver_that_does_not_start_is_told_with_who_knows_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(refuse=["cuInit"])
+    monkeypatch.setattr(driver, "bindings", lambda name: cuda)
+    with pytest.raises(SystemFailure, match=r"cuInit: CUDA_ERROR_NOT_SUPPORTED.*miraccl doctor"):
+        Gpu(0)

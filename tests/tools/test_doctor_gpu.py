@@ -62,6 +62,7 @@ def test_packages_for_gpus_on_a_machine_without(machine: Any) -> None:
     found = findings()
     assert list(found) == ["gpu", "cuda-bindings", "nvrtc", "settings"]
     assert (found["gpu"].status, found["gpu"].found) == ("note", "no NVIDIA GPU: no NVIDIA driver")
+    assert found["gpu"].advice == "collectives run on CPUs; if there is a GPU, install it"
     assert found["cuda-bindings"].status == found["nvrtc"].status == "ok"
 
 

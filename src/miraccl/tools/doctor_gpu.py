@@ -53,8 +53,10 @@ def check_gpu() -> Finding:
         return Finding(name="gpu", status="note", found="an NVIDIA GPU without a driver", advice=advice)
     if facts().gpus:  # a sandbox that hides /proc/driver
         return Finding(name="gpu", status="ok", found=facts().names)
-    why = f": {facts().problem}" if bindings_version() and facts().problem else ""
-    return Finding(name="gpu", status="note", found=_ABSENT + why, advice="collectives run on CPUs")
+    why, advice = "", "collectives run on CPUs"
+    if bindings_version() and facts().problem:  # somebody has wanted GPUs here
+        why, advice = f": {facts().problem}", f"{advice}; if there is a GPU, {facts().advice}"
+    return Finding(name="gpu", status="note", found=_ABSENT + why, advice=advice)
 
 
 def _is_nvidia_gpu(device: Path) -> bool:

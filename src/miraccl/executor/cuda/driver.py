@@ -18,6 +18,7 @@ from miraccl.executor.cuda import toolkit
 from miraccl.executor.cuda.doors.layout import POINTER_DEVICE_ORDINAL
 from miraccl.executor.cuda.toolkit import bindings
 
+DOCTOR = "miraccl doctor says what is missing"
 MEMHOSTALLOC_PORTABLE_MAPPED = 0x01 | 0x02  # the same bits for cuMemHostRegister
 MEMORYTYPE_DEVICE = 2  # cuda.h CU_MEMORYTYPE_DEVICE
 POINTER_MEMORY_TYPE, POINTER_IS_MANAGED = 2, 8  # cuda.h CU_POINTER_ATTRIBUTE_*
@@ -44,8 +45,12 @@ def driver() -> Any:
     try:
         code = cuda.cuInit(0)
     except (OSError, RuntimeError) as error:  # cuda.pathfinder: the library is not there
-        raise MissingDependency(f"there is no NVIDIA driver: {error}", hint="miraccl doctor says what is missing") from error
-    check(code, "cuInit")
+        raise MissingDependency(f"there is no NVIDIA driver: {error}", hint=DOCTOR) from error
+    try:
+        check(code, "cuInit")
+    except SystemFailure as error:
+        error.hint = DOCTOR
+        raise
     return cuda
 
 
