@@ -69,6 +69,7 @@ def many() -> list[KernelSpec]:
     found.append(packets("all_reduce_tree", DType.BFLOAT16, Frame.WORD, 8, RedOp.AVG))
     found += [KernelSpec(family="steps", nranks=2, dtype=DType.INT64, op=op) for op in (RedOp.SUM, RedOp.PREMUL_SUM)]
     found.append(KernelSpec(family="steps", nranks=8, dtype=DType.UINT8, reduces=False))
+    found.append(KernelSpec(family="steps", nranks=8, dtype=DType.FLOAT32, room=layout.STEP_ROOMS[-1]))
     return [*few(), *found, *messages(8)]
 
 

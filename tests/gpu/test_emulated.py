@@ -219,6 +219,7 @@ def halves(schedule: Schedule) -> Schedule:
 MADE = {
     "pipeline": (lambda s: passes.pipeline(s, 4), "ring", Collective.ALL_REDUCE),
     "channels": (lambda s: passes.split_channels(s, 2), "double_binary_tree", Collective.ALL_REDUCE),
+    "many channels": (lambda s: passes.pipeline(passes.split_channels(s, 16), 4), "ring", Collective.ALL_REDUCE),
     "scratch in channels": (lambda s: passes.split_channels(passes.split_messages(s), 2), "pat", Collective.ALL_GATHER),
     "side by side": (halves, "two_shot_put", Collective.ALL_REDUCE),
     "order": (lambda s: passes.relabel(s, (2, 0, 3, 1)), "pat", Collective.REDUCE_SCATTER),

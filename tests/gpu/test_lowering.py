@@ -19,6 +19,8 @@ from miraccl.schedule import catalog, passes
 from miraccl.schedule.verify import FIFO_DEPTH
 from miraccl.types import Collective, DType, RedOp
 
+SHAPE = 4 + layout.MAX_CHANNELS + 1 + 3  # of PROGRAM_HEAD, up to scratch chunks
+
 MOVED = tuple(c for c in Collective if c <= Collective.ALL_TO_ALL)
 
 
@@ -103,8 +105,8 @@ def test_steps_are_written_as_the_kernel_reads_them(nranks: int) -> None:
     for rank in range(nranks):
         block = bytes(lower.lower_steps(schedule, choose(asked), asked, comm_args(nranks, rank)))
         at = layout.args_bytes(nranks)
-        part, piece, parts, channels, *first, slot, behind, scratch = struct.unpack_from(layout.PROGRAM_HEAD, block, at)[:12]
-        *apart, here, there = struct.unpack_from(layout.PROGRAM_HEAD, block, at)[12:]
+        part, piece, parts, channels, *first, slot, behind, scratch = struct.unpack_from(layout.PROGRAM_HEAD, block, at)[:SHAPE]
+        *apart, here, there = struct.unpack_from(layout.PROGRAM_HEAD, block, at)[SHAPE:]
         steps = schedule.channels[0][rank]
         assert (parts, channels, first[:2]) == (nranks, 1, [0, len(steps)])
         assert part * nranks >= 1 << 20
@@ -174,9 +176,17 @@ def test_eight_ranks_need_one_piece_up_to_8_mib(nbytes: int) -> None:
     lower.lower_packets(plan, asked, comm_args(8, 3))
 
 
+def test_steps_beyond_the_room_of_a_launch_are_refused() -> None:
+    ring = catalog.build("ring", Collective.ALL_REDUCE, 8)
+    assert [lower.step_room(passes.pipeline(ring, depth)) for depth in (1, 8, 30)] == [120, 120, 480]
+    with pytest.raises(InvalidUsage, match=r"has 1500 steps of a rank; a launch has room for 1280"):
+        lower.step_room(passes.pipeline(ring, 100))
+
+
 def test_arguments_stay_below_the_limit_of_a_launch() -> None:
-    steps = layout.MAX_STEPS * struct.calcsize(layout.STEP)
-    assert layout.args_bytes(layout.MAX_RANKS) + struct.calcsize(layout.PROGRAM_HEAD) + steps <= 4096
+    head, step = layout.args_bytes(layout.MAX_RANKS) + struct.calcsize(layout.PROGRAM_HEAD), struct.calcsize(layout.STEP)
+    assert head + layout.STEP_ROOMS[0] * step <= layout.FEW_ARGUMENT_BYTES
+    assert head + layout.STEP_ROOMS[-1] * step <= layout.MANY_ARGUMENT_BYTES
 
 
 @pytest.mark.parametrize(("depth", "scratch"), [(1, 0), (4, 300), (4, 3000)])
@@ -187,7 +197,7 @@ def test_slots_and_scratch_have_room_in_a_bank(depth: int, scratch: int) -> None
     asked = request(dtype=DType.FLOAT32, count=1 << 24, nranks=8, algo="ring", proto="simple")
     blocks = lower.grid_of(choose(asked), schedule)
     block = bytes(lower.lower_steps(schedule, choose(asked), asked, comm_args(8)))
-    _, piece, *_, slot, behind, chunks = struct.unpack_from(layout.PROGRAM_HEAD, block, layout.args_bytes(8))[:12]
+    _, piece, *_, slot, behind, chunks = struct.unpack_from(layout.PROGRAM_HEAD, block, layout.args_bytes(8))[:SHAPE]
     words = 3 * layout.MAX_RANKS * layout.BLOCKS * layout.FIFO_WORD_BYTES
     assert (chunks, slot) == (scratch, 4 * piece)
     assert piece > 0

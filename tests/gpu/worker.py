@@ -25,6 +25,7 @@ from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.member import Options
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import DevicePlan
+from miraccl.schedule import catalog, passes
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, PreMulSum, RedOp
@@ -306,6 +307,24 @@ class Rank:
                 ramp = (torch.arange(count, device="cuda") % 1000 + 1).float()
                 if not bool((whole.view(comm.nranks, count) == torch.stack([ramp * (r + 1) for r in range(comm.nranks)])).all()):
                     return f"pat of {count} elements is wrong"
+        return self.many_steps()
+
+    def many_steps(self) -> str:
+        """A schedule on 16 channels with more steps than arguments of 4 KiB have room for."""
+        torch, comm = self.torch, self.comm
+        ring = catalog.build("ring", Collective.ALL_REDUCE, comm.nranks)
+        schedule = replace(passes.pipeline(passes.split_channels(ring, 16), 4), name="many_steps")
+        catalog.register_schedule(schedule)
+        try:
+            for count in (1000, 5_000_000):
+                request = comm.request(Collective.ALL_REDUCE, DType.FLOAT32, count)
+                comm.use_plan(Collective.ALL_REDUCE, DType.FLOAT32, count, choose(replace(request, algo=schedule.name, proto="simple")))
+                x = torch.full((count,), float(comm.rank + 1), device="cuda")
+                comm.all_reduce(x)
+                if not bool((x == sum(r + 1 for r in range(comm.nranks))).all()):
+                    return f"{count} elements on many channels are wrong"
+        finally:
+            catalog.unregister(schedule.name)
         return ""
 
     def call(self, collective: Collective, x: Any, dtype: DType, op: Operator, root: int, case: dict[str, Any], want: Any) -> Any:

@@ -68,7 +68,7 @@ def run(
     ``order`` is that of the ring, where it is not that of the ranks; ``want`` is what all ranks are to have, where rounding makes another
     result than the definition's."""
     plan = plan or choose(asked)
-    spec, nranks = kernel_spec(plan, asked), asked.nranks
+    spec, nranks = lower.kernel_for(plan, asked, lower.schedule_of(plan, asked, order)), asked.nranks
     width = nranks if asked.collective in _SHARED_IN else 1
     inputs = inputs or [make_input(r, asked.count * width, asked.dtype, 1) for r in range(nranks)]
     whole = [x if asked.collective is not Collective.BROADCAST or r == asked.root else None for r, x in enumerate(inputs)]

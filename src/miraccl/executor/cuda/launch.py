@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from miraccl import native
-from miraccl.executor.cuda import lower, toolkit
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda import layout, lower, toolkit
 from miraccl.executor.cuda.driver import Gpu, address_of, check
-from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
+from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.executor.cuda.source import KernelSpec, write_source
 
 _pointers = struct.Struct("<QQ")
@@ -139,8 +140,11 @@ class Kernels:
         self, plan: DevicePlan, request: Request, comm_args: lower.CommArgs, windows: lower.Windows = lower.NOWHERE
     ) -> Launch:
         """Compile, load and lower. May be called while a stream is captured."""
-        spec = kernel_spec(plan, request)
         schedule = lower.schedule_of(plan, request, comm_args.order)
+        spec = lower.kernel_for(plan, request, schedule)
         args = lower.lower_steps(schedule, plan, request, comm_args, windows) if schedule else lower.lower_packets(plan, request, comm_args)
+        if len(args) > layout.FEW_ARGUMENT_BYTES and self.gpu.driver_version < layout.MANY_ARGUMENTS_DRIVER:
+            text = f"has more than {layout.STEP_ROOMS[0]} steps of a rank, which take a driver of CUDA 12.1"
+            raise InvalidUsage(f"schedule {plan.algo!r} {text}")
         function = self.function(spec)
         return Launch(self.gpu, function, plan, lower.grid_of(plan, schedule), args, overlaps=spec.single and self.gpu.arch >= OVERLAP_FROM)

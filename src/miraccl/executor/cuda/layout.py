@@ -28,8 +28,10 @@ from miraccl.schedule.ir import Buffer, Op
 MAX_RANKS = 8
 BLOCKS = 128  # of protocol Simple at most; a multiple of every number of channels in use, below the 132 multiprocessors of a Hopper GPU
 WORD_STRIDE = 64  # bytes from one counter to the next
-MAX_CHANNELS = 4
-MAX_STEPS = 120  # of one rank, so that the arguments stay below 4 KiB
+MAX_CHANNELS = 32
+#: steps of one rank that the arguments have room for: as many as stay below 4 KiB, and more, which a driver of CUDA 12.1 takes
+STEP_ROOMS = (120, 480, 1280)
+FEW_ARGUMENT_BYTES, MANY_ARGUMENT_BYTES, MANY_ARGUMENTS_DRIVER = 4096, 32764, 12010
 
 KIB, MIB = 1 << 10, 1 << 20
 STATE_OFFSET = 0
@@ -176,13 +178,14 @@ def defines(nranks: int) -> dict[str, int]:
     return _named(names) | {"RANKS": nranks, "ARGS_BYTES": args_bytes(nranks)}
 
 
-def step_defines(nranks: int) -> dict[str, int]:
-    """Those of source/steps.cuh, with the numbers of primitives."""
+def step_defines(nranks: int, room: int) -> dict[str, int]:
+    """Those of source/steps.cuh with room for so many steps, and the numbers of primitives."""
     sizes = {
+        "MAX_STEPS": room,
         "STEP_BYTES": struct.calcsize(STEP),
-        "PROGRAM_BYTES": args_bytes(nranks) + struct.calcsize(PROGRAM_HEAD) + MAX_STEPS * struct.calcsize(STEP),
+        "PROGRAM_BYTES": args_bytes(nranks) + struct.calcsize(PROGRAM_HEAD) + room * struct.calcsize(STEP),
     }
-    return _named("BLOCKS MAX_CHANNELS MAX_STEPS WHAT_SIGNAL") | sizes | {name.name: int(name) for name in (*STEP_OPS, *Buffer)}
+    return _named("BLOCKS MAX_CHANNELS WHAT_SIGNAL") | sizes | {name.name: int(name) for name in (*STEP_OPS, *Buffer)}
 
 
 def message_defines(nranks: int, frame: str) -> dict[str, int]:

@@ -18,7 +18,8 @@ import numpy as np
 from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.bank import least_slots, places, slot_packets, word_packets
-from miraccl.executor.cuda.plan import TREES, DevicePlan, Request, frame_of, vectors_of
+from miraccl.executor.cuda.plan import TREES, DevicePlan, Request, frame_of, kernel_spec, vectors_of
+from miraccl.executor.cuda.source import KernelSpec
 from miraccl.schedule import catalog
 from miraccl.schedule.algos import double_binary_tree
 from miraccl.schedule.interpret import completing_steps
@@ -28,6 +29,7 @@ from miraccl.schedule.verify import FIFO_DEPTH, verify
 from miraccl.types import Collective, RedOp
 
 PUSH_AHEAD = 2  # pieces, where a bank has room for all: more only delays the first read
+MAX_CHUNKS = 255  # of a step, as layout.STEP has them
 SCALE_RANKS = 2  # for which the kernel ``scale`` is compiled: kernels are for two ranks at least
 
 
@@ -211,9 +213,6 @@ def lower_steps(
             ends = (number, comm_args.rank, place) in whole
             encoded += b"".join(_encode(each, ends) for each in _primitives(step, comm_args.rank, schedule.nranks))
         first.append(len(encoded) // struct.calcsize(layout.STEP))
-    if first[-1] > layout.MAX_STEPS:
-        text = f"has {first[-1]} steps on rank {comm_args.rank}; a launch has room for {layout.MAX_STEPS}"
-        raise InvalidUsage(f"schedule {schedule.name!r} {text}")
     first += [first[-1]] * (layout.MAX_CHANNELS + 1 - len(first))
     here = [senders[comm_args.rank].index(peer) if peer in senders[comm_args.rank] else 0 for peer in range(request.nranks)]
     there = [peers.index(comm_args.rank) if comm_args.rank in peers else 0 for peers in senders]
@@ -221,7 +220,7 @@ def lower_steps(
     shape = (part, piece, schedule.parts, schedule.nchannels, *first, slot, behind, schedule.scratch_chunks)
     apart = (at for each in (windows.in_at, windows.out_at) for at in (*each, *[0] * (layout.MAX_RANKS - len(each))))
     head = struct.pack(layout.PROGRAM_HEAD, *shape, *apart, bytes(here), bytes(there))
-    table = encoded.ljust(layout.MAX_STEPS * struct.calcsize(layout.STEP), b"\0")
+    table = encoded.ljust(step_room(schedule) * struct.calcsize(layout.STEP), b"\0")
     signature = signature_of(plan, request, windows.place)
     args = pack_args(comm_args, count=count, root=request.root, nslots=nslots, scalar=scalar_bits(request), signature=signature)
     return args + bytearray(head + table)
@@ -235,6 +234,22 @@ def fifo_slots(schedule: Schedule) -> int:
     except ScheduleError:
         return FIFO_DEPTH
     return layout.FIFO_SLOTS
+
+
+def kernel_for(plan: DevicePlan, request: Request, schedule: Schedule | None) -> KernelSpec:
+    """What to compile for a plan and what ``schedule_of`` gives for it."""
+    spec, room = kernel_spec(plan, request), step_room(schedule) if schedule else 0
+    return replace(spec, room=room) if room > layout.STEP_ROOMS[0] else spec
+
+
+def step_room(schedule: Schedule) -> int:
+    """Steps that the arguments have room for, of whichever rank; raises ``InvalidUsage`` for a schedule that has more."""
+    ranks = ([step for channel in schedule.channels for step in channel[rank]] for rank in range(schedule.nranks))
+    most = max(sum(len(_primitives(step, rank, schedule.nranks)) for step in steps) for rank, steps in enumerate(ranks))
+    for room in layout.STEP_ROOMS:
+        if most <= room:
+            return room
+    raise InvalidUsage(f"schedule {schedule.name!r} has {most} steps of a rank; a launch has room for {layout.STEP_ROOMS[-1]}")
 
 
 def piece_elements(part: int, blocks: int, room: int, vector: int) -> int:
@@ -278,6 +293,8 @@ def _check(schedule: Schedule, channels: Sequence[Sequence[Step]], request: Requ
         raise InvalidUsage(f"schedule {schedule.name!r} has {schedule.nchannels} channels; a launch has room for {layout.MAX_CHANNELS}")
     for steps in channels:
         for step in steps:
+            if step.chunks > MAX_CHUNKS:
+                raise InvalidUsage(f"schedule {schedule.name!r} has a step of {step.chunks} chunks; on GPUs one has {MAX_CHUNKS} at most")
             multiplies = request.op is RedOp.PREMUL_SUM and step.op in (Op.GET, Op.REDUCE_FROM_PEERS)
             if multiplies and step.src and step.src.buffer is Buffer.INPUT:
                 text = "inputs of peers, who alone know what they are to be multiplied by"

@@ -81,7 +81,7 @@ class KernelSpec:
     schedule), ``p2p`` (messages, framed as lines or pairs), ``bulk`` (the same, with large ones among them), ``meet`` (before and after
     the work of copy engines) or ``scale`` (one rank's pre-multiplied sum, as if there were two ranks).  ``threads`` of a block, ``unroll``
     vectors of a thread at a time, ``min_blocks`` per multiprocessor (limits registers); ``single``: shots of one piece, with
-    ``fan`` > 1 by so many threads a packet, one for each rank; ``room``: bytes for messages in the arguments.
+    ``fan`` > 1 by so many threads a packet, one for each rank; ``room``: bytes for messages, or steps, in the arguments.
     """
 
     family: str
@@ -157,7 +157,7 @@ def write_source(spec: KernelSpec, arch: int, machine: str | None = None) -> str
         f"OP_{spec.op.name}": 1,
     }
     if spec.family == "steps":
-        constants |= layout.step_defines(spec.nranks)
+        constants |= layout.step_defines(spec.nranks, spec.room or layout.STEP_ROOMS[0])
     if spec.entry == "p2p":
         constants |= layout.message_defines(spec.nranks, spec.frame.value) | {"BULK": int(spec.family == "bulk"), "ROOM": spec.room}
     if spec.mode:
