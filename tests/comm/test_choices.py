@@ -102,6 +102,19 @@ def test_an_algorithm_that_is_new_is_considered() -> None:
     assert planner.candidates(Collective.ALL_REDUCE, 8, DType.FLOAT32)[0].algo == before
 
 
+@pytest.mark.parametrize("asked", ["", "for_root_2"])
+def test_a_schedule_for_one_root_is_no_candidate_for_others(asked: str) -> None:
+    catalog.register_schedule(replace(catalog.build("chain", Collective.BROADCAST, 4, 2), name="for_root_2"))
+    try:
+        planner = Planner(rank=0, shape=Shape(nranks=4), slot_bytes=1 << 18, constants=Constants(), overrides=Overrides(algo=asked))
+        for root in range(4):
+            rows = [row.algo for row in planner.candidates(Collective.BROADCAST, 1024, DType.FLOAT32, root)]
+            assert ("for_root_2" in rows) == (root == 2)
+            assert not asked or (rows[0] == asked) == (root == 2)
+    finally:
+        catalog.unregister("for_root_2")
+
+
 def test_uneven_blocks_are_not_kept_in_scratch_memory() -> None:
     """Its size would follow from counts that come with the call."""
     gather = Collective.ALL_GATHER

@@ -1,15 +1,20 @@
-"""Schedules of users on memory that peers can address, with every mixture of window and private memory."""
+"""Schedules that are not built in, on CPU ranks: on memory that peers can address, and made of built-in ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import miraccl
+from miraccl.comm.communicator import Communicator
 from miraccl.errors import InvalidUsage
+from miraccl.schedule import catalog, passes
 from miraccl.schedule.catalog import register
+from miraccl.schedule.interpret import expected
 from miraccl.schedule.ir import Schedule, Step
 from miraccl.schedule.steps import (
     barrier,
@@ -29,6 +34,7 @@ from miraccl.schedule.steps import (
     wait,
 )
 from miraccl.types import Collective
+from tests.schedule.helpers import BUILTIN
 from tests.support.ranks import run_ranks
 
 COUNT = 50_000
@@ -157,3 +163,49 @@ def hands_over() -> None:
 
 def test_signals_among_messages() -> None:
     run_ranks(hands_over, 3)
+
+
+def made_of_others(schedule: Schedule) -> Iterator[Schedule]:
+    """Right schedules of the same collective, with several channels, parts and messages under way."""
+    apart = passes.split_messages(schedule)
+    yield passes.pipeline(passes.split_channels(apart, 2), 3)
+    yield passes.fuse(passes.split_channels(passes.relabel(apart, [*range(1, schedule.nranks), 0]), 3))
+
+
+def runs_what_passes_make() -> int:
+    """Every built-in algorithm through passes, against what the collective is defined to give; how many calls were right."""
+    calls = 0
+    with miraccl.init() as comm:
+        me, n = comm.rank, comm.nranks
+        operations: dict[Collective, Callable[[Communicator, np.ndarray, int], Any]] = {
+            Collective.ALL_REDUCE: lambda sub, x, root: sub.all_reduce(x),
+            Collective.ALL_GATHER: lambda sub, x, root: sub.all_gather(x),
+            Collective.REDUCE_SCATTER: lambda sub, x, root: sub.reduce_scatter(x),
+            Collective.BROADCAST: lambda sub, x, root: sub.broadcast(x, root),
+            Collective.REDUCE: lambda sub, x, root: sub.reduce(x, root),
+            Collective.ALL_TO_ALL: lambda sub, x, root: sub.all_to_all(x),
+            Collective.GATHER: lambda sub, x, root: sub.gather(x, root),
+            Collective.SCATTER: lambda sub, x, root: sub.scatter(x, root, np.empty(x.size // n, x.dtype)),
+        }
+        for name, kind in BUILTIN:
+            if kind not in operations or not catalog.get(name).supports(kind, n):
+                continue
+            for number, made in enumerate(made_of_others(catalog.build(name, kind, n, 1))):
+                schedule = replace(made, name=f"{name}_{kind.label}_{number}")
+                catalog.register_schedule(schedule)
+                options = replace(comm._member.options, algo=schedule.name)
+                with Communicator.from_session(comm._member.session.sub(range(n), schedule.name), options, parent=comm) as sub:
+                    for count in (0, 5, COUNT):
+                        whole = count * n if kind in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL, Collective.SCATTER) else count
+                        inputs = [(np.arange(whole) % 97 + rank).astype(np.float32) for rank in range(n)]
+                        want = expected(kind, inputs, root=schedule.root)[me]
+                        got = operations[kind](sub, inputs[me].copy(), schedule.root)
+                        assert sub.last_plan is not None
+                        assert sub.last_plan.algo == schedule.name
+                        assert want is None or (got == want).all(), (schedule.name, count)
+                        calls += 1
+    return calls
+
+
+def test_schedules_made_of_built_in_ones() -> None:
+    assert min(run_ranks(runs_what_passes_make, 3)) > 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -155,3 +156,16 @@ def test_a_schedule_from_a_text_is_an_algorithm():
             catalog.build("from_text", C.ALL_REDUCE, 4)
     finally:
         catalog.unregister("from_text")
+
+
+def test_a_schedule_for_one_root_leaves_the_others_alone():
+    schedule = replace(catalog.build("chain", C.BROADCAST, 3, 2), name="for_root_2")
+    catalog.register_schedule(schedule)
+    try:
+        assert catalog.build("for_root_2", C.BROADCAST, 3, 2) is schedule
+        assert catalog.get("for_root_2") in catalog.algorithms_for(C.BROADCAST, 3, 2)
+        assert catalog.get("for_root_2") not in catalog.algorithms_for(C.BROADCAST, 3, 1)
+        with pytest.raises(InvalidUsage, match="'for_root_2' is for root 2, not 1"):
+            catalog.build("for_root_2", C.BROADCAST, 3, 1)
+    finally:
+        catalog.unregister("for_root_2")

@@ -116,9 +116,9 @@ class Planner:
         self, collective: Collective, block_bytes: int, dtype: DType, root: int = 0, uneven: bool = False
     ) -> list[Candidate]:
         """All ways, the chosen one first, then by predicted time."""
-        asked = self._asked(collective, uneven)
+        asked = self._asked(collective, root, uneven)
         chosen = self._choose(collective, block_bytes, dtype, root, uneven)
-        rows = self._rows(catalog.algorithms_for(collective, self.shape.nranks), collective, block_bytes, dtype, root, uneven)
+        rows = self._rows(catalog.algorithms_for(collective, self.shape.nranks, root), collective, block_bytes, dtype, root, uneven)
         allowed = [row.time for row in rows if not row.barred]
         fastest, best = min(allowed), next(row.time for row in rows if row.name == chosen)
         result = []
@@ -138,7 +138,7 @@ class Planner:
     def _rows(
         self, algorithms: Sequence[Algorithm], collective: Collective, block_bytes: int, dtype: DType, root: int, uneven: bool
     ) -> list[_Row]:
-        asked = self._asked(collective, uneven)
+        asked = self._asked(collective, root, uneven)
         return [
             _Row(
                 self._predict(algorithm, collective, block_bytes, dtype, root),
@@ -151,7 +151,7 @@ class Planner:
     def _choose(self, collective: Collective, block_bytes: int, dtype: DType, root: int, uneven: bool) -> str:
         """The algorithm.  What is best for the smallest size of a class is taken for the whole class, so that a new size costs no
         predictions."""
-        algorithms = catalog.algorithms_for(collective, self.shape.nranks)
+        algorithms = catalog.algorithms_for(collective, self.shape.nranks, root)
         least = size_class(block_bytes)
         key = (collective, least, dtype, root, uneven, *map(id, algorithms))
         if key not in self._choices:
@@ -169,13 +169,13 @@ class Planner:
         """LL puts flag and data on one cache line: one miss instead of two for what fits. Larger messages are always Simple."""
         return "ll" if block_bytes <= at.INLINE_BYTES and self.overrides.proto != "simple" else "simple"
 
-    def _asked(self, collective: Collective, uneven: bool = False) -> str:
+    def _asked(self, collective: Collective, root: int, uneven: bool) -> str:
         """What was asked for where it has a schedule, or nothing: then the model chooses. A wish that rules forbid is none."""
         asked = self.overrides.algo or self.overrides.wishes.get(collective, "")
         if not asked:
             return ""
         algorithm = catalog.get(asked)
-        if not algorithm.supports(collective, self.shape.nranks) or (uneven and collective not in algorithm.uneven):
+        if not algorithm.supports(collective, self.shape.nranks, root) or (uneven and collective not in algorithm.uneven):
             return ""
         if not self.overrides.algo:
             unordered = self.overrides.deterministic and collective.reduces and not algorithm.rank_ordered
@@ -243,7 +243,7 @@ class Planner:
         algorithm = catalog.get(MEMORY_ALGORITHM)
         return (
             not self.overrides.algo
-            and not self._asked(request.collective, request.uneven)
+            and not self._asked(request.collective, request.root, request.uneven)
             and not self.shape.hosts
             and self.shape.nranks > 1
             and algorithm.supports(request.collective, self.shape.nranks)

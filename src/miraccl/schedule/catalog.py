@@ -35,6 +35,7 @@ class Algorithm:
     ``rounds_once``: sums of 16- and 8-bit floats are rounded once, not at every hop; not proved.  (Both are true where nothing is added.)
     ``direct``, ``direct_in_place``: collectives whose receivers may read the sender's memory (``verify.is_direct_safe``).
     ``uneven``: collectives that work when blocks have different counts.
+    ``condition``: whether there is a schedule for (collective, nranks).  ``root``: the only root that there is one for, None: any.
     ``latency``, ``wire``: the formulas of ``cost.Cost.latency_steps`` and ``cost.Cost.wire_blocks`` for (collective, nranks).
     """
 
@@ -49,12 +50,15 @@ class Algorithm:
     needs_addressable_memory: bool = False
     uneven: frozenset[Collective] = frozenset()
     condition: Callable[[Collective, int], bool] | None = None
+    root: int | None = None
     latency: Callable[[Collective, int], int] | None = None
     wire: Callable[[Collective, int], Fraction] | None = None
     builtin: bool = False
 
-    def supports(self, collective: Collective, nranks: int) -> bool:
-        """Whether there is a schedule for ``collective`` over ``nranks`` ranks."""
+    def supports(self, collective: Collective, nranks: int, root: int | None = None) -> bool:
+        """Whether there is a schedule for ``collective`` over ``nranks`` ranks, and for ``root`` if that is given."""
+        if root is not None and collective.rooted and self.root not in (None, root):
+            return False
         return nranks >= 1 and collective in self.collectives and (self.condition is None or self.condition(collective, nranks))
 
     def build(self, collective: Collective, nranks: int, root: int = 0) -> Schedule:
@@ -65,6 +69,8 @@ class Algorithm:
         if not 0 <= root < nranks:
             raise InvalidUsage(f"root {root} is not in 0..{nranks - 1}")
         root = root if collective.rooted else 0
+        if not self.supports(collective, nranks, root):
+            raise InvalidUsage(f"algorithm {self.name!r} is for root {self.root}, not {root}")
         try:
             schedule = self.builder(collective, nranks, root)
         except MiracclError:
@@ -104,6 +110,7 @@ def register(
     needs_addressable_memory: bool = False,
     uneven: Iterable[Collective] = (),
     condition: Callable[[Collective, int], bool] | None = None,
+    root: int | None = None,
     latency: Callable[[Collective, int], int] | None = None,
     wire: Callable[[Collective, int], Fraction] | None = None,
 ) -> Callable[[Build], Build]:
@@ -128,6 +135,7 @@ def register(
                 needs_addressable_memory=needs_addressable_memory,
                 uneven=frozenset(uneven),
                 condition=condition,
+                root=root,
                 latency=latency,
                 wire=wire,
                 builtin=builder.__module__.startswith(_BUILTIN),
@@ -141,18 +149,14 @@ def register(
 def register_schedule(schedule: Schedule, sentence: str = "A single schedule.") -> None:
     """Make one schedule, from a text perhaps, an algorithm for just its collective, ranks and root, under its name."""
 
-    def build(collective: Collective, nranks: int, root: int) -> Schedule:
-        if root != schedule.root:
-            raise InvalidUsage(f"{schedule.name!r} is for root {schedule.root}, not {root}")
-        return schedule
-
     register(
         schedule.name,
         collectives=[schedule.collective],
         sentence=sentence,
         needs_addressable_memory=schedule.needs_addressable_memory,
         condition=lambda collective, nranks: nranks == schedule.nranks,
-    )(build)
+        root=schedule.root,
+    )(lambda collective, nranks, root: schedule)
 
 
 def unregister(name: str) -> None:
@@ -176,9 +180,9 @@ def get(name: str) -> Algorithm:
     return _ALGORITHMS.get(name)
 
 
-def algorithms_for(collective: Collective, nranks: int) -> list[Algorithm]:
-    """The algorithms that have a schedule for ``collective`` over ``nranks`` ranks, by name."""
-    return [algorithm for algorithm in map(get, names()) if algorithm.supports(collective, nranks)]
+def algorithms_for(collective: Collective, nranks: int, root: int | None = None) -> list[Algorithm]:
+    """The algorithms that have a schedule for ``collective`` over ``nranks`` ranks, and for ``root`` if that is given, by name."""
+    return [algorithm for algorithm in map(get, names()) if algorithm.supports(collective, nranks, root)]
 
 
 def build(
