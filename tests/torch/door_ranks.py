@@ -72,6 +72,8 @@ class Rank(emulated_ranks.Rank):
 
     def __init__(self, world: Any, timeout: float) -> None:
         super().__init__(world, timeout)
+        if hasattr(torch._C, "_cuda_getCurrentRawStream"):  # of a build for CUDA, which asks the real driver
+            del torch._C._cuda_getCurrentRawStream
         self._direct = Direct(self.cuda)
         vars(ways).update(lies_on_gpu=on_gpu, ordinal_of=lambda x: 0)
         vars(persistent).update(lies_on_gpu=on_gpu)
