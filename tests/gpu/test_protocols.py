@@ -320,13 +320,13 @@ def test_every_block_of_a_sender_has_a_chunk() -> None:
     assert least == 1024 > 2 * 256, "two blocks for each of more multiprocessors than a GPU has"
 
 
-def test_freed_slots_are_told_by_stores_that_land_in_order() -> None:
-    """Of all that a launch stores, only these words are written by one multiprocessor after another with nobody waiting in between: by the
-    block that takes the last chunk of a slot in a message, and by that of the first one in the next message."""
+def test_slots_that_a_message_does_not_use_again_are_not_told_to_be_free() -> None:
+    """The word of the last chunk in a slot would be one that nobody waits for, and that of the first chunk of the next message comes from
+    another multiprocessor: it may land first, and the sender waits for ever."""
     queues = [[Queue(1, (4, 4), 0, 3)]]
     assert holds(chunks(queues, Bulk(), blocks=1, taking=2))
-    assert not holds(chunks(queues, Bulk(), blocks=1, taking=2, ordered=False))
-    assert holds(chunks(queues, Bulk(all_freed=False), blocks=1, taking=2, ordered=False))
+    assert not holds(chunks(queues, Bulk(all_freed=True), blocks=1, taking=2))
+    assert holds(chunks(queues, Bulk(all_freed=True), blocks=1, taking=2, ordered=True))
 
 
 # ---- copies

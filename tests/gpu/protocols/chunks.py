@@ -28,16 +28,16 @@ class Queue:
 @dataclass(frozen=True)
 class Rules:
     """Weaker forms: ``fences``: before a chunk is said to have arrived; ``waits_freed``: for a slot that the message has used before;
-    ``waits_grant``: for a message to be begun by the receiver. ``all_freed``: slots are said to be free also where the message does not use
+    ``waits_grant``: for a message to be begun by the receiver; ``all_freed``: slots are said to be free also where the message does not use
     them again."""
 
     fences: bool = True
     waits_freed: bool = True
     waits_grant: bool = True
-    all_freed: bool = True
+    all_freed: bool = False
 
 
-def chunks(launches: Sequence[Sequence[Queue]], rules: Rules, *, blocks: int, taking: int, ordered: bool = True) -> System:
+def chunks(launches: Sequence[Sequence[Queue]], rules: Rules, *, blocks: int, taking: int, ordered: bool = False) -> System:
     """A queue has ``blocks`` blocks at its sender and ``taking`` at the receiver."""
     senders = sorted({queue.sender for queues in launches for queue in queues})
     system = System(1 + len(senders), ordered=ordered)

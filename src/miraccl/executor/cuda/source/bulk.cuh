@@ -5,7 +5,8 @@
 // ``slots``. The blocks of a queue take chunks in turn, and sender and receiver may have different numbers of blocks:
 //   grant    the receiver has begun a message, and these slots of its pool are the message's; all queues of a launch share the pool.
 //   arrived  a chunk lies in its slot; one word per slot of the pool.
-//   freed    a chunk has been taken, its slot may be used for the chunk ``slots`` later.
+//   freed    a chunk has been taken, its slot may be used for the chunk ``slots`` later. Not told where there is none: the sender would not look for
+//            the word, and the next message's, from another multiprocessor, might land before it.
 // Words bear the number of the message since the communicator began, so they need not be reset, and captured launches can be replayed.
 
 __device__ __forceinline__ u64* bulk_word(char* box, u64 offset, u32 i) { return (u64*)(box + offset + (u64)i * BULK_STRIDE); }
@@ -125,7 +126,7 @@ __device__ __forceinline__ void receive_bulk(const Exchange& x, const Queue& q, 
       if (s.dead) return;
       copy_chunk<true>(c, FIRST_VECTORS * 16 + k * CHUNK_BYTES, slot_at(a.inbox[q.peer], slot));
       __syncthreads();
-      if (threadIdx.x == 0) store_word(freed_of(a.outbox[q.peer], a.rank, place), tag_of(q.peer, number, k));
+      if (threadIdx.x == 0 && k + q.slots < chunks) store_word(freed_of(a.outbox[q.peer], a.rank, place), tag_of(q.peer, number, k));
     }
     number++; left--;
     if (threadIdx.x == 0) {  // the block that ends a message last lets the next one begin: all slots are free
