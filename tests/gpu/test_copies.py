@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
+from miraccl.comm.device.ctas import Ctas
+from miraccl.comm.device.engines import CopyEngines
 from miraccl.errors import InvalidUsage
-from miraccl.executor.cuda.copies import Copy, copies_of, possible
+from miraccl.executor.cuda.copies import Copy, copies_of, faster_from, possible
+from miraccl.executor.cuda.staged_copies import ALGORITHMS
 from miraccl.schedule import catalog
 from miraccl.types import Collective
 
@@ -39,3 +44,16 @@ def test_a_rank_begins_with_itself() -> None:
 def test_what_copy_engines_cannot_do_is_refused(algo: str, collective: Collective) -> None:
     with pytest.raises(InvalidUsage, match="copy engines"):
         copies_of(catalog.build(algo, collective, 3), 1)
+
+
+@pytest.mark.parametrize(("nranks", "none", "windows"), [(2, False, True), (2, False, False), (4, False, True), (4, True, False)])
+def test_what_copy_engines_never_take_goes_through_doors(nranks: int, none: bool, windows: bool) -> None:
+    """A door knows sizes, not where memory lies: it is shut where that decides."""
+    gpu, kernels, comm_args = Mock(), Mock(), Mock()
+    engines = CopyEngines(gpu, kernels, comm_args, Mock(nranks=nranks), Ctas(most=128, none=none))
+    for collective in Collective:
+        for nbytes in (1, 1 << 20, 1 << 30):
+            taken = none and collective in ALGORITHMS
+            if windows and possible(collective, nranks):
+                taken = nbytes * (nranks - 1) >= faster_from(collective, nranks)
+            assert engines.may_take(collective, windows, nbytes) is taken

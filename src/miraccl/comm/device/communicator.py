@@ -181,7 +181,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         else:
             key: tuple[Any, ...] = (collective, source.dtype, count, op, root)
             launch: AnyLaunch | None = None
-            if self._engines.may_take(collective, self._windows is not None):
+            if self._engines.may_take(collective, self._windows is not None, count * source.dtype.itemsize):
                 place = self._windows.place(target) if self._windows is not None else None
                 launch = self._engines.find(
                     collective, source.dtype, count, root, place, lambda: self.request(collective, source.dtype, count, SUM, root)
@@ -234,7 +234,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         if len(self._launches) >= MAX_LAUNCHES:
             self._forget()
         self._launches[key] = launch
-        engines = self._engines.may_take(collective, self._windows is not None)
+        engines = self._engines.may_take(collective, self._windows is not None, request.block_bytes)
         if isinstance(launch, Launch) and not engines:  # else what runs depends on where the memory lies
             self._doors.remember(collective, dtype, count, op, root, launch, fills=launch.threads > SMALL_THREADS)
         return launch

@@ -27,9 +27,12 @@ class CopyEngines:
         self._sides: list[Side] = []
         self._directions: Directions = {}
 
-    def may_take(self, collective: Collective, windows: bool) -> bool:
-        """Whether ``find`` is to be asked; ``windows``: there are some."""
-        return (windows or self._ctas.none) and collective in ALGORITHMS
+    def may_take(self, collective: Collective, windows: bool, block_bytes: int) -> bool:
+        """Whether ``find`` is to be asked, whose answer depends on where the memory lies; ``windows``: there are some."""
+        nranks = self._memory.nranks
+        if self._ctas.none:
+            return collective in ALGORITHMS
+        return windows and possible(collective, nranks) and block_bytes * (nranks - 1) >= faster_from(collective, nranks)
 
     def find(
         self, collective: Collective, dtype: DType, count: int, root: int, place: Place | None, request: Callable[[], Request]
@@ -38,9 +41,6 @@ class CopyEngines:
         window."""
         key: tuple[Any, ...] = (collective, dtype, count, root)
         if place is not None and possible(collective, self._memory.nranks):
-            received = count * dtype.itemsize * (self._memory.nranks - 1)
-            if not self._ctas.none and received < faster_from(collective, self._memory.nranks):
-                return None
             key += (place.number, place.offset)
         elif self._ctas.none and self._memory.all_direct:
             place = None

@@ -1,4 +1,4 @@
-// Any schedule of FIFO primitives, protocol Simple: a block walks over the steps of its rank.
+// Any schedule, protocol Simple: a block walks over the steps of its rank.
 //
 // Blocks are independent: block b belongs to channel b % channels, is number n = b / channels of its ``blocks`` blocks, and moves the pieces
 // n, n + blocks, ... of every chunk; a piece has ``piece`` elements, the same on all ranks. Between two ranks each block has a FIFO of ``nslots`` slots in the
@@ -10,9 +10,9 @@
 // packets count, and is on the board as theirs are. Every rank waits for every other's entry before it ends: that is what the use of the
 // banks demands, and it finds ranks that called different operations.
 //
-// Behind the FIFOs a block has a piece of every chunk of scratch. For what comes after the first pieces that is memory which is used again, by peers,
-// too, where steps address it: a block goes through all steps of a piece before the next one, so each piece is like an operation of its own, and
-// a rank that has not come to one is not touched, as the proof of the schedule says (schedule/proof.py).
+// Behind the FIFOs a block has room for one piece of every chunk of scratch, and uses it again for the next pieces; so do peers whose steps address
+// it. A block goes through all steps of a piece before the next one, so each piece is like an operation of its own, and memory of a rank that has
+// not come to an operation, or has left it, is not touched: that is part of the proof of a schedule (schedule/proof.py).
 //
 // Steps on memory that peers address (schedule.ir.Op: PUT and what follows) find a peer's input and output by how far they are from this rank's,
 // which is the same for all places in a window. Signals are words as heads and tails are.
