@@ -213,7 +213,7 @@ CUMEM = declare(
     "CUMEM",
     -1,
     _parse_cumem,
-    "How GPUs share memory: 1 virtual memory management, 0 CUDA IPC, auto what works.",
+    "How GPUs share memory: 1 virtual memory management, 0 CUDA IPC, -1 or auto what works.",
     kind="choice",
     nccl="CUMEM_ENABLE",
 )
