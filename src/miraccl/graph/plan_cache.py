@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -20,6 +18,7 @@ from typing import Any
 
 import miraccl
 from miraccl.graph.plan import PlanRequest
+from miraccl.native.cache import put
 
 MAX_FILES = 256
 _PREFIX = "plan-"
@@ -78,14 +77,7 @@ def sealed(text: bytes) -> bytes:
 def _store(target: Path, content: bytes) -> None:
     """Best effort: a folder that cannot be written only costs the time to plan again."""
     with contextlib.suppress(OSError):
-        handle, temporary = tempfile.mkstemp(prefix=f".{_PREFIX}", dir=target.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            os.replace(temporary, target)
-        except OSError:
-            os.unlink(temporary)
-            raise
+        put(target, content)
         _prune(target.parent)
 
 

@@ -107,7 +107,7 @@ def write(name: str, data: bytes) -> None:
     failed = ""
     for place in _writable():
         try:
-            _put(place / name, data)
+            put(place / name, data)
         except OSError as error:
             failed = failed or f"{place} cannot be written: {error.strerror}"
         else:
@@ -117,7 +117,8 @@ def write(name: str, data: bytes) -> None:
     _tell(f"compiled code and measurements are not kept, every process makes them again: {failed or 'no folder can be written'}")
 
 
-def _put(target: Path, data: bytes) -> None:
+def put(target: Path, data: bytes) -> None:
+    """Write a file whole, or raise ``OSError`` and leave nothing."""
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file:
