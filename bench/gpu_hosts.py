@@ -67,7 +67,12 @@ def run(options: argparse.Namespace) -> None:
 
     torch.cuda.set_device(rank)
     session = meet(detect_launch(os.environ))
-    comm: Any = make_device_communicator(session, rank, open_cpu=lambda sub: Communicator.from_session(sub, Options.create()))
+    choices = Options.create()
+
+    def open_cpu(sub: Any, stages: Any) -> Communicator:
+        return Communicator.from_session(sub, choices, stages=stages)
+
+    comm: Any = make_device_communicator(session, rank, choices, open_cpu=open_cpu)
     nccl = None if options.no_nccl else dist
     if nccl is not None:  # read when NCCL starts, which is after ours
         os.environ.update({"NCCL_HOSTID": host, "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_NET": "Socket"})

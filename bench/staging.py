@@ -38,6 +38,7 @@ from miraccl.comm.device.hosts.transfers import cut_transfers, transfers_on
 from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.comm.member import Options
+from miraccl.comm.stages import Stages
 from miraccl.native.intrinsics import load32, pause, sched_yield
 from miraccl.proxy.kernels.layout import READY_OFFSET, SLOT_STRIDE
 from miraccl.tools import launch
@@ -113,9 +114,9 @@ def rank_main(
         staging = Staging(gpu, slot_bytes, on_fault=lambda error: print(f"fault: {error}"), name="bench")
         streams: list[Any] = []
         if messages and not through_proxy:
-            streams = [MessageStreams(world, cpus[0]._member, HostsLayout.of(world.rank, "ab"))]
+            streams = [MessageStreams(Stages(world), cpus[0]._member, HostsLayout.of(world.rank, "ab"))]
         elif not through_proxy:
-            streams = [DirectStreams(world.sub(range(2), f"direct {i}"), cpu._member) for i, cpu in enumerate(cpus)]
+            streams = [DirectStreams(Stages(world.sub(range(2), f"direct {i}")), cpu._member) for i, cpu in enumerate(cpus)]
 
         def all_reduce(count: int) -> tuple[StagedJob, Callable[[], Any]]:
             shape = Shape.even(Collective.ALL_REDUCE, 4, world.rank, 2, 0, count)

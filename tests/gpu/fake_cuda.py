@@ -444,14 +444,15 @@ def seen(memory: DeviceMemory) -> np.ndarray:
 class FakeLocal:
     """``comm.device.DeviceCommunicator`` for ranks of a host without kernels: streams call a CPU communicator."""
 
-    def __init__(self, session: Any, ordinal: int, options: Any) -> None:
+    def __init__(self, session: Any, ordinal: int, options: Any, stages: Any) -> None:
         from miraccl.comm.communicator import Communicator
 
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         self.gpu = driver.Gpu(ordinal)
         self.cuda: FakeCuda = self.gpu.cuda
         name = f"{session.name}/fake"
-        self._cpu = Communicator.from_session(session.sub(range(self.nranks), name), options)
+        part = session.sub(range(self.nranks), name)
+        self._cpu = Communicator.from_session(part, options, stages=stages.part(part))
         self._stream = -1
         self.calls: list[Collective] = []
         self.symmetric, self.ways = types.SimpleNamespace(nbytes=0), list

@@ -10,6 +10,7 @@ from typing import Any
 
 from miraccl.bootstrap import Session
 from miraccl.bootstrap.launch import detect_launch, meet
+from miraccl.comm.stages import Stages
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.transport.cuda_p2p import SymmetricMemory, WindowMemory
 from tests.gpu.fake_cuda import FakeCuda
@@ -49,11 +50,11 @@ def connect(refuse: Sequence[str], deny: Sequence[Sequence[int]], environ: dict[
     with session() as world:
         gpu = Gpu(rank % int(os.environ.get("TEST_GPUS", "8")))
         opened = len(os.listdir("/proc/self/fd"))
-        memory = SymmetricMemory(gpu, world.rank, world.nranks, NBYTES, FILLS, exchange=world.all_gather)
+        memory = SymmetricMemory(gpu, world.rank, world.nranks, NBYTES, FILLS, stages=Stages(world))
         talk(memory, world)
         extra = None
         if window:
-            extra = memory.window(5000)
+            extra = memory.window(5000, Stages(world))
             use_window(extra, world)
         result = {
             "kinds": memory.kinds,

@@ -22,6 +22,7 @@ from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.hosts.communicator import HostsCommunicator, make_device_communicator
 from miraccl.comm.member import Options
+from miraccl.comm.stages import Stages
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.schedule.interpret import expected
@@ -30,6 +31,7 @@ from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.transport.cuda_pairs import Settings
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu import worker
+from tests.gpu.room import Room
 from tests.gpu.worker import compare, make_input, to_cpu, to_gpu, torch_dtype
 
 TIMEOUT = float(os.environ.get("TEST_TIMEOUT", "60"))
@@ -49,7 +51,7 @@ class OneHost(worker.Rank):
     def window(self, nbytes: int) -> str:
         """A further allocation is seen by all; two, so that the second has other addresses."""
         memory, torch = self.comm.symmetric, self.torch
-        first, second = memory.window(nbytes), memory.window(nbytes)
+        first, second = (memory.window(nbytes, Stages(self.session)) for _ in range(2))
         if not second.addressable:
             first.close()
             second.close()
@@ -85,33 +87,24 @@ class Threads:
         if "threads" not in case or self.session.rank != 0:
             return ""
         torch, n = self.torch, 2
-        room, blobs, found = threading.Barrier(n), [b""] * n, [""] * n
-
-        def exchange_of(rank: int) -> Callable[[bytes, str], list[bytes]]:
-            def exchange(data: bytes, tag: str) -> list[bytes]:
-                room.wait(30)
-                blobs[rank] = data
-                room.wait(30)
-                return list(blobs)
-
-            return exchange
+        room, found = Room(n), [""] * n
 
         def run(rank: int) -> None:
             try:
                 ordinal = rank % torch.cuda.device_count()
                 torch.cuda.set_device(ordinal)
                 torch.zeros(1, device="cuda")
-                gpu, exchange = Gpu(ordinal), exchange_of(rank)
-                memory = SymmetricMemory(gpu, rank, n, 1 << 20, ((4096, 4096, 7),), exchange=exchange, settings=Settings())
+                gpu, stages = Gpu(ordinal), room.stages(rank)
+                memory = SymmetricMemory(gpu, rank, n, 1 << 20, ((4096, 4096, 7),), stages=stages, settings=Settings())
                 mine = torch.full((16,), rank + 1, dtype=torch.int32, device="cuda")
                 gpu.copy(memory.outboxes[1 - rank], mine.data_ptr(), 64, 0)
                 torch.cuda.synchronize()
-                exchange(b"", "written")
+                stages.gather("written")
                 got = torch.empty(2048, dtype=torch.int32, device="cuda")
                 gpu.copy(got.data_ptr(), memory.inboxes[1 - rank], 8192, 0)
                 right = bool((got[:16] == 2 - rank).all()) and bool((got[16:1024] == 0).all()) and bool((got[1024:] == 7).all())
                 found[rank] = "" if right and memory.kinds[1 - rank] == "process" else f"{memory.explain()} {got[:20].tolist()}"
-                exchange(b"", "read")
+                stages.gather("read")
                 memory.close()
             except Exception:
                 found[rank] = traceback.format_exc()
@@ -125,8 +118,8 @@ class Threads:
         return "".join(found)
 
 
-def open_cpu(session: Session) -> Communicator:
-    return Communicator.from_session(session, Options.create(timeout=TIMEOUT))
+def open_cpu(session: Session, stages: Stages) -> Communicator:
+    return Communicator.from_session(session, Options.create(timeout=TIMEOUT), stages=stages)
 
 
 class ManyHosts:

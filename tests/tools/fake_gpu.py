@@ -321,7 +321,7 @@ def install(count: int) -> None:
         (gpu_facts, "read_facts"): lambda: facts(count),
         (driver, "Gpu"): gpu,
         (toolkit, "compile_cubin"): compile_nothing,
-        (device_hosts, "make_device_communicator"): lambda *args, open_cpu, meet=None: FakeCommunicator(*args),
+        (device_hosts, "make_device_communicator"): lambda *args, open_cpu, plane=None: FakeCommunicator(*args),
         (device_nccl, "load_torch"): lambda: SimpleNamespace(
             __version__="0", version=SimpleNamespace(cuda="0"), cuda=SimpleNamespace(nccl=SimpleNamespace(version=lambda: (0, 0)))
         ),

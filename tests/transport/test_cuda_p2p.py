@@ -15,6 +15,7 @@ from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.transport.cuda_pairs import Settings
 from tests.gpu import fake_ranks
 from tests.gpu.fake_cuda import FakeCuda
+from tests.gpu.room import Room
 from tests.support.ranks import rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -86,17 +87,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 def test_threads_of_one_process_use_plain_pointers(cuda: FakeCuda) -> None:
     nranks = 3
-    room, blobs = threading.Barrier(nranks), [b""] * nranks
+    room = Room(nranks)
     memories: list[SymmetricMemory | None] = [None] * nranks
 
     def rank(number: int) -> None:
-        def exchange(data: bytes, tag: str) -> list[bytes]:
-            room.wait(20)
-            blobs[number] = data
-            room.wait(20)
-            return list(blobs)
-
-        memories[number] = SymmetricMemory(Gpu(number), number, nranks, 4096, exchange=exchange, settings=Settings())
+        memories[number] = SymmetricMemory(Gpu(number), number, nranks, 4096, stages=room.stages(number), settings=Settings())
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(nranks)]
     for thread in threads:
@@ -117,10 +112,11 @@ def test_threads_of_one_process_use_plain_pointers(cuda: FakeCuda) -> None:
 
 
 def test_one_rank_takes_no_memory(cuda: FakeCuda) -> None:
-    memory = SymmetricMemory(Gpu(0), 0, 1, 1 << 20, exchange=lambda data, tag: [data])
+    stages = Room(1).stages(0)
+    memory = SymmetricMemory(Gpu(0), 0, 1, 1 << 20, stages=stages)
     assert not cuda.live
     assert memory.explain() == []
-    window = memory.window(100)
+    window = memory.window(100, stages)
     assert window.addressable
     assert window.addresses == [window.own]
     window.close()

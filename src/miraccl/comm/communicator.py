@@ -86,8 +86,8 @@ class Communicator(Operations):
         self._barrier = member.barrier_door()
         self._splits = 0
 
-    def _open_cpu(self, session: Session) -> Communicator:
-        return Communicator.from_session(session, self._member.options, parent=self)
+    def _open_cpu(self, session: Session, stages: Stages) -> Communicator:
+        return self._make_part(session, stages)
 
     # ---- memory and plans
 

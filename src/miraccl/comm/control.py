@@ -9,23 +9,45 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, Protocol
 
 from miraccl.bootstrap import Session
 from miraccl.comm.fabric import Fabric
+from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError
 
 KIND = "waits on the control plane"
 FINALIZE = "finalize"
 SET_UP = "the first operation on GPU memory"  # the GPU side is made there, by all ranks together
-#: An operation on the control plane: its name, a tag, this rank's data; everybody's data.
-Meet = Callable[[str, str, bytes], list[bytes]]
 #: Seconds until a rank tells that it waits. All may have to tell all others, which takes the hub some 20 us each.
 TELL_AFTER_S, TELL_US = 0.1, 20
 #: Up to how many ranks it tells as well how many messages it has sent to each, by which ranks of other hosts know that none is on its way.
 COUNTED_RANKS = 64
+
+
+class Plane(Protocol):
+    """The control plane, for operations of several stages; the first one is where the ranks meet who may be in another operation."""
+
+    def meet(self, name: str, tag: str, data: bytes, deadline: Deadline | None = None, /) -> list[bytes]:
+        """Everybody's ``data``."""
+
+    def ending(self, stages: Stages, /) -> AbstractContextManager[None]:
+        """Inside the block what breaks the communicator ends ``stages``."""
+
+
+class Bare:
+    """The plane of ranks that have no faults to share there."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def meet(self, name: str, tag: str, data: bytes, deadline: Deadline | None = None) -> list[bytes]:
+        return self._session.all_gather(data, tag, deadline)
+
+    def ending(self, stages: Stages) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Control:

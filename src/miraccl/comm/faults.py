@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from miraccl.bootstrap import Event, Notice, PeerLeft, PeerLost, Session
@@ -27,6 +27,7 @@ from miraccl.comm.differences import (
     unlike_messages,
 )
 from miraccl.comm.fabric import NOTICE_FIRST_S, Fabric, after_notice
+from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
 from miraccl.errors import (
     BootstrapError,
@@ -73,6 +74,7 @@ class Faults:
         self._unheard = False
         self._silent: set[int] = set()  # did not answer when they were asked last
         self._told = threading.Event()
+        self._stages: list[Stages] = []
         self._lock = threading.Lock()
         self.control = Control(session, fabric, alone, lookout.lookout.call)
         session.status_provider = self.status
@@ -98,17 +100,30 @@ class Faults:
                 self._compare_meetings()
                 return self.control.gather(tag, data, deadline)
             except MiracclError as error:
-                raise self._explain_meeting(error, name) from None
+                raise self._explain_meeting(error, name, tag) from None
 
-    def _explain_meeting(self, error: MiracclError, name: str) -> MiracclError:
+    def _explain_meeting(self, error: MiracclError, name: str, tag: str) -> MiracclError:
         if isinstance(error, BootstrapError | PeerDied):  # a rank is gone, perhaps with a fault of which the notice is under way
             self._told.wait(NOTICE_FIRST_S)
         if self.fault is not None:
             self._let_hear()
             return self.fault
-        if isinstance(error, CollectiveTimeout) and (differing := parted(self._statuses())):
-            return self.spread(CollectiveMismatch(differing, rank=self.rank, op=name, hint=HINT), "mismatch")
+        if isinstance(error, CollectiveTimeout):
+            if differing := parted(self._statuses()):
+                return self.spread(CollectiveMismatch(differing, rank=self.rank, op=name, hint=HINT), "mismatch")
+            error.op = f"{tag!r} of {name}"
         return error
+
+    @contextlib.contextmanager
+    def ending(self, stages: Stages) -> Iterator[None]:
+        """Inside the block a fault ends ``stages``."""
+        self._stages.append(stages)
+        try:
+            if self.fault is not None:
+                raise self.fault
+            yield
+        finally:
+            self._stages.remove(stages)
 
     def _compare_meetings(self) -> None:
         """Another rank is in another operation on the control plane, which is as good as any signature."""
@@ -182,6 +197,8 @@ class Faults:
         self.fabric.set_abort(at.ERR_ABORTED)
         if tag := self.control.now.get("tag"):
             self.session.end_gather(tag, "the communicator is broken")
+        for stages in list(self._stages):
+            stages.end(self.fault)
         return self.fault
 
     def spread(self, error: MiracclError, kind: str) -> MiracclError:

@@ -363,6 +363,10 @@ class Member:
         with whereabouts.Waiting(self.seat.meeting):
             return self.faults.meet(name, tag, data, deadline)
 
+    def ending(self, stages: Stages) -> contextlib.AbstractContextManager[None]:
+        """Inside the block the communicator's fault ends ``stages``."""
+        return self.faults.ending(stages)
+
     @property
     def pending(self) -> int:
         """Operations in the background."""

@@ -1,4 +1,4 @@
-"""The stages in which ranks make a communicator once they have met, the deadline that all of them share, and how they end early.
+"""The stages in which ranks make a communicator or its GPU side, the deadline that all of them share, and how they end early.
 
 A stage is a round of the control plane's all-gather.  One thread goes through them.  Others may know that they cannot come to a good end:
 the proxy's, which sees a connection break, and one that finalizes the communicator from which this one is made.
@@ -14,54 +14,91 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from miraccl.bootstrap import Event, PeerLeft, Session
+from miraccl.bootstrap import Event, PeerLeft, PeerLost, Session
 from miraccl.deadline import Deadline
-from miraccl.errors import CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied, ProtocolError
+from miraccl.errors import BootstrapError, CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied, ProtocolError
 
-HINT = "all stages of making a communicator share one deadline"
+HINT = "all its stages share one deadline"
 
 
 class Stages:
-    """Those of a communicator of the ranks of ``session``, by whose deadline for operations they end, and by ``deadline`` where that comes
-    first."""
+    """Those of a communicator of the ranks of ``session``, or of ``what`` they do; they end by its deadline for operations, and by
+    ``deadline`` where that comes first."""
 
-    def __init__(self, session: Session, deadline: Deadline | None = None) -> None:
-        self.session = session
+    def __init__(self, session: Session, deadline: Deadline | None = None, what: str = "") -> None:
+        self.session, self.what = session, what or f"making {session.name}"
         self.deadline = Deadline.after(session.timeout).within(deadline or session.timeout)
         self._now = ""
         self._error: MiracclError | None = None
+        self._parts: list[Stages] = []
+
+    def part(self, session: Session, what: str = "") -> Stages:
+        """Stages of some of the ranks, with the deadline of these, which end when these do."""
+        part = Stages(session, self.deadline, what)
+        self._parts.append(part)
+        if self._error is not None:
+            part.end(self._error)
+        return part
 
     def exchange(self, name: str, value: Any) -> list[Any]:
-        """The stage ``name``: everybody's ``value`` (of JSON) by rank. Raises ``CollectiveTimeout`` naming the ranks that did not come."""
-        self._now = name
-        self.look()
-        try:
-            blobs = self.session.all_gather(json.dumps(value).encode(), name, self.deadline)
-        except CommunicatorAborted:
-            self.look()
-            raise
-        except CollectiveTimeout as error:
-            error.op, error.hint = self._op, HINT
-            raise
+        """The stage ``name``: everybody's ``value`` (of JSON) by rank. Raises as ``gather``."""
+        blobs = self.gather(name, json.dumps(value).encode())
         try:
             return [json.loads(blob) for blob in blobs]
         except ValueError as error:
             raise ProtocolError(f"a rank's record for {name!r} is malformed") from error
 
+    def gather(self, name: str, data: bytes = b"") -> list[bytes]:
+        """The stage ``name``: everybody's ``data`` by rank. Raises ``CollectiveTimeout`` naming the ranks that did not come."""
+        self._now = name
+        self.look()
+        try:
+            return self.session.all_gather(data, name, self.deadline)
+        except CommunicatorAborted:
+            self.look()
+            raise
+        except (CollectiveTimeout, BootstrapError, PeerDied) as error:
+            error.op, error.hint = self._op, HINT if isinstance(error, CollectiveTimeout) else error.hint
+            raise
+
     @property
     def _op(self) -> str:
-        return f"{self._now!r} of making {self.session.name}"
+        return f"{self._now!r} of {self.what}" if self._now else self.what
+
+    @contextmanager
+    def follow(self) -> Iterator[None]:
+        """Inside the block they end when a rank of the session dies or leaves it, wherever this one waits."""
+        over = False
+
+        def hear(event: Event) -> None:
+            if isinstance(event, PeerLost | PeerLeft) and not over:
+                died = isinstance(event, PeerLost)
+                who = f"rank {event.rank}" if event.rank >= 0 else "the launcher"
+                text = f"{who} {'died' if died else 'left'}: {event.reason}"
+                self.end((PeerDied if died else BootstrapError)(text, rank=self.session.rank, peer=event.rank))
+
+        self.session.on_event(hear)
+        try:
+            yield
+        finally:
+            over = True
 
     def look(self) -> None:
         """Raise what has ended the stages."""
         if self._error is not None:
+            self._error.op = self._error.op or self._op
             raise self._error
 
     def end(self, error: MiracclError) -> None:
         """Any thread: the one that goes through the stages raises ``error``, unless it has come to the end of the last one."""
-        error.op = error.op or self._op
         self._error = self._error or error
         self.session.end_gather(self._now, error.message)
+        for part in list(self._parts):
+            part.end(error)
+
+    def leave(self, error: BaseException) -> None:
+        """This rank gives up and leaves the session: the others are told so at once."""
+        self.session.close(f"gave {self.what} up: {error}"[:500])
 
 
 class Underway:

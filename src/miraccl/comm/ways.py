@@ -14,6 +14,7 @@ from miraccl.comm.device.memory import current_ordinal, lies_on_gpu, ordinal_of
 from miraccl.comm.exchange import Transfer
 from miraccl.comm.member import Member
 from miraccl.comm.persistent import Persistent
+from miraccl.comm.stages import Stages
 from miraccl.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ class Ways:
     _cpu_plan: Any  # a word, 0: the last operation was on GPU memory
     _cpu_plan_address: int
 
-    def _open_cpu(self, session: Session) -> Communicator:
-        """A communicator with these options over another session: what the GPU side has between hosts."""
+    def _open_cpu(self, session: Session, stages: Stages) -> Communicator:
+        """A communicator with these options over another session, made in its ``stages``: what the GPU side has between hosts."""
         raise NotImplementedError
 
     # ---- GPU memory
@@ -89,7 +90,7 @@ class Ways:
 
             self._member.check(0, SET_UP)
             self._device = make_device_communicator(
-                self._member.session, ordinal, self._member.options, open_cpu=self._open_cpu, meet=self._member.meet
+                self._member.session, ordinal, self._member.options, open_cpu=self._open_cpu, plane=self._member
             )
             doors = self._device.stand_before(lambda name: vars(self).get(f"_{name}"), self._cpu_plan_address)
             vars(self).update({f"_{name}": door for name, door in doors.items()})

@@ -17,13 +17,18 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from miraccl.deadline import Deadline
 from miraccl.errors import SystemFailure, as_system_failure
 
 TOKEN_BYTES = 16
 TIMEOUT_S = 20.0
+LOOK_S = 0.1
+"""Between two looks whether those who are waited for are still there."""
+LEAST_S = 0.01
+"""For a call at a door at the deadline: 0 would make the socket one that does not wait at all."""
 STRANGER_S = 1.0
 """How long somebody who has called may take to say who it is."""
 _HEAD = struct.Struct(f"<{TOKEN_BYTES}sII")  # the door's token, the caller's rank, how many descriptors
@@ -67,11 +72,12 @@ class Door:
     def close(self) -> None:
         self._socket.close()
 
-    def push(self, rank: int, peer: Address, descriptors: Sequence[int], timeout: float = TIMEOUT_S) -> None:
+    def push(self, rank: int, peer: Address, descriptors: Sequence[int], timeout: float | Deadline = TIMEOUT_S) -> None:
         """Give descriptors to the rank behind ``peer``; they stay open here. Raises ``SystemFailure``."""
+        deadline = Deadline.after(timeout)
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-                sock.settimeout(timeout)
+                sock.settimeout(max(deadline.left, LEAST_S))
                 sock.connect("\0" + peer.name)
                 self._check_other_side(sock, peer)
                 head = _HEAD.pack(bytes.fromhex(peer.token), rank, len(descriptors))
@@ -82,16 +88,28 @@ class Door:
             text = f"descriptors cannot be passed to process {peer.pid}: {error.strerror or error}"
             raise SystemFailure(text, hint="ranks of a host share its network namespace") from error
 
-    def take(self, peers: Mapping[int, Address], timeout: float = TIMEOUT_S) -> dict[int, list[int]]:
-        """What these ranks have pushed, as descriptors of this process (close-on-exec); a rank that has not come in time is not in it."""
-        deadline = time.monotonic() + timeout
+    def take(
+        self, peers: Mapping[int, Address], timeout: float | Deadline = TIMEOUT_S, look: Callable[[], None] = lambda: None
+    ) -> dict[int, list[int]]:
+        """What these ranks have pushed, as descriptors of this process (close-on-exec); a rank that has not come in time is not in it.
+        ``look`` is called every ``LOOK_S``, and what it raises ends the wait."""
+        deadline = Deadline.after(timeout)
         got: dict[int, list[int]] = {}
-        while len(got) < len(peers) and (left := deadline - time.monotonic()) > 0:
-            self._socket.settimeout(left)
+        try:
+            self._take(peers, deadline, look, got)
+        except BaseException:
+            close_all([descriptor for descriptors in got.values() for descriptor in descriptors])
+            raise
+        return got
+
+    def _take(self, peers: Mapping[int, Address], deadline: Deadline, look: Callable[[], None], got: dict[int, list[int]]) -> None:
+        while len(got) < len(peers) and (left := deadline.left) > 0:
+            look()
+            self._socket.settimeout(min(left, LOOK_S))
             try:
                 sock, _ = self._socket.accept()
             except TimeoutError:
-                break
+                continue
             except OSError:  # it has gone again, or no descriptor is free: one may be soon
                 time.sleep(min(SHORTAGE_S, left))
                 continue
@@ -102,7 +120,6 @@ class Door:
                 got[found[0]] = found[1]
             elif found is not None:
                 close_all(found[1])
-        return got
 
     def _hear(self, sock: socket.socket, peers: Mapping[int, Address]) -> tuple[int, list[int]] | None:
         """Rank and descriptors of a caller, None for a stranger."""

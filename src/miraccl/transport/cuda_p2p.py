@@ -13,21 +13,32 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError, SystemFailure
 from miraccl.topo.records import PathType
 from miraccl.transport import cuda_pairs as pairs
-from miraccl.transport.cuda_fds import Address, Door, close_all
+from miraccl.transport.cuda_fds import TIMEOUT_S, Address, Door, close_all
 from miraccl.transport.cuda_pairs import DIRECT, HOST, IPC, PROCESS, SELF, VMM, Facts, Pair, Paths, Settings
 from miraccl.transport.cuda_shm import Fills, HostSegment, PinningGpu
 from miraccl.transport.cuda_vmm import Mapped, VmmGpu
 
-Exchange = Callable[[bytes, str], Sequence[bytes]]
-"""``exchange(data, tag)``: everybody's data in rank order (``Session.all_gather``)."""
 Explanation = list[tuple[Pair, str, str]]
 """(pair, way, why) of each pair of ranks."""
+
+
+class Stages(Protocol):
+    """How the ranks make something together, with one deadline (``comm.stages``)."""
+
+    @property
+    def deadline(self) -> Deadline: ...
+    def gather(self, name: str, data: bytes = b"") -> Sequence[bytes]:
+        """Everybody's data in rank order."""
+
+    def look(self) -> None:
+        """Raise what has ended the stages."""
 
 
 class GpuMemory(VmmGpu, PinningGpu, Protocol):
@@ -119,8 +130,8 @@ class _Shared:
                 self._failed(self._peers(VMM, HOST), error)
         return json.dumps(record).encode()
 
-    def reach(self, infos: Sequence[bytes]) -> None:
-        """Map everybody's memory; what fails is in ``failures``."""
+    def reach(self, infos: Sequence[bytes], stages: Stages) -> None:
+        """Map everybody's memory; what fails is in ``failures``. Raises what has ended the stages."""
         records = [json.loads(info) for info in infos]
         for peer in self._peers(PROCESS, IPC):
             try:
@@ -134,10 +145,12 @@ class _Shared:
                 self._failed([peer], error)
         if self._door is not None:
             doors = {p: Address.from_json(records[p]["door"]) for p in self._peers(VMM, HOST) if records[p]["door"]}
-            self._pass_descriptors(self._door, doors, records)
+            self._pass_descriptors(self._door, doors, records, stages)
 
-    def _pass_descriptors(self, door: Door, doors: Mapping[int, Address], records: Sequence[Mapping[str, Any]]) -> None:
-        exported = -1
+    def _pass_descriptors(
+        self, door: Door, doors: Mapping[int, Address], records: Sequence[Mapping[str, Any]], stages: Stages
+    ) -> None:
+        exported, deadline = -1, stages.deadline.within(TIMEOUT_S)
         try:
             exported = self._mapped.export() if self._mapped is not None and self._peers(VMM) else -1
         except SystemFailure as error:
@@ -146,10 +159,10 @@ class _Shared:
             for peer, address in doors.items():
                 descriptor = exported if self.ways[peer] == VMM else self.host.descriptor if self.host is not None else -1
                 try:
-                    door.push(self.rank, address, [descriptor] if descriptor >= 0 else [])
+                    door.push(self.rank, address, [descriptor] if descriptor >= 0 else [], deadline)
                 except SystemFailure as error:
                     self._failed([peer], error)
-            taken = door.take(doors)
+            taken = door.take(doors, deadline, stages.look)
         finally:
             close_all([exported] if exported >= 0 else [])
         for peer in doors:
@@ -213,7 +226,7 @@ class SymmetricMemory:
         nbytes: int,
         fills: Fills = (),
         *,
-        exchange: Exchange,
+        stages: Stages,
         settings: Settings | None = None,
     ) -> None:
         self.gpu, self.rank, self.nranks, self.nbytes = gpu, rank, nranks, nbytes
@@ -223,14 +236,14 @@ class SymmetricMemory:
         self.descriptors, self.reason = False, "one rank"
         self.facts: list[Facts] = []
         self.read = Paths(types={})  # on rank 0, with what they were read from
-        self._exchange, self._fills = exchange, fills
+        self._fills = fills
         self._shared: _Shared | None = None
         if nranks > 1:
-            self._look(settings or Settings.read())
-            while not self._attempt():
+            self._look(settings or Settings.read(), stages)
+            while not self._attempt(stages):
                 pass
 
-    def _look(self, settings: Settings) -> None:
+    def _look(self, settings: Settings, stages: Stages) -> None:
         """Exchange what ways are decided from."""
         mine = Facts(
             rank=self.rank,
@@ -247,18 +260,18 @@ class SymmetricMemory:
             p2p_level=settings.p2p_level,
             shm_disable=settings.shm_disable,
         )
-        blobs = self._exchange(mine.to_json(), "gpu facts")
+        blobs = stages.gather("gpu facts", mine.to_json())
         self.facts = [Facts.from_json(blob, rank) for rank, blob in enumerate(blobs)]
         pairs.check_alike(self.facts, self.rank)
         ids = sorted({facts.bus_id for facts in self.facts})
         paths = pairs.read_paths(ids) if self.rank == 0 and len(ids) > 1 else Paths(types={})
         self.read = paths
         view = {"access": [self.gpu.reaches(facts.bus_id) for facts in self.facts], "paths": paths.to_json().decode()}
-        views = [json.loads(blob) for blob in self._exchange(json.dumps(view).encode(), "gpu views")]
+        views = [json.loads(blob) for blob in stages.gather("gpu views", json.dumps(view).encode())]
         self._access = [record["access"] for record in views]
         self._paths = Paths.from_json(views[0]["paths"].encode())
 
-    def _attempt(self) -> bool:
+    def _attempt(self, stages: Stages) -> bool:
         """Try the ways that are left; False if something failed somewhere and the next ones are to be tried."""
         self.descriptors, self.reason = pairs.uses_descriptors(self.facts, self.refused)
         self.ways = pairs.choose_ways(self.facts, self._access, self._paths, self.refused)
@@ -267,12 +280,12 @@ class SymmetricMemory:
         shared = self._shared = _Shared(self.gpu, self.rank, mine, [f.ordinal for f in self.facts], self._fills)
         try:
             shared.make(self.nbytes, self.descriptors)
-            shared.reach(self._exchange(shared.info(), "gpu memory"))
-            reports = [json.loads(blob) for blob in self._exchange(json.dumps(shared.failures).encode(), "gpu mapped")]
+            shared.reach(stages.gather("gpu memory", shared.info()), stages)
+            reports = [json.loads(blob) for blob in stages.gather("gpu mapped", json.dumps(shared.failures).encode())]
             failed = {(pairs.pair_of(rank, peer), kind): why for rank, report in enumerate(reports) for peer, kind, why in report}
             if failed:
                 shared.leave()
-                self._exchange(b"", "gpu unmapped")  # nobody frees what another one still maps
+                stages.gather("gpu unmapped")  # nobody frees what another one still maps
                 shared.free()
         except BaseException:
             shared.close()
@@ -300,9 +313,9 @@ class SymmetricMemory:
         """The way of every pair of ranks, and why."""
         return [(pair, choice.kind, choice.why) for pair, choice in sorted(self.ways.items())]
 
-    def window(self, nbytes: int) -> WindowMemory:
+    def window(self, nbytes: int, stages: Stages) -> WindowMemory:
         """A further allocation of ``nbytes`` on every rank, made by all ranks together."""
-        return WindowMemory(self, nbytes)
+        return WindowMemory(self, nbytes, stages)
 
     def host_bytes(self) -> int:
         """Pinned host memory that this rank owns."""
@@ -323,16 +336,16 @@ class WindowMemory:
     before ``base``.
     """
 
-    def __init__(self, base: SymmetricMemory, nbytes: int) -> None:
+    def __init__(self, base: SymmetricMemory, nbytes: int, stages: Stages) -> None:
         self.nbytes = nbytes
         self._base = base
         direct = {p: kind for p, kind in enumerate(base.kinds) if kind in DIRECT}
         ordinals = [f.ordinal for f in base.facts] if base.nranks > 1 else []
         shared = self._shared = _Shared(base.gpu, base.rank, direct, ordinals)
         try:
-            shared.make(nbytes, base.descriptors, host=False)
+            self._make(nbytes, stages)
             if base.nranks > 1:
-                self._connect(base)
+                self._connect(stages)
         except BaseException:
             shared.close()
             raise
@@ -340,14 +353,28 @@ class WindowMemory:
         self.addresses = [shared.addresses.get(p, 0) for p in range(base.nranks)]
         self.addressable = all(choice.kind in DIRECT for choice in base.ways.values())
 
-    def _connect(self, base: SymmetricMemory) -> None:
-        shared, exchange = self._shared, base._exchange
-        shared.reach(exchange(shared.info(), "gpu window"))
-        reports = [json.loads(blob) for blob in exchange(json.dumps(shared.failures).encode(), "gpu window mapped")]
+    def _make(self, nbytes: int, stages: Stages) -> None:
+        """Raises ``SystemFailure`` on all ranks where one has no memory."""
+        mine: SystemFailure | None = None
+        try:
+            self._shared.make(nbytes, self._base.descriptors, host=False)
+        except SystemFailure as error:
+            mine = error
+        lacks = [blob.decode() for blob in stages.gather("gpu window made", mine.message.encode() if mine else b"")]
+        if mine is not None:
+            raise mine
+        for rank, lack in enumerate(lacks):
+            if lack:
+                raise SystemFailure(f"rank {rank} has no window memory: {lack}", rank=self._base.rank, peer=rank)
+
+    def _connect(self, stages: Stages) -> None:
+        base, shared = self._base, self._shared
+        shared.reach(stages.gather("gpu window", shared.info()), stages)
+        reports = [json.loads(blob) for blob in stages.gather("gpu window mapped", json.dumps(shared.failures).encode())]
         failed = [(rank, peer, why) for rank, report in enumerate(reports) for peer, _, why in report]
         if failed:
             shared.leave()
-            exchange(b"", "gpu window unmapped")
+            stages.gather("gpu window unmapped")
             rank, peer, why = failed[0]
             raise SystemFailure(f"window memory of rank {peer} could not be mapped by rank {rank}: {why}", rank=base.rank, peer=peer)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from miraccl.bootstrap import Session
 from miraccl.comm import group as groups
 from miraccl.comm import nccl_wishes
 from miraccl.comm.arguments import operator
-from miraccl.comm.control import SET_UP, Meet
+from miraccl.comm.control import SET_UP, Bare, Plane
 from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
 from miraccl.comm.device.ctas import Ctas
 from miraccl.comm.device.engines import CopyEngines
@@ -37,7 +36,9 @@ from miraccl.comm.device.windows import Windows
 from miraccl.comm.group import Group
 from miraccl.comm.member import Options
 from miraccl.comm.nccl_wishes import Wishes
+from miraccl.comm.stages import Stages
 from miraccl.errors import (
+    CollectiveTimeout,
     CommunicatorClosed,
     InvalidUsage,
     MiracclError,
@@ -63,16 +64,15 @@ CLOSE_WAIT_S = 10.0
 MAX_LAUNCHES = 4096  # prepared ones that are kept; scalars of pre-multiplied sums may be new in every call
 
 
-def meet_on(session: Session) -> Meet:
-    """Operations on the control plane of ranks that have no faults to share there."""
-    return lambda name, tag, data: session.all_gather(data, tag)
-
-
 class DeviceCommunicator(DeviceCollectives, MessageCalls):
     """The GPU side of a communicator; made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU."""
 
-    def __init__(self, session: Session, ordinal: int, options: Options | None = None, *, meet: Meet | None = None) -> None:
-        """Without ``options`` those of the environment; ``meet`` as in ``make_device_communicator``."""
+    def __init__(
+        self, session: Session, ordinal: int, options: Options | None = None, *, plane: Plane | None = None, stages: Stages | None = None
+    ) -> None:
+        """Without ``options`` those of the environment; ``plane`` as in ``make_device_communicator``; ``stages`` of a session that
+        is this communicator's alone and ends with it."""
+        self._leaves, stages = stages is not None, stages or Stages(session, what=SET_UP)
         options = Options.create() if options is None else options
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         if self.nranks > layout.MAX_RANKS or len(set(session.hosts)) > 1:
@@ -84,17 +84,18 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self._wishes = Wishes(algos=nccl_wishes.on_gpus(dict(options.wishes)), protos=dict(options.protocols))
         self.deterministic = options.deterministic
         self.gpu = Gpu(ordinal)
-        self._meet = meet or meet_on(session)
+        self._plane = plane or Bare(session)
         self.symmetric = SymmetricMemory(
             self.gpu,
             self.rank,
             self.nranks,
             layout.TOTAL_BYTES,
             layout.FILLS,
-            exchange=lambda data, tag: self._meet(SET_UP, tag, data),
+            stages=stages,
         )
         self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
-        self.ring, self.ctas = self._agree(options.cta_policy)
+        self.faults = DeviceFaults(session, self._host, options.timeout)  # hears what comes from ranks that are ready
+        self.ring, self.ctas = self._agree(options.cta_policy, stages)  # if that fails memory stays: a rank that is ready may write to it
         self._comm_args = CommArgs(
             rank=self.rank,
             own=self.symmetric.own,
@@ -119,18 +120,17 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self._messages = MessageLaunches(self.gpu, self._kernels, self._comm_args, rules, self._doors)
         self._current_stream: Callable[[int], int] | None = None
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
-        self.faults = DeviceFaults(session, self._host, options.timeout)
         if self.ctas.none and self.nranks > 1:
             self.faults.on_abort(self._engines.let_go)
         self.closed = False
 
-    def _agree(self, cta_policy: str) -> tuple[Ring, Ctas]:
+    def _agree(self, cta_policy: str, stages: Stages) -> tuple[Ring, Ctas]:
         """Who are neighbours, as rank 0 finds it, and how many multiprocessors kernels take. When this returns, everybody has mapped and
         filled its memory, so that packets may be sent."""
         ready: dict[str, Any] = {"ctas": Ctas.wish(self.gpu.multiprocessors, cta_policy)}
         if self.rank == 0:
             ready["ring"] = find_ring(self.symmetric.facts, self.symmetric.read).to_json()
-        answers = [json.loads(blob) for blob in self._meet(SET_UP, "gpu ready", json.dumps(ready).encode())]
+        answers = stages.exchange("gpu ready", ready)
         return Ring.from_json(answers[0]["ring"]), Ctas.agree([answer["ctas"] for answer in answers])
 
     def _open_doors(self) -> Doors:
@@ -169,7 +169,13 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         if self._windows is None:
             self._windows = Windows(self.symmetric)
             self._forget()  # operations into windows may take another way
-        return self._windows.empty(shape, dtype, lambda data, tag: self._meet("empty on GPUs", tag, data))
+        stages = Stages(self.session, what="empty on GPUs")
+        try:
+            with self._plane.ending(stages), stages.follow():
+                return self._windows.empty(shape, dtype, self._plane, stages)
+        except CollectiveTimeout as error:  # who comes later would wait for those who have given up
+            self.abort(str(error))
+            raise
 
     def _run(
         self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
@@ -411,4 +417,6 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             with contextlib.suppress(MiracclError):
                 self.gpu.free_host(self._host_address)
                 self.gpu.close()
+        if self._leaves:
+            self.session.close()
         return untold

@@ -9,12 +9,13 @@ from __future__ import annotations
 import bisect
 import math
 import sys
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from miraccl.comm.control import Plane
 from miraccl.comm.device.memory import DTYPE_NAMES, DeviceMemory
+from miraccl.comm.stages import Stages
 from miraccl.comm.window import dimensions
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.copies import Place
@@ -72,14 +73,14 @@ class Windows:
     def nbytes(self) -> int:
         return sum(window.nbytes for window in self._windows)
 
-    def empty(self, shape: Any, dtype: Any, agree: Callable[[bytes, str], Sequence[bytes]]) -> Any:
+    def empty(self, shape: Any, dtype: Any, plane: Plane, stages: Stages) -> Any:
         """Zeroed memory on every rank; a tensor if ``dtype`` is one of PyTorch's, else a ``DeviceArray``. All ranks call alike."""
         kind, dims = _element_type(dtype), dimensions(shape)
         asked = f"{dims} {kind.label}"
-        for rank, theirs in enumerate(agree(asked.encode(), "gpu empty")):
+        for rank, theirs in enumerate(plane.meet(stages.what, "gpu empty", asked.encode(), stages.deadline)):
             if theirs.decode() != asked:
                 raise InvalidUsage(f"empty: rank {rank} asks for {theirs.decode()}, this rank for {asked}", peer=rank)
-        window = self._memory.window(max(1, math.prod(dims)) * kind.itemsize)
+        window = self._memory.window(max(1, math.prod(dims)) * kind.itemsize, stages)
         bisect.insort(self._starts, (window.own, len(self._windows)))
         self._windows.append(window)
         array = DeviceArray(window.own, dims, kind, window)

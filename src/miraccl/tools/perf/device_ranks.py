@@ -194,7 +194,11 @@ def _open_miraccl(job: DeviceJob, session: Any, ordinal: int, card: Any, arena: 
     from miraccl.comm.member import Options as Choices
 
     options = Choices.create(**job.init)
-    comm = make_device_communicator(session, ordinal, options, open_cpu=lambda part: Communicator.from_session(part, options))
+
+    def open_cpu(part: Any, stages: Any) -> Communicator:
+        return Communicator.from_session(part, options, stages=stages)
+
+    comm = make_device_communicator(session, ordinal, options, open_cpu=open_cpu)
 
     def leave(kind: Any, error: Any, trace: Any) -> None:
         if error is None:

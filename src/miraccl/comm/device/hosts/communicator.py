@@ -17,9 +17,9 @@ from typing import Any
 
 from miraccl.bootstrap import Session
 from miraccl.comm.arguments import operator, peer_rank
-from miraccl.comm.control import SET_UP, Meet
+from miraccl.comm.control import SET_UP, Bare, Plane
 from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
-from miraccl.comm.device.communicator import DeviceCommunicator, meet_on
+from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.explain import DeviceCandidate
 from miraccl.comm.device.hosts.faults import HostsFaults
 from miraccl.comm.device.hosts.jobs import HostsJobs, HostsPlan, OpenCpu
@@ -31,6 +31,7 @@ from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.comm.device.uneven import Uneven, UnevenCollectives, moves
 from miraccl.comm.member import Options
+from miraccl.comm.stages import Stages
 from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
 from miraccl.transport.cuda_p2p import Explanation
 from miraccl.types import Collective, DType
@@ -39,38 +40,66 @@ CLOSE_WAIT_S = 10.0
 
 
 def make_device_communicator(
-    session: Session, ordinal: int, options: Options | None = None, *, open_cpu: OpenCpu, meet: Meet | None = None
+    session: Session, ordinal: int, options: Options | None = None, *, open_cpu: OpenCpu, plane: Plane | None = None
 ) -> DeviceCommunicator | HostsCommunicator:
     """The GPU side of a communicator, made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU.
 
     ``options`` are those of the communicator, by default what the environment says.  ``open_cpu`` makes a CPU communicator of a session;
-    only several hosts need it.  ``meet`` is how the ranks meet who may be in another operation, by default ``session.all_gather``.
+    only several hosts need it.  ``plane`` is where the ranks meet who may be in another operation, by default ``session`` alone.
+
+    All stages have one deadline, the session's.  They take place in a session of their own: a rank for which they end badly leaves it, and
+    the others know at once.
     """
-    meet = meet or meet_on(session)
-    names = [blob.decode() for blob in meet(SET_UP, "gpu hosts", host_name(session).encode())]
-    if len(set(names)) == 1:
-        return DeviceCommunicator(session, ordinal, options, meet=meet)
-    return HostsCommunicator(session, ordinal, names, options, open_cpu=open_cpu)
+    plane, own = plane or Bare(session), session.sub(range(session.nranks), f"{session.name}/gpu")
+    stages = Stages(own, what=SET_UP)
+    try:
+        with plane.ending(stages), stages.follow():
+            names = [blob.decode() for blob in plane.meet(SET_UP, "gpu hosts", host_name(session).encode(), stages.deadline)]
+            if len(set(names)) == 1:
+                return DeviceCommunicator(own, ordinal, options, plane=plane, stages=stages)
+            return HostsCommunicator(own, ordinal, names, options, open_cpu=open_cpu, stages=stages)
+    except BaseException as error:
+        stages.leave(error)
+        raise
 
 
 class HostsCommunicator(DeviceCollectives, UnevenCollectives):
     """Ranks of several hosts, each with a GPU. ``hosts[r]`` is the name of rank r's host."""
 
     def __init__(
-        self, session: Session, ordinal: int, hosts: Sequence[str], options: Options | None = None, *, open_cpu: OpenCpu
+        self,
+        session: Session,
+        ordinal: int,
+        hosts: Sequence[str],
+        options: Options | None = None,
+        *,
+        open_cpu: OpenCpu,
+        stages: Stages | None = None,
     ) -> None:
+        """``stages`` of a session that is this communicator's alone and ends with it."""
+        self._leaves, stages = stages is not None, stages or Stages(session, what=SET_UP)
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         self.layout = HostsLayout.of(session.rank, hosts)
         self.faults = HostsFaults(session, let_go=self._let_go, abort_network=lambda reason: self.jobs.abort(reason))
         self._side: int | None = None
         self._local_session = session.sub(self.layout.mine, f"{session.name}/gpu host {self.layout.host}")
-        self.local = DeviceCommunicator(self._local_session, ordinal, options)
-        self.gpu = self.local.gpu
-        self.jobs = HostsJobs(session, self.layout, self.gpu, open_cpu, self.faults.fail)
-        self.steps = TwoSteps(self.local, self.jobs)
-        self.replays = Replays(self.gpu, self.jobs)
-        session.barrier("gpu staging ready")
-        session.on_event(self.faults.heard)
+        with contextlib.ExitStack() as unless_made:
+            unless_made.callback(self._local_session.close)
+            self.local = DeviceCommunicator(self._local_session, ordinal, options, stages=stages.part(self._local_session, SET_UP))
+            unless_made.callback(self.local.close)
+            unless_made.callback(self.local.abort, tell=False)  # else it would be closed together with others
+            self.gpu = self.local.gpu
+            self.jobs = HostsJobs(stages, self.layout, self.gpu, open_cpu, self.faults.fail)
+            unless_made.callback(self.jobs.finalize)
+            unless_made.callback(self.jobs.staging.close)
+            unless_made.callback(self.jobs.abort, "the GPU side could not be made")
+            unless_made.push(lambda kind, error, trace: stages.leave(error))  # first of all, as the rest takes time
+            self.steps = TwoSteps(self.local, self.jobs)
+            self.replays = Replays(self.gpu, self.jobs)
+            session.on_event(self.faults.heard)  # from ranks that are ready
+            stages.gather("gpu staging ready")
+            self.jobs.begin()
+            unless_made.pop_all()
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -288,5 +317,6 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives):
                 self.gpu.destroy_stream(self._side)
         untold = self.local.close()
         self.jobs.finalize()
-        self._local_session.close()
+        if self._leaves:
+            self.session.close()
         return untold

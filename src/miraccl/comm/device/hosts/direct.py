@@ -8,15 +8,16 @@ with its others, and its faults explain theirs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from miraccl.bootstrap import Session
 from miraccl.comm.device.hosts.pieces import Piece, Shape
 from miraccl.comm.device.hosts.streams import PeerStreams, StreamOperation, fill
 from miraccl.comm.member import Member
+from miraccl.comm.stages import Stages
 from miraccl.executor.cpu import exchange_layout as ex
 from miraccl.executor.cpu.context import fold_kernel
 from miraccl.executor.cpu.kernels import layout as at
@@ -31,9 +32,9 @@ _NEVER_MORE = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_
 class DirectStreams:
     """One stream to each other rank of a CPU communicator, all on other hosts; made collectively. Used by one thread at a time."""
 
-    def __init__(self, session: Session, member: Member) -> None:
-        self.member, self._session = member, session
-        self._streams = PeerStreams(session, member, [rank for rank in range(member.nranks) if rank != member.rank], "direct")
+    def __init__(self, stages: Stages, member: Member) -> None:
+        self.member, self._session = member, stages.session
+        self._streams = PeerStreams(stages, member, [rank for rank in range(member.nranks) if rank != member.rank], "direct")
         self._landings: list[np.ndarray] = []
         self.peers = self._streams.peers
 
@@ -49,6 +50,11 @@ class DirectStreams:
             return False
         largest = max((*piece.source_counts, *piece.target_counts)) * shape.itemsize
         return shape.collective in _NEVER_MORE or shape.nranks == 2 or largest <= SMALL_BYTES
+
+    @property
+    def sockets(self) -> Mapping[int, socket.socket]:
+        """By peer."""
+        return self._streams.sockets
 
     def descriptor(self, peer: int) -> int:
         return self._streams.descriptor(peer)

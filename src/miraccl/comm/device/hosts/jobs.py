@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from miraccl import params
 from miraccl.bootstrap import Session
 from miraccl.comm import whereabouts
+from miraccl.comm.control import SET_UP
 from miraccl.comm.device.hosts.direct import DirectStreams
 from miraccl.comm.device.hosts.layout import HostsLayout
 from miraccl.comm.device.hosts.messages import MessageNetwork, MessageStreams
@@ -19,14 +20,18 @@ from miraccl.comm.device.hosts.network import CpuCommunicator, InPython, StagedC
 from miraccl.comm.device.hosts.pieces import Piece, Shape, cut
 from miraccl.comm.device.hosts.staging import LANES, Network, StagedJob, Staging
 from miraccl.comm.device.hosts.transfers import cut_transfers, transfers_on
+from miraccl.comm.device.hosts.watch import Watch
 from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.device.transfer import DeviceTransfer
+from miraccl.comm.stages import Stages
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.types import Collective, DType, RedOp
 
 LEAST_SLOT = 64 << 10
 MOST_JOBS = 1024
-OpenCpu = Callable[[Session], CpuCommunicator]
+AnyStreams = TypeVar("AnyStreams", DirectStreams, MessageStreams)
+OpenCpu = Callable[[Session, Stages], CpuCommunicator]
+"""A CPU communicator of a session, made in stages of that session."""
 ON_GPU = tuple(dtype for dtype in DType if dtype not in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2))  # types that kernels add up
 
 
@@ -44,40 +49,64 @@ class HostsPlan:
 class HostsJobs:
     """The jobs of one communicator, with its slots, lanes and CPU communicators; made collectively."""
 
-    def __init__(self, session: Session, layout: HostsLayout, gpu: Gpu, open_cpu: OpenCpu, on_fault: Callable[[Exception], None]) -> None:
+    def __init__(self, stages: Stages, layout: HostsLayout, gpu: Gpu, open_cpu: OpenCpu, on_fault: Callable[[Exception], None]) -> None:
         self.layout, self.gpu = layout, gpu
         self.last_plan: HostsPlan | None = None
-        self._session, self._open_cpu = session, open_cpu
         self._cpus: list[CpuCommunicator] = []
+        self._streams: list[DirectStreams | MessageStreams] = []
+        self._watch = Watch(stages)
         self._jobs: dict[tuple[Any, ...], StagedJob] = {}
         self._plans: dict[int, HostsPlan] = {}
-        sizes = session.all_gather(str(params.GPU_STAGING.read()).encode(), "gpu staging")
-        self.slot_bytes = max(LEAST_SLOT, min(int(size) for size in sizes))
-        self.world = self._open(range(layout.nranks), "gpu world")
+        try:
+            self.slot_bytes = max(LEAST_SLOT, min(stages.exchange("gpu staging", params.GPU_STAGING.read())))
+            self._connect(stages, open_cpu)
+            self.staging = Staging(gpu, self.slot_bytes, on_fault=on_fault, name=f"miraccl-staging-{layout.rank}")
+        except BaseException as error:
+            stages.leave(error)  # first of all, as the rest takes time
+            self.abort(str(error))
+            self.finalize()
+            raise
+
+    def _connect(self, stages: Stages, open_cpu: OpenCpu) -> None:
+        layout, session = self.layout, stages.session
+        self.world = self._open(range(layout.nranks), "gpu world", stages, open_cpu)
         #: between hosts of equal numbers of ranks, those of one index: a communicator per lane
         self.crosses: tuple[CpuCommunicator, ...] = ()
         if layout.even:
             alone = layout.width == 1
-            lanes = [self._open(layout.across(), f"gpu cross {layout.index}.{lane}") for lane in range(alone, LANES)]
+            names = [f"gpu cross {layout.index}.{lane}" for lane in range(alone, LANES)]
+            lanes = [self._open(layout.across(), name, stages, open_cpu) for name in names]
             self.crosses = (self.world, *lanes) if alone else tuple(lanes)
         #: the same ranks' own streams, where they are few
         self.direct: tuple[DirectStreams, ...] = ()
         if self.crosses and DirectStreams.useful(self.crosses[0]._member):
             name = f"{session.name}/gpu direct {layout.index}"
+            subs = [session.sub(layout.across(), f"{name}.{lane}") for lane in range(len(self.crosses))]
             self.direct = tuple(
-                DirectStreams(session.sub(layout.across(), f"{name}.{lane}"), cpu._member) for lane, cpu in enumerate(self.crosses)
+                self._keep(DirectStreams(stages.part(sub, SET_UP), cpu._member), layout.across())
+                for sub, cpu in zip(subs, self.crosses, strict=True)
             )
         #: streams of the messages between hosts, where there are few ranks
         self.messages: MessageStreams | None = None
         if MessageStreams.useful(self.world._member, layout):
-            self.messages = MessageStreams(session, self.world._member, layout)
-        self.staging = Staging(gpu, self.slot_bytes, on_fault=on_fault, name=f"miraccl-staging-{layout.rank}")
+            self.messages = self._keep(MessageStreams(stages, self.world._member, layout), range(layout.nranks))
 
-    def _open(self, ranks: Sequence[int], name: str) -> CpuCommunicator:
-        cpu = self._open_cpu(self._session.sub(ranks, f"{self._session.name}/{name}"))
+    def _open(self, ranks: Sequence[int], name: str, stages: Stages, open_cpu: OpenCpu) -> CpuCommunicator:
+        session = stages.session.sub(ranks, f"{stages.session.name}/{name}")
+        cpu = open_cpu(session, stages.part(session))
         whereabouts.leave(cpu._member.seat)  # the threads of ``staging`` wait in there
         self._cpus.append(cpu)
         return cpu
+
+    def _keep(self, streams: AnyStreams, ranks: Sequence[int]) -> AnyStreams:
+        """``ranks``: those that the streams number from 0 on."""
+        self._streams.append(streams)
+        self._watch.add({ranks[peer]: stream for peer, stream in streams.sockets.items()})
+        return streams
+
+    def begin(self) -> None:
+        """All ranks are ready: lanes find out themselves what happens to their streams."""
+        self._watch.close()
 
     def staged(
         self,
@@ -206,7 +235,8 @@ class HostsJobs:
 
     def finalize(self) -> None:
         """Leave the CPU communicators, after ``staging`` was closed."""
-        for streams in (*self.direct, *((self.messages,) if self.messages else ())):
+        self._watch.close()
+        for streams in self._streams:
             streams.close()
         for cpu in self._cpus:
             cpu.finalize()

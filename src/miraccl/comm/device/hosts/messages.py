@@ -7,17 +7,18 @@ the CPU communicator; that one's board shows it and its faults explain it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from miraccl.bootstrap import Session
 from miraccl.comm.device.hosts.layout import HostsLayout
 from miraccl.comm.device.hosts.pieces import Piece
 from miraccl.comm.device.hosts.staging import Prepared, Slots
 from miraccl.comm.device.hosts.streams import PeerStreams, StreamOperation, fill
 from miraccl.comm.member import Member
+from miraccl.comm.stages import Stages
 from miraccl.executor.cpu import exchange_layout as ex
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.lower import signature
@@ -32,10 +33,10 @@ MOST_FAR = 16  # ranks of other hosts: a lane looks at all streams that a round 
 class MessageStreams:
     """A stream to each rank of other hosts, with the numbers of the messages that have gone and come; made collectively."""
 
-    def __init__(self, session: Session, member: Member, layout: HostsLayout) -> None:
+    def __init__(self, stages: Stages, member: Member, layout: HostsLayout) -> None:
         self.member = member
         far = [rank for rank in range(layout.nranks) if rank not in layout.mine]
-        self._streams = PeerStreams(session, member, far, "gpu messages")
+        self._streams = PeerStreams(stages, member, far, "gpu messages")
         self._numbers = {peer: np.zeros(2, np.int64) for peer in far}
 
     @staticmethod
@@ -44,6 +45,11 @@ class MessageStreams:
         hosts = [{member.fabric.hosts[rank] for rank in ranks} for ranks in layout.groups]
         apart = sum(map(len, hosts)) == len(set(member.fabric.hosts))
         return apart and layout.most_far <= MOST_FAR
+
+    @property
+    def sockets(self) -> Mapping[int, socket.socket]:
+        """By peer."""
+        return self._streams.sockets
 
     def descriptor(self, peer: int) -> int:
         return self._streams.descriptor(peer)

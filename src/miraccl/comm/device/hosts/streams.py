@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from miraccl import params
-from miraccl.bootstrap import Session
 from miraccl.comm.member import Member
-from miraccl.deadline import Deadline
+from miraccl.comm.stages import Stages
 from miraccl.executor.cpu import exchange_layout as ex
 from miraccl.executor.cpu.context import call_kernel, unlocked_kernel
 from miraccl.transport.base import NetConnection
@@ -46,13 +45,18 @@ class _Keeper:
 
 
 class PeerStreams:
-    """One stream to each of ``peers``; made by all ranks of ``session``, which numbers them as ``member`` does. Used by one thread at a
-    time."""
+    """One stream to each of ``peers``; made by all ranks of the session of ``stages``, which numbers them as ``member`` does. Used by one
+    thread at a time."""
 
-    def __init__(self, session: Session, member: Member, peers: Sequence[int], name: str) -> None:
+    def __init__(self, stages: Stages, member: Member, peers: Sequence[int], name: str) -> None:
         self.member, self.peers = member, tuple(sorted(peers))
-        deadline = Deadline.after(session.timeout)
+        session = stages.session
         self._keeper = _Keeper()
+
+        def look() -> None:
+            stages.look()
+            member.check(0, "connecting")
+
         self._transport = SocketTransport(
             member.fabric.endpoints[member.rank],
             proxy=self._keeper,
@@ -60,11 +64,20 @@ class PeerStreams:
             job=f"{session.name} {name}".encode(),
             slot_bytes=PAGE_BYTES,
             options=SocketOptions(nstreams=1, buffer_bytes=params.SOCKET_BUFFER.read()),
-            timeout=deadline,
-            check=lambda: member.check(0, "connecting"),
+            timeout=stages.deadline,
+            check=look,
         )
-        infos = session.all_gather(self._transport.setup(), name, deadline)
-        self._transport.connect({peer: infos[peer] for peer in self.peers})
+        try:
+            infos = stages.gather(name, self._transport.setup())
+            self._transport.connect({peer: infos[peer] for peer in self.peers})
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def sockets(self) -> Mapping[int, socket.socket]:
+        """By peer."""
+        return self._keeper.streams
 
     def descriptor(self, peer: int) -> int:
         return self._keeper.streams[peer].fileno()
