@@ -10,7 +10,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -168,11 +168,11 @@ def test_a_hub_that_hangs_up_on_a_rank_again_and_again_ends_with_the_deadline(fi
 
 
 @contextlib.contextmanager
-def cutting(unique_id: UniqueId, frame: int) -> Iterator[UniqueId]:
-    """Another way to the hub: its first connection is cut on both sides instead of passing this frame of the hub's on."""
+def cutting(unique_id: UniqueId, frame: int, only_for_rank: bool = False) -> Iterator[UniqueId]:
+    """Another way to the hub. Where it would pass this frame of the hub's on, its first connection is cut, on both sides or the rank's."""
     ends: list[socket.socket] = []
 
-    def pass_on(source: socket.socket, target: socket.socket, count: bool) -> None:
+    def pass_on(source: socket.socket, target: socket.socket, count: bool, cut: Sequence[socket.socket]) -> None:
         reader, seen = FrameReader(MAX_FRAME_BYTES), 0
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
@@ -181,7 +181,7 @@ def cutting(unique_id: UniqueId, frame: int) -> Iterator[UniqueId]:
                 if count and seen >= frame:
                     break
                 target.sendall(data)
-        for end in (source, target):
+        for end in cut:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
@@ -198,8 +198,9 @@ def cutting(unique_id: UniqueId, frame: int) -> Iterator[UniqueId]:
                     near.close()
                     break
                 ends.append(far)
+                cut = (near,) if only_for_rank and first else (near, far)
                 for source, target, count in ((near, far, False), (far, near, first)):
-                    threading.Thread(target=pass_on, args=(source, target, count), daemon=True).start()
+                    threading.Thread(target=pass_on, args=(source, target, count, cut), daemon=True).start()
                 first = False
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -234,6 +235,35 @@ def test_a_connection_that_is_cut_while_ranks_meet_is_made_again_or_told_to_all_
         assert isinstance(results[1], PeerDied | BootstrapError), results
         assert re.search("the hub (hung up before it had taken this rank in|died while the ranks were meeting)", str(results[1]))
         assert "its process ended or closed the connection" in str(results[0])
+
+
+@pytest.mark.parametrize("met", [False, True])
+def test_a_rank_that_alone_knows_that_it_was_cut_is_taken_again_or_told_to_all_at_once(met, nothing_is_left):
+    """A firewall may forget a connection and reset one side."""
+    unique_id, root = create_root(nranks=2, hosts=["127.0.0.1"])
+    here = root._machine._ranks
+
+    def rank(number: int, where: UniqueId) -> None:
+        if met and number == 1:
+            until(lambda: 0 in here)
+        if not met and number == 0:
+            until(lambda: 1 in here)
+            before = here[1]
+            until(lambda: here.get(1, before) is not before)
+        with connect(where, number, 2, PATIENCE / 2, session_timeout=PATIENCE / 2) as session:
+            session.barrier("end")
+
+    with root, cutting(unique_id, 2, only_for_rank=True) as through:
+        start = time.monotonic()
+        first, second = in_threads([lambda: rank(0, unique_id), lambda: rank(1, through)])
+        assert time.monotonic() - start < PATIENCE / 4
+    if not met:
+        assert (first, second) == (None, None)
+    else:
+        assert isinstance(first, PeerDied)
+        assert isinstance(second, PeerDied)
+        assert "its connection was cut before it was welcome" in str(first)
+        assert "its connection was cut before it was welcome" in str(second)
 
 
 def test_a_process_that_was_stopped_takes_the_answer_that_waits_for_it(monkeypatch, nothing_is_left):

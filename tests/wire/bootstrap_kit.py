@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from miraccl.wire.auth import nonce_of_call
 from miraccl.wire.bootstrap import (
     Arrived,
     CloseHub,
@@ -51,9 +52,11 @@ def a_join(rank: int, timeout: float = 10.0, pid: int | None = None) -> Join:
 class Member:
     """One end: machine, bytes on their way to it, and what it told the layer above."""
 
-    def __init__(self, net: Net, conn: int, rank: int, nranks: int, secret: bytes, timeout: float, pid: int | None) -> None:
+    def __init__(
+        self, net: Net, conn: int, rank: int, nranks: int, secret: bytes, timeout: float, pid: int | None, last: bytes = b""
+    ) -> None:
         self.net, self.conn, self.rank, self.timeout, self.pid = net, conn, rank, timeout, pid
-        self.machine = MemberMachine(secret=secret, rank=rank, nranks=nranks, nonce=nonce(("member", conn)))
+        self.machine = MemberMachine(secret=secret, rank=rank, nranks=nranks, nonce=nonce_of_call(secret, nonce(("member", conn)), last))
         self.news: list[Any] = []
         self.inbox = bytearray()
         self.outbox = bytearray()
@@ -118,9 +121,20 @@ class Net:
         self.hub_input(Connected(now=self.now, conn=conn, nonce=nonce(("hub", conn)), peer=f"10.0.0.9:{conn}"))
         return conn
 
-    def member(self, rank: int, nranks: int, *, secret: bytes = SECRET, timeout: float = 10.0, pid: int | None = None) -> Member:
+    def member(
+        self,
+        rank: int,
+        nranks: int,
+        *,
+        secret: bytes = SECRET,
+        timeout: float = 10.0,
+        pid: int | None = None,
+        after: Member | None = None,
+    ) -> Member:
+        """``after``: the one that calls again."""
         conn = self.connect()
-        member = self.members[conn] = Member(self, conn, rank, nranks, secret, timeout, pid)
+        last = after.machine.nonce if after is not None else b""
+        member = self.members[conn] = Member(self, conn, rank, nranks, secret, timeout, pid, last)
         member.input(Start(now=self.now))
         return member
 

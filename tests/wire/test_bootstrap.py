@@ -33,6 +33,7 @@ from miraccl.wire.bootstrap import (
 from miraccl.wire.bootstrap_hub import HubMachine
 from miraccl.wire.bootstrap_member import MemberMachine
 from miraccl.wire.bootstrap_messages import (
+    Accepted,
     Gather,
     Gathered,
     GatherLate,
@@ -88,6 +89,32 @@ def test_a_rank_number_used_twice_is_refused_and_the_job_goes_on(pid, told):
     assert f"rank 1 is taken: {told}" in refused.text
     assert first.got(Welcome)
     assert second.got(Welcome)
+
+
+def test_a_rank_that_calls_again_as_it_alone_knows_that_it_was_cut_takes_its_own_place():
+    net = Net()
+    first, cut = net.member(0, 3), net.member(1, 3)
+    net.run()
+    assert cut.got(Accepted)  # for all that the hub knows
+    again = net.member(1, 3, after=cut)
+    third = net.member(1, 3, after=again)
+    other = net.member(2, 3)
+    net.run()
+    assert not cut.open
+    assert not again.open
+    assert [len(member.got(Welcome)) for member in (first, third, other)] == [1, 1, 1]
+    assert net.hub.state is MeetingState.MET
+
+
+def test_a_rank_that_calls_again_when_the_others_have_begun_counts_as_dead_at_once():
+    net, (first, cut) = meet(2)
+    again = net.member(1, 2, after=cut)
+    net.run()
+    (gone,) = first.got(Gone)
+    assert (gone.rank, gone.left, gone.reason) == (1, False, "its connection was cut before it was welcome")
+    (refused,) = again.got(Refused)
+    assert refused.code == Refusal.DIED
+    assert "rank 1 counts as dead: its connection was cut before it was welcome" in refused.text
 
 
 def test_a_duplicate_is_named_when_it_is_why_another_is_missing():

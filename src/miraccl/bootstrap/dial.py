@@ -18,7 +18,7 @@ from miraccl.bootstrap.hub import LONGEST_NAP, tune
 from miraccl.bootstrap.names import Lookup
 from miraccl.errors import AuthenticationError, BootstrapError, as_system_failure
 from miraccl.sockets import finish_connect
-from miraccl.wire.auth import NONCE_BYTES
+from miraccl.wire.auth import NONCE_BYTES, nonce_of_call
 from miraccl.wire.bootstrap import Disconnected, HubProved, HubRejected, Received, Send, Start
 from miraccl.wire.bootstrap_member import MemberMachine
 
@@ -66,7 +66,7 @@ class Dialer:
 
     ``deadline`` is a time of the monotonic clock.  ``probing``: a wrong secret or version at one address is no error, somebody else
     may sit there.  ``not_before``: socket addresses that are not to be tried before a time.  ``refusals``: seconds of nothing but refused
-    calls after which nobody is looked for any more.  Raises ``SystemFailure``.
+    calls after which nobody is looked for any more.  ``last``: the nonce of a connection that was cut.  Raises ``SystemFailure``.
     """
 
     def __init__(
@@ -80,11 +80,12 @@ class Dialer:
         probing: bool = False,
         not_before: Mapping[tuple[object, ...], float] | None = None,
         refusals: float = float("inf"),
+        last: bytes = b"",
         look: Callable[[], None] = lambda: None,
     ) -> None:
         self._targets, self._secret, self._rank, self._nranks = targets, secret, rank, nranks
         self._deadline, self._probing, self._not_before, self._look = deadline, probing, not_before or {}, look
-        self._refusals = refusals
+        self._refusals, self._last = refusals, last
         self._endpoints: dict[tuple[object, ...], _Endpoint] = {}
         self._unresolved: dict[str, str] = dict.fromkeys((host for host, _ in targets), "not tried")
         self._lookups: list[Lookup] = []
@@ -180,7 +181,8 @@ class Dialer:
                 endpoint.failed(os.strerror(problem), problem == errno.ECONNREFUSED)
                 sock.close()
                 continue
-            machine = MemberMachine(secret=self._secret, rank=self._rank, nranks=self._nranks, nonce=os.urandom(NONCE_BYTES))
+            nonce = nonce_of_call(self._secret, os.urandom(NONCE_BYTES), self._last)
+            machine = MemberMachine(secret=self._secret, rank=self._rank, nranks=self._nranks, nonce=nonce)
             attempt = _Try(endpoint=endpoint, sock=sock, machine=machine, give_up=now + CONNECT_SECONDS)
             try:
                 self._selector.register(sock, selectors.EVENT_WRITE, attempt)

@@ -161,6 +161,7 @@ class _Search:
     look: Callable[[], None]
     accident: str = ""
     hung_up: bool = False
+    last: bytes = b""  # the nonce of the connection that was cut
     not_before: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def meet(self) -> tuple[Link, Meeting]:
@@ -182,7 +183,7 @@ class _Search:
                 over, self.not_before[hub] = error, time.monotonic() + OVER_PAUSE
                 continue
             except HubVanished as error:
-                self.hung_up = True
+                self.hung_up, self.last = True, machine.nonce
                 self.accident = f"the hub hung up before it had taken this rank in ({error})"
                 problem = HubNotFound(self.accident, rank=self.rank)
             except SystemFailure as error:
@@ -206,6 +207,7 @@ class _Search:
             deadline=self.dial_deadline,
             probing=self.probing,
             not_before=self.not_before,
+            last=self.last,
             refusals=ENDED_SECONDS if self.hung_up and not self.probing else float("inf"),
             look=self.look,
         )

@@ -13,6 +13,9 @@ nonces, bound to role, rank and job size, so that a proof can be neither replaye
 authentication).  The hub proves first: a member never proves itself to somebody who does not know the secret, and a member with a
 wrong secret knows at once.  Per-direction keys are HMACs of the same words under other labels (extract and expand as in RFC 5869).
 
+A member that calls again, as its last connection was cut before it heard that the hub has taken it in, says so in its nonce: 16 random
+bytes, and 16 of an HMAC of these and the last connection's nonce.  The hub may know nothing of the cut.
+
 A sealed frame is ``u64 sequence | message | 16 bytes of HMAC-SHA256`` (truncated as in RFC 4868).  The control plane is authentic, it
 is not secret: nothing confidential is sent over it.
 """
@@ -92,6 +95,20 @@ class Distrust:
 
     KIND: ClassVar[int] = 5
     LAYOUT: ClassVar[tuple[tuple[str, str], ...]] = ()
+
+
+def nonce_of_call(secret: bytes, random: bytes, last: bytes = b"") -> bytes:
+    """The nonce for a Hello, of 32 fresh random bytes; ``last`` is that of the connection before, where there was one."""
+    return random[:MAC_BYTES] + _again(secret, last, random[:MAC_BYTES]) if last else random
+
+
+def calls_again(secret: bytes, nonce: bytes, last: bytes) -> bool:
+    """Whether ``nonce`` is of a member that calls again after the connection with the nonce ``last``."""
+    return hmac.compare_digest(nonce[MAC_BYTES:], _again(secret, last, nonce[:MAC_BYTES]))
+
+
+def _again(secret: bytes, last: bytes, random: bytes) -> bytes:
+    return hmac.digest(secret, b"miraccl again\0" + last + random, "sha256")[:MAC_BYTES]
 
 
 def peek_version(body: bytes) -> int | None:

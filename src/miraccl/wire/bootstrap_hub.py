@@ -17,7 +17,7 @@ from typing import Any
 
 from miraccl.errors import AuthenticationError, ProtocolError
 from miraccl.wire import framing
-from miraccl.wire.auth import Hello, Opener, Sealer
+from miraccl.wire.auth import Hello, Opener, Sealer, calls_again
 from miraccl.wire.bootstrap import (
     MEETING_TRANSITIONS,
     PEER_TRANSITIONS,
@@ -77,7 +77,7 @@ class HubMachine:
     ) -> None:
         self.state = MeetingState.GATHERING
         self.nranks = nranks
-        self._token, self._log = token, log
+        self._secret, self._token, self._log = secret, token, log
         self._door = Door(secret=secret, timeout=handshake_timeout, bound=max_strangers)
         self._peers: dict[int, _Peer] = {}
         self._ranks: dict[int, _Peer] = {}
@@ -240,7 +240,14 @@ class HubMachine:
                 self._fail(refused, now)
             self._refuse(peer, refused, now)
             return
-        if rank in self._ranks or rank in self._gone:
+        before = self._ranks.get(rank)
+        if before is not None and calls_again(self._secret, peer.hello.nonce, before.hello.nonce):
+            if self.state is MeetingState.MET:
+                self._refuse_cut(peer, before, now)
+                return
+            self._out.append(Drop(conn=before.conn, reason=f"rank {rank} has called again"))
+            self._forget(before)
+        elif before is not None or rank in self._gone:
             self._refuse_duplicate(peer, now)
             return
         self._ranks[rank] = peer
@@ -249,6 +256,12 @@ class HubMachine:
         self._send(peer, Accepted())
         if len(self._ranks) == self.nranks:
             self._complete()
+
+    def _refuse_cut(self, peer: _Peer, before: _Peer, now: float) -> None:
+        """The others have begun with a rank that was not told so, and cannot be."""
+        reason = "its connection was cut before it was welcome"
+        self._drop(before, reason, now)
+        self._refuse(peer, Refused(code=Refusal.DIED, text=f"rank {peer.rank} counts as dead: {reason}", ranks=(peer.rank,)), now)
 
     def _refuse_duplicate(self, peer: _Peer, now: float) -> None:
         assert peer.join is not None

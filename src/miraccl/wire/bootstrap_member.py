@@ -35,7 +35,7 @@ _PLAIN: dict[int, type[Any]] = {Challenge.KIND: Challenge, Unsupported.KIND: Uns
 
 
 class MemberMachine:
-    """``nonce``: 32 fresh random bytes. ``log``, when given, collects the inputs for ``replay``."""
+    """``nonce``: 32 bytes of ``auth.nonce_of_call``. ``log``, when given, collects the inputs for ``replay``."""
 
     def __init__(self, *, secret: bytes, rank: int, nranks: int, nonce: bytes, log: list[Any] | None = None) -> None:
         self.state = MemberState.NEW
@@ -48,6 +48,10 @@ class MemberMachine:
         self._opener: Opener | None = None
         self._closing = ""
         self._out: list[Any] = []
+
+    @property
+    def nonce(self) -> bytes:
+        return self._hello.nonce
 
     def handle(self, event: Start | Received | Disconnected | SendMessage | Tick) -> list[Any]:
         """Take one input; the result is ``Send``, ``Drop``, ``HubProved``, ``HubRejected``, ``Arrived`` and ``HubLost`` in order."""
