@@ -135,6 +135,8 @@ def fails_alone(apart: bool, call: str) -> list[dict[str, Any]]:
         if me.rank == 1:
             me.cuda.refuse.add(call)
         told = [me.told(me.set_up)]
+        assert not me.cuda.live
+        assert not me.cuda.pinned
         x = np.ones(100)
         me.comm.all_reduce(x)
         assert (x == me.nranks).all()

@@ -38,10 +38,13 @@ from miraccl.comm.member import Options
 from miraccl.comm.nccl_wishes import Wishes
 from miraccl.comm.stages import Stages
 from miraccl.errors import (
+    BootstrapError,
     CollectiveTimeout,
     CommunicatorClosed,
     InvalidUsage,
     MiracclError,
+    PeerDied,
+    SystemFailure,
 )
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.choice import choose
@@ -93,9 +96,14 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             layout.FILLS,
             stages=stages,
         )
-        self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
-        self.faults = DeviceFaults(session, self._host, options.timeout)  # hears what comes from ranks that are ready
-        self.ring, self.ctas = self._agree(options.cta_policy, stages)  # if that fails memory stays: a rank that is ready may write to it
+        try:
+            self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
+            self.faults = DeviceFaults(session, self._host, options.timeout)  # hears what comes from ranks that are ready
+            self.ring, self.ctas = self._agree(options.cta_policy, stages)
+        except (BootstrapError, PeerDied, SystemFailure):  # after others, as a deadline, a rank may be ready and write to this one's memory
+            with contextlib.suppress(MiracclError):
+                self.symmetric.close()
+            raise
         self._comm_args = CommArgs(
             rank=self.rank,
             own=self.symmetric.own,
