@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miraccl.executor.cuda import layout, lower
+from miraccl.executor.cuda import layout, lower, schedules
 from miraccl.executor.cuda.bank import least_slots, slot_packets
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import ALGORITHMS, frame_of, kernel_spec, vectors_of
@@ -270,9 +270,9 @@ def test_neighbours_in_another_order(monkeypatch: pytest.MonkeyPatch, collective
 def test_only_neighbours_of_the_order_talk() -> None:
     """In the order 0 2 1 3 a chain from rank 2 goes 2 1 3 0: nobody else needs a FIFO."""
     request = asked(Collective.BROADCAST, DType.INT32, 500, 4, "chain", "simple", root=2)
-    schedule = lower.schedule_of(small(request), request, (0, 2, 1, 3))
+    schedule = schedules.schedule_of(small(request), request, (0, 2, 1, 3))
     assert schedule is not None
-    assert lower.senders_of(schedule) == [[3], [2], [], [1]]
+    assert schedules.senders_of(schedule) == [[3], [2], [], [1]]
 
 
 class OneWay(Machine):

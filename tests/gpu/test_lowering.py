@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miraccl.errors import InvalidUsage, MissingDependency
-from miraccl.executor.cuda import driver, layout, lower, toolkit
+from miraccl.executor.cuda import driver, layout, lower, schedules, toolkit
 from miraccl.executor.cuda.bank import least_slots, slot_packets, word_packets
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import ALGORITHMS, TREES, DevicePlan, Request, frame_of, kernel_spec, rounds_of
@@ -54,7 +54,7 @@ def test_every_size_has_a_plan_that_fits() -> None:
         kernel_spec(plan, asked)
         if not plan.by_packets:
             schedule = catalog.build(plan.algo, asked.collective, asked.nranks)
-            lower.lower_steps(schedule, plan, asked, comm_args(asked.nranks))
+            schedules.lower_steps(schedule, plan, asked, comm_args(asked.nranks))
             continue
         block = lower.lower_packets(plan, asked, comm_args(asked.nranks))
         piece = plan.piece
@@ -103,7 +103,7 @@ def test_steps_are_written_as_the_kernel_reads_them(nranks: int) -> None:
     asked = request(dtype=DType.INT32, count=1 << 20, nranks=nranks, algo="ring", proto="simple")
     schedule = catalog.build("ring", Collective.ALL_REDUCE, nranks)
     for rank in range(nranks):
-        block = bytes(lower.lower_steps(schedule, choose(asked), asked, comm_args(nranks, rank)))
+        block = bytes(schedules.lower_steps(schedule, choose(asked), asked, comm_args(nranks, rank)))
         at = layout.args_bytes(nranks)
         part, piece, parts, channels, *first, slot, behind, scratch = struct.unpack_from(layout.PROGRAM_HEAD, block, at)[:SHAPE]
         *apart, here, there = struct.unpack_from(layout.PROGRAM_HEAD, block, at)[SHAPE:]
@@ -178,9 +178,9 @@ def test_eight_ranks_need_one_piece_up_to_8_mib(nbytes: int) -> None:
 
 def test_steps_beyond_the_room_of_a_launch_are_refused() -> None:
     ring = catalog.build("ring", Collective.ALL_REDUCE, 8)
-    assert [lower.step_room(passes.pipeline(ring, depth)) for depth in (1, 8, 30)] == [120, 120, 480]
+    assert [schedules.step_room(passes.pipeline(ring, depth)) for depth in (1, 8, 30)] == [120, 120, 480]
     with pytest.raises(InvalidUsage, match=r"has 1500 steps of a rank; a launch has room for 1280"):
-        lower.step_room(passes.pipeline(ring, 100))
+        schedules.step_room(passes.pipeline(ring, 100))
 
 
 def test_arguments_stay_below_the_limit_of_a_launch() -> None:
@@ -195,8 +195,8 @@ def test_slots_and_scratch_have_room_in_a_bank(depth: int, scratch: int) -> None
     ring = catalog.build("ring", Collective.ALL_REDUCE, 8)
     schedule = replace(passes.pipeline(ring, depth), scratch_chunks=scratch)
     asked = request(dtype=DType.FLOAT32, count=1 << 24, nranks=8, algo="ring", proto="simple")
-    blocks = lower.grid_of(choose(asked), schedule)
-    block = bytes(lower.lower_steps(schedule, choose(asked), asked, comm_args(8)))
+    blocks = schedules.grid_of(choose(asked), schedule)
+    block = bytes(schedules.lower_steps(schedule, choose(asked), asked, comm_args(8)))
     _, piece, *_, slot, behind, chunks = struct.unpack_from(layout.PROGRAM_HEAD, block, layout.args_bytes(8))[:SHAPE]
     words = 3 * layout.MAX_RANKS * layout.BLOCKS * layout.FIFO_WORD_BYTES
     assert (chunks, slot) == (scratch, 4 * piece)
@@ -207,7 +207,7 @@ def test_slots_and_scratch_have_room_in_a_bank(depth: int, scratch: int) -> None
 def test_what_cannot_run_is_refused() -> None:
     asked = request(dtype=DType.FLOAT32, nranks=4, algo="two_shot_put", proto="simple")
     with pytest.raises(InvalidUsage, match="in no window"):
-        lower.lower_steps(catalog.build("two_shot_put", Collective.ALL_REDUCE, 4), choose(asked), asked, comm_args(4))
+        schedules.lower_steps(catalog.build("two_shot_put", Collective.ALL_REDUCE, 4), choose(asked), asked, comm_args(4))
 
 
 def test_bad_requests_are_refused() -> None:
@@ -247,7 +247,7 @@ def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("lanes", [1, 32, 128])
 @pytest.mark.parametrize("room", [4, 60, 1024, 24320])
 def test_pieces_go_in_equal_rounds(part: int, lanes: int, room: int) -> None:
-    piece = lower.piece_elements(part, lanes, room, 4)
+    piece = schedules.piece_elements(part, lanes, room, 4)
     assert 0 < piece <= room
     assert piece % 4 == 0
     rounds = -(-part // (lanes * piece))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from miraccl.executor.cuda import layout, lower, staged_copies
+from miraccl.executor.cuda import layout, lower, schedules, staged_copies
 from miraccl.executor.cuda.bank import least_slots
 from miraccl.executor.cuda.plan import TREES, DevicePlan, Request
 from miraccl.schedule import catalog
@@ -249,7 +249,7 @@ def test_two_slots_of_a_fifo_are_enough_for_the_schedules_of_the_catalog() -> No
         for collective in catalog.get(algo).collectives if catalog.get(algo).builtin else ():
             for nranks in (n for n in (2, 3, 4, 8) if catalog.get(algo).supports(collective, n)):
                 schedule = built(algo, collective, nranks)
-                assert lower.fifo_slots(schedule) == layout.FIFO_SLOTS
+                assert schedules.fifo_slots(schedule) == layout.FIFO_SLOTS
                 for channel in schedule.channels:
                     assert unkept(steps(replace(schedule, channels=(channel,)), Simple(nslots=layout.FIFO_SLOTS))) == ""
                     looked += 1

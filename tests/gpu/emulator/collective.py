@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.executor.cuda import lower
+from miraccl.executor.cuda import lower, schedules
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
 from miraccl.schedule.interpret import expected
@@ -68,7 +68,7 @@ def run(
     ``order`` is that of the ring, where it is not that of the ranks; ``want`` is what all ranks are to have, where rounding makes another
     result than the definition's."""
     plan = plan or choose(asked)
-    spec, nranks = lower.kernel_for(plan, asked, lower.schedule_of(plan, asked, order)), asked.nranks
+    spec, nranks = schedules.kernel_for(plan, asked, schedules.schedule_of(plan, asked, order)), asked.nranks
     width = nranks if asked.collective in _SHARED_IN else 1
     inputs = inputs or [make_input(r, asked.count * width, asked.dtype, 1) for r in range(nranks)]
     whole = [x if asked.collective is not Collective.BROADCAST or r == asked.root else None for r, x in enumerate(inputs)]
@@ -103,10 +103,10 @@ def launch_each(machine: Machine, requests: Sequence[Request | None]) -> None:
     for rank, request in enumerate(requests):
         mine = request or first
         plan, comm_args = small(mine), machine.comm_args(rank)
-        schedule = lower.schedule_of(plan, mine, ())
-        args.append(lower.lower_steps(schedule, plan, mine, comm_args) if schedule else lower.lower_packets(plan, mine, comm_args))
+        schedule = schedules.schedule_of(plan, mine, ())
+        args.append(schedules.lower_steps(schedule, plan, mine, comm_args) if schedule else lower.lower_packets(plan, mine, comm_args))
         struct.pack_into("<QQ", args[-1], 0, held[rank].ctypes.data, held[rank].ctypes.data)
-        blocks.append(lower.grid_of(plan, schedule) if request else 0)
+        blocks.append(schedules.grid_of(plan, schedule) if request else 0)
     machine.launch(kernel_spec(small(first), first), args, blocks)
 
 
@@ -140,14 +140,15 @@ def _lowered(
     order: Sequence[int] = (),
 ) -> tuple[list[bytearray], int]:
     """The arguments of a launch on every rank, and its blocks."""
-    schedule, args = lower.schedule_of(plan, asked, order), []
+    schedule, args = schedules.schedule_of(plan, asked, order), []
     for rank in range(machine.nranks):
         mine, comm_args = replace(asked, scalar=scalars[rank]) if scalars else asked, machine.comm_args(rank, order)
         in_at, out_at = (tuple(x.ctypes.data - arrays[rank].ctypes.data for x in arrays) for arrays in (sources, targets))
-        windows = lower.Windows(in_at=in_at, out_at=out_at)  # all ranks are in one process
-        args.append(lower.lower_steps(schedule, plan, mine, comm_args, windows) if schedule else lower.lower_packets(plan, mine, comm_args))
+        windows = schedules.Windows(in_at=in_at, out_at=out_at)  # all ranks are in one process
+        lowered = schedules.lower_steps(schedule, plan, mine, comm_args, windows) if schedule else None
+        args.append(lowered or lower.lower_packets(plan, mine, comm_args))
         struct.pack_into("<QQ", args[-1], 0, sources[rank].ctypes.data, targets[rank].ctypes.data)
-    return args, lower.grid_of(plan, schedule)
+    return args, schedules.grid_of(plan, schedule)
 
 
 def _placed(array: Any, offset: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from miraccl import native
 from miraccl.errors import InvalidUsage
-from miraccl.executor.cuda import layout, lower, toolkit
+from miraccl.executor.cuda import layout, lower, schedules, toolkit
 from miraccl.executor.cuda.driver import Gpu, address_of, check
 from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.executor.cuda.source import KernelSpec, write_source
@@ -137,14 +137,18 @@ class Kernels:
         return Launch(self.gpu, self.function(spec), plan, blocks, lower.lower_scale(request, comm_args))
 
     def prepare(
-        self, plan: DevicePlan, request: Request, comm_args: lower.CommArgs, windows: lower.Windows = lower.NOWHERE
+        self, plan: DevicePlan, request: Request, comm_args: lower.CommArgs, windows: schedules.Windows = schedules.NOWHERE
     ) -> Launch:
         """Compile, load and lower. May be called while a stream is captured."""
-        schedule = lower.schedule_of(plan, request, comm_args.order)
-        spec = lower.kernel_for(plan, request, schedule)
-        args = lower.lower_steps(schedule, plan, request, comm_args, windows) if schedule else lower.lower_packets(plan, request, comm_args)
+        schedule = schedules.schedule_of(plan, request, comm_args.order)
+        spec = schedules.kernel_for(plan, request, schedule)
+        if schedule:
+            args = schedules.lower_steps(schedule, plan, request, comm_args, windows)
+        else:
+            args = lower.lower_packets(plan, request, comm_args)
         if len(args) > layout.FEW_ARGUMENT_BYTES and self.gpu.driver_version < layout.MANY_ARGUMENTS_DRIVER:
             text = f"has more than {layout.STEP_ROOMS[0]} steps of a rank, which take a driver of CUDA 12.1"
             raise InvalidUsage(f"schedule {plan.algo!r} {text}")
         function = self.function(spec)
-        return Launch(self.gpu, function, plan, lower.grid_of(plan, schedule), args, overlaps=spec.single and self.gpu.arch >= OVERLAP_FROM)
+        overlaps = spec.single and self.gpu.arch >= OVERLAP_FROM
+        return Launch(self.gpu, function, plan, schedules.grid_of(plan, schedule), args, overlaps)

@@ -1,35 +1,27 @@
 """From a plan to the arguments of a launch.
 
 Algorithms on packets (``plan.ALGORITHMS``) are recognised by name: their kernels are the schedules with send and receive fused, one thread
-per packet.  Every other schedule, and these in protocol Simple, is lowered step by step for the kernel ``steps``.  What is lowered depends
-on rank and size; pointers are filled in by whoever launches.
+per packet.  Every other schedule, and these in protocol Simple, is lowered step by step (``schedules``).  What is lowered depends on rank
+and size; pointers are filled in by whoever launches.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 
-from miraccl.errors import InvalidUsage, ScheduleError
+from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.bank import least_slots, places, slot_packets, word_packets
-from miraccl.executor.cuda.plan import TREES, DevicePlan, Request, frame_of, kernel_spec, vectors_of
-from miraccl.executor.cuda.source import KernelSpec
-from miraccl.schedule import catalog
+from miraccl.executor.cuda.plan import TREES, DevicePlan, Request, frame_of, vectors_of
 from miraccl.schedule.algos import double_binary_tree
-from miraccl.schedule.interpret import completing_steps
-from miraccl.schedule.ir import Buffer, Op, Schedule, Step
 from miraccl.schedule.reduction import NUMPY_DTYPE
-from miraccl.schedule.verify import FIFO_DEPTH, verify
-from miraccl.types import Collective, RedOp
+from miraccl.types import RedOp
 
 PUSH_AHEAD = 2  # pieces, where a bank has room for all: more only delays the first read
-MAX_CHUNKS = 255  # of a step, as layout.STEP has them
 SCALE_RANKS = 2  # for which the kernel ``scale`` is compiled: kernels are for two ranks at least
 
 
@@ -159,186 +151,3 @@ def lower_scale(request: Request, comm_args: CommArgs) -> bytearray:
     """Arguments of the kernel ``scale``, which has no peers: one rank's pre-multiplied sum."""
     nobody = (0,) * SCALE_RANKS
     return pack_args(replace(comm_args, inboxes=nobody, outboxes=nobody, order=()), count=request.count, scalar=scalar_bits(request))
-
-
-def part_elements(count: int, parts: int, itemsize: int) -> int:
-    """Elements of a part: equal for all but the last ones, and a whole number of vectors, so that parts begin on 16 bytes."""
-    per_vector = max(1, 16 // itemsize)
-    return max(1, -(-count // (parts * per_vector))) * per_vector
-
-
-def schedule_of(plan: DevicePlan, request: Request, order: Sequence[int]) -> Schedule | None:
-    """The schedule for the kernel ``steps``, in the ``order`` of the ring where neighbours count; None where packets need none."""
-    return None if plan.by_packets else catalog.build(plan.algo, request.collective, request.nranks, request.root, order=order)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Windows:
-    """Where the input and the output of an operation are in memory that peers address, for schedules with steps on it: bytes from this
-    rank's to each peer's, as this process has them mapped, empty where it is no such memory; ``place``: what all ranks must have alike."""
-
-    in_at: tuple[int, ...] = ()
-    out_at: tuple[int, ...] = ()
-    place: tuple[int, ...] = ()
-
-
-NOWHERE = Windows()
-
-
-def lower_steps(
-    schedule: Schedule, plan: DevicePlan, request: Request, comm_args: CommArgs, windows: Windows = NOWHERE
-) -> bytearray:
-    """Arguments of the kernel ``steps``; raises ``InvalidUsage`` for what it cannot run."""
-    itemsize = request.dtype.itemsize if request.reduces else 1
-    count = request.count if request.reduces else request.block_bytes
-    channels = [channel[comm_args.rank] for channel in schedule.channels]
-    _check(schedule, channels, request, comm_args.rank)
-    _check_windows(schedule, request, windows, comm_args.direct)
-    blocks = grid_of(plan, schedule) // schedule.nchannels  # of a channel
-    part = part_elements(count, schedule.parts, itemsize)
-    vector = 16 // itemsize
-    senders, nslots = senders_of(schedule), fifo_slots(schedule)
-    widest, slots, scratch = bank_of(schedule)
-    room = part
-    if slots + scratch:
-        room = layout.slot_bytes(slots + scratch, blocks * schedule.nchannels) // widest // 16 * vector
-        if not room:
-            raise InvalidUsage(f"schedule {schedule.name!r} needs more slots and scratch memory than GPU ranks have")
-    piece = piece_elements(part, blocks, room, vector)
-    slot = widest * piece * itemsize if slots else 0
-    whole = completing_steps(schedule) if request.op is RedOp.AVG else frozenset()
-    first, encoded = [0], b""
-    for number, steps in enumerate(channels):
-        for place, step in enumerate(steps):
-            ends = (number, comm_args.rank, place) in whole
-            encoded += b"".join(_encode(each, ends) for each in _primitives(step, comm_args.rank, schedule.nranks))
-        first.append(len(encoded) // struct.calcsize(layout.STEP))
-    first += [first[-1]] * (layout.MAX_CHANNELS + 1 - len(first))
-    here = [senders[comm_args.rank].index(peer) if peer in senders[comm_args.rank] else 0 for peer in range(request.nranks)]
-    there = [peers.index(comm_args.rank) if comm_args.rank in peers else 0 for peers in senders]
-    behind = slots * blocks * schedule.nchannels * slot
-    shape = (part, piece, schedule.parts, schedule.nchannels, *first, slot, behind, schedule.scratch_chunks)
-    apart = (at for each in (windows.in_at, windows.out_at) for at in (*each, *[0] * (layout.MAX_RANKS - len(each))))
-    head = struct.pack(layout.PROGRAM_HEAD, *shape, *apart, bytes(here), bytes(there))
-    table = encoded.ljust(step_room(schedule) * struct.calcsize(layout.STEP), b"\0")
-    signature = signature_of(plan, request, windows.place)
-    args = pack_args(comm_args, count=count, root=request.root, nslots=nslots, scalar=scalar_bits(request), signature=signature)
-    return args + bytearray(head + table)
-
-
-@lru_cache(maxsize=256)
-def fifo_slots(schedule: Schedule) -> int:
-    """Of each FIFO: few and large ones, but as many as a schedule is proved with where it would get stuck with few."""
-    try:
-        verify(schedule, fifo_depth=layout.FIFO_SLOTS)
-    except ScheduleError:
-        return FIFO_DEPTH
-    return layout.FIFO_SLOTS
-
-
-def kernel_for(plan: DevicePlan, request: Request, schedule: Schedule | None) -> KernelSpec:
-    """What to compile for a plan and what ``schedule_of`` gives for it."""
-    spec, room = kernel_spec(plan, request), step_room(schedule) if schedule else 0
-    return replace(spec, room=room) if room > layout.STEP_ROOMS[0] else spec
-
-
-def step_room(schedule: Schedule) -> int:
-    """Steps that the arguments have room for, of whichever rank; raises ``InvalidUsage`` for a schedule that has more."""
-    ranks = ([step for channel in schedule.channels for step in channel[rank]] for rank in range(schedule.nranks))
-    most = max(sum(len(_primitives(step, rank, schedule.nranks)) for step in steps) for rank, steps in enumerate(ranks))
-    for room in layout.STEP_ROOMS:
-        if most <= room:
-            return room
-    raise InvalidUsage(f"schedule {schedule.name!r} has {most} steps of a rank; a launch has room for {layout.STEP_ROOMS[-1]}")
-
-
-def piece_elements(part: int, blocks: int, room: int, vector: int) -> int:
-    """Elements of a piece of a part that ``blocks`` share: as many as have room, but in equal rounds, so that no block works alone
-    at the end, and beginning on 128 bytes (1 GiB in pieces that did not went at 358 GB/s instead of 365)."""
-    line = 8 * vector
-    if room < line:
-        return max(vector, room)
-    rounds = -(-part // (blocks * room))
-    return min(room, -(-part // (blocks * rounds * line)) * line)
-
-
-def senders_of(schedule: Schedule) -> list[list[int]]:
-    """For each rank those that send to it, in the order of their FIFOs."""
-    sends = [{step.send_peer for channel in schedule.channels for step in channel[r] if step.op.sends} for r in range(schedule.nranks)]
-    return [[peer for peer, targets in enumerate(sends) if rank in targets] for rank in range(schedule.nranks)]
-
-
-def bank_of(schedule: Schedule) -> tuple[int, int, int]:
-    """(chunks of a message, slots that a block has in a bank, slots' room that its scratch memory takes)."""
-    widest = max((step.chunks for channel in schedule.channels for steps in channel for step in steps if step.op.sends), default=1)
-    return widest, fifo_slots(schedule) * max(map(len, senders_of(schedule))), -(-schedule.scratch_chunks // widest)
-
-
-def grid_of(plan: DevicePlan, schedule: Schedule | None) -> int:
-    """Blocks of the launch: a multiple of the schedule's channels, and not so many that a bank has no room for their slots."""
-    if schedule is None:
-        return plan.blocks
-    (widest, slots, scratch), blocks = bank_of(schedule), max(1, plan.blocks // schedule.nchannels)
-    while blocks > 1 and slots + scratch and layout.slot_bytes(slots + scratch, blocks * schedule.nchannels) < 16 * widest:
-        blocks //= 2
-    return blocks * schedule.nchannels
-
-
-def _check(schedule: Schedule, channels: Sequence[Sequence[Step]], request: Request, rank: int) -> None:
-    bystander = schedule.collective is Collective.REDUCE and rank != schedule.root
-    here = (step.dst for steps in channels for step in steps if step.op is not Op.PUT)
-    if bystander and any(dst and dst.buffer is Buffer.OUTPUT for dst in here):
-        raise InvalidUsage(f"schedule {schedule.name!r} writes to the output of ranks that have none on a GPU")
-    if schedule.nchannels > layout.MAX_CHANNELS:
-        raise InvalidUsage(f"schedule {schedule.name!r} has {schedule.nchannels} channels; a launch has room for {layout.MAX_CHANNELS}")
-    for steps in channels:
-        for step in steps:
-            if step.chunks > MAX_CHUNKS:
-                raise InvalidUsage(f"schedule {schedule.name!r} has a step of {step.chunks} chunks; on GPUs one has {MAX_CHUNKS} at most")
-            multiplies = request.op is RedOp.PREMUL_SUM and step.op in (Op.GET, Op.REDUCE_FROM_PEERS)
-            if multiplies and step.src and step.src.buffer is Buffer.INPUT:
-                text = "inputs of peers, who alone know what they are to be multiplied by"
-                raise InvalidUsage(f"schedule {schedule.name!r} cannot do a pre-multiplied sum: it reads {text}")
-
-
-def addressed_by_peers(schedule: Schedule) -> frozenset[Buffer]:
-    """The buffers that ranks read or write in each other's memory."""
-    steps = (step for channel in schedule.channels for steps in channel for step in steps if step.op.needs_addressable_memory)
-    return frozenset(ref.buffer for step in steps if (ref := step.dst if step.op is Op.PUT else step.src))
-
-
-def _check_windows(schedule: Schedule, request: Request, windows: Windows, direct: bool) -> None:
-    addressed = addressed_by_peers(schedule)
-    for buffer, at in ((Buffer.INPUT, windows.in_at), (Buffer.OUTPUT, windows.out_at)):
-        if buffer in addressed and not at:
-            name = buffer.name.lower()
-            text = f"{request.collective.label} by {schedule.name!r}: ranks address each other's {name}, and this one is in no window"
-            raise InvalidUsage(text, hint='take memory of comm.empty(..., device="cuda"), the same place of it on all ranks')
-    if Buffer.SCRATCH in addressed and not direct:
-        raise InvalidUsage(f"schedule {schedule.name!r} addresses scratch memory of other GPUs, which have no peer access here")
-
-
-def _primitives(step: Step, rank: int, nranks: int) -> tuple[Step, ...]:
-    """What the kernel does for a step: a barrier is a signal to everybody, and one from everybody."""
-    if step.op is not Op.BARRIER:
-        return (step,)
-    others = tuple(peer for peer in range(nranks) if peer != rank)
-    return (Step(op=Op.SIGNAL, peers=others), Step(op=Op.WAIT, peers=others)) if others else ()
-
-
-def _encode(step: Step, whole: bool) -> bytes:
-    order = sum(peer << (4 * place) for place, peer in enumerate(step.peers))
-    return struct.pack(
-        layout.STEP,
-        step.op,
-        step.src.buffer if step.src else 0,
-        step.dst.buffer if step.dst else 0,
-        len(step.peers),
-        -1 if step.recv_peer is None else step.recv_peer,
-        -1 if step.send_peer is None else step.send_peer,
-        step.chunks,
-        whole,
-        step.src.index if step.src else 0,
-        step.dst.index if step.dst else 0,
-        order,
-    )

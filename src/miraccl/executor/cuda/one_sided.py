@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from miraccl.executor.cuda import lower
+from miraccl.executor.cuda import lower, schedules
 from miraccl.executor.cuda.copies import Place
 from miraccl.executor.cuda.launch import Kernels, Launch
 from miraccl.executor.cuda.plan import DevicePlan, Request
@@ -20,8 +20,8 @@ Find = Callable[[int, int], Place | None]
 
 def launch_of(kernels: Kernels, plan: DevicePlan, request: Request, comm_args: lower.CommArgs, find: Find) -> Launch | OneSidedLaunch:
     """What runs a plan: for schedules with steps on the input or output of peers, launches that depend on where these lie."""
-    schedule = lower.schedule_of(plan, request, comm_args.order)
-    if schedule is None or not lower.addressed_by_peers(schedule) - {Buffer.SCRATCH}:
+    schedule = schedules.schedule_of(plan, request, comm_args.order)
+    if schedule is None or not schedules.addressed_by_peers(schedule) - {Buffer.SCRATCH}:
         return kernels.prepare(plan, request, comm_args)
     return OneSidedLaunch(kernels, schedule, plan, request, comm_args, find)
 
@@ -32,9 +32,9 @@ class OneSidedLaunch:
     def __init__(
         self, kernels: Kernels, schedule: Schedule, plan: DevicePlan, request: Request, comm_args: lower.CommArgs, find: Find
     ) -> None:
-        self.plan, self.threads = plan, lower.grid_of(plan, schedule) * plan.threads
+        self.plan, self.threads = plan, schedules.grid_of(plan, schedule) * plan.threads
         self._kernels, self._request, self._comm_args, self._find = kernels, request, comm_args, find
-        addressed, nranks = lower.addressed_by_peers(schedule), request.nranks
+        addressed, nranks = schedules.addressed_by_peers(schedule), request.nranks
         blocks = (input_blocks(request.collective, nranks), output_blocks(request.collective, nranks))
         self._bytes = [count * request.block_bytes if Buffer(buffer) in addressed else 0 for buffer, count in enumerate(blocks)]
         self._launches: dict[tuple[int, int], Launch] = {}
@@ -50,6 +50,6 @@ class OneSidedLaunch:
         rank = self._comm_args.rank
         apart = [tuple(there - place.windows[rank] for there in place.windows) if place else () for place in places]
         where = tuple(number for place in places if place for number in (place.number, place.offset))
-        windows = lower.Windows(in_at=apart[0], out_at=apart[1], place=where)
+        windows = schedules.Windows(in_at=apart[0], out_at=apart[1], place=where)
         self._launches[source, target] = launch = self._kernels.prepare(self.plan, self._request, self._comm_args, windows)
         return launch

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from miraccl.errors import InvalidUsage
-from miraccl.executor.cuda import layout, lower
+from miraccl.executor.cuda import layout, lower, schedules
 from miraccl.executor.cuda.copies import Side, meeting
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.launch import Kernels
@@ -53,7 +53,7 @@ class Move(NamedTuple):
 
 def spans(ref: Ref, parts: int, block: int) -> Iterator[Span]:
     """The bytes of chunks, without the empty ones; parts are whole multiples of 16 bytes but for the last."""
-    part = lower.part_elements(block, parts, 1)
+    part = schedules.part_elements(block, parts, 1)
     for index in range(ref.index, ref.index + ref.chunks):
         at, begin = index // parts * block, min(block, index % parts * part)
         nbytes = min(part, block - begin)
