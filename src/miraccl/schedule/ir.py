@@ -190,6 +190,13 @@ class Step:
         ref = self.dst or self.src
         return ref.chunks if ref is not None else 0
 
+    @property
+    def remote(self) -> Ref | None:
+        """What the step reads or writes in the memory of peers."""
+        if not self.op.needs_addressable_memory:
+            return None
+        return self.dst if self.op is Op.PUT else self.src
+
     def senders(self, rank: int) -> list[int]:
         """The ranks from each of which ``rank`` takes one message in this step."""
         if self.op is Op.RECV_REDUCE_ALL:

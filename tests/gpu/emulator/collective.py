@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.executor.cuda import lower, schedules
+from miraccl.executor.cuda import schedules
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
 from miraccl.schedule.interpret import expected
@@ -104,7 +104,7 @@ def launch_each(machine: Machine, requests: Sequence[Request | None]) -> None:
         mine = request or first
         plan, comm_args = small(mine), machine.comm_args(rank)
         schedule = schedules.schedule_of(plan, mine, ())
-        args.append(schedules.lower_steps(schedule, plan, mine, comm_args) if schedule else lower.lower_packets(plan, mine, comm_args))
+        args.append(schedules.lower_plan(schedule, plan, mine, comm_args))
         struct.pack_into("<QQ", args[-1], 0, held[rank].ctypes.data, held[rank].ctypes.data)
         blocks.append(schedules.grid_of(plan, schedule) if request else 0)
     machine.launch(kernel_spec(small(first), first), args, blocks)
@@ -145,8 +145,7 @@ def _lowered(
         mine, comm_args = replace(asked, scalar=scalars[rank]) if scalars else asked, machine.comm_args(rank, order)
         in_at, out_at = (tuple(x.ctypes.data - arrays[rank].ctypes.data for x in arrays) for arrays in (sources, targets))
         windows = schedules.Windows(in_at=in_at, out_at=out_at)  # all ranks are in one process
-        lowered = schedules.lower_steps(schedule, plan, mine, comm_args, windows) if schedule else None
-        args.append(lowered or lower.lower_packets(plan, mine, comm_args))
+        args.append(schedules.lower_plan(schedule, plan, mine, comm_args, windows))
         struct.pack_into("<QQ", args[-1], 0, sources[rank].ctypes.data, targets[rank].ctypes.data)
     return args, schedules.grid_of(plan, schedule)
 

@@ -32,8 +32,7 @@ def _check_remote_memory(schedule: Schedule) -> None:
     for number, channel in enumerate(schedule.channels):
         for rank, steps in enumerate(channel):
             for position, step in enumerate(steps):
-                ref = step.dst if step.op is Op.PUT else step.src if step.op in (Op.GET, Op.REDUCE_FROM_PEERS) else None
-                if ref is not None and ref.buffer is Buffer.SCRATCH:
+                if step.remote is not None and step.remote.buffer is Buffer.SCRATCH:
                     raise InvalidUsage(f"{place(schedule, number, rank, position)}: peers cannot address scratch memory on CPUs")
 
 

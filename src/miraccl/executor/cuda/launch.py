@@ -142,10 +142,7 @@ class Kernels:
         """Compile, load and lower. May be called while a stream is captured."""
         schedule = schedules.schedule_of(plan, request, comm_args.order)
         spec = schedules.kernel_for(plan, request, schedule)
-        if schedule:
-            args = schedules.lower_steps(schedule, plan, request, comm_args, windows)
-        else:
-            args = lower.lower_packets(plan, request, comm_args)
+        args = schedules.lower_plan(schedule, plan, request, comm_args, windows)
         if len(args) > layout.FEW_ARGUMENT_BYTES and self.gpu.driver_version < layout.MANY_ARGUMENTS_DRIVER:
             text = f"has more than {layout.STEP_ROOMS[0]} steps of a rank, which take a driver of CUDA 12.1"
             raise InvalidUsage(f"schedule {plan.algo!r} {text}")

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.lower import CommArgs, pack_args, scalar_bits, signature_of
+from miraccl.executor.cuda.lower import CommArgs, lower_packets, pack_args, scalar_bits, signature_of
 from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
 from miraccl.executor.cuda.source import KernelSpec
 from miraccl.schedule import catalog
@@ -99,6 +99,15 @@ def fifo_slots(schedule: Schedule) -> int:
     return layout.FIFO_SLOTS
 
 
+def lower_plan(
+    schedule: Schedule | None, plan: DevicePlan, request: Request, comm_args: CommArgs, windows: Windows = NOWHERE
+) -> bytearray:
+    """Arguments of the kernel of a plan and of what ``schedule_of`` gives for it."""
+    if schedule is None:
+        return lower_packets(plan, request, comm_args)
+    return lower_steps(schedule, plan, request, comm_args, windows)
+
+
 def kernel_for(plan: DevicePlan, request: Request, schedule: Schedule | None) -> KernelSpec:
     """What to compile for a plan and what ``schedule_of`` gives for it."""
     spec, room = kernel_spec(plan, request), step_room(schedule) if schedule else 0
@@ -158,16 +167,15 @@ def _check(schedule: Schedule, channels: Sequence[Sequence[Step]], request: Requ
         for step in steps:
             if step.chunks > MAX_CHUNKS:
                 raise InvalidUsage(f"schedule {schedule.name!r} has a step of {step.chunks} chunks; on GPUs one has {MAX_CHUNKS} at most")
-            multiplies = request.op is RedOp.PREMUL_SUM and step.op in (Op.GET, Op.REDUCE_FROM_PEERS)
-            if multiplies and step.src and step.src.buffer is Buffer.INPUT:
+            if request.op is RedOp.PREMUL_SUM and step.remote and step.remote.buffer is Buffer.INPUT:
                 text = "inputs of peers, who alone know what they are to be multiplied by"
                 raise InvalidUsage(f"schedule {schedule.name!r} cannot do a pre-multiplied sum: it reads {text}")
 
 
 def addressed_by_peers(schedule: Schedule) -> frozenset[Buffer]:
     """The buffers that ranks read or write in each other's memory."""
-    steps = (step for channel in schedule.channels for steps in channel for step in steps if step.op.needs_addressable_memory)
-    return frozenset(ref.buffer for step in steps if (ref := step.dst if step.op is Op.PUT else step.src))
+    steps = (step for channel in schedule.channels for steps in channel for step in steps)
+    return frozenset(step.remote.buffer for step in steps if step.remote)
 
 
 def _check_windows(schedule: Schedule, request: Request, windows: Windows, direct: bool) -> None:
