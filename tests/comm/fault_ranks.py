@@ -571,6 +571,23 @@ def abort_when_waiting(comm: miraccl.Communicator) -> None:
     comm.abort("from a thread")
 
 
+def ends_waits_before_its_fault_is_seen() -> bool:
+    """Rank 0 aborts; whether a program that saw the fault could still have begun an operation, which others would be compared with."""
+    with contextlib.suppress(MiracclError), miraccl.init(timeout=30) as comm:
+        faults = comm._member.faults
+        seen, set_abort = [], faults.fabric.set_abort
+
+        def end_waits(code: int) -> None:
+            seen.append(faults.fault)
+            set_abort(code)
+
+        faults.fabric.set_abort = end_waits  # type: ignore[method-assign]
+        if comm.rank == 0:
+            comm.abort("a test")
+        comm.all_reduce(np.ones(4))
+    return seen[0] is None
+
+
 def after_finalize() -> None:
     """Every operation of a closed communicator says so; finalize, abort and the end of a with block may come again."""
     with miraccl.init() as comm:

@@ -282,6 +282,11 @@ def test_abort(how: str, ranks_per_host: int) -> None:
         assert "of the application" in got[1]["text"]
 
 
+def test_no_operation_begins_once_the_fault_is_seen() -> None:
+    """A program that goes on to another operation after the fault would be compared with ranks that have not heard of it."""
+    assert run_ranks(fault_ranks.ends_waits_before_its_fault_is_seen, 2) == [True, True]
+
+
 def test_a_forked_child_cannot_speak_for_its_parent() -> None:
     for rank, (told, total) in enumerate(run_ranks(fault_ranks.forks, 2)):
         assert told.startswith(f"CommunicatorClosed: rank {rank}, all_reduce: the communicator belongs to the process that made it")

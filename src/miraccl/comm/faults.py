@@ -75,7 +75,7 @@ class Faults:
         self._silent: set[int] = set()  # did not answer when they were asked last
         self._told = threading.Event()
         self._stages: list[Stages] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may abort in the middle
         self.control = Control(session, fabric, alone, lookout.lookout.call)
         session.status_provider = self.status
         session.on_event(self._on_event)
@@ -189,12 +189,16 @@ class Faults:
         self.settle(self._behind(kind(str(payload.get("message", "")), **where)))
 
     def settle(self, error: MiracclError) -> MiracclError:
-        """Make ``error`` the communicator's fault unless it has one; ends all waits of this rank."""
+        """Make ``error`` the communicator's fault unless it has one; ends all waits of this rank.
+
+        Waits end first: a program that has seen the fault and goes on to another operation must find that no operation runs any more, or
+        others would take it for a mismatch.
+        """
         with self._lock:
+            self.fabric.set_abort(at.ERR_ABORTED)
             if self.fault is None:
                 self.fault = error
         self._told.set()
-        self.fabric.set_abort(at.ERR_ABORTED)
         if tag := self.control.now.get("tag"):
             self.session.end_gather(tag, "the communicator is broken")
         for stages in list(self._stages):
