@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -12,11 +16,12 @@ from miraccl.comm import nccl_wishes
 from miraccl.comm.member import Options
 from miraccl.comm.model import Constants, Shape
 from miraccl.comm.planner import Candidate, Overrides, Planner, Request
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.executor.cpu.sizes import size_class
 from miraccl.schedule import catalog
 from miraccl.schedule.catalog import register
-from miraccl.schedule.ir import Schedule
+from miraccl.schedule.ir import Schedule, Step
+from miraccl.schedule.steps import copy, inp, one_channel, out, recv_reduce_copy, send, signal, wait
 from miraccl.types import Collective, DType, RedOp
 
 TUNED = (Collective.BROADCAST, Collective.REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
@@ -128,6 +133,68 @@ def test_uneven_blocks_are_not_kept_in_scratch_memory() -> None:
         assert "scratch" not in {row.algo: row.reason for row in planner.candidates(gather, 1024, DType.FLOAT32)}["pat_for_uneven"]
     finally:
         catalog.unregister("pat_for_uneven")
+
+
+def twins(steps: Callable[[int], list[Step]], **more: Any) -> Schedule:
+    """An all-reduce of two ranks that do the same."""
+    return one_channel("flawed", Collective.ALL_REDUCE, map(steps, range(2)), **more)
+
+
+def right(rank: int) -> list[Step]:
+    return [send(inp(0), 1 - rank), recv_reduce_copy(inp(0), out(0), 1 - rank)]
+
+
+def fails(*args: object) -> Any:
+    raise ZeroDivisionError("by a test")
+
+
+FLAWED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "no sum": (lambda *args: twins(lambda rank: [copy(inp(0), out(0))]), {}, r"channel 0, rank 0, step 0 .* at the end output\[0\]"),
+    "not in place": (
+        lambda *args: one_channel("flawed", Collective.ALL_REDUCE, [right(0)[::-1], right(1)]),
+        {},
+        "contribution of rank 1 to input.* a second time",
+    ),
+    "not on CPUs": (
+        lambda *args: twins(lambda rank: [right(rank)[0], signal([1 - rank]), wait([1 - rank]), right(rank)[1]]),
+        {},
+        "CPU ranks take them in the order they were sent in",
+    ),
+    "too wide": (
+        lambda *args: twins(
+            lambda rank: [send(inp(0, 8192), 1 - rank), recv_reduce_copy(inp(0, 8192), out(0, 8192), 1 - rank)], parts=8192
+        ),
+        {},
+        "8192 chunks, too many for slots of 262144 bytes",
+    ),
+    "no schedule": (fails, {}, "fails to build all_reduce over 2 ranks: ZeroDivisionError: by a test"),
+    "no condition": (lambda *args: twins(right), {"condition": fails}, "fails to say whether it has all_reduce over 2 ranks: ZeroDiv"),
+    "no latency": (lambda *args: twins(right), {"latency": fails}, "fails to tell the latency of all_reduce over 2 ranks: ZeroDiv"),
+    "not in the order it claims": (lambda *args: twins(right), {"rank_ordered": True}, "in the order of the ranks"),
+}
+
+
+@pytest.mark.parametrize("flaw", FLAWED)
+def test_an_algorithm_that_was_not_asked_for_is_left_out_where_it_cannot_be_run(flaw: str) -> None:
+    build, claims, reason = FLAWED[flaw]
+    request = partial(Request, collective=Collective.ALL_REDUCE, dtype=DType.FLOAT32, op=RedOp.SUM, root=0, in_counts=(2,), out_counts=(2,))
+    before = chosen(Collective.ALL_REDUCE, 8, 2)
+    register("flawed", collectives=[Collective.ALL_REDUCE], sentence="", **({"latency": lambda *args: 0} | claims))(build)
+    try:
+        for rank in range(2):
+            planner = Planner(rank=rank, shape=Shape(nranks=2), slot_bytes=1 << 18, constants=Constants(), overrides=Overrides())
+            rows = planner.candidates(Collective.ALL_REDUCE, 8, DType.FLOAT32)
+            assert rows[: len(before)] == before
+            (flawed,) = rows[len(before) :]
+            assert (flawed.algo, flawed.predicted_us) == ("flawed", math.inf)
+            assert re.match(f"left out: .*{reason}", flawed.reason)
+            for in_place in (False, True):
+                assert planner.make_run(request(block_bytes=8, count=2, in_place=in_place)).program.schedule.name == before[0].algo
+        asked = Planner(rank=0, shape=Shape(nranks=2), slot_bytes=1 << 18, constants=Constants(), overrides=Overrides(algo="flawed"))
+        with pytest.raises((ScheduleError, InvalidUsage), match=reason):
+            asked.make_run(request(block_bytes=8, count=2, in_place=flaw == "not in place"))
+    finally:
+        catalog.unregister("flawed")
 
 
 # ---- NCCL_ALGO and NCCL_PROTO

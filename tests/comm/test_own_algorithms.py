@@ -11,7 +11,7 @@ import pytest
 
 import miraccl
 from miraccl.comm.communicator import Communicator
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.schedule import catalog, passes
 from miraccl.schedule.catalog import register
 from miraccl.schedule.interpret import expected
@@ -163,6 +163,30 @@ def hands_over() -> None:
 
 def test_signals_among_messages() -> None:
     run_ranks(hands_over, 3)
+
+
+def wrong(collective: Collective, nranks: int, root: int) -> Schedule:
+    """Every rank keeps what it has, and barriers wait for nobody."""
+    barrier = collective is Collective.BARRIER
+    return one_channel("wrong", collective, ([] if barrier else [copy(inp(0), out(0))] for rank in range(nranks)))
+
+
+def does_without() -> None:
+    everything = (Collective.ALL_REDUCE, Collective.BARRIER)
+    register("wrong", collectives=everything, sentence="", latency=lambda collective, nranks: 0)(wrong)
+    with miraccl.init() as comm:
+        x = np.full(3, comm.rank, np.int32)
+        comm.barrier()
+        assert comm.all_reduce(x).tolist() == [1, 1, 1]
+        (row,) = [row for row in comm.explain("all_reduce", x.nbytes, "int32") if row.algo == "wrong"]
+        assert row.reason.startswith("left out: wrong: channel 0, rank 0, step 0")
+        options = replace(comm._member.options, algo="wrong")
+        with pytest.raises(ScheduleError, match="rank 0 may leave before rank 1 has come"):  # a communicator plans its barrier at once
+            Communicator.from_session(comm._member.session.sub(range(comm.nranks), "asked"), options, parent=comm)
+
+
+def test_a_wrong_one_harms_nobody_who_did_not_ask_for_it() -> None:
+    run_ranks(does_without, 2)
 
 
 def made_of_others(schedule: Schedule) -> Iterator[Schedule]:

@@ -31,11 +31,6 @@ def schedules(name: str, collective: Collective, sizes: Sequence[int], roots: st
             yield algorithm.build(collective, nranks, root)
 
 
-def places(collective: Collective) -> tuple[bool, ...]:
-    """Out of place, and in place where that has a meaning."""
-    return (False,) if collective is ALL_TO_ALL else (False, True)
-
-
 def make_inputs(schedule: Schedule, counts: Counts, seed: int = 0, dtype: Any = np.int64) -> list[Any]:
     """Random inputs for each rank of ``schedule``; ``None`` for ranks without one."""
     rng = np.random.default_rng(seed)

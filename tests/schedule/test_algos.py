@@ -12,9 +12,10 @@ import pytest
 from miraccl.schedule import catalog
 from miraccl.schedule.interpret import expected, interpret
 from miraccl.schedule.ir import Buffer, Op
+from miraccl.schedule.layout import forms
 from miraccl.schedule.reduction import reference
 from miraccl.types import Collective, RedOp
-from tests.schedule.helpers import BUILTIN, make_inputs, places, schedules
+from tests.schedule.helpers import BUILTIN, make_inputs, schedules
 
 
 def agree(got, want):
@@ -25,7 +26,7 @@ def agree(got, want):
             np.testing.assert_array_equal(a, b)
 
 
-PLACED = [(name, collective, in_place) for name, collective in BUILTIN for in_place in places(collective)]
+PLACED = [(name, collective, in_place) for name, collective in BUILTIN for in_place in forms(collective)]
 
 
 @pytest.mark.parametrize(("name", "collective", "in_place"), PLACED)
@@ -71,7 +72,7 @@ def test_uneven_blocks(name, collective):
         if collective is Collective.ALL_TO_ALL:
             counts = [[(2 * r + 3 * c) % 4 for c in range(n)] for r in range(n)]
         inputs = make_inputs(schedule, counts)
-        for in_place in places(collective):
+        for in_place in forms(collective):
             got = interpret(schedule, inputs, counts=counts, in_place=in_place)
             agree(got, expected(collective, inputs, root=schedule.root, counts=counts))
 

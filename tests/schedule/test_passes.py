@@ -11,17 +11,18 @@ from miraccl.schedule import catalog, passes
 from miraccl.schedule.cost import compute_cost
 from miraccl.schedule.interpret import expected, interpret
 from miraccl.schedule.ir import Op, Schedule
+from miraccl.schedule.layout import forms
 from miraccl.schedule.steps import inp, out, recv, recv_copy_send, recv_reduce, recv_reduce_copy, send
 from miraccl.schedule.verify import verify
 from miraccl.types import Collective
-from tests.schedule.helpers import BUILTIN, hand_made, make_inputs, places, schedules
+from tests.schedule.helpers import BUILTIN, hand_made, make_inputs, schedules
 
 C = Collective
 SPLITTABLE = [case for case in BUILTIN if passes.supports_channels(catalog.build(*case, 8)) and case[1] is not C.BARRIER]
 
 
 def check(schedule: Schedule, fifo_depth: int = 8) -> None:
-    for in_place in places(schedule.collective):
+    for in_place in forms(schedule.collective):
         verify(schedule, in_place=in_place, fifo_depth=fifo_depth)
     inputs = make_inputs(schedule, 2 * schedule.parts + 1)
     for got, want in zip(interpret(schedule, inputs), expected(schedule.collective, inputs, root=schedule.root)):

@@ -15,10 +15,11 @@ from miraccl.errors import ScheduleError
 from miraccl.schedule import catalog
 from miraccl.schedule.interpret import expected, interpret
 from miraccl.schedule.ir import OPERANDS, Buffer, Op, Ref, Schedule, Step
+from miraccl.schedule.layout import forms
 from miraccl.schedule.passes import split_channels
 from miraccl.schedule.verify import verify
 from miraccl.types import Collective
-from tests.schedule.helpers import BUILTIN, make_inputs, places
+from tests.schedule.helpers import BUILTIN, make_inputs
 
 CASES = [case for case in BUILTIN if case[1] is not Collective.BARRIER]
 
@@ -106,7 +107,7 @@ def is_right(schedule: Schedule, in_place: bool, direct: bool, seed: int) -> boo
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(mutant=mutants(), direct=st.booleans(), in_place=st.booleans(), seed=st.integers(0, 1000))
 def test_what_is_accepted_is_right(mutant, direct, in_place, seed):
-    in_place = in_place and True in places(mutant.collective)
+    in_place = in_place and True in forms(mutant.collective)
     try:
         verify(mutant, in_place=in_place, fifo_depth=2, direct=direct)
     except ScheduleError:

@@ -7,20 +7,24 @@ rank's own buffers.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from miraccl.comm.model import Constants, Shape, predict_us
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.executor.cpu.context import fold_kernel, scale_kernel, set_counts
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.limits import check_limits, check_width
 from miraccl.executor.cpu.lower import Counts, Program, Run, lower, signature
 from miraccl.executor.cpu.sizes import size_class
-from miraccl.schedule import catalog, cost
+from miraccl.schedule import catalog
 from miraccl.schedule.catalog import Algorithm
 from miraccl.schedule.ir import Schedule
+from miraccl.schedule.layout import forms
 from miraccl.types import Collective, DType, RedOp
 
 WINDOW_ONLY = 1 << 62  # a "direct" threshold that private memory never reaches
@@ -51,7 +55,7 @@ class Overrides:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to run an operation, with its predicted time and why it was (not) chosen."""
+    """One way to run an operation, with its predicted time (infinite if it cannot be run) and why it was (not) chosen."""
 
     algo: str
     proto: str
@@ -139,14 +143,15 @@ class Planner:
         self, algorithms: Sequence[Algorithm], collective: Collective, block_bytes: int, dtype: DType, root: int, uneven: bool
     ) -> list[_Row]:
         asked = self._asked(collective, root, uneven)
-        return [
-            _Row(
-                self._predict(algorithm, collective, block_bytes, dtype, root),
-                algorithm.name,
-                self._barred(algorithm, collective, dtype, uneven, asked),
-            )
-            for algorithm in algorithms
-        ]
+        return [self._row(algorithm, collective, block_bytes, dtype, root, uneven, asked) for algorithm in algorithms]
+
+    def _row(
+        self, algorithm: Algorithm, collective: Collective, block_bytes: int, dtype: DType, root: int, uneven: bool, asked: str
+    ) -> _Row:
+        if algorithm.name != asked and (flaw := find_flaw(algorithm, collective, self.shape.nranks, root, self.slot_bytes)):
+            return _Row(math.inf, algorithm.name, f"left out: {flaw}")
+        time = self._predict(algorithm, collective, block_bytes, dtype, root)
+        return _Row(time, algorithm.name, self._barred(algorithm, collective, dtype, uneven, asked))
 
     def _choose(self, collective: Collective, block_bytes: int, dtype: DType, root: int, uneven: bool) -> str:
         """The algorithm.  What is best for the smallest size of a class is taken for the whole class, so that a new size costs no
@@ -210,8 +215,8 @@ class Planner:
 
     def _predict(self, algorithm: Algorithm, collective: Collective, block_bytes: int, dtype: DType, root: int) -> float:
         schedule = self._schedule(algorithm.name, collective, root, in_place=False)
-        steps = algorithm.latency(collective, self.shape.nranks) if algorithm.latency else cost.compute_cost(schedule).latency_steps
-        return predict_us(schedule, steps, block_bytes, dtype, self.round_bytes(schedule.widest), self.shape, self.constants)
+        steps, round_bytes = algorithm.latency_steps(schedule), self.round_bytes(schedule.widest)
+        return predict_us(schedule, steps, block_bytes, dtype, round_bytes, self.shape, self.constants)
 
     def round_bytes(self, widest: int) -> int:
         return max(64, self.slot_bytes // widest // 64 * 64)
@@ -314,6 +319,23 @@ class Planner:
             return replace(ways[0], algo=algo, reason="all ranks passed window memory")
         found = next((way for way in ways if way.algo == algo), None)
         return found or replace(ways[0], algo=algo, reason="was chosen while it was registered")
+
+
+@lru_cache(maxsize=256)
+def find_flaw(algorithm: Algorithm, collective: Collective, nranks: int, root: int, slot_bytes: int) -> str:
+    """Why operations that did not ask for an algorithm cannot have it: its code fails, its schedule is wrong in one of the collective's
+    forms, or CPU ranks cannot run it; nothing if they can. All ranks find the same: it does not look at what one of them passes."""
+    if algorithm.builtin:
+        return ""
+    try:
+        for in_place in forms(collective):
+            schedule = catalog.build(algorithm.name, collective, nranks, root, in_place=in_place)
+        check_limits(schedule)
+        check_width(schedule, slot_bytes)
+        algorithm.latency_steps(schedule)
+    except MiracclError as error:
+        return str(error)
+    return ""
 
 
 class _Row(NamedTuple):

@@ -14,14 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import TypeVar
 
 from miraccl.errors import InvalidUsage, MiracclError, ScheduleError
 from miraccl.registry import Registry
+from miraccl.schedule.cost import compute_cost
 from miraccl.schedule.ir import Schedule
 from miraccl.schedule.passes import relabel
 from miraccl.schedule.verify import FIFO_DEPTH, is_direct_safe, verify
 from miraccl.types import Collective
 
+T = TypeVar("T")
 Build = Callable[[Collective, int, int], Schedule]
 NEIGHBOURLY = ("ring", "chain", "double_binary_tree")  # their cost depends on which ranks are neighbours
 
@@ -59,7 +62,10 @@ class Algorithm:
         """Whether there is a schedule for ``collective`` over ``nranks`` ranks, and for ``root`` if that is given."""
         if root is not None and collective.rooted and self.root not in (None, root):
             return False
-        return nranks >= 1 and collective in self.collectives and (self.condition is None or self.condition(collective, nranks))
+        if nranks < 1 or collective not in self.collectives:
+            return False
+        condition = self.condition
+        return condition is None or self._ask(f"to say whether it has {collective.label}", nranks, lambda: condition(collective, nranks))
 
     def build(self, collective: Collective, nranks: int, root: int = 0) -> Schedule:
         """The schedule, not cached. Raises ``InvalidUsage`` where ``supports`` says no or ``root`` is no rank, ``ScheduleError`` where the
@@ -71,20 +77,31 @@ class Algorithm:
         root = root if collective.rooted else 0
         if not self.supports(collective, nranks, root):
             raise InvalidUsage(f"algorithm {self.name!r} is for root {self.root}, not {root}")
-        try:
-            schedule = self.builder(collective, nranks, root)
-        except MiracclError:
-            raise
-        except Exception as error:
-            text = f"algorithm {self.name!r} fails to build {collective.label} over {nranks} ranks: {type(error).__name__}: {error}"
-            hint = "register(condition=...) says for which collectives and numbers of ranks an algorithm is"
-            raise ScheduleError(text, hint=hint) from error
+        hint = "register(condition=...) says for which collectives and numbers of ranks an algorithm is"
+        schedule = self._ask(f"to build {collective.label}", nranks, lambda: self.builder(collective, nranks, root), hint)
         if not isinstance(schedule, Schedule):
             raise ScheduleError(f"algorithm {self.name!r} built a {type(schedule).__name__}, not a Schedule")
         if (schedule.collective, schedule.nranks, schedule.root) != (collective, nranks, root):
             got = f"{schedule.collective.label} over {schedule.nranks} ranks, root {schedule.root}"
             raise ScheduleError(f"algorithm {self.name!r} built {got}; asked for: {collective.label} over {nranks}, root {root}")
         return schedule
+
+    def latency_steps(self, schedule: Schedule) -> int:
+        """``cost.Cost.latency_steps`` of a schedule of this algorithm, by its formula if it has one."""
+        if self.latency is None:
+            return compute_cost(schedule).latency_steps
+        formula, collective, nranks = self.latency, schedule.collective, schedule.nranks
+        return self._ask(f"to tell the latency of {collective.label}", nranks, lambda: int(formula(collective, nranks)))
+
+    def _ask(self, what: str, nranks: int, answer: Callable[[], T], hint: str | None = None) -> T:
+        """What the algorithm's own code answers, or ``ScheduleError`` that names it where that fails."""
+        try:
+            return answer()
+        except MiracclError:
+            raise
+        except Exception as error:
+            text = f"algorithm {self.name!r} fails {what} over {nranks} ranks: {type(error).__name__}: {error}"
+            raise ScheduleError(text, hint=hint) from error
 
 
 _ALGORITHMS: Registry[Algorithm] = Registry("algorithm")
@@ -181,8 +198,16 @@ def get(name: str) -> Algorithm:
 
 
 def algorithms_for(collective: Collective, nranks: int, root: int | None = None) -> list[Algorithm]:
-    """The algorithms that have a schedule for ``collective`` over ``nranks`` ranks, and for ``root`` if that is given, by name."""
-    return [algorithm for algorithm in map(get, names()) if algorithm.supports(collective, nranks, root)]
+    """The algorithms that have a schedule for ``collective`` over ``nranks`` ranks, and for ``root`` if that is given, by name. One whose
+    condition fails is among them: what is wrong with it is told to who asks for its schedule."""
+
+    def offers(algorithm: Algorithm) -> bool:
+        try:
+            return algorithm.supports(collective, nranks, root)
+        except ScheduleError:
+            return True
+
+    return [algorithm for algorithm in map(get, names()) if offers(algorithm)]
 
 
 def build(

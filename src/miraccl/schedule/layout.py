@@ -35,9 +35,14 @@ def part_bounds(count: int, part: int, parts: int) -> tuple[int, int]:
     return start, start + size + (part < extra)
 
 
+def forms(collective: Collective) -> tuple[bool, ...]:
+    """Whether in place, for each form that the collective has: out of place, and in place where that has a meaning."""
+    return (False,) if collective is Collective.ALL_TO_ALL else (False, True)
+
+
 def check_in_place(collective: Collective) -> None:
     """Raise ``InvalidUsage`` where "in place" has no meaning."""
-    if collective is Collective.ALL_TO_ALL:
+    if True not in forms(collective):
         raise InvalidUsage("all_to_all has no in-place form: input and output must not overlap")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.kernels.layout import NSLOTS
+from miraccl.executor.cpu.sizes import ALIGN
 from miraccl.schedule.ir import Buffer, Op, Schedule, Step
 from miraccl.schedule.text import place
 
@@ -25,6 +26,12 @@ def check_limits(schedule: Schedule) -> None:
     if schedule.ops & SYNCS and any(op.sends for op in schedule.ops):
         for channel in range(schedule.nchannels):
             _check_order(schedule, channel)
+
+
+def check_width(schedule: Schedule, slot_bytes: int) -> None:
+    """Raise ``InvalidUsage`` where a slot has no room for a message of the widest step."""
+    if slot_bytes // schedule.widest < ALIGN:
+        raise InvalidUsage(f"a step of {schedule.name} moves {schedule.widest} chunks, too many for slots of {slot_bytes} bytes")
 
 
 def _check_remote_memory(schedule: Schedule) -> None:

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.kernels import layout as at
-from miraccl.executor.cpu.limits import SYNCS, check_limits
+from miraccl.executor.cpu.limits import SYNCS, check_limits, check_width
 from miraccl.executor.cpu.sizes import ALIGN, chunk_bytes, count_hash
 from miraccl.schedule.ir import Op, Schedule, Step
 from miraccl.types import Collective, DType, RedOp
@@ -167,9 +166,8 @@ class Run:
         self.keep: list[Any] = []  # what lives as long as this
         self.in_blocks = np.zeros((max(1, schedule.input_chunks // schedule.parts), at.BLOCK_SIZE // 8), np.int64)
         self.out_blocks = np.zeros((max(1, schedule.output_chunks // schedule.parts), at.BLOCK_SIZE // 8), np.int64)
+        check_width(schedule, slot_bytes)
         piece = min(round_bytes, slot_bytes // schedule.widest // ALIGN * ALIGN) if direct < 0 or schedule.widest > 1 else round_bytes
-        if piece <= 0:
-            raise InvalidUsage(f"a step of {schedule.name} moves {schedule.widest} chunks, too many for slots of {slot_bytes} bytes")
         self.scratch = np.zeros(schedule.scratch_chunks * chunk_bytes(block_bytes, schedule.parts, itemsize) + 1, np.int8)
         self.words = np.zeros(at.RUN_SIZE // 8, np.int64)
         for place, value in (
