@@ -27,6 +27,7 @@ from miraccl.schedule.steps import (
     put,
     recv,
     recv_reduce_all,
+    recv_reduce_copy,
     reduce_from_peers,
     scratch,
     send,
@@ -163,6 +164,26 @@ def hands_over() -> None:
 
 def test_signals_among_messages() -> None:
     run_ranks(hands_over, 3)
+
+
+def right_apart(collective: Collective, nranks: int, root: int) -> Schedule:
+    """Right out of place only: rank 0 sends its input after it has written the sum."""
+    programs = [[recv_reduce_copy(inp(0), out(0), 1), send(inp(0), 1)], [send(inp(0), 0), recv_reduce_copy(inp(0), out(0), 0)]]
+    return one_channel("right_apart", collective, programs)
+
+
+def keeps_apart() -> None:
+    register("right_apart", collectives=[Collective.ALL_REDUCE], sentence="")(right_apart)
+    with miraccl.init(algo="right_apart") as comm:
+        x = np.full(3, 1 + comm.rank, np.int32)
+        assert comm.all_reduce(x, np.empty_like(x)).tolist() == [3, 3, 3]
+        with pytest.raises(ScheduleError, match="a second time"):
+            comm.all_reduce(x)
+        assert x.tolist() == [1 + comm.rank] * 3
+
+
+def test_each_form_is_proved_before_it_runs() -> None:
+    run_ranks(keeps_apart, 2)
 
 
 def wrong(collective: Collective, nranks: int, root: int) -> Schedule:

@@ -228,9 +228,9 @@ class Planner:
     # ---- runs
 
     def program(self, algo: str, collective: Collective, root: int, in_place: bool, opened: bool = False) -> Program:
+        schedule = self._schedule(algo, collective, root, in_place)  # proved in this form
         key = (algo, collective, root, opened)
         if key not in self._programs:
-            schedule = self._schedule(algo, collective, root, in_place)
             self._programs[key] = lower(schedule, self.rank, opened=opened)
         return self._programs[key]
 
