@@ -310,6 +310,16 @@ def test_a_stream_is_refused_with_cpu_memory_however_often_it_was_called(comm: C
             call(*((x, out) if call == comm.all_to_all else (x,)), stream=0)
 
 
+def test_a_prepared_operation_on_cpu_memory_takes_no_stream(comm: Communicator) -> None:
+    x, scaled = np.ones(4), np.full(4, 3.0)
+    for prepared in (comm.all_reduce_init(x), comm.reduce_init(scaled, op=PreMulSum(2))):
+        for _ in range(2):
+            with pytest.raises(InvalidUsage, match=r"rank 0, (all_)?reduce: a stream is for operations on GPU memory"):
+                prepared(stream=0)
+            assert prepared(stream=None) is prepared.result
+    assert scaled.tolist() == [12.0] * 4, "only what was started has changed it"
+
+
 def test_the_patience_of_a_wait_is_any_number(comm: Communicator) -> None:
     for timeout in (1e300, 10**400, float("inf"), 0.5, 30):
         assert comm.all_reduce(np.ones(2), async_op=True).wait(timeout=timeout).sum() == 2

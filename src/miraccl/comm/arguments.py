@@ -209,6 +209,12 @@ def peer_rank(value: Any, name: str, nranks: int, where: str) -> int:
     return int(value)
 
 
+def refuse_stream(stream: Any, rank: int, name: str | None = None) -> None:
+    """Of an operation on CPU memory."""
+    if stream is not None:
+        raise InvalidUsage("a stream is for operations on GPU memory; these arrays lie in CPU memory", rank=rank, op=name)
+
+
 def same_dtype(a: Memory, b: Memory, names: str, where: str) -> None:
     if a.dtype is not b.dtype:
         raise InvalidUsage(f"{where}: {names} have different dtypes, {a.dtype.label} and {b.dtype.label}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from miraccl.comm.arguments import refuse_stream
+from miraccl.comm.no_doors import no_door
 from miraccl.executor.cpu.context import unlocked_kernel
 from miraccl.executor.cpu.kernels import layout as at
 
@@ -22,8 +24,8 @@ class Persistent:
         self._run = member.planner.make_run(call.request)
         self._run.words[at.RUN_IN // 8] = call.source
         self._run.words[at.RUN_OUT // 8] = call.target
-        self._door = member.context.door("prepared", call.request.collective, run=self._run)
         self._plain = call.before is None
+        self._door = member.context.door("prepared", call.request.collective, run=self._run) if self._plain else no_door
 
     def unlocked(self) -> tuple[int, int, int] | None:
         """(function, context, run) for compiled code without the interpreter's lock, which calls ``function(context, run, 0, 0)``
@@ -34,10 +36,13 @@ class Persistent:
         """Raise what a code of that function means."""
         self._member._conclude(code, self.name)
 
-    def __call__(self) -> Any:
-        if self._plain and not (code := self._door()):
+    def __call__(self, stream: Any = None) -> Any:
+        """A ``stream`` is for GPU memory alone (``DevicePersistent``). It is no keyword-only argument here, which would take 10 ns."""
+        code = self._door() if stream is None else at.NEED_PLAN
+        if not code:
             return self.result
-        return self._member.run_prepared(self._run, self._call, self.name, code if self._plain else 0)
+        refuse_stream(stream, self._member.rank, self.name)
+        return self._member.run_prepared(self._run, self._call, self.name, code)
 
     def __repr__(self) -> str:
         return f"<Persistent {self.name}>"

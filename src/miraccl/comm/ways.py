@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from miraccl.bootstrap import Session
 from miraccl.comm import group as groups
-from miraccl.comm.arguments import peer_rank, view
+from miraccl.comm.arguments import peer_rank, refuse_stream, view
 from miraccl.comm.calls import Call, Place
 from miraccl.comm.control import SET_UP
 from miraccl.comm.device.memory import current_ordinal, lies_on_gpu, ordinal_of
@@ -51,8 +51,7 @@ class Ways:
                     group = groups.current()
                     return self._device if group is None else self._device.grouped(group)
                 return self._gpu_calls(async_op, ordinal_of(x))
-        if stream is not None:
-            raise InvalidUsage("a stream is for operations on GPU memory; these arrays lie in CPU memory", rank=self.rank)
+        refuse_stream(stream, self.rank)
         return None
 
     def _on_device(self, device: Any, name: str) -> DeviceCommunicator | HostsCommunicator:
