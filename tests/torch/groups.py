@@ -9,12 +9,14 @@ import threading
 import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
 from miraccl.torch import ProcessGroupMiraccl
+from miraccl.torch import monitored as monitored_barrier
 from tests.torch.calls import exchanged, gathered_out
 from tests.torch.worlds import LIMIT, both, gloo, refused, world
 
@@ -262,6 +264,24 @@ def monitored(path: str) -> None:
             dist.barrier()
         dist.all_reduce(x := torch.ones(1))
         assert x.item() == nranks
+
+
+def monitored_at_the_last_moment(path: str) -> None:
+    """The word of rank 0 that comes just when its deadline has passed is taken."""
+    with world(path) as (rank, _), pytest.MonkeyPatch.context() as patch:
+        group = dist.group.WORLD
+        assert isinstance(group, ProcessGroupMiraccl)
+        post = group._post
+        withdraw = post.withdraw
+
+        def withdraw_late(message: Any) -> bool:
+            post.wait(message)
+            return withdraw(message)
+
+        if rank:
+            patch.setattr(monitored_barrier, "VERDICT_S", -LIMIT.total_seconds())
+            patch.setattr(post, "withdraw", withdraw_late)
+        group.monitored_barrier(LIMIT)
 
 
 def deadlines(path: str) -> None:

@@ -43,7 +43,14 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
     [
         (3, (calls.layouts, calls.uneven, calls.handles, calls.profiled, calls.pending, calls.short_forms)),
         (3, (messages.point_to_point, messages.tags, messages.floods, messages.any_source, messages.threads)),
-        (3, (messages.while_elsewhere, messages.without_help, messages.in_turn_from_anyone)),
+        (
+            3,
+            (
+                messages.while_elsewhere,
+                messages.without_help,
+                messages.in_turn_from_anyone,
+            ),
+        ),
         (
             3,
             (
@@ -61,6 +68,7 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
             (
                 groups.several_backends,
                 groups.monitored,
+                groups.monitored_at_the_last_moment,
                 groups.deadlines,
                 groups.callbacks_in_order,
                 failures.refusals,
