@@ -140,6 +140,24 @@ def while_elsewhere(path: str) -> None:
                     go(place + blocked)
 
 
+def looked_after_again(path: str) -> None:
+    """A message that begins just when the thread that looks after messages goes to sleep is not forgotten."""
+    with world(path) as (rank, nranks):
+        group: Any = dist.group.WORLD
+        post, to, fro = group._post, (rank + 1) % nranks, (rank - 1) % nranks
+        dist.barrier()
+        first = dist.irecv(torch.zeros(1), fro)
+        assert post.watched
+        second = dist.irecv(torch.zeros(1), fro)  # which finds the thread awake
+        progress._called.clear()
+        progress._forget()
+        assert post.watched
+        for work in (first, second):
+            dist.send(torch.ones(1), to)
+            assert work is not None
+            assert work.wait()
+
+
 def without_help(path: str) -> None:
     """A message that is there, and next, is taken by compiled code alone; so is any that fits into the FIFO sent.  Whatever else comes
     first stays where it is, and a long message that does not get through goes on."""

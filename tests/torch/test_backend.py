@@ -47,6 +47,7 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
             3,
             (
                 messages.while_elsewhere,
+                messages.looked_after_again,
                 messages.without_help,
                 messages.in_turn_from_anyone,
             ),

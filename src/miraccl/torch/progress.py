@@ -77,15 +77,19 @@ class Progress:
             nap = BUSY_S if any(found) else min(max(2 * nap, FIRST_S), LAST_S)
 
     def _forget(self) -> bool:
-        """Look after nothing any more, unless somebody has called just now."""
+        """Look after nothing any more, unless somebody has called just now, or begun something since the last look."""
         with self._lock:
             if self._called.is_set():
                 self._called.clear()
                 return False
-            for post in self._watched:
+            posts = list(self._watched)
+            for post in posts:
                 post.watched = False
             self._watched.clear()
-            return True
+        for post in posts:  # who began something while it was still watched did not call
+            if self._look_after(post) is not None:
+                self.watch(post)
+        return True
 
     def _look_after(self, post: Movable) -> bool | None:
         try:
