@@ -243,6 +243,90 @@ def _woken_by_any(rank: int, post: Any) -> None:
     dist.barrier()
 
 
+class _Told(list[Any]):
+    """A list that notes what others are told of a post's transfers, just before something comes to it and when something has left it."""
+
+    def __init__(self, post: Any, told: list[list[tuple[int, bool]]]) -> None:
+        super().__init__()
+        self._post, self._told = post, told
+
+    def append(self, item: Any) -> None:
+        self._told.append(self._post._transfers())
+        super().append(item)
+
+    def remove(self, item: Any) -> None:
+        super().remove(item)
+        self._told.append(self._post._transfers())
+
+
+def told_meanwhile(path: str) -> None:
+    """Whoever asks where the others are, while a thread is late with the messages that have come, hears nothing that is no longer true:
+    else ranks would seem to wait for one another that do not."""
+    with world(path) as (rank, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "watch", lambda post: None)
+        group: Any = dist.group.WORLD
+        post, told = group._post, list[list[tuple[int, bool]]]()
+        patch.setattr(post, "_take", lambda message: False)  # compiled code would not tell in between
+        if rank == 0:
+            dist.recv(torch.zeros(1), tag=9)  # of rank 2; the next header of rank 1 is awaited from now on
+            post._wanted, post._early = _Told(post, told), _Told(post, told)
+            told.append(post._transfers())
+            dist.barrier()
+            post.poll(post.receive(torch.zeros(1), 2, 8))
+            while not post._early:
+                post._advance([])
+            told.append(post._transfers())
+            dist.recv(out := torch.zeros(5 * LARGE), 1, tag=7)
+            assert (out == 1).all()
+            assert all((1, True) in transfers for transfers in told), told
+            _told_of_waits(post)
+        else:
+            if rank == 2:
+                dist.send(torch.zeros(1), 0, tag=9)
+            dist.barrier()
+            sends = [dist.isend(torch.ones(5 * LARGE), 0, tag=7), dist.isend(torch.ones(1), 0, tag=6)] if rank == 1 else []
+            sends += [dist.isend(torch.ones(1), 0, tag=8)] if rank == 2 else []
+            assert all(send is not None and send.wait() for send in sends)
+        dist.barrier()
+
+
+def _told_of_waits(post: Any) -> None:
+    """A message that has come, and that nobody has looked at yet, is not waited for."""
+    message, sort, waits = post.receive(torch.zeros(1), 1, 6), post._sort, []
+
+    def look() -> Any:
+        waits.append((post._wait_for(message), post._wire.received(1)))
+        return sort()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(post, "_sort", look)
+        post.wait(message)
+    assert waits
+    assert all(wait is None or wait.number < received for wait, received in waits if received == waits[-1][1]), waits
+
+
+def closed_meanwhile(path: str) -> None:
+    """A thread that comes late to a group that has been destroyed leaves its communicator alone."""
+    with world(path) as (rank, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "watch", lambda post: None)
+        group: Any = dist.group.WORLD
+        post = group._post
+        dist.barrier()
+        if rank == 1:
+            dist.isend(torch.ones(5 * LARGE), 0, tag=7)
+        elif rank == 0:
+            waits = dist.irecv(torch.zeros(1), 1, tag=8)
+            assert waits is not None
+            while not post._early:
+                waits.is_completed()
+            dist.destroy_process_group()
+            moved = _results(post._wire, "_door")
+            post.go_on_alone()
+            assert waits.is_completed()
+            assert isinstance(waits.exception(), Exception)
+            assert not moved
+
+
 def in_turn_from_anyone(path: str) -> None:
     """No rank's messages wait for all those of another one."""
     with world(path) as (rank, nranks):

@@ -50,6 +50,8 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
                 messages.looked_after_again,
                 messages.without_help,
                 messages.in_turn_from_anyone,
+                messages.told_meanwhile,
+                messages.closed_meanwhile,
             ),
         ),
         (

@@ -31,6 +31,8 @@ class Message:
     entries: Sequence[Entry] = ()
     #: Where the payload lands first, if not in ``array``.
     aside: Array | None = None
+    #: Of one that is waited for: how many messages of its rank had come when all that had come was known not to end it.
+    heard: int | None = None
 
     @property
     def nbytes(self) -> int:

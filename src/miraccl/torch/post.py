@@ -174,6 +174,8 @@ class Post:
                 long = end
             with self._inside:
                 self._await_headers()
+                if (source := self._awaited_rank(message)) is not None:
+                    message.heard = self._wire.received(source)
                 must = self._next(message)
                 self._advance(must, min(SLICE_S, left), list(self._headers.values()))
                 idle = not must and not self._headers
@@ -183,21 +185,30 @@ class Post:
 
     def _wait_for(self, message: Message) -> Wait | None:
         """What has to come for ``message`` to go on, where that is up to one rank."""
-        peer = 1 - self.comm.rank if message.peer is None and self.comm.nranks == 2 else message.peer
-        if peer is None or peer == self.comm.rank or self.timeout < self._seat.usual_s:
+        peer, heard = self._awaited_rank(message), message.heard
+        if peer is None or heard is None or self.timeout < self._seat.usual_s:
             return None
-        received = self._wire.received(peer)  # before the rest, as it only grows
         sends = message.sends
         entry = next((e for e in message.entries if not e.done), None)
         taken = self._wire.must_be_taken(entry) if sends and entry is not None else 0
         if message.done or (sends and taken <= 0):
             return None
-        return self._seat.wait_for_message(peer, received, taken, f"{message.name}, tag {message.tag}")
+        return self._seat.wait_for_message(peer, heard, taken, f"{message.name}, tag {message.tag}")
+
+    def _awaited_rank(self, message: Message) -> int | None:
+        """The other rank that a message is to or from, where that can be one only."""
+        peer = 1 - self._me if message.peer is None and self._nranks == 2 else message.peer
+        return None if peer == self._me else peer
 
     def _transfers(self) -> list[tuple[int, bool]]:
-        """What goes on whatever the program does: (peer, whether it receives)."""
+        """What goes on, or may go on, whatever the program does: (peer, whether it receives).
+
+        Another thread may be inside, but a message is always in some list, and these are read in the order in which it comes to them.
+        """
+        awaited = [(source, True) for source in list(self._headers)]
+        aside = [(early.peer, True) for early in list(self._early) if not all(e.done for e in early.entries)]
         messages = [*self._wanted, *self._moving]
-        return [(ANY if m.peer is None else m.peer, not m.sends) for m in messages]
+        return [*awaited, *aside, *((ANY if m.peer is None else m.peer, not m.sends) for m in messages)]
 
     def _take(self, message: Message) -> bool:
         """The shortest way, for a receive that is the next to get its message, while nothing is moving: whether that has ended it.  If
@@ -252,7 +263,6 @@ class Post:
         with self._turn:
             if self._closed:
                 return
-            self._closed = True
             sends = [m for m in self._moving if m.sends]
             end = time.monotonic() + CLOSE_WAIT_S
             try:
@@ -260,6 +270,7 @@ class Post:
                     self._advance([e for m in sends for e in m.entries], SLICE_S)
             except MiracclError:
                 pass  # whoever waits for one of them is told
+            self._closed = True
             self._fail(CommunicatorClosed("the process group has been destroyed", rank=self.comm.rank))
         set_timeout(self.comm, self.timeout)
         self.comm.finalize()
@@ -287,6 +298,8 @@ class Post:
 
     def _advance(self, must: Sequence[Entry], limit_s: float = 1.0, any_of: Sequence[Entry] = ()) -> None:
         """Go on with everything (``Wire.go_on``). A fault of the communicator becomes that of all messages."""
+        if self._closed:  # another thread was late: the communicator's memory may be gone
+            return
         try:
             self._wire.go_on(must, limit_s, any_of)
             while self._sort() and self._wire.open:
@@ -317,14 +330,14 @@ class Post:
         """Bring messages and receives together; whether there is something new to do."""
         new = False
         for source in [source for source, header in self._headers.items() if header.done]:
-            self._arrived(source, header := self._headers.pop(source))
-            self._wire.renew(header)
+            self._arrived(source, self._headers[source])
+            self._wire.renew(self._headers.pop(source))
             new = True
         for early in list(self._early) if self._wanted else ():
             taker = self._taker(early.peer, early.tag)
             if taker is not None:
-                self._early.remove(early)
                 self._give(taker, early)
+                self._early.remove(early)
                 new = True
         if new and self._wanted:
             self._await_headers()
