@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from miraccl.bootstrap import solo
 from miraccl.comm import whereabouts
+from miraccl.comm.lookout import lookout
 from miraccl.comm.whereabouts import ANY, CREATION, MEETING, MESSAGE, OPERATION, Wait, find_cycle
 
 
@@ -105,3 +107,10 @@ def test_only_a_program_with_one_thread_is_in_one_place() -> None:
         end.set()
         library.join()
     assert not whereabouts._waits
+
+
+def test_a_communicator_that_is_closed_before_others_are_asked() -> None:
+    """What its program waits in now is looked at next."""
+    session = solo()
+    session.close()
+    assert not lookout._ask(session)

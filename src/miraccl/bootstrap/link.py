@@ -213,8 +213,9 @@ class Link:
     def on_watcher(self) -> bool:
         return self._thread is threading.current_thread()
 
-    def _check_open(self) -> None:
-        if self._closed:
+    def _check_open(self, group: int | None = None) -> None:
+        """With the lock. ``group``: of which the hub is told something, which drops a rank that is not in it (any more)."""
+        if self._closed or (group is not None and group not in self._views):
             raise CommunicatorClosed("the session is closed", rank=self.rank)
 
     # --- calls ------------------------------------------------------------------------------------------------------
@@ -225,7 +226,7 @@ class Link:
             raise InvalidUsage("a callback of a session cannot wait for other ranks; hand the event to another thread", rank=self.rank)
         timeout = min(max(timeout, 0.0), FOREVER)
         with self._cond:
-            self._check_open()
+            self._check_open(group)
             ranks = self._view_ranks[group]
             if len(data) * len(ranks) + 64 * len(ranks) + 1024 > framing.MAX_FRAME_BYTES:
                 raise InvalidUsage(
@@ -259,7 +260,7 @@ class Link:
 
     def notify(self, group: int, payload: bytes) -> Problem | None:
         with self._cond:
-            self._check_open()
+            self._check_open(group)
             if self._hub_problem is not None:
                 return self._hub_problem
             self._command(NoticeMessage(group=group, rank=self.rank, payload=payload))
@@ -270,7 +271,7 @@ class Link:
         if self.on_watcher:
             raise InvalidUsage("a callback of a session cannot wait for other ranks; hand the event to another thread", rank=self.rank)
         with self._cond:
-            self._check_open()
+            self._check_open(group)
             ranks = self._view_ranks[group]
             ident = self._status_ident = (self._status_ident + 1) & 0xFFFFFFFF
             replies: dict[int, bytes] = {}

@@ -97,7 +97,10 @@ class Lookout:
 
     def _ask(self, session: Session) -> bool:
         """Whether this process is in a circle, or waits for one that is, which has been told to all of these."""
-        answers = session.request_status(ANSWER_S)
+        try:
+            answers = session.request_status(ANSWER_S)
+        except MiracclError:  # the communicator was closed meanwhile: where this process is now is to be seen again
+            return False
         reports = {answer["status"]["program"]["token"]: answer for answer in answers.values() if answer.get("status", {}).get("program")}
         programs = {token: answer["status"]["program"] for token, answer in reports.items()}
         mine = process_token().hex()
