@@ -533,7 +533,12 @@ def test_a_sub_session_that_is_closed_while_a_thread_is_about_to_use_it():
     """The hub is told nothing of it any more: it would take that for a breach and the rank for lost, in all its sessions."""
     with job(2) as sessions:
         subs = [s.sub([0, 1], "pair") for s in sessions]
-        subs[0].status_provider = lambda: subs[0].close() or {}  # which is asked first, and takes a while
+
+        def close() -> dict[str, object]:
+            subs[0].close()
+            return {}
+
+        subs[0].status_provider = close  # which is asked first, and takes a while
         with pytest.raises(CommunicatorClosed):
             subs[0].request_status(PATIENCE)
         subs[1].close()

@@ -111,8 +111,10 @@ def goes_through(victim: int) -> Any:
         comm.broadcast(x, 1 if comm.rank == 2 else 0)
     except MiracclError as error:
         return seen(error)
-    if comm.rank != victim:
-        comm.finalize()  # else it ends without
+    if comm.rank == victim:  # it ends without a word, once rank 2 has called what does not fit: else that would never begin
+        wait_until(lambda: bool(comm._member.fabric.history(2)))
+    else:
+        comm.finalize()
     return {"type": "none"}
 
 
@@ -157,11 +159,11 @@ def unlike_messages_of_groups(what: str) -> Any:
 
 
 def split_against(what: str, ranks_per_host: int) -> Any:
-    """Rank 1 calls split, the others ``what``; all have time."""
+    """Rank 1 calls split, the others ``what``; all have time. Where rank 0 aborts, rank 2 calls split as well: no mismatch is first."""
     act_as_hosts(ranks_per_host)
     comm = miraccl.init(timeout=600)
-    together(comm)
     comm.all_reduce(np.ones(3))
+    together(comm)
     session = comm._member.session
     session.timeout = 600
     x, large = np.ones(3), np.ones(300_000)
@@ -176,13 +178,12 @@ def split_against(what: str, ranks_per_host: int) -> Any:
         "abort": lambda: comm.abort("for a test"),
     }
     try:
-        if comm.rank == 1:
+        if comm.rank == 1 or (what == "abort" and comm.rank == 2):
             comm.split(0)
         else:
-            if what == "abort" and comm.rank == 0:  # who aborts ends the meeting that another one would look for
-                until(lambda told: bool(told[1]["meeting"]), session)
-            if what != "abort" or comm.rank == 0:
-                calls[what]()
+            if what == "abort":
+                until(lambda told: bool(told[1]["meeting"] and told[2]["meeting"]), session)
+            calls[what]()
             comm.barrier()
     except MiracclError as error:
         return seen(error)
@@ -406,6 +407,9 @@ def exits(how: str, ranks_per_host: int) -> Any:
             return "left"
         if how == "pending":  # rank 1 may or may not get to its part of this one
             comm.all_reduce(np.ones(5))
+        if how == "finalize":  # else who is through may find that rank 1 has left, and end the operation of the other one
+            other = 2 - comm.rank
+            comm.sendrecv(np.ones(5), other, np.ones(5), other)
         comm.all_reduce(np.ones(5))
     except MiracclError as error:
         assert done or how != "finalize"  # who just ends may be missed in its last operation by a rank that is not yet through
@@ -513,6 +517,8 @@ def handled(ranks_per_host: int) -> int:
     calls = []
     signal.signal(signal.SIGUSR1, lambda *_: calls.append(1))
     with miraccl.init(timeout=20) as comm:
+        heard = threading.Event()
+        comm._member.session.on_event(lambda event: heard.set() if getattr(event, "payload", {}).get("kind") == "go" else None)
         together(comm)
         if comm.rank == 1:
 
@@ -524,8 +530,6 @@ def handled(ranks_per_host: int) -> int:
 
             threading.Thread(target=poke, daemon=True).start()
         else:
-            heard = threading.Event()
-            comm._member.session.on_event(lambda event: heard.set() if getattr(event, "payload", {}).get("kind") == "go" else None)
             assert heard.wait(15)
         assert comm.all_reduce(np.ones(3))[0] == comm.nranks
         return len(calls)
@@ -582,6 +586,7 @@ def ends_waits_before_its_fault_is_seen() -> bool:
             set_abort(code)
 
         faults.fabric.set_abort = end_waits  # type: ignore[method-assign]
+        together(comm)
         if comm.rank == 0:
             comm.abort("a test")
         comm.all_reduce(np.ones(4))
