@@ -166,6 +166,46 @@ def test_signals_among_messages() -> None:
     run_ranks(hands_over, 3)
 
 
+def signalled_apart(collective: Collective, nranks: int, root: int) -> Schedule:
+    """Signals stand before, between and after the data of their ranks, each in another place than at the peer."""
+    if collective is Collective.GATHER:  # the root reads; the others have no data to move
+        programs = [
+            [wait([1, 2]), copy(inp(0), out(0)), get(inp(0), out(1), 1), get(inp(0), out(2), 2), signal([2, 1])],
+            *[[signal([0]), wait([0])]] * 2,
+        ]
+    elif collective is Collective.ALL_GATHER:
+        programs = [
+            [signal([1, 2]), copy(inp(0), out(0)), wait([1]), get(inp(0), out(1), 1), wait([2]), get(inp(0), out(2), 2)],
+            [copy(inp(0), out(1)), signal([0, 2]), wait([2, 0]), get(inp(0), out(2), 2), get(inp(0), out(0), 0)],
+            [wait([1, 0]), get(inp(0), out(1), 1), signal([1, 0]), get(inp(0), out(0), 0), copy(inp(0), out(2))],
+        ]
+        programs = [[*steps, barrier()] for steps in programs]
+    else:  # rank 1, which moves nothing, tells rank 2 what rank 0 tells it
+        programs = [
+            [copy(inp(0), out(0)), wait([1]), put(inp(0), out(0), 1), signal([1])],
+            [signal([0]), wait([0]), signal([2]), wait([2])],
+            [wait([1]), get(out(0), out(0), 1), signal([1])],
+        ]
+    return one_channel("signalled_apart", collective, programs)
+
+
+def signals_apart() -> None:
+    collectives = [Collective.GATHER, Collective.ALL_GATHER, Collective.BROADCAST]
+    register("signalled_apart", collectives=collectives, sentence="", needs_addressable_memory=True)(signalled_apart)
+    with miraccl.init(algo="signalled_apart") as comm:
+        for count in (3, 1 << 20):  # one round, many rounds
+            x, want = np.full(count, 1 + comm.rank, np.float32), [[1], [2], [3]]
+            assert (comm.all_gather(x).reshape(3, count) == want).all()
+            together = comm.gather(x)
+            assert (together is None) == (comm.rank > 0)
+            assert together is None or (together.reshape(3, count) == want).all()
+            assert (comm.broadcast(x) == 1).all()
+
+
+def test_signals_in_different_places_of_the_ranks() -> None:
+    run_ranks(signals_apart, 3)
+
+
 def right_apart(collective: Collective, nranks: int, root: int) -> Schedule:
     """Right out of place only: rank 0 sends its input after it has written the sum."""
     programs = [[recv_reduce_copy(inp(0), out(0), 1), send(inp(0), 1)], [send(inp(0), 0), recv_reduce_copy(inp(0), out(0), 0)]]

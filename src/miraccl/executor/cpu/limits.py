@@ -70,12 +70,17 @@ def _check_order(schedule: Schedule, channel: int) -> None:
             raise InvalidUsage(f"{place(schedule, channel, rank, steps[at][0])}: {text}")
 
 
+def sync_peers(step: Step, rank: int, nranks: int) -> list[int]:
+    """The other ranks that a signal, wait or barrier is for."""
+    return [peer for peer in (range(nranks) if step.op is Op.BARRIER else step.peers) if peer != rank]
+
+
 def _parts(step: Step, rank: int, nranks: int) -> Iterator[Part]:
     """A step as the engine does it (``kernels.steps``)."""
     if step.op not in SYNCS:
         yield step.senders(rank), [step.send_peer] if step.op.sends and step.send_peer is not None else [], False
         return
-    peers = [peer for peer in (range(nranks) if step.op is Op.BARRIER else step.peers) if peer != rank]
+    peers = sync_peers(step, rank, nranks)
     if step.op is not Op.WAIT:
         yield from (((), (peer,), True) for peer in peers)
     if step.op is not Op.SIGNAL:

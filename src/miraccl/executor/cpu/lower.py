@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from miraccl.executor.cpu.kernels import layout as at
-from miraccl.executor.cpu.limits import SYNCS, check_limits, check_width
+from miraccl.executor.cpu.limits import check_limits, check_width
+from miraccl.executor.cpu.rounds import rounds_of
 from miraccl.executor.cpu.sizes import ALIGN, chunk_bytes, count_hash
 from miraccl.schedule.ir import Op, Schedule, Step
 from miraccl.types import Collective, DType, RedOp
@@ -46,7 +47,7 @@ def lower(schedule: Schedule, rank: int, *, opened: bool = False) -> Program:
     """
     check_limits(schedule)
     steps = [step for channel in schedule.channels for step in channel[rank]]
-    when = _when(steps, opened)
+    when = rounds_of(schedule, opened=opened)[rank]
     lists = [step.peers or (tuple(range(schedule.nranks)) if step.op is Op.BARRIER else ()) for step in steps]
     peers = np.array([p for peers in lists for p in peers] or [0], np.int64)
     table = np.zeros((max(len(steps), 1), at.STEP_SIZE // 8), np.int64)
@@ -62,22 +63,6 @@ def lower(schedule: Schedule, rank: int, *, opened: bool = False) -> Program:
         peers=peers,
         sends=np.array(sends or [0], np.int64)[: len(sends)],
     )
-
-
-def _when(steps: Sequence[Step], opened: bool) -> list[int]:
-    """In which rounds each signal, wait or barrier is done.
-
-    Rounds touch different pieces of memory: signals before all data say that buffers are ready, those after all data that everything is
-    done; each is needed once.  Between data steps they order the pieces of a round.
-    """
-    data = [i for i, step in enumerate(steps) if step.op not in SYNCS]
-    if not data:
-        return [at.EVERY_ROUND] * len(steps)
-    first = at.NEVER if opened else at.FIRST_ROUND
-    return [
-        at.EVERY_ROUND if step.op not in SYNCS or data[0] < i < data[-1] else first if i < data[0] else at.LAST_ROUND
-        for i, step in enumerate(steps)
-    ]
 
 
 def _encode(step: Step, when: int, peers: int, npeers: int) -> Words:
