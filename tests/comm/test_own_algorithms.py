@@ -250,6 +250,31 @@ def test_a_wrong_one_harms_nobody_who_did_not_ask_for_it() -> None:
     run_ranks(does_without, 2)
 
 
+def signalled_first(collective: Collective, nranks: int, root: int) -> Schedule:
+    """Nine signals to a peer before it takes one, and nine that it takes one by one."""
+    waits = [*[signal([1])] * 9, *[wait([1])] * 9]
+    if collective is Collective.BARRIER:
+        return one_channel("signalled_first", collective, [waits, [*[signal([0])] * 9, *[wait([0])] * 9]])
+    programs = [[copy(inp(0), out(0)), *[signal([1])] * 9, wait([1])], [*[wait([0])] * 9, get(out(0), out(0), 0), signal([0])]]
+    return one_channel("signalled_first", collective, programs)
+
+
+def signals_first() -> None:
+    collectives = [Collective.BARRIER, Collective.BROADCAST]
+    register("signalled_first", collectives=collectives, sentence="", needs_addressable_memory=True)(signalled_first)
+    with miraccl.init() as comm:
+        member, session = comm._member, comm._member.session
+        options = replace(member.options, algo="signalled_first")
+        with pytest.raises(InvalidUsage, match=r"channel 0, rank 0, step 8 .*gets stuck on CPUs, where 8 messages and signals at most"):
+            Communicator.from_session(session.sub(range(2), "asked"), options, parent=comm)  # which plans its barrier
+        member.planner.overrides = replace(member.planner.overrides, algo="signalled_first")
+        assert comm.broadcast(np.full(COUNT, 1 + comm.rank, np.float32)).tolist() == [1] * COUNT
+
+
+def test_more_signals_than_there_is_room_for() -> None:
+    run_ranks(signals_first, 2)
+
+
 def made_of_others(schedule: Schedule) -> Iterator[Schedule]:
     """Right schedules of the same collective, with several channels, parts and messages under way."""
     apart = passes.split_messages(schedule)

@@ -8,7 +8,7 @@ from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.limits import check_limits
 from miraccl.executor.cpu.lower import lower
 from miraccl.schedule.ir import Schedule, Step
-from miraccl.schedule.steps import barrier, copy, inp, one_channel, out, put, recv, scratch, send, signal, wait
+from miraccl.schedule.steps import barrier, copy, get, inp, one_channel, out, put, recv, scratch, send, signal, wait
 from miraccl.schedule.verify import verify
 from miraccl.types import Collective
 from tests.schedule.helpers import BUILTIN, schedules
@@ -19,17 +19,25 @@ def broadcast(sender: list[Step], receiver: list[Step]) -> Schedule:
 
 
 REFUSED = {
-    r"rank 1, step 0 \(wait peers 0\): a message of rank 0 is before a signal": broadcast(
+    r"rank 1, step 0 \(wait peers 0\): a message is before a signal from rank 0": broadcast(
         [send(inp(0), 1), signal([1])],
         [wait([0]), recv(out(0), 0)],
     ),
-    r"rank 1, step 0 \(recv .*\): a signal of rank 0 is before a message": broadcast(
+    r"rank 1, step 0 \(recv .*\): a signal is before a message from rank 0": broadcast(
         [signal([1]), send(inp(0), 1)],
         [recv(out(0), 0), wait([0])],
     ),
-    r"rank 1, step 0 \(barrier\): a message of rank 0 is before a signal": broadcast(
+    r"rank 1, step 0 \(barrier\): a message is before a signal of a barrier from rank 0": broadcast(
         [send(inp(0), 1), barrier()],
         [barrier(), recv(out(0), 0)],
+    ),
+    r"rank 1, step 0 \(barrier\): a signal is before a signal of a barrier from rank 0": broadcast(
+        [signal([1]), barrier(), send(inp(0), 1)],
+        [barrier(), wait([0]), recv(out(0), 0)],
+    ),
+    r"rank 0, step 8 \(signal peers 1\): gets stuck on CPUs, where 8 messages and signals at most": broadcast(
+        [*[signal([1])] * 9, *[wait([1])] * 9, barrier()],
+        [*[signal([0])] * 9, *[wait([0])] * 9, get(inp(0), out(0), 0), barrier()],
     ),
     r"rank 0, step 8 \(signal peers 1\): gets stuck on CPUs": broadcast(
         [*[signal([1])] * 9, *[wait([1])] * 9, send(inp(0), 1)],

@@ -15,15 +15,16 @@ from miraccl.schedule.ir import Buffer, Op, Schedule, Step
 from miraccl.schedule.text import place
 
 SYNCS = frozenset((Op.SIGNAL, Op.WAIT, Op.BARRIER))
-#: A part of a step that happens at once: the ranks taken from, those posted to, and whether that is signals.
-Part = tuple[Sequence[int], Sequence[int], bool]
+#: A part of a step that happens at once: the ranks taken from, those posted to, and what.
+Part = tuple[Sequence[int], Sequence[int], str]
+MESSAGE, SIGNAL, MEETING = "a message", "a signal", "a signal of a barrier"
 
 
 def check_limits(schedule: Schedule) -> None:
     """Raise ``InvalidUsage`` with the first step that cannot be run."""
     if schedule.needs_addressable_memory and schedule.scratch_chunks:
         _check_remote_memory(schedule)
-    if schedule.ops & SYNCS and any(op.sends for op in schedule.ops):
+    if schedule.ops & SYNCS:
         for channel in range(schedule.nchannels):
             _check_order(schedule, channel)
 
@@ -46,27 +47,26 @@ def _check_remote_memory(schedule: Schedule) -> None:
 def _check_order(schedule: Schedule, channel: int) -> None:
     """Signals go through the FIFO of the messages: they are taken in the order in which both were posted, and need places there."""
     nranks, programs = schedule.nranks, schedule.channels[channel]
-    fifos: defaultdict[tuple[int, int], deque[bool]] = defaultdict(deque)  # by sender and receiver: whether each is a signal
+    fifos: defaultdict[tuple[int, int], deque[str]] = defaultdict(deque)  # by sender and receiver
     parts = [[(i, part) for i, step in enumerate(steps) for part in _parts(step, r, nranks)] for r, steps in enumerate(programs)]
     position, ready = [0] * nranks, deque(range(nranks))
     while ready:
         rank = ready.popleft()
         while position[rank] < len(parts[rank]):
-            number, (senders, receivers, signals) = parts[rank][position[rank]]
+            number, (senders, receivers, kind) = parts[rank][position[rank]]
             if not all(fifos[sender, rank] for sender in senders) or any(len(fifos[rank, peer]) == NSLOTS for peer in receivers):
                 break
             for sender in senders:
-                if fifos[sender, rank].popleft() is not signals:
-                    kinds = ("a message", "a signal") if signals else ("a signal", "a message")
-                    text = f"{kinds[0]} of rank {sender} is before {kinds[1]}, and CPU ranks take them in the order they were sent in"
+                if (posted := fifos[sender, rank].popleft()) is not kind:
+                    text = f"{posted} is before {kind} from rank {sender}, and CPU ranks take them in the order they were sent in"
                     raise InvalidUsage(f"{place(schedule, channel, rank, number)}: {text}")
             for peer in receivers:
-                fifos[rank, peer].append(signals)
+                fifos[rank, peer].append(kind)
             position[rank] += 1
             ready.extend((*senders, *receivers))
     for rank, (at, steps) in enumerate(zip(position, parts, strict=True)):
         if at < len(steps):
-            text = f"gets stuck on CPUs, where signals take places of the {NSLOTS} messages under way between two ranks"
+            text = f"gets stuck on CPUs, where {NSLOTS} messages and signals at most are under way from one rank to another"
             raise InvalidUsage(f"{place(schedule, channel, rank, steps[at][0])}: {text}")
 
 
@@ -78,10 +78,11 @@ def sync_peers(step: Step, rank: int, nranks: int) -> list[int]:
 def _parts(step: Step, rank: int, nranks: int) -> Iterator[Part]:
     """A step as the engine does it (``kernels.steps``)."""
     if step.op not in SYNCS:
-        yield step.senders(rank), [step.send_peer] if step.op.sends and step.send_peer is not None else [], False
+        yield step.senders(rank), [step.send_peer] if step.op.sends and step.send_peer is not None else [], MESSAGE
         return
+    kind = MEETING if step.op is Op.BARRIER else SIGNAL
     peers = sync_peers(step, rank, nranks)
     if step.op is not Op.WAIT:
-        yield from (((), (peer,), True) for peer in peers)
+        yield from (((), (peer,), kind) for peer in peers)
     if step.op is not Op.SIGNAL:
-        yield from (((peer,), (), True) for peer in peers)
+        yield from (((peer,), (), kind) for peer in peers)
