@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,8 @@ from miraccl.executor.cuda import layout
 class Told:
     """Faults with the words of a kernel, and the way by which the control plane tells."""
 
-    def __init__(self) -> None:
-        self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32)
+    def __init__(self, words: Any = None) -> None:
+        self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32) if words is None else words
         session: Any = types.SimpleNamespace(rank=0, on_event=lambda hear: setattr(self, "hear", hear))
         self.faults = DeviceFaults(session, self.words, 1.0)
 
@@ -58,3 +60,67 @@ def test_a_deadline() -> None:
     told.kernel(layout.ERROR_TIMEOUT, 1)
     with pytest.raises(CollectiveTimeout, match="from rank 1"):
         told.faults.check("all_reduce")
+
+
+class LateWords(np.ndarray[Any, Any]):
+    """Words of which the writer of ``HOST_ABORT`` is late: ``meanwhile`` runs before they are written."""
+
+    meanwhile: Any
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        if place == layout.HOST_ABORT:
+            self.meanwhile()
+        super().__setitem__(place, value)
+
+
+def late(meanwhile: Callable[[Told], None]) -> Told:
+    words = np.zeros(layout.HOST_BYTES // 4, np.uint32).view(LateWords)
+    told = Told(words)
+    words.meanwhile = lambda: meanwhile(told)
+    return told
+
+
+def beside(action: Callable[[], None], limit: float) -> threading.Thread:
+    """A thread that has tried for ``limit`` seconds."""
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join(limit)
+    return thread
+
+
+@pytest.mark.parametrize("hears", [True, False])
+def test_no_operation_begins_once_the_fault_is_seen(hears: bool) -> None:
+    """A program that goes on to another operation after the fault would be compared with ranks that have not heard of it."""
+    waiting: list[threading.Thread] = []
+    seen: list[tuple[type[Exception], bool]] = []
+
+    def check(told: Told) -> None:
+        try:
+            told.faults.check()
+        except (PeerDied, CommunicatorAborted) as error:
+            seen.append((type(error), told.faults.broken))
+
+    told = late(lambda told: waiting.append(beside(lambda: check(told), 0.05)))
+    told.hear(LOST) if hears else told.faults.abort("enough", tell=False)
+    waiting[0].join()
+    assert seen == [(PeerDied if hears else CommunicatorAborted, True)]
+
+
+def test_the_words_are_not_written_any_more_once_their_memory_may_go() -> None:
+    order: list[str] = []
+
+    def end(told: Told) -> None:
+        told.faults.end()
+        order.append("ended")
+
+    def close(told: Told) -> None:
+        closing.append(beside(lambda: end(told), 0.05))
+        order.append("written")
+
+    closing: list[threading.Thread] = []
+    told = late(close)
+    told.hear(LOST)
+    closing[0].join()
+    told.hear(ABORTED)
+    told.faults.abort("too late", tell=False)
+    assert order == ["written", "ended"]

@@ -32,6 +32,7 @@ class DeviceFaults:
         self._ended = threading.Event()
         self._releases: list[Callable[[], None]] = []
         self._releasing = False
+        self._lock = threading.RLock()  # a signal handler may abort in the middle
         session.on_event(self._event)
 
     @property
@@ -40,7 +41,8 @@ class DeviceFaults:
 
     def check(self, name: str = "") -> None:
         """Raise what was found so far, if anything."""
-        error = self._found(name or None)
+        with self._lock:
+            error = self._found(name or None)
         if error is not None:
             self._told = True
             raise error
@@ -76,36 +78,41 @@ class DeviceFaults:
 
     def abort(self, reason: str, *, tell: bool = True) -> None:
         """End what waits on this rank's GPU, and with ``tell`` on the others'. Any thread may call it."""
-        if self._fault is None and not self._words[layout.HOST_ERROR]:
-            self._fault = CommunicatorAborted(f"rank {self.rank} aborted the communicator: {reason}", rank=self.rank, peer=self.rank)
-        self._end()
+        text = f"rank {self.rank} aborted the communicator: {reason}"
+        self._end(CommunicatorAborted(text, rank=self.rank, peer=self.rank), found_here=True)
         if tell:
             with contextlib.suppress(MiracclError):  # the control plane may be gone as well
                 self.session.notify({NOTICE: reason})
 
     def _event(self, event: Event) -> None:
         """From the session's watcher: kernels that wait end within milliseconds."""
-        if self._ended.is_set():
-            return
         if isinstance(event, PeerLost):
-            self._fault = self._fault or PeerDied(f"rank {event.rank} died: {event.reason}", rank=self.rank, peer=event.rank)
-            self._end()
+            self._end(PeerDied(f"rank {event.rank} died: {event.reason}", rank=self.rank, peer=event.rank))
         elif isinstance(event, Notice) and NOTICE in event.payload:
             text = f"rank {event.from_rank} aborted the communicator: {event.payload[NOTICE]}"
-            self._fault = self._fault or CommunicatorAborted(text, rank=self.rank, peer=event.from_rank)
-            self._end()
+            self._end(CommunicatorAborted(text, rank=self.rank, peer=event.from_rank))
 
     def on_abort(self, release: Callable[[], None]) -> None:
         """``release`` lets go of streams that wait for words; it is called again and again once waits are to end."""
         self._releases.append(release)
         if self.broken:
-            self._end()
+            self._end(None)
 
-    def _end(self) -> None:
-        self._words[layout.HOST_ABORT] = 1
-        if self._releases and not self._releasing:
-            self._releasing = True
-            threading.Thread(target=self._release, name="miraccl gpu release", daemon=True).start()
+    def _end(self, fault: MiracclError | None, *, found_here: bool = False) -> None:
+        """End all waits, now and later. The first fault stays; what kernels have found says more than one that was ``found_here``.
+
+        Waits end first: a program that has seen the fault and goes on to another operation must find that none runs any more, or others
+        would take it for a mismatch.
+        """
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._words[layout.HOST_ABORT] = 1
+            if self._fault is None and not (found_here and self._words[layout.HOST_ERROR]):
+                self._fault = fault
+            if self._releases and not self._releasing:
+                self._releasing = True
+                threading.Thread(target=self._release, name="miraccl gpu release", daemon=True).start()
 
     def _release(self) -> None:
         """Streams reset the words that they wait for, so letting go once is not enough."""
@@ -115,5 +122,6 @@ class DeviceFaults:
                     release()
 
     def end(self) -> None:
-        """The GPU has ended its work."""
-        self._ended.set()
+        """The GPU has ended its work: from now on nothing is written to the words, whose memory may go."""
+        with self._lock:
+            self._ended.set()
