@@ -42,6 +42,7 @@ def _leave(context: Context, code: Any) -> None:
 
 def _never_end(context: Context) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    context.emit("ignores everything")
     while True:
         signal.pause()
 
@@ -122,8 +123,11 @@ def test_a_killed_rank_and_exit_statuses() -> None:
 
 
 def test_a_rank_that_ignores_everything_is_killed_at_the_deadline() -> None:
-    (outcome,) = run(_never_end, 1, timeout=0.2)
-    assert outcome.status == -signal.SIGKILL
+    with Ranks(_never_end, 1) as ranks:
+        while not ranks.poll(30):
+            pass
+        assert not ranks.wait(time.monotonic() + 0.01)
+    assert ranks.outcomes[0].status == -signal.SIGKILL
 
 
 def test_nothing_is_left_behind() -> None:

@@ -44,7 +44,8 @@ def test_a_rank_0_that_is_short_of_descriptors_tells_the_others(no_meeting_point
 
 
 def test_a_rank_0_that_gives_up_closes_the_meeting_point(no_meeting_point_is_left: None) -> None:
-    with pytest.raises(BootstrapError, match="rank 1 of 2 never arrived"):
+    late = "no hub of this job answered"  # where the thread of the meeting point has not come to it by then
+    with pytest.raises(BootstrapError, match=f"rank 1 of 2 never arrived|{late}"):
         meet(dist.HashStore(), 0, 0.05)
 
 
