@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import site
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from miraccl.bootstrap import stacks as stacks_module
 from miraccl.bootstrap.stacks import locate
@@ -64,6 +68,24 @@ def test_a_thread_in_a_library_is_where_the_user_called_it():
     thread.join(PATIENCE)
     assert place["call"] == ""
     assert "test_stacks.py" in str(place["where"])
+    assert "user_function" in str(place["where"])
+
+
+@pytest.mark.parametrize("folder", [*site.getsitepackages(), site.getusersitepackages()])
+def test_libraries_lie_in_any_folder_for_them(folder: str) -> None:
+    """Those of the user, and of the system where a virtual environment sees these."""
+    library: dict[str, Any] = {}
+    exec(compile("def call_library(gate, patience):\n    gate.wait(patience)", os.path.join(folder, "library.py"), "exec"), library)
+    gate = threading.Event()
+
+    def user_function() -> None:
+        library["call_library"](gate, PATIENCE)
+
+    thread = threading.Thread(target=user_function, daemon=True)
+    thread.start()
+    place = _settled(thread, "wait")
+    gate.set()
+    thread.join(PATIENCE)
     assert "user_function" in str(place["where"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import site
 import sys
 import sysconfig
 from types import FrameType
@@ -10,9 +11,10 @@ from types import FrameType
 import miraccl
 
 _PACKAGE = os.path.dirname(os.path.abspath(miraccl.__file__)) + os.sep
-_LIBRARIES = tuple(
-    os.path.abspath(path) + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_paths().get(key))
-)
+_FOLDERS = [sysconfig.get_paths().get(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+#: A virtual environment may see those of the system and of the user as well.
+_FOLDERS += [*site.getsitepackages(), site.getusersitepackages()]
+_LIBRARIES = tuple({os.path.abspath(path) + os.sep for path in _FOLDERS if path})
 
 
 def _is_ours(frame: FrameType) -> bool:
