@@ -21,8 +21,8 @@ from miraccl.comm.device.hosts.messages import MessageOperation
 from miraccl.comm.device.hosts.transfers import Message
 from miraccl.executor.cpu.context import Context, WaitPolicy, call_kernel
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.unlocked.operations import NOT_BEGUN
 from miraccl.executor.cpu.lower import signature
-from miraccl.executor.cpu.unlocked import NOT_BEGUN
 from miraccl.types import Collective, DType, RedOp
 
 WAIT_S = 30.0

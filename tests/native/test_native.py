@@ -29,7 +29,7 @@ LIBRARIES = (
     "miraccl.native.words",
     "miraccl.executor.cpu.kernels.engine",
     "miraccl.executor.cpu.kernels.fold",
-    "miraccl.executor.cpu.unlocked",
+    "miraccl.executor.cpu.kernels.unlocked.operations",
     "miraccl.executor.cuda.doors.call",
     "miraccl.proxy.kernels.lane",
     "miraccl.graph.search.kernel.channel_search",
@@ -199,6 +199,12 @@ def test_keys_differ_by_source_and_are_stable() -> None:
     engine, words = native._key("miraccl.executor.cpu.kernels.engine"), native._key("miraccl.native.words")
     assert engine == native._key("miraccl.executor.cpu.kernels.engine")
     assert len(engine) == len(words) == 20
+
+
+def test_a_change_of_what_stands_apart_compiles_nothing_else_anew() -> None:
+    apart, engine = (set(native.sources_of(f"miraccl.executor.cpu.kernels.{name}")) for name in ("unlocked.operations", "engine"))
+    assert engine < apart
+    assert {path.name for path in apart - engine} == {"__init__.py", "layout.py", "operations.py", "streams.py"}
 
 
 def _imports(path: Path) -> Iterator[str]:

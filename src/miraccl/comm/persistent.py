@@ -29,7 +29,7 @@ class Persistent:
 
     def unlocked(self) -> tuple[int, int, int] | None:
         """(function, context, run) for compiled code without the interpreter's lock, which calls ``function(context, run, 0, 0)``
-        (``executor.cpu.unlocked``) as long as this object lives; None where Python has a part in the operation."""
+        (``executor.cpu.kernels.unlocked``) as long as this object lives; None where Python has a part in the operation."""
         return (unlocked_kernel("run_unlocked"), self._member.context.address, self._run.address) if self._plain else None
 
     def conclude(self, code: int) -> None:

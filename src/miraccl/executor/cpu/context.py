@@ -24,7 +24,7 @@ from miraccl.types import Collective, DType, RedOp
 
 ENGINE = "miraccl.executor.cpu.kernels.engine"
 FOLDS = "miraccl.executor.cpu.kernels.fold"
-UNLOCKED = "miraccl.executor.cpu.unlocked"
+UNLOCKED = "miraccl.executor.cpu.kernels.unlocked.operations"
 PLAN_SLOTS = 1024  # entries of the table of plans; a power of two
 
 
@@ -91,7 +91,7 @@ def scale_kernel(dtype: DType, divides: bool) -> int:
 
 @functools.cache
 def unlocked_kernel(name: str) -> int:
-    """Address of ``run_unlocked`` or ``exchange_unlocked`` of ``executor.cpu.unlocked``."""
+    """Address of ``run_unlocked`` or ``exchange_unlocked`` of ``executor.cpu.kernels.unlocked``."""
     return native.library(UNLOCKED).address(native.PREFIX + name)
 
 

@@ -1,9 +1,9 @@
 """Pieces of GPU data exchanged by the lane itself, over TCP streams of its own: the shortest way between hosts.
 
-Every rank sends each other one what it needs and reduces what came, in the order of the ranks (``executor.cpu.unlocked``): one message
-one way, and no other thread has a part in it.  Where that moves more bytes than another algorithm (all_reduce, broadcast and reduce of more
-than two ranks) it is for small pieces only.  The operations belong to a CPU communicator: they are numbered, signed and put on the board
-with its others, and its faults explain theirs.
+Every rank sends each other one what it needs and reduces what came, in the order of the ranks (``executor.cpu.kernels.unlocked``):
+one message one way, and no other thread has a part in it.  Where that moves more bytes than another algorithm (all_reduce, broadcast and
+reduce of more than two ranks) it is for small pieces only.  The operations belong to a CPU communicator: they are numbered, signed and put
+on the board with its others, and its faults explain theirs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from miraccl.comm.device.hosts.pieces import Piece, Shape
 from miraccl.comm.device.hosts.streams import PeerStreams, StreamOperation, fill
 from miraccl.comm.member import Member
 from miraccl.comm.stages import Stages
-from miraccl.executor.cpu import exchange_layout as ex
 from miraccl.executor.cpu.context import fold_kernel
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.unlocked import layout as ex
 from miraccl.executor.cpu.lower import signature
 from miraccl.types import Collective, DType, RedOp
 

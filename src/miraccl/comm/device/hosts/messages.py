@@ -1,7 +1,7 @@
 """Sends and receives of GPU memory that a lane makes itself, over a TCP stream to each rank of other hosts.
 
-A round is one call of compiled code (``executor.cpu.unlocked``): all its messages go and come at the same time, those of a pair in
-one direction one after another.  Only the two ends take part in a message, so it is numbered by their stream, not with the operations of
+A round is one call of compiled code (``executor.cpu.kernels.unlocked``): all its messages go and come at the same time, those of a pair
+in one direction one after another.  Only the two ends take part in a message, so it is numbered by their stream, not with the operations of
 the CPU communicator; that one's board shows it and its faults explain it.
 """
 
@@ -19,8 +19,8 @@ from miraccl.comm.device.hosts.staging import Prepared, Slots
 from miraccl.comm.device.hosts.streams import PeerStreams, StreamOperation, fill
 from miraccl.comm.member import Member
 from miraccl.comm.stages import Stages
-from miraccl.executor.cpu import exchange_layout as ex
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.unlocked import layout as ex
 from miraccl.executor.cpu.lower import signature
 from miraccl.types import Collective, DType, RedOp
 

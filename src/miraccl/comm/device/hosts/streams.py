@@ -1,4 +1,4 @@
-"""TCP streams between ranks of different hosts that lanes serve themselves (``executor.cpu.streams``).
+"""TCP streams between ranks of different hosts that lanes serve themselves (``executor.cpu.kernels.unlocked.streams``).
 
 ``transport.socket`` meets the peers and makes the streams, beside those of the CPU communicator; instead of a proxy, compiled code takes
 their descriptors.
@@ -15,8 +15,8 @@ import numpy as np
 from miraccl import params
 from miraccl.comm.member import Member
 from miraccl.comm.stages import Stages
-from miraccl.executor.cpu import exchange_layout as ex
 from miraccl.executor.cpu.context import call_kernel, unlocked_kernel
+from miraccl.executor.cpu.kernels.unlocked import layout as ex
 from miraccl.transport.base import NetConnection
 from miraccl.transport.fifo import PAGE_BYTES
 from miraccl.transport.socket import SocketOptions, SocketTransport
@@ -88,7 +88,7 @@ class PeerStreams:
 
 
 class StreamOperation:
-    """An operation on streams (``comm.device.hosts.staging.Prepared``), which the function ``kernel`` of ``executor.cpu.unlocked`` runs."""
+    """An operation on streams (``comm.device.hosts.staging.Prepared``). ``kernel``: its function in ``executor.cpu.kernels.unlocked``."""
 
     kernel: str
 

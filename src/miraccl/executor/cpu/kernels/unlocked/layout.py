@@ -1,4 +1,4 @@
-"""Where the words lie of what compiled code does on TCP streams of its own (``unlocked``); words of 8 bytes, offsets in bytes.
+"""Where the words lie of what compiled code does on TCP streams of its own (``operations``); words of 8 bytes, offsets in bytes.
 
 A message is a header (signature, bytes) and a payload.  An exchange of a collective is one message to and one from each peer.  Then
 ``FOLD`` reduces ``NSOURCES`` arrays of ``FOLD_BYTES``, which begin at ``BASES``, to ``FOLD_TO``, part by part as they come; part of a

@@ -1,4 +1,4 @@
-"""Kernel source: messages on TCP streams that compiled code serves itself, without blocking (``exchange_layout``).
+"""Kernel source: messages on TCP streams that compiled code serves itself, without blocking (``layout``).
 
 A row is a peer's stream, with the message that goes on it and the one that comes.  Nothing here waits but ``nap``.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import platform
 
-from miraccl.executor.cpu import exchange_layout as ex
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.board import show_waiting
+from miraccl.executor.cpu.kernels.unlocked import layout as ex
 from miraccl.executor.cpu.kernels.waiting import expired, fail
 from miraccl.native.intrinsics import inline, load, load_acquire, pause, sched_yield, store, store_release, syscall
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from miraccl.executor.cpu import exchange_layout as ex
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.board import begin_operation
+from miraccl.executor.cpu.kernels.unlocked import layout as ex
+from miraccl.executor.cpu.kernels.unlocked.streams import begin_next, left, left_of, receive_some, rest, send_some
 from miraccl.executor.cpu.kernels.waiting import fail, now_ns
-from miraccl.executor.cpu.streams import begin_next, left, left_of, receive_some, rest, send_some
 from miraccl.native.intrinsics import call4, inline, load, load_acquire, memcpy, store, store_release
 
 NOT_BEGUN = -1
@@ -138,7 +138,7 @@ def sign(way: int, sig: int) -> None:
 
 
 def exchange_unlocked(ctx: int, exchange: int, unused: int, unused2: int) -> int:
-    """Run the exchange (``exchange_layout``): OK, an ERR_*, or NOT_BEGUN where the doors are shut."""
+    """Run the exchange (``layout``): OK, an ERR_*, or NOT_BEGUN where the doors are shut."""
     if not enter(ctx):
         return NOT_BEGUN
     begin(ctx, exchange)
