@@ -335,6 +335,33 @@ def test_events_that_came_before_anybody_listened_are_delivered():
         assert Inbox(sessions[1]).next() == Notice(from_rank=0, payload={"n": 1})
 
 
+def test_what_has_arrived_is_known_after_catching_up():
+    """Also what has come while the watcher was busy, and lies in its socket."""
+    with job(3) as sessions:
+        busy, go, told = threading.Event(), threading.Event(), []
+
+        def hear(event):
+            busy.set()
+            assert go.wait(PATIENCE)
+            told.append(event.payload)
+
+        sessions[1].on_event(hear)
+        last = Inbox(sessions[2])
+        sessions[0].notify({"number": 1})
+        assert busy.wait(PATIENCE)
+        sessions[0].notify({"number": 2})
+        while last.next_of(Notice).payload != {"number": 2}:  # the hub has sent it to rank 1 before
+            pass
+        thread, link = threading.Thread(target=sessions[1].catch_up, args=(PATIENCE,)), sessions[1]._link
+        thread.start()
+        until(lambda: bool(link and link._deliveries))
+        go.set()
+        thread.join(PATIENCE)
+        assert told == [{"number": 1}, {"number": 2}]
+        sessions[1].close()
+        sessions[1].catch_up(PATIENCE)  # there is nothing to come
+
+
 def test_a_callback_that_fails_or_waits_does_no_harm(caplog):
     with job(2) as sessions:
         caught: list[BaseException] = []

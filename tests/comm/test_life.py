@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 import miraccl
 from miraccl import Communicator
-from miraccl.bootstrap import solo
+from miraccl.bootstrap import Event, solo
 from miraccl.comm import member
 from miraccl.comm.member import Options
 from miraccl.comm.window import PAGE, Window
-from miraccl.errors import CommunicatorClosed, InvalidUsage, MiracclError, PeerDied, SystemFailure
+from miraccl.errors import CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError, PeerDied, SystemFailure
 from miraccl.transport.shm import Segment, slot_bytes_for
 from miraccl.wire.proxy_records import Loss, LossKind
 from tests.comm import cases
@@ -53,6 +53,13 @@ def in_threads(nranks: int, work: Callable[[Communicator], Any], **options: Any)
         raise errors[0]
     assert not any(t.is_alive() for t in threads)
     return results
+
+
+def until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
 
 
 def failing(call: Callable[[], Any]) -> tuple[threading.Thread, list[MiracclError]]:
@@ -202,6 +209,38 @@ def test_finalize_ends_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
             assert ended.wait(10)
 
     in_threads(2, work)
+
+
+def test_what_was_told_before_a_connection_broke_is_the_reason_however_late_the_watcher_is() -> None:
+    ranks: dict[int, Communicator] = {}
+    all_here, busy, go = threading.Barrier(3), threading.Event(), threading.Event()
+
+    def hold(event: Event) -> None:
+        busy.set()
+        go.wait(20)
+
+    def work(comm: Communicator) -> None:
+        ranks[comm.rank] = comm
+        faults, session = comm._member.faults, comm._member.session
+        if comm.rank == 1:
+            session.on_event(hold)
+        all_here.wait(20)
+        if comm.rank == 0:
+            session.notify({"kind": "for a test"})
+            assert busy.wait(20)
+            comm.abort("for a test")
+        elif comm.rank == 1:
+            until(lambda: ranks[2]._member.faults.fault is not None)  # the hub has told rank 1 before
+            faults.connection_lost(0, Loss(LossKind.RESET, "it is closed"))
+            link = session._link
+            assert link is not None
+            until(lambda: faults.fault is not None or bool(link._deliveries))  # somebody waits for the watcher
+            go.set()
+            until(lambda: faults.fault is not None)
+        with pytest.raises(CommunicatorAborted, match="rank 0 aborted the communicator: for a test"):
+            comm.barrier()
+
+    in_threads(3, work)
 
 
 def interrupt_when_inside(comm: Communicator) -> None:

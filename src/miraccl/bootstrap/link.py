@@ -425,6 +425,19 @@ class Link:
         self._deliveries.append(call)
         self._bell.ring()
 
+    def catch_up(self, timeout: float) -> None:
+        """Returns when the watcher has dealt with all that has come from the hub, at most after ``timeout`` seconds."""
+        caught_up = threading.Event()
+
+        def look() -> None:
+            if self._machine.state is not MemberState.CLOSED:
+                self._read()  # it may have come while the watcher was at what came before
+            self._deliver(caught_up.set)
+
+        if not self.on_watcher and not self._over.is_set():
+            self.post(look)
+            caught_up.wait(timeout)
+
     def _answer_status(self, ask: StatusAsk) -> None:
         view = self._views.get(ask.group)
         payload = framing.encode_json({"answered": True, "closed": True}) if view is None else view.status_asked(ask.rank, ask.ident)

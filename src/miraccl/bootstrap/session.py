@@ -141,6 +141,11 @@ class Session:
             if problem is not None:
                 raise self._error(problem, "notify", 0.0)
 
+    def catch_up(self, timeout: float) -> None:
+        """Returns when this rank has dealt with what has come from the others, at most after ``timeout`` seconds."""
+        if self._link is not None:
+            self._link.catch_up(timeout)
+
     def gone(self) -> frozenset[int]:
         """The ranks that have died or left, as far as the control plane has told."""
         return frozenset(self._of_world[rank] for rank in self._link.gone(self._group)) if self._link is not None else frozenset()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miraccl import params
-from miraccl.bootstrap import Event, PeerLeft, PeerLost
+from miraccl.bootstrap import Event, PeerLeft, PeerLost, Session
 from miraccl.comm import group
 from miraccl.comm.stages import Stages
 from miraccl.comm.window import Window
@@ -37,6 +37,7 @@ CROWDED = WaitPolicy(spin=30, yields=60, membarrier=False)
 
 DEATH_NOTICE_S = 1.0  # in which the control plane tells of a death that a system call has shown already
 NOTICE_FIRST_S = 0.5  # in which it may tell why a connection has ended
+CATCH_UP_S = 5.0  # until what it has told by then is known here, where the watcher is late
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +193,7 @@ class Fabric:
         """From the proxy. Ranks that are not connected yet may wait for ``peer``, and it for a call that nobody takes any more."""
         self._on_lost(peer, loss)
         if not self._made and loss.kind is not LossKind.CLOSED:
-            after_notice(loss, lambda: self._end_stages(peer, loss))
+            after_notice(self.session, loss, lambda: self._end_stages(peer, loss))
 
     def _end_stages(self, peer: int, loss: Loss) -> None:
         if not self._made:
@@ -285,10 +286,15 @@ class Fabric:
             self._proxy = None
 
 
-def after_notice(loss: Loss, act: Callable[[], None]) -> None:
+def after_notice(session: Session, loss: Loss, act: Callable[[], None]) -> None:
     """Do ``act`` for a connection that is lost, where its peer has ended after the control plane had time to tell why: it died, or raised
     an error before. That reason is the better one."""
-    timer = threading.Timer(NOTICE_FIRST_S if loss.kind in (LossKind.RESET, LossKind.ABORTED) else 0.0, act)
+
+    def look() -> None:
+        session.catch_up(CATCH_UP_S)
+        act()
+
+    timer = threading.Timer(NOTICE_FIRST_S if loss.kind in (LossKind.RESET, LossKind.ABORTED) else 0.0, look)
     timer.daemon, timer.name = True, "miraccl connection lost"
     try:
         timer.start()

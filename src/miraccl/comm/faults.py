@@ -158,7 +158,7 @@ class Faults:
             self.fabric.context.gone[rank] = 1
             self.fabric.wake(self.rank)
         else:
-            after_notice(loss, lambda: self._without(rank, loss))
+            after_notice(self.session, loss, lambda: self._without(rank, loss))
 
     def _without(self, rank: int, loss: Loss) -> None:
         """There is no connection to a rank any more, which lives for all that is known: those between whom there is one must be told."""

@@ -53,13 +53,13 @@ class Watch:
                     self._tell(self._peers[descriptor])
 
     def _tell(self, peer: int) -> None:
-        loss, rank = Loss(LossKind.RESET, CLOSED_WITHOUT_A_WORD), self._stages.session.rank
+        loss, session = Loss(LossKind.RESET, CLOSED_WITHOUT_A_WORD), self._stages.session
 
         def end() -> None:
             if not self._closed:
-                self._stages.end(loss.error(rank=rank, peer=peer))
+                self._stages.end(loss.error(rank=session.rank, peer=peer))
 
-        after_notice(loss, end)
+        after_notice(session, loss, end)
 
     def close(self) -> None:
         """May be called twice."""
