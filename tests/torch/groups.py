@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from miraccl.torch import ProcessGroupMiraccl
 from miraccl.torch import monitored as monitored_barrier
+from miraccl.torch.channel import timeout_of
 from tests.torch.calls import exchanged, gathered_out
 from tests.torch.worlds import LIMIT, both, gloo, refused, world
 
@@ -325,6 +326,30 @@ def deadlines(path: str) -> None:
             with refused("BootstrapError", "never arrived within the 0.3 s"):
                 dist.new_group([0, 1], timeout=SHORT, use_local_synchronization=True)
         dist.barrier()
+
+
+def deadlines_meanwhile(path: str) -> None:
+    """The timeout of the group that is set while an operation with one of its own is under way stays."""
+    with world(path) as (rank, nranks):
+        group = dist.group.WORLD
+        assert isinstance(group, ProcessGroupMiraccl)
+        if not rank:
+            options = dist.distributed_c10d.AllreduceOptions()
+            options.timeout, options.asyncOp = 2 * LIMIT, True
+            work = group.allreduce([torch.ones(2)], options)
+            while timeout_of(group.communicator) != options.timeout.total_seconds():
+                time.sleep(0.001)
+            group.set_timeout(3 * LIMIT)
+            assert group.options._timeout == 3 * LIMIT
+            for peer in range(1, nranks):
+                dist.send(torch.ones(1), peer)
+            work.wait()
+            dist.barrier()
+            assert timeout_of(group.communicator) == 3 * LIMIT.total_seconds()
+        else:
+            dist.recv(torch.ones(1), 0)
+            dist.all_reduce(torch.ones(2))
+            dist.barrier()
 
 
 def callbacks_in_order(path: str) -> None:

@@ -73,6 +73,7 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
                 groups.monitored,
                 groups.monitored_at_the_last_moment,
                 groups.deadlines,
+                groups.deadlines_meanwhile,
                 groups.callbacks_in_order,
                 failures.refusals,
                 ordered.deterministic,

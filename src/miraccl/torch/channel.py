@@ -6,8 +6,7 @@ Everything else here uses the communicator's public calls; whoever changes ``com
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -46,20 +45,6 @@ def run_beside(comm: Communicator, on: bool) -> None:
 def seat_of(comm: Communicator) -> MemberSeat:
     """For those who look for where programs wait."""
     return comm._member.seat
-
-
-@contextmanager
-def deadline(comm: Communicator, seconds: float | None) -> Iterator[None]:
-    """Inside the block, ``seconds`` is the deadline of operations; None: the communicator's own."""
-    if seconds is None:
-        yield
-        return
-    before = timeout_of(comm)
-    set_timeout(comm, seconds)
-    try:
-        yield
-    finally:
-        set_timeout(comm, before)
 
 
 def wait_for_graph(comm: Communicator) -> tuple[str, ...]:

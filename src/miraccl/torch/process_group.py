@@ -23,7 +23,7 @@ from torch._C import _distributed_c10d as c10d
 from miraccl.comm.communicator import Communicator
 from miraccl.errors import InvalidUsage
 from miraccl.torch import monitored
-from miraccl.torch.channel import deadline, is_on_one_host, run_beside, seat_of, set_timeout, timeout_of
+from miraccl.torch.channel import is_on_one_host, run_beside, seat_of, set_timeout
 from miraccl.torch.elsewhere import Elsewhere
 from miraccl.torch.everyday import Everyday
 from miraccl.torch.failures import as_backend_errors
@@ -102,7 +102,7 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
     @property
     def options(self) -> Any:
         """What callers copy and hand to ``split_group``, and read the timeout from."""
-        return types.SimpleNamespace(_timeout=datetime.timedelta(seconds=timeout_of(self.communicator)))
+        return types.SimpleNamespace(_timeout=datetime.timedelta(seconds=self._post.timeout))
 
     # ---- devices
 
@@ -185,11 +185,23 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
 
     def _on_lane(self, name: str, tensors: Sequence[Any], action: Callable[[], Any], limit: float | None, asynchronous: bool) -> Work:
         if limit is not None:
-            action = _limited(self.communicator, limit, action)
+            action = self._limited(limit, action)
         if asynchronous:
             return self._lane.submit(Work(name, tensors), action)
         self._lane.run(name, action)
         return FinishedWork(name, tensors)
+
+    def _limited(self, limit: float, action: Callable[[], Any]) -> Callable[[], None]:
+        """The action with a deadline of its own, in seconds."""
+
+        def run() -> None:
+            set_timeout(self.communicator, limit)
+            try:
+                action()
+            finally:
+                set_timeout(self.communicator, self._post.timeout)  # the program may have set another one meanwhile
+
+        return run
 
     @short_form(c10d.BarrierOptions, "timeout", lead=0)
     @shown_as(f"{NAME}:barrier")
@@ -230,8 +242,8 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """The deadline from now on, of other backends as well; that of miraccl's on a GPU is fixed when the group first uses it."""
+        self._post.set_timeout(timeout.total_seconds())  # first, as operations with deadlines of their own go back to this
         set_timeout(self.communicator, timeout.total_seconds())
-        self._post.set_timeout(timeout.total_seconds())
         if self._elsewhere is not None:
             self._elsewhere.group.set_timeout(timeout)
 
@@ -295,14 +307,3 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
         if self._elsewhere is not None:
             self._elsewhere.abort()
         self.shutdown()
-
-
-
-def _limited(comm: Communicator, limit: float, action: Callable[[], Any]) -> Callable[[], None]:
-    """The action with a deadline of its own, in seconds."""
-
-    def run() -> None:
-        with deadline(comm, limit):
-            action()
-
-    return run
