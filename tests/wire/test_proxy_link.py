@@ -476,7 +476,7 @@ def test_every_state_can_be_reached_and_final_states_have_no_exit():
 def test_validate_state_notices_a_broken_link():
     link = started()
     validate_state(link)
-    link.tail += 2
+    link.receiver.tail += 2
     with pytest.raises(AssertionError):
         validate_state(link)
 

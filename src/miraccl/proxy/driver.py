@@ -96,20 +96,20 @@ class Driver:
 
     def scan(self) -> bool:
         """Look for news from the executor; False when there are none."""
-        link = self.link
+        link, sender = self.link, self.link.sender
         if not link.alive:
             return False
         load = self._load
         found = False
         tail = load(self._recv.tail)
-        if tail != link.tail:
+        if tail != link.receiver.tail:
             found = True
             self.handle(wire.Consumed(tail))
-        line = self._send.post + link.next_post % NSLOTS * LINE_BYTES
-        while link.alive and load(line) == link.next_post + 1:
+        line = self._send.post + sender.next_post % NSLOTS * LINE_BYTES
+        while link.alive and load(line) == sender.next_post + 1:
             found = True
-            self._take_post(link.next_post, line)
-            line = self._send.post + link.next_post % NSLOTS * LINE_BYTES
+            self._take_post(sender.next_post, line)
+            line = self._send.post + sender.next_post % NSLOTS * LINE_BYTES
         flags = self._want_flags.tolist()
         if flags != self._seen_flags:
             found |= self._take_wants(flags)
@@ -117,14 +117,14 @@ class Driver:
 
     def _take_wants(self, flags: list[int]) -> bool:
         """Some want flag has changed.  One that belongs to a message beyond our view of the tail is left for the next look."""
-        link = self.link
+        link, receiver = self.link, self.link.receiver
         found = False
-        for message in range(link.delivered, link.tail + NSLOTS):
+        for message in range(receiver.delivered, receiver.tail + NSLOTS):
             line = self._recv.want + message % NSLOTS * LINE_BYTES
             if self._load(line) == message + 1 and message not in self._want_addresses and link.alive:
                 found = True
                 self._take_want(message, line)
-        if max(flags) <= link.tail + NSLOTS:
+        if max(flags) <= receiver.tail + NSLOTS:
             self._seen_flags = flags
         return found
 

@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 from miraccl.wire.proxy import Link
+from miraccl.wire.proxy_receiver import Receiver
 from miraccl.wire.proxy_records import Placement
+from miraccl.wire.proxy_sender import Sender
 from miraccl.wire.proxy_states import RecvState, SendState
 
 
 def validate_state(link: Link) -> None:
     """Raises ``AssertionError`` with the first invariant that does not hold."""
-    config = link.config
-    assert link.released <= link._sendable <= link.next_post
-    assert link.next_post - link.released <= config.nslots
-    assert sorted(link._out) == list(range(link.released, link.next_post))
-    assert link._told <= link.tail <= link.delivered
-    assert list(link._to_send) == sorted(m for m, r in link._out.items() if r.state is SendState.SENDING)
-    assert len(link._grants) <= config.nslots
-    for message, out in link._out.items():
-        assert (out.state is SendState.WAIT_CREDIT) == (message >= link._sendable)
-        assert 0 <= out.queued <= out.nbytes
-        assert out.untaken == sum(m == message for queue in link._queued for m, _ in queue)
-        if out.queued:
-            assert message < link.credit + config.nslots
-    for stream, queue in enumerate(link._queued):
-        assert link._queued_bytes[stream] == sum(n for _, n in queue)
-    for message, record in link._in.items():
-        assert link.tail <= message < link.tail + config.nslots
-        assert (record.state is RecvState.DELIVERED) == (message < link.delivered)
+    _validate_sender(link.sender)
+    _validate_receiver(link.receiver)
+    assert link.sender.told <= link.receiver.tail
+
+
+def _validate_sender(sender: Sender) -> None:
+    nslots = sender.config.nslots
+    assert sender.released <= sender._sendable <= sender.next_post
+    assert sender.next_post - sender.released <= nslots
+    assert sorted(sender._messages) == list(range(sender.released, sender.next_post))
+    assert list(sender._to_send) == sorted(m for m, r in sender._messages.items() if r.state is SendState.SENDING)
+    assert len(sender._grants) <= nslots
+    for message, record in sender._messages.items():
+        assert (record.state is SendState.WAIT_CREDIT) == (message >= sender._sendable)
+        assert 0 <= record.queued <= record.nbytes
+        assert record.untaken == sum(m == message for queue in sender._queued for m, _ in queue)
+        if record.queued:
+            assert message < sender.credit + nslots
+    for stream, queue in enumerate(sender._queued):
+        assert sender._queued_bytes[stream] == sum(n for _, n in queue)
+
+
+def _validate_receiver(receiver: Receiver) -> None:
+    config = receiver.config
+    assert receiver.tail <= receiver.delivered
+    for message, record in receiver._messages.items():
+        assert receiver.tail <= message < receiver.tail + config.nslots
+        assert (record.state is RecvState.DELIVERED) == (message < receiver.delivered)
         assert record.placement is not Placement.SLOT or record.nbytes <= config.recv_slot_bytes
-        assert record.placement is not Placement.WANTED or record.nbytes <= link._wants[message]
+        assert record.placement is not Placement.WANTED or record.nbytes <= receiver._wants[message]
         claimed = sum(high - low for low, high in record.pieces)
-        arriving = sum(a[1] for a in link._arriving if a and a[0] == message)
+        arriving = sum(a[1] for a in receiver._arriving if a and a[0] == message)
         assert record.placement is Placement.OVERSIZE or claimed - arriving == record.nbytes - record.missing
         assert all(a[1] < b[0] for a, b in zip(record.pieces, record.pieces[1:]))

@@ -11,6 +11,10 @@ class Contradiction(Exception):
     """A frame cannot be true."""
 
 
+class Impossible(Exception):
+    """This side did what it cannot have done."""
+
+
 class Outgoing:
     """One message on its way out: bytes [0, queued) are in frames, ``untaken`` of these frames are not in the kernel yet."""
 

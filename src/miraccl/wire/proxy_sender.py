@@ -1,0 +1,204 @@
+"""The half of a link that sends: messages from the executor's posts to frames in the queues of streams.
+
+A message is SENDING as soon as the peer can hold it: message m needs ``m - credit < nslots`` (credit: messages that the peer's executor has
+consumed, on every frame as ``ack``), and one larger than the peer's slots needs a WANT of enough room; without one, an ANNOUNCE tells the
+peer that it is needed.  Small messages go whole over stream 0, larger ones in pieces to whichever stream has room, lowest message first.
+When the kernel has taken all bytes of all messages up to m, ``Release(m + 1)`` gives the sender its memory back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from miraccl.wire.proxy_messages import Contradiction, Impossible, Outgoing
+from miraccl.wire.proxy_records import Instruction, LinkConfig, Posted, Release, Send, Taken
+from miraccl.wire.proxy_states import SendState
+from miraccl.wire.stream import MAX_MESSAGE_BYTES, MIN_PIECE_BYTES, Frame, FrameType
+
+# in place of a message number in a stream's queue
+_CONTROL, _CLOSE = -1, -2
+
+
+class Sender:
+    """``do`` takes the instructions.  Attributes without underscore may be read: released <= next_post; ``told`` is the last ack that was
+    sent, ``closing`` counts the CLOSE frames that the kernel has not taken."""
+
+    def __init__(self, config: LinkConfig, do: list[Instruction]) -> None:
+        self.config = config
+        self.next_post = 0
+        self.released = 0
+        self.credit = 0
+        self.told = 0
+        self.closing = 0
+        self._sendable = 0  # released <= sendable <= next_post
+        self._messages: dict[int, Outgoing] = {}
+        self._grants: dict[int, int] = {}
+        self._to_send: deque[int] = deque()
+        self._control: deque[tuple[FrameType, int, int, int]] = deque()
+        self._queued: list[deque[tuple[int, int]]] = [deque() for _ in range(config.nstreams)]
+        self._queued_bytes = [0] * config.nstreams
+        self._do = do
+
+    @property
+    def done(self) -> bool:
+        """Whether the kernel has taken all that was posted."""
+        return not self._messages
+
+    @property
+    def talks(self) -> bool:
+        """Whether a frame is about to go that is no message, and carries an ack, too."""
+        return bool(self._control)
+
+    # --- this side
+
+    def post(self, event: Posted) -> None:
+        if event.message != self.next_post or event.message - self.released >= self.config.nslots:
+            raise Impossible(f"posted message {event.message} instead of {self.next_post}")
+        if not 0 <= event.nbytes <= MAX_MESSAGE_BYTES:
+            raise Impossible(f"posted {event.nbytes} bytes")
+        self._messages[event.message] = Outgoing(event)
+        self.next_post += 1
+        self._use_credit()
+
+    def tell(self, kind: FrameType, message: int = 0, signature: int = 0, nbytes: int = 0) -> None:
+        """Send a frame that is no message, before all that are."""
+        self._control.append((kind, message, signature, nbytes))
+
+    def taken(self, event: Taken) -> None:
+        queue = self._queued[event.stream]
+        for _ in range(event.frames):
+            message, nbytes = queue.popleft()
+            self._queued_bytes[event.stream] -= nbytes
+            if message < 0:
+                self.closing -= message == _CLOSE
+                continue
+            record = self._messages[message]
+            record.untaken -= 1
+            if record.state is SendState.HANDED and not record.untaken:
+                record.move("all frames taken")
+        self._release()
+
+    def close(self, ack: int) -> None:
+        """The last frame of every stream."""
+        self.closing = self.config.nstreams
+        for stream in range(self.config.nstreams):
+            self._send(Frame(FrameType.CLOSE, stream, self.next_post, ack=ack), _CLOSE)
+
+    def drop(self, stream: int) -> None:
+        """Nothing that is queued there goes any more."""
+        self.closing -= sum(message == _CLOSE for message, _ in self._queued[stream])
+        self._queued[stream].clear()
+
+    # --- what the peer says
+
+    def acknowledge(self, ack: int) -> None:
+        """Credit only grows; the peer cannot have consumed what was neither sent nor announced."""
+        if ack <= self.credit:
+            return
+        for message in range(self.credit, ack):
+            record = self._messages.get(message)
+            if record is None:
+                if message >= self.next_post:
+                    raise Contradiction(f"consumed {ack} messages of {self.next_post}")
+            elif record.state is SendState.WAIT_WANT:
+                record.move("consumed unseen")
+            elif record.state not in (SendState.HANDED, SendState.TAKEN):
+                raise Contradiction(f"consumed message {message} before it was sent")
+        self.credit = ack
+        self._release()
+        self._use_credit()
+
+    def grant(self, message: int, room: int) -> None:
+        """The peer has room for a message beside its slots."""
+        if message >= self.credit + self.config.nslots:
+            raise Contradiction(f"wants message {message} after consuming {self.credit}")
+        if room <= self.config.send_slot_bytes:
+            raise Contradiction(f"wants message {message} in {room} bytes, less than a slot")
+        record = self._messages.get(message)
+        if record is None and message < self.next_post:
+            return  # sent already
+        if record is None or record.state is SendState.WAIT_CREDIT:
+            self._grants[message] = room
+        elif record.state is SendState.WAIT_WANT and record.nbytes <= room:
+            record.move("want")
+            self._queue_message(message)
+
+    # --- from messages to frames
+
+    def _use_credit(self) -> None:
+        limit = min(self.next_post, self.credit + self.config.nslots)
+        while self._sendable < limit:
+            message = self._sendable
+            record = self._messages[message]
+            self._sendable += 1
+            room = self._grants.pop(message, 0)
+            if record.nbytes <= self.config.send_slot_bytes or record.nbytes <= room:
+                record.move("credit")
+                self._queue_message(message)
+            else:
+                record.move("credit, no want")
+                self.tell(FrameType.ANNOUNCE, message, record.signature, record.nbytes)
+
+    def _queue_message(self, message: int) -> None:
+        """Lowest first; wants may come out of order, so this is an insertion into a queue of at most nslots."""
+        at = len(self._to_send)
+        while at and self._to_send[at - 1] > message:
+            at -= 1
+        self._to_send.insert(at, message)
+
+    def _release(self) -> None:
+        before = self.released
+        while (record := self._messages.get(self.released)) and record.state is SendState.TAKEN:
+            del self._messages[self.released]
+            self.released += 1
+        if self.released != before:
+            self._do.append(Release(self.released))
+
+    def pump(self, ack: int) -> None:
+        """Fill the streams that have room."""
+        while self._control or self._to_send:
+            if not (self._send_control(ack) if self._control else self._send_piece(ack)):
+                return
+
+    def _has_room(self, stream: int) -> bool:
+        return self._queued_bytes[stream] < self.config.queue_bytes and len(self._queued[stream]) < self.config.queue_frames
+
+    def _idlest(self) -> int:
+        return min(range(self.config.nstreams), key=self._queued_bytes.__getitem__)
+
+    def _send_control(self, ack: int) -> bool:
+        stream = self._idlest()
+        if len(self._queued[stream]) >= 2 * self.config.queue_frames:
+            return False
+        kind, message, signature, nbytes = self._control.popleft()
+        self._send(Frame(kind, stream, message, signature, nbytes, ack=ack), _CONTROL)
+        return True
+
+    def _send_piece(self, ack: int) -> bool:
+        message = self._to_send[0]
+        record = self._messages[message]
+        left = record.nbytes - record.queued
+        small = record.nbytes <= MIN_PIECE_BYTES
+        stream = 0 if small or self.config.nstreams == 1 else self._idlest()
+        if not self._has_room(stream):
+            return False
+        length = left if small else min(left, self._piece_bytes(record.nbytes))
+        frame = Frame(FrameType.DATA, stream, message, record.signature, record.nbytes, record.queued, length, ack)
+        record.queued += length
+        record.untaken += 1
+        if record.queued == record.nbytes:
+            record.move("last piece queued")
+            self._to_send.popleft()
+        self._send(frame, message)
+        return True
+
+    def _piece_bytes(self, nbytes: int) -> int:
+        """An equal share per stream, between the smallest and the largest piece, in whole pages."""
+        share = -(-nbytes // self.config.nstreams)
+        return min(self.config.piece_bytes, max(MIN_PIECE_BYTES, -(-share // 4096) * 4096))
+
+    def _send(self, frame: Frame, message: int) -> None:
+        self.told = frame.ack
+        self._queued[frame.stream].append((message, frame.length))
+        self._queued_bytes[frame.stream] += frame.length
+        self._do.append(Send(frame))
