@@ -48,7 +48,6 @@ class Side:
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.stream, self.event = gpu, gpu.make_stream(), gpu.make_event()
-        self.done = 0  # chunks of this launch
 
     def close(self) -> None:
         """After the GPU has done with it."""

@@ -13,7 +13,7 @@ multiprocessors to be used.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -141,14 +141,12 @@ class StagedLaunch:
         moves = moves_of(schedule, comm_args.rank, request.block_bytes)
         self._chunks = [chunk for move in moves for chunk in chunks_of(move, self._stage.slot_bytes)]
         self._before, self._after = (meeting(gpu, kernels, self.plan, request, comm_args) for _ in range(2))
-        self._totals: dict[int, int] = {}  # chunks that come from a peer
-        for chunk in self._chunks:
-            if chunk.up is not None:
-                self._totals[chunk.up] = self._totals.get(chunk.up, 0) + 1
+        self._totals = Counter(chunk.up for chunk in self._chunks)  # by the peer that they come from
         ends = {(c.up, True) for c in self._chunks} | {(c.down, False) for c in self._chunks}
         used = [(peer, comes) for peer, comes in ends if peer is not None]
         self._directions: Directions = {key: sides.get(key) or Side(gpu) for key in used}
         sides.update(self._directions)
+        self._done: Counter[tuple[int, bool]] = Counter()  # chunks of each direction that a run has enqueued
         self._fork = gpu.make_event()
 
     def run(self, source: int, target: int, stream: int) -> None:
@@ -159,7 +157,7 @@ class StagedLaunch:
         gpu.record(self._fork, stream)
         for direction in directions:
             gpu.wait_event(direction.stream, self._fork)
-            direction.done = 0
+        self._done.clear()
         base = {Buffer.INPUT: source, Buffer.OUTPUT: target}
         for chunk in in_turns(self._chunks):
             self._enqueue(chunk, base, stream)
@@ -180,37 +178,39 @@ class StagedLaunch:
             return
         if chunk.up is not None:
             assert target is not None
-            direction = self._directions[chunk.up, True]
-            self._take(chunk.up, direction, place, target.nbytes)
+            self._take(chunk.up, place, target.nbytes)
             if chunk.down is not None:
+                direction = self._directions[chunk.up, True]
                 gpu.record(direction.event, direction.stream)
                 gpu.wait_event(self._directions[chunk.down, False].stream, direction.event)
-                self._give(chunk.down, self._directions[chunk.down, False], place, target.nbytes)
+                self._give(chunk.down, place, target.nbytes)
         elif chunk.down is not None and chunk.source is not None:
             origin = base[chunk.source.buffer] + chunk.source.offset
-            self._give(chunk.down, self._directions[chunk.down, False], origin, chunk.source.nbytes)
+            self._give(chunk.down, origin, chunk.source.nbytes)
 
-    def _give(self, peer: int, direction: Side, address: int, nbytes: int) -> None:
+    def _give(self, peer: int, address: int, nbytes: int) -> None:
         gpu, comm_args, stage = self._gpu, self._comm_args, self._stage
-        number = direction.done % stage.nslots
-        if direction.done >= stage.nslots:
+        done, stream = self._done[peer, False], self._directions[peer, False].stream
+        number = done % stage.nslots
+        if done >= stage.nslots:
             word = comm_args.inboxes[peer] + stage.free(peer, number)
-            gpu.wait_word(word, 1, direction.stream)
-            gpu.write_word(word, 0, direction.stream)
-        gpu.copy(comm_args.outboxes[peer] + stage.slot(self._rank, peer, number), address, nbytes, direction.stream)
-        gpu.write_word(comm_args.outboxes[peer] + stage.ready(self._rank, number), 1, direction.stream)
-        direction.done += 1
+            gpu.wait_word(word, 1, stream)
+            gpu.write_word(word, 0, stream)
+        gpu.copy(comm_args.outboxes[peer] + stage.slot(self._rank, peer, number), address, nbytes, stream)
+        gpu.write_word(comm_args.outboxes[peer] + stage.ready(self._rank, number), 1, stream)
+        self._done[peer, False] += 1
 
-    def _take(self, peer: int, direction: Side, address: int, nbytes: int) -> None:
+    def _take(self, peer: int, address: int, nbytes: int) -> None:
         gpu, comm_args, stage = self._gpu, self._comm_args, self._stage
-        number = direction.done % stage.nslots
+        done, stream = self._done[peer, True], self._directions[peer, True].stream
+        number = done % stage.nslots
         word = comm_args.inboxes[peer] + stage.ready(peer, number)
-        gpu.wait_word(word, 1, direction.stream)
-        gpu.write_word(word, 0, direction.stream)
-        gpu.copy(address, comm_args.inboxes[peer] + stage.slot(peer, self._rank, number), nbytes, direction.stream)
-        if direction.done + stage.nslots < self._totals[peer]:
-            gpu.write_word(comm_args.outboxes[peer] + stage.free(self._rank, number), 1, direction.stream)
-        direction.done += 1
+        gpu.wait_word(word, 1, stream)
+        gpu.write_word(word, 0, stream)
+        gpu.copy(address, comm_args.inboxes[peer] + stage.slot(peer, self._rank, number), nbytes, stream)
+        if done + stage.nslots < self._totals[peer]:
+            gpu.write_word(comm_args.outboxes[peer] + stage.free(self._rank, number), 1, stream)
+        self._done[peer, True] += 1
 
 
 def in_turns(chunks: Sequence[Move]) -> Iterator[Move]:
