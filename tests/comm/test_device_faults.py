@@ -101,7 +101,7 @@ def test_no_operation_begins_once_the_fault_is_seen(hears: bool) -> None:
             seen.append((type(error), told.faults.broken))
 
     told = late(lambda told: waiting.append(beside(lambda: check(told), 0.05)))
-    told.hear(LOST) if hears else told.faults.abort("enough", tell=False)
+    told.hear(LOST) if hears else told.faults.settle(CommunicatorAborted("enough"))
     waiting[0].join()
     assert seen == [(PeerDied if hears else CommunicatorAborted, True)]
 
@@ -122,5 +122,5 @@ def test_the_words_are_not_written_any_more_once_their_memory_may_go() -> None:
     told.hear(LOST)
     closing[0].join()
     told.hear(ABORTED)
-    told.faults.abort("too late", tell=False)
+    told.faults.settle(CommunicatorAborted("too late"))
     assert order == ["written", "ended"]

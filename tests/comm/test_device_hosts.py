@@ -130,6 +130,13 @@ def test_both_ends_of_unlike_messages_are_told(count: int, dtype: DType, text: s
         assert f"ranks called different operations: {text}" in error
 
 
+@needs_compiler
+def test_a_fault_that_is_heard_in_the_middle_of_a_call_is_told_as_what_it_is() -> None:
+    for text in run_ranks(fake_hosts.told_between_checks, 2, env={"MIRACCL_EMULATOR_CACHE": str(folder())}):
+        assert text.startswith("PeerDied: ")
+        assert "rank 5 died: for a test" in text
+
+
 @pytest.mark.parametrize("sends", [False, True])
 def test_a_stream_that_breaks_ends_what_waits_for_it(sends: bool) -> None:
     for text in run_ranks(fake_hosts.cut, 2, sends):

@@ -518,8 +518,8 @@ class FakeLocal:
     def check(self, name: str = "") -> None:
         self._cpu._member.check(0, name)
 
-    def abort(self, reason: str = "", *, tell: bool = True) -> None:
-        self._cpu.abort(reason)
+    def settle(self, fault: MiracclError) -> None:
+        self._cpu._member.faults.settle(fault)
 
     def close(self) -> None:
         self._cpu.finalize()

@@ -564,6 +564,26 @@ def death(hosts: str, apart: bool, sends: bool) -> str:
         return _fault(w, x, (PeerDied,))
 
 
+def told_between_checks() -> str:
+    """What a call raises that has found nothing wrong between the hosts, and is late to look at its own."""
+    with session() as world:
+        w = World(world, "AB", kernels=True)
+        check = w.comm.faults.check
+
+        def late(name: str = "") -> None:
+            check(name)
+            w.comm.faults.fail(PeerDied("rank 5 died: for a test", rank=w.rank, peer=5), told=True)
+
+        vars(w.comm.faults)["check"] = late
+        try:
+            w.comm.check("all_reduce")
+        except MiracclError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            w.comm.close()
+        return ""
+
+
 def cut(sends: bool) -> str:
     """The stream that an operation takes breaks between ranks that live."""
     with session() as world:

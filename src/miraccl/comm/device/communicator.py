@@ -380,10 +380,15 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             raise CommunicatorClosed("the communicator has been finalized", rank=self.rank, op=name or None)
         self.faults.check(name)
 
-    def abort(self, reason: str = "abort() was called", *, tell: bool = True) -> None:
-        """End what waits on the GPUs of all ranks (without ``tell``: of this one); later calls raise. Any thread may call it."""
+    def abort(self, reason: str = "abort() was called") -> None:
+        """End what waits on the GPUs of all ranks; later calls raise. Any thread may call it."""
         if not self.closed:
-            self.faults.abort(reason, tell=tell)
+            self.faults.abort(reason)
+
+    def settle(self, fault: MiracclError) -> None:
+        """End what waits on this rank's GPU; later calls raise ``fault``, which the others are told by other means. Any thread may call it."""
+        if not self.closed:
+            self.faults.settle(fault)
 
     def synchronize(self) -> None:
         """Wait for this rank's GPU, then ``check``."""

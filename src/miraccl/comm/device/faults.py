@@ -76,13 +76,16 @@ class DeviceFaults:
 
     # ---- ending waits
 
-    def abort(self, reason: str, *, tell: bool = True) -> None:
-        """End what waits on this rank's GPU, and with ``tell`` on the others'. Any thread may call it."""
+    def abort(self, reason: str) -> None:
+        """End what waits on all ranks' GPUs. Any thread may call it."""
         text = f"rank {self.rank} aborted the communicator: {reason}"
         self._end(CommunicatorAborted(text, rank=self.rank, peer=self.rank), found_here=True)
-        if tell:
-            with contextlib.suppress(MiracclError):  # the control plane may be gone as well
-                self.session.notify({NOTICE: reason})
+        with contextlib.suppress(MiracclError):  # the control plane may be gone as well
+            self.session.notify({NOTICE: reason})
+
+    def settle(self, fault: MiracclError) -> None:
+        """End what waits on this rank's GPU, because of ``fault``, which the others know. Any thread may call it."""
+        self._end(fault)
 
     def _event(self, event: Event) -> None:
         """From the session's watcher: kernels that wait end within milliseconds."""

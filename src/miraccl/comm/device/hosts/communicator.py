@@ -32,7 +32,7 @@ from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.comm.device.uneven import Uneven, UnevenCollectives, moves
 from miraccl.comm.member import Options
 from miraccl.comm.stages import Stages
-from miraccl.errors import InvalidUsage, MiracclError, SystemFailure
+from miraccl.errors import CommunicatorAborted, InvalidUsage, MiracclError, SystemFailure
 from miraccl.transport.cuda_p2p import Explanation
 from miraccl.types import Collective, DType
 
@@ -87,12 +87,13 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives):
             unless_made.callback(self._local_session.close)
             self.local = DeviceCommunicator(self._local_session, ordinal, options, stages=stages.part(self._local_session, SET_UP))
             unless_made.callback(self.local.close)
-            unless_made.callback(self.local.abort, tell=False)  # else it would be closed together with others
+            unmade = CommunicatorAborted("the GPU side could not be made", rank=self.rank)
+            unless_made.callback(self.local.settle, unmade)  # else it would be closed together with others
             self.gpu = self.local.gpu
             self.jobs = HostsJobs(stages, self.layout, self.gpu, open_cpu, self.faults.fail)
             unless_made.callback(self.jobs.finalize)
             unless_made.callback(self.jobs.staging.close)
-            unless_made.callback(self.jobs.abort, "the GPU side could not be made")
+            unless_made.callback(self.jobs.abort, unmade.message)
             unless_made.push(lambda kind, error, trace: stages.leave(error))  # first of all, as the rest takes time
             self.steps = TwoSteps(self.local, self.jobs)
             self.replays = Replays(self.gpu, self.jobs)
@@ -284,10 +285,10 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives):
         self.faults.check(name)
         self.local.check(name)
 
-    def _let_go(self) -> None:
+    def _let_go(self, fault: MiracclError) -> None:
         """End what streams wait for."""
         self.jobs.staging.drain()
-        self.local.abort(tell=False)
+        self.local.settle(fault)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """End what waits, on all ranks; later calls raise. Any thread may call it."""

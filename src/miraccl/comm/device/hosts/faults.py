@@ -16,11 +16,11 @@ NOTICE = "gpu_fault"
 class HostsFaults:
     """The fault of one communicator, if it has one.
 
-    ``let_go()`` ends what streams wait for: lanes answer without running anything, kernels of the host end.  ``abort_network(reason)``
+    ``let_go(fault)`` ends what streams wait for: lanes answer without running anything, kernels of the host end.  ``abort_network(reason)``
     ends what lanes wait for.
     """
 
-    def __init__(self, session: Session, *, let_go: Callable[[], None], abort_network: Callable[[str], None]) -> None:
+    def __init__(self, session: Session, *, let_go: Callable[[MiracclError], None], abort_network: Callable[[str], None]) -> None:
         self.session, self.rank = session, session.rank
         self.fault: MiracclError | None = None
         self.closed = False
@@ -40,7 +40,7 @@ class HostsFaults:
             if self.fault is not None:
                 return
             self.fault = error if isinstance(error, MiracclError) else SystemFailure(f"staging failed: {error!r}", rank=self.rank)
-        self._let_go()
+        self._let_go(self.fault)
         if not told:
             words = {"kind": type(self.fault).__name__, "message": self.fault.message, "peer": self.fault.peer, "op": self.fault.op}
             with contextlib.suppress(MiracclError):  # the control plane may be gone as well
