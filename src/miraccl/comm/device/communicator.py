@@ -386,7 +386,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             self.faults.abort(reason)
 
     def settle(self, fault: MiracclError) -> None:
-        """End what waits on this rank's GPU; later calls raise ``fault``, which the others are told by other means. Any thread may call it."""
+        """End what waits on this rank's GPU; later calls raise ``fault``, which somebody else tells the others. Any thread may call it."""
         if not self.closed:
             self.faults.settle(fault)
 
