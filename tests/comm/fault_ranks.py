@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import miraccl
 from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout as at
+from tests.comm.late_watcher import LateWatcher
 from tests.comm.sweep_ranks import act_as_hosts
 
 
@@ -378,10 +380,43 @@ def hub_in_rank_0(path: str) -> Any:
     return result
 
 
+def dies_with_a_message() -> Any:
+    """Rank 1 is killed before rank 0 reads a message from its memory, whose watcher is late: it hears of that only afterwards."""
+    comm = miraccl.init(timeout=30)
+    comm._member.context.set(at.CTX_P2P_DIRECT, 0)
+    x, session = np.ones(100_000), comm._member.session
+    watcher = LateWatcher(session)
+    pids = [int(pid) for pid in session.all_gather(str(os.getpid()).encode(), "pid")]
+    if comm.rank == 1:
+        comm.send(x, 0, async_op=True)
+        session.notify({"kind": "for a test"})
+        os.kill(os.getpid(), signal.SIGKILL)
+    watcher.await_event()
+    wait_until(lambda: has_ended(pids[1]))
+
+    def let_go() -> None:
+        wait_until(lambda: comm._member.faults.fault is not None or watcher.awaited)
+        watcher.let_go(100)
+
+    threading.Thread(target=let_go, daemon=True).start()
+    try:
+        comm.recv(x, 1)
+    except MiracclError as error:
+        return seen(error)
+    return {"type": "none"}
+
+
+def has_ended(pid: int) -> bool:
+    """Whether there is no memory of a process any more."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
 def watch_and_die(comm: miraccl.Communicator, path: str) -> None:
     """A thread that kills this process in the middle of its fourth operation or so."""
-    import threading
-
     def watch() -> None:
         calls = 0
         while calls < 40:
@@ -466,8 +501,6 @@ def elsewhere(comm: miraccl.Communicator) -> Any:
 
 def interrupted(what: str, ranks_per_host: int) -> Any:
     """Rank 1 waits for rank 0 and gets a SIGINT there; the others must hear of it, and rank 1's own next call as well."""
-    import threading
-
     act_as_hosts(ranks_per_host)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ranks of the test server ignore it
     comm = miraccl.init(timeout=20)
@@ -511,8 +544,6 @@ def wait_until(condition: Any, seconds: float = 15.0) -> None:
 
 def handled(ranks_per_host: int) -> int:
     """A signal whose handler does not raise leaves a wait as it is."""
-    import threading
-
     act_as_hosts(ranks_per_host)
     calls = []
     signal.signal(signal.SIGUSR1, lambda *_: calls.append(1))
@@ -537,8 +568,6 @@ def handled(ranks_per_host: int) -> int:
 
 def aborted(how: str, ranks_per_host: int) -> Any:
     """Rank 0 ends the communicator while the others wait for it: by abort() in another thread, or by leaving a with block."""
-    import threading
-
     act_as_hosts(ranks_per_host)
     comm = miraccl.init(timeout=20)
     together(comm)

@@ -226,6 +226,14 @@ def test_a_killed_rank(phase: str, victim: int, ranks_per_host: int, tmp_path: P
             assert got["shrunk"] == [number, 3, 6.0]
 
 
+def test_a_rank_is_killed_whose_memory_is_read() -> None:
+    """The kernel refuses to copy from it: that is its death, also where nobody has heard of it yet."""
+    (got,) = values(rank_outcomes(fault_ranks.dies_with_a_message, 2, timeout=40), but=1)
+    assert got["type"] == "PeerDied", got
+    assert "rank 1 died" in got["text"]
+    assert got["op"] == "send/recv (100000 x float64)"
+
+
 @pytest.mark.parametrize("ranks_per_host", [0, 1])
 @pytest.mark.parametrize("how", ["plain", "pending", "finalize"])
 def test_a_rank_that_ends_early(how: str, ranks_per_host: int) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import miraccl
 from miraccl import Communicator
-from miraccl.bootstrap import Event, solo
+from miraccl.bootstrap import solo
 from miraccl.comm import member
 from miraccl.comm.member import Options
 from miraccl.comm.window import PAGE, Window
@@ -27,6 +27,7 @@ from miraccl.errors import CommunicatorAborted, CommunicatorClosed, InvalidUsage
 from miraccl.transport.shm import Segment, slot_bytes_for
 from miraccl.wire.proxy_records import Loss, LossKind
 from tests.comm import cases
+from tests.comm.late_watcher import LateWatcher
 from tests.comm.test_p2p import background_collectives, everybody_to_everybody, receive_first, ring
 from tests.support.ranks import run_ranks
 
@@ -213,34 +214,59 @@ def test_finalize_ends_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_told_before_a_connection_broke_is_the_reason_however_late_the_watcher_is() -> None:
     ranks: dict[int, Communicator] = {}
-    all_here, busy, go = threading.Barrier(3), threading.Event(), threading.Event()
-
-    def hold(event: Event) -> None:
-        busy.set()
-        go.wait(20)
+    watchers: dict[int, LateWatcher] = {}
+    all_here = threading.Barrier(3)
 
     def work(comm: Communicator) -> None:
         ranks[comm.rank] = comm
         faults, session = comm._member.faults, comm._member.session
         if comm.rank == 1:
-            session.on_event(hold)
+            watchers[1] = LateWatcher(session)
         all_here.wait(20)
         if comm.rank == 0:
             session.notify({"kind": "for a test"})
-            assert busy.wait(20)
+            watchers[1].await_event()
             comm.abort("for a test")
         elif comm.rank == 1:
             until(lambda: ranks[2]._member.faults.fault is not None)  # the hub has told rank 1 before
             faults.connection_lost(0, Loss(LossKind.RESET, "it is closed"))
-            link = session._link
-            assert link is not None
-            until(lambda: faults.fault is not None or bool(link._deliveries))  # somebody waits for the watcher
-            go.set()
+            until(lambda: faults.fault is not None or watchers[1].awaited)
+            watchers[1].let_go(100)
             until(lambda: faults.fault is not None)
         with pytest.raises(CommunicatorAborted, match="rank 0 aborted the communicator: for a test"):
             comm.barrier()
 
     in_threads(3, work)
+
+
+def test_what_was_told_before_a_rank_left_is_the_reason_however_late_the_watcher_is() -> None:
+    """That a rank has left ends a meeting before the watcher deals with what was told first."""
+    watchers: dict[int, LateWatcher] = {}
+    all_here, left = threading.Barrier(2), threading.Event()
+
+    def work(comm: Communicator) -> None:
+        session = comm._member.session
+        if comm.rank == 1:
+            watchers[1] = LateWatcher(session)
+        all_here.wait(20)
+        if comm.rank == 0:
+            session.notify({"kind": "for a test"})
+            watchers[1].await_event()
+            comm.abort("for a test")
+            comm.finalize()
+            left.set()
+            return
+        thread, errors = failing(lambda: comm.split(0))
+        assert left.wait(20)
+        watchers[1].let_go()
+        watchers[1].await_event()  # it has taken in the rest, and stops before the first word of it
+        until(lambda: bool(errors) or watchers[1].awaited)
+        watchers[1].let_go(100)
+        thread.join(20)
+        assert isinstance(errors[0], CommunicatorAborted), errors
+        assert "rank 0 aborted the communicator: for a test" in str(errors[0])
+
+    in_threads(2, work)
 
 
 def interrupt_when_inside(comm: Communicator) -> None:

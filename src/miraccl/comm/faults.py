@@ -26,7 +26,7 @@ from miraccl.comm.differences import (
     place,
     unlike_messages,
 )
-from miraccl.comm.fabric import NOTICE_FIRST_S, Fabric, after_notice
+from miraccl.comm.fabric import CATCH_UP_S, DEATH_NOTICE_S, NOTICE_FIRST_S, Fabric, after_notice
 from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
 from miraccl.errors import (
@@ -55,7 +55,9 @@ _KINDS: dict[str, type[MiracclError]] = {
 _CONNECTION = {LossKind.RESET: "died", LossKind.PROTOCOL: "protocol", LossKind.ABORTED: "aborted", LossKind.INTERNAL: "internal"}
 SEND_RECV = "send_recv"
 STATUS_WAIT_S = 1.5
-NOTICE_WAIT_S = 2.0
+#: Seconds in which there is news of what is behind an error of the engine. The memory of a process that dies goes before its connections;
+#: whoever finds that a stream has ended has waited already.
+_BEHIND_S = {at.ERR_ABORTED: 2.0, at.ERR_CMA: DEATH_NOTICE_S, at.ERR_CUT: 0.0}
 HEARD_WAIT_S = 0.5  # for others to hear of a fault, before it is raised here
 HINT = "this communicator is broken; shrink() makes one of the living ranks"
 
@@ -104,7 +106,7 @@ class Faults:
 
     def _explain_meeting(self, error: MiracclError, name: str, tag: str) -> MiracclError:
         if isinstance(error, BootstrapError | PeerDied):  # a rank is gone, perhaps with a fault of which the notice is under way
-            self._told.wait(NOTICE_FIRST_S)
+            self._await_news(NOTICE_FIRST_S)
         if self.fault is not None:
             self._let_hear()
             return self.fault
@@ -113,6 +115,11 @@ class Faults:
                 return self.spread(CollectiveMismatch(differing, rank=self.rank, op=name, hint=HINT), "mismatch")
             error.op = f"{tag!r} of {name}"
         return error
+
+    def _await_news(self, seconds: float) -> None:
+        """Give the control plane time to tell why something has gone wrong here; what it has told by then is known when this returns."""
+        if not self._told.wait(seconds):
+            self.session.catch_up(CATCH_UP_S)
 
     @contextlib.contextmanager
     def ending(self, stages: Stages) -> Iterator[None]:
@@ -247,10 +254,11 @@ class Faults:
         want, got = context.get(at.CTX_ERR_WANT), context.get(at.CTX_ERR_GOT)
         board = self.fabric.board()
         op = describe_operation(board)
-        if code == at.ERR_ABORTED:
-            self._told.wait(NOTICE_WAIT_S)
+        if code in _BEHIND_S:
+            self._await_news(_BEHIND_S[code])
             if self.fault is not None and self.fault.op is None:  # a death: it is told what it has interrupted
                 self.fault.op = op
+        if code == at.ERR_ABORTED:
             error = CommunicatorAborted("the operation was aborted", rank=self.rank, op=op, hint=HINT)
             return self.fault or self.settle(self._behind(error))
         if self.fault is not None:
