@@ -134,6 +134,17 @@ def lonely(path: str) -> str:
     return _late(path, lambda: dist.all_reduce(torch.ones(2), async_op=True).wait())
 
 
+def late_future(path: str) -> str:
+    """A message that passes the group's deadline while its future is waited for."""
+
+    def wait() -> None:
+        work = dist.irecv(torch.zeros(1), 1, tag=6)
+        assert work is not None
+        work.get_future().wait()
+
+    return _late(path, wait)
+
+
 def late_from_anyone(path: str) -> str:
     """A receive from any rank that passes the group's deadline."""
     return _late(path, lambda: dist.recv(torch.zeros(1), tag=6))

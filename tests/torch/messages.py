@@ -394,6 +394,32 @@ def threads(path: str) -> None:
         assert future.wait()[0].tolist() == late.tolist() == [1.0] * 2
 
 
+def futures(path: str) -> None:
+    """Futures end as their messages end, in whatever order; a callback may ask for messages, and wait for them."""
+    with world(path) as (rank, _):
+        if rank == 0:
+            first, second = (dist.irecv(torch.zeros(1), 1, tag=tag) for tag in (1, 2))
+            assert first is not None
+            assert second is not None
+
+            def ask_again(future: Any) -> Any:
+                more = dist.irecv(out := torch.zeros(1), 1, tag=4)
+                assert more is not None
+                more.get_future().wait()
+                return out
+
+            ends, later = first.get_future().then(ask_again), second.get_future()
+            dist.send(torch.ones(1), 1, tag=3)
+            assert later.wait()[0].item() == 2
+            dist.send(torch.ones(1), 1, tag=3)
+            assert ends.wait().item() == 4
+        elif rank == 1:
+            for tag in (2, 1):
+                dist.recv(torch.zeros(1), 0, tag=3)
+                dist.send(torch.full((1,), float(tag)), 0, tag=tag)
+            dist.send(torch.full((1,), 4.0), 0, tag=4)
+
+
 def misfits(path: str) -> None:
     """Messages of another size, ranks that are none, and a wait that is shorter than the message takes; the group goes on."""
     with world(path) as (rank, nranks):

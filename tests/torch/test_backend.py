@@ -42,7 +42,7 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
     ("nranks", "checks"),
     [
         (3, (calls.layouts, calls.uneven, calls.handles, calls.profiled, calls.pending, calls.short_forms)),
-        (3, (messages.point_to_point, messages.tags, messages.floods, messages.any_source, messages.threads)),
+        (3, (messages.point_to_point, messages.tags, messages.floods, messages.any_source, messages.threads, messages.futures)),
         (
             3,
             (
@@ -115,6 +115,7 @@ def test_failures_are_told_with_their_reason(tmp_path: Path) -> None:
         failures.other_splits: [("CollectiveMismatch", "rank 1 expects 16 bytes, rank 0 sent 12")] * 2,
         failures.lonely: [("CollectiveTimeout", "rank 1", "rank 1: ", "failures.py"), ()],
         failures.late_message: [("CollectiveTimeout", "deadline of 1 s", "rank 1", "tag 6", "rank 1: "), ("CollectiveTimeout",)],
+        failures.late_future: [("CollectiveTimeout", "deadline of 1 s", "rank 1", "tag 6", "rank 1: "), ()],
         failures.late_from_anyone: [("CollectiveTimeout", "deadline of 1 s", "any rank", "tag 6", "rank 0: waits for any rank"), ()],
         failures.aborted: [(), ("CommunicatorAborted", "rank 0")],
         failures.all_aborted: [(), ("CommunicatorAborted", "rank 0")],

@@ -18,13 +18,14 @@ if not dist.is_available():
 
 from miraccl.torch.failures import BackendError
 from miraccl.torch.functional import register
+from miraccl.torch.message_work import TransferWork
 from miraccl.torch.process_group import ProcessGroupMiraccl
 from miraccl.torch.rendezvous import SCHEME, handle
 from miraccl.torch.start import create
 from miraccl.torch.streams import StreamWork
 from miraccl.torch.tensors import DEVICES, NAME
 from miraccl.torch.untraced import untraced
-from miraccl.torch.work import TransferWork, Work
+from miraccl.torch.work import Work
 from miraccl.torch.wrapped import install
 
 __all__ = ["NAME", "BackendError", "ProcessGroupMiraccl", "create"]

@@ -246,6 +246,10 @@ class Post:
                 break
         return False
 
+    def give_up(self, message: Message) -> None:
+        """The group's deadline has passed for a message that nobody waits for with ``wait``: that breaks the communicator."""
+        self._late(message, None)
+
     def withdraw(self, message: Message) -> bool:
         """Take back a receive that has found no message; whether that was so."""
         with self._inside:

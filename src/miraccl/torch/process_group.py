@@ -28,6 +28,7 @@ from miraccl.torch.elsewhere import Elsewhere
 from miraccl.torch.everyday import Everyday
 from miraccl.torch.failures import as_backend_errors
 from miraccl.torch.forms import short_form
+from miraccl.torch.message_work import Futures
 from miraccl.torch.post import Post
 from miraccl.torch.profiled import profiled, profiling, shown_as
 from miraccl.torch.routing import first_tensor
@@ -59,8 +60,8 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
         self._elsewhere = elsewhere
         beside = functools.partial(run_beside, communicator)
         self._lane = Lane(f"{NAME}-torch-{communicator.rank}", beside, seat_of(communicator).wait_inside)
-        self._mail_lane = Lane(f"{NAME}-torch-mail-{communicator.rank}")
         self._post = Post(mail)
+        self._futures = Futures(f"{NAME}-torch-mail-{communicator.rank}", self._post)
         self._streams: Streams | None = None
         self._batch: list[Work] | None = None
         self._on_one_host = is_on_one_host(communicator)
@@ -290,11 +291,11 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """From ``destroy_process_group``: end after what is pending."""
-        self._mail_lane.close(0)
         if not self._lane.close(CLOSE_WAIT_S):
             self.communicator.abort("the process group was destroyed while an operation was pending")
             self._lane.close(CLOSE_WAIT_S)
         self._post.close()
+        self._futures.close(CLOSE_WAIT_S)
         self.communicator.finalize()
         if self._elsewhere is not None and not self._aborted:
             self._elsewhere.close()

@@ -18,12 +18,13 @@ from miraccl.torch.collectives import only
 from miraccl.torch.elsewhere import Elsewhere
 from miraccl.torch.failures import BackendError, as_backend_errors
 from miraccl.torch.message import SENT
+from miraccl.torch.message_work import Futures, TransferWork
 from miraccl.torch.post import Post
 from miraccl.torch.profiled import profiling, shown_as
 from miraccl.torch.routing import by_device
 from miraccl.torch.streams import Streams
 from miraccl.torch.tensors import NAME, check_result, is_everyday, loaded, stage
-from miraccl.torch.work import FinishedWork, Lane, TransferWork, Work, nothing
+from miraccl.torch.work import FinishedWork, Work, nothing
 
 
 class Transfers:
@@ -34,7 +35,7 @@ class Transfers:
     _streams: Streams | None
     _batch: list[Work] | None
     _post: Post
-    _mail_lane: Lane
+    _futures: Futures
 
     def _streams_of(self, device: Any) -> Streams:
         raise NotImplementedError
@@ -85,7 +86,7 @@ class Transfers:
             raise BackendError(error) from error
         if message is SENT:
             return self._transfer(FinishedWork("send", tensors))
-        return self._transfer(TransferWork("send", tensors, self._post, message, self._mail_lane, None))
+        return self._transfer(TransferWork("send", tensors, self._post, message, self._futures, None))
 
     @by_device("recv")
     @shown_as(f"{NAME}:recv")
@@ -119,7 +120,7 @@ class Transfers:
             message = self._post.receive(memory, source, _tag(tag, "recv"))
         except MiracclError as error:
             raise BackendError(error) from error
-        return self._transfer(TransferWork("recv", tensors, self._post, message, self._mail_lane, after))
+        return self._transfer(TransferWork("recv", tensors, self._post, message, self._futures, after))
 
     def _transfer(self, work: Work) -> Work:
         if self._batch is not None:

@@ -6,7 +6,6 @@ the lane is empty, else behind what is pending.  One thread at a time is inside 
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import queue
 import threading
@@ -20,8 +19,6 @@ from miraccl import params
 from miraccl.comm.whereabouts import Wait, Waiting
 from miraccl.errors import CollectiveTimeout, CommunicatorClosed, MiracclError, as_system_failure
 from miraccl.torch.failures import BackendError, as_backend_errors
-from miraccl.torch.message import Message
-from miraccl.torch.post import Post
 
 Action = Callable[[], Any]
 
@@ -215,77 +212,6 @@ class Lane:
         self._queue.put(None)
         thread.join(timeout)
         return not thread.is_alive()
-
-
-class TransferWork(Work):
-    """A send or receive of CPU memory. Its ``post`` goes on with it; ``after`` is what remains when it has ended.
-
-    ``lane`` runs the waiting once a future was asked for, which has to end by itself.
-    """
-
-    _done = False
-    _error: Exception | None = None
-    _future: Any = None
-    _handed_over = False
-
-    def __init__(self, name: str, tensors: Sequence[Any], post: Post, message: Message, lane: Lane, after: Action | None) -> None:
-        dist.Work.__init__(self)
-        self._name, self._tensors = name, tensors
-        self._post, self._message, self._lane, self._after = post, message, lane, after
-        self._lock = threading.Lock()
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        if not self._done:
-            try:
-                self._post.wait(self._message, None if timeout is None else seconds(timeout))
-            except MiracclError as error:
-                if not self._message.done:
-                    raise BackendError(error) from error
-            self._conclude()
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def is_completed(self) -> bool:
-        if not self._done:
-            with contextlib.suppress(MiracclError):  # it becomes the message's
-                self._post.poll(self._message)
-            self._conclude()
-        return self._done
-
-    def get_future(self) -> Any:
-        if not self.is_completed() and not self._handed_over:
-            self._handed_over = True
-            self._lane.submit(Work(self._name, []), self._wait)
-        return super().get_future()
-
-    def source_rank(self) -> int:
-        """The rank that sent, of a receive that has ended."""
-        return -1 if self._message.peer is None else self._message.peer
-
-    _source_rank = source_rank
-
-    def _wait(self) -> None:
-        with contextlib.suppress(MiracclError):
-            self._post.wait(self._message)
-        self._conclude()
-
-    def _conclude(self) -> None:
-        """End as the message has ended; whoever comes second waits for the first."""
-        message = self._message
-        if not message.done:
-            return
-        with self._lock:
-            if self._done:
-                return
-            if message.error is not None:
-                self._error = BackendError(message.error)
-            elif self._after is not None:
-                self._after()
-            self._done = True
-            fulfil = self._future is not None
-        if fulfil:
-            self.fulfil()
 
 
 def nothing() -> None:
