@@ -117,7 +117,8 @@ class Member:
         self.rank, self.nranks = session.rank, session.nranks
         self.closed = False
         self.foreign = False
-        self._life = threading.Lock()
+        self._life = threading.RLock()  # a signal handler may finalize in the middle of that
+        self._leaving = False
         self._busy_lock = threading.Lock()
         self._losses: dict[int, Loss] = {}
         self.underway = Underway()
@@ -410,22 +411,29 @@ class Member:
 
     def finalize(self) -> None:
         with self._life:
-            if self.closed:
+            if self.closed or self._leaving:
                 return
-            self.faults.closing = True
-            if self.faults.fault is None:
-                with contextlib.suppress(MiracclError):  # what was pending may have failed: its Work says so
-                    self.flush(background=True)
-            if not self._worker.close(CLOSE_WAIT_S):
-                self._end_while("an operation was pending")
-                self._worker.close(CLOSE_WAIT_S)
-            self.closed = True
-            whereabouts.leave(self.seat)
-            self.look_before_running(REASON_CLOSED, True)
-            self._end_what_is_inside()
-            broken = str(self.faults.fault) if self.faults.fault is not None else ""
-            self.fabric.close(abort=broken)
-            self.session.close(broken or "finalized")
+            self._leaving = True
+            try:
+                self._leave()
+            finally:
+                self._leaving = False
+
+    def _leave(self) -> None:
+        self.faults.closing = True
+        if self.faults.fault is None:
+            with contextlib.suppress(MiracclError):  # what was pending may have failed: its Work says so
+                self.flush(background=True)
+        if not self._worker.close(CLOSE_WAIT_S):
+            self._end_while("an operation was pending")
+            self._worker.close(CLOSE_WAIT_S)
+        self.closed = True
+        whereabouts.leave(self.seat)
+        self.look_before_running(REASON_CLOSED, True)
+        self._end_what_is_inside()
+        broken = str(self.faults.fault) if self.faults.fault is not None else ""
+        self.fabric.close(abort=broken)
+        self.session.close(broken or "finalized")
 
     def _end_what_is_inside(self) -> None:
         """The operation of another thread, or of this one if a signal handler has come here, which then cannot go on; memory it uses is
@@ -449,7 +457,7 @@ class Member:
     def forked(self) -> None:
         """In a forked child: this communicator is the parent's, which alone speaks for the rank. Other threads may have held locks."""
         self.closed = self.foreign = True
-        self._life, self._busy_lock = threading.Lock(), threading.Lock()
+        self._life, self._busy_lock = threading.RLock(), threading.Lock()
         self.look_before_running(REASON_CLOSED, True)
 
 

@@ -73,7 +73,7 @@ class Worker:
         """``where``: what its thread waits in."""
         self._name, self._busy, self._where = name, busy, where
         self._queue: queue.SimpleQueue[tuple[Work, Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may finalize in the middle
         self._pending = 0
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -95,7 +95,7 @@ class Worker:
             self._pending += 1
             if self._pending == 1:
                 self._busy(True)
-        self._queue.put((work, action))
+            self._queue.put((work, action))  # with the lock: what is put in after the end would never be run
         return work
 
     def _loop(self) -> None:
