@@ -23,6 +23,7 @@ from miraccl.bootstrap import solo
 from miraccl.comm import member
 from miraccl.comm.member import Options
 from miraccl.comm.window import PAGE, Window
+from miraccl.comm.work import Worker
 from miraccl.errors import CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError, PeerDied, SystemFailure
 from miraccl.transport.shm import Segment, slot_bytes_for
 from miraccl.wire.proxy_records import Loss, LossKind
@@ -269,9 +270,8 @@ def test_what_was_told_before_a_rank_left_is_the_reason_however_late_the_watcher
     in_threads(2, work)
 
 
-def interrupt_when_inside(comm: Communicator) -> None:
-    while not comm._member.context.occupied:
-        time.sleep(0.001)
+def interrupt_when(condition: Callable[[], bool]) -> None:
+    until(condition)
     os.kill(os.getpid(), signal.SIGALRM)
 
 
@@ -281,7 +281,7 @@ def finalize_in_a_handler() -> str:
     signal.signal(signal.SIGALRM, lambda *_: comm.finalize())
     begun = time.monotonic()
     if comm.rank == 0:
-        threading.Thread(target=interrupt_when_inside, args=(comm,), daemon=True).start()
+        threading.Thread(target=interrupt_when, args=(lambda: comm._member.context.occupied,), daemon=True).start()
         with pytest.raises(CommunicatorClosed, match="finalized while a thread was inside"):
             comm.recv(np.ones(4), src=1)
         assert time.monotonic() - begun < 5
@@ -295,6 +295,51 @@ def finalize_in_a_handler() -> str:
 @pytest.mark.multiprocess
 def test_finalize_in_a_signal_handler_ends_what_its_thread_is_in() -> None:
     assert run_ranks(finalize_in_a_handler, 2) == ["ended"] * 2
+
+
+def finalize_in_a_handler_of_finalize() -> str:
+    """Rank 0 finalizes while an operation is pending, for which rank 1 comes once a handler has finalized there, too."""
+    with miraccl.init(timeout=20) as comm:
+        session, handled = comm._member.session, threading.Event()
+
+        def handle(*_: Any) -> None:
+            comm.finalize()
+            session.notify({"kind": "for a test"})
+
+        signal.signal(signal.SIGALRM, handle)
+        session.on_event(lambda _: handled.set())
+        comm.barrier()
+        if comm.rank == 0:
+            work = comm.all_reduce(np.ones(4), async_op=True)
+            threading.Thread(target=interrupt_when, args=(lambda: comm._member.faults.closing,), daemon=True).start()
+            comm.finalize()
+            return str(work.wait().sum())
+        assert handled.wait(20)
+        return str(comm.all_reduce(np.ones(4)).sum())
+
+
+@pytest.mark.multiprocess
+def test_finalize_in_a_signal_handler_leaves_one_that_is_under_way_alone() -> None:
+    assert run_ranks(finalize_in_a_handler_of_finalize, 2) == ["8.0"] * 2
+
+
+def test_what_is_submitted_while_another_thread_ends_the_background_work_is_run() -> None:
+    worker = Worker("a test", lambda on: None, lambda: None)
+    closer = threading.Thread(target=worker.close, args=(20.0,))
+    put = worker._queue.put
+
+    class Queue:
+        get = worker._queue.get
+
+        def put(self, item: Any) -> None:
+            if item is not None:
+                closer.start()
+                closer.join(0.2)  # it may come first, if it can
+            put(item)
+
+    worker._queue = Queue()  # type: ignore[assignment]
+    assert worker.submit("work", lambda: 7).wait(10) == 7
+    closer.join(20)
 
 
 # ---- several communicators

@@ -53,6 +53,15 @@ def dtype_code(ctx: int, array: int) -> int:
 
 
 @inline
+def common_dtype(ctx: int, x: int, out: int, writes: bool) -> int:
+    """The DType of two arrays, the second of which is written to perhaps; -1 where they have none in common or cannot be used."""
+    if not usable(ctx, x, READABLE) or not usable(ctx, out, WRITABLE if writes else READABLE):
+        return -1
+    dtype = dtype_code(ctx, x)
+    return dtype if dtype_code(ctx, out) == dtype else -1
+
+
+@inline
 def small_int(ctx: int, thing: int, kind: int) -> int:
     """The value of an object of exactly the type ``CTX_*_TYPE``; -1 for any other."""
     if load(thing + at.OB_TYPE) != load(ctx + kind):

@@ -7,7 +7,7 @@ wrong.
 from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout as at
-from miraccl.executor.cpu.kernels.arguments import READABLE, WRITABLE, dtype_code, elements, small_int, usable
+from miraccl.executor.cpu.kernels.arguments import READABLE, WRITABLE, common_dtype, dtype_code, elements, small_int, usable
 from miraccl.executor.cpu.kernels.counts import set_counts, size_class
 from miraccl.executor.cpu.kernels.p2p import item_size
 from miraccl.executor.cpu.kernels.uneven import elements_before, read_call_counts
@@ -118,10 +118,8 @@ def parse_rooted(door: int, ctx: int, args: int) -> int:
     is_root = root == load(ctx + at.CTX_RANK)
     has_input, has_output = is_root or coll == GATHER, is_root or coll == SCATTER
     x, out = load(args if has_input else args + 8), load(args + 8 if has_output else args)
-    if not usable(ctx, x, READABLE) or not usable(ctx, out, WRITABLE if has_output else READABLE):
-        return at.NEED_PLAN
-    dtype = dtype_code(ctx, x)
-    if dtype < 0 or dtype_code(ctx, out) != dtype:
+    dtype = common_dtype(ctx, x, out, has_output)
+    if dtype < 0:
         return at.NEED_PLAN
     count, out_count = elements(x) if has_input else 0, elements(out) if has_output else 0
     source, target = load(x + at.ARRAY_DATA), load(out + at.ARRAY_DATA)
@@ -171,10 +169,8 @@ def parse_uneven(door: int, ctx: int, args: int, lists: int) -> int:
     is_root = arg == load(ctx + at.CTX_RANK)
     has_input, has_output = coll != SCATTER or is_root, coll != GATHER or is_root
     x, out = load(args if has_input else args + 8), load(args + 8 if has_output else args)
-    if not usable(ctx, x, READABLE) or not usable(ctx, out, WRITABLE if has_output else READABLE):
-        return at.NEED_PLAN
-    dtype = dtype_code(ctx, x)
-    if dtype < 0 or dtype_code(ctx, out) != dtype:
+    dtype = common_dtype(ctx, x, out, has_output)
+    if dtype < 0:
         return at.NEED_PLAN
     if (has_input and elements(x) != count) or (has_output and elements(out) != out_count):
         return at.NEED_PLAN
