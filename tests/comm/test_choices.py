@@ -21,7 +21,7 @@ from miraccl.executor.cpu.sizes import size_class
 from miraccl.schedule import catalog
 from miraccl.schedule.catalog import register
 from miraccl.schedule.ir import Schedule, Step
-from miraccl.schedule.steps import copy, inp, one_channel, out, recv_reduce_copy, send, signal, wait
+from miraccl.schedule.steps import barrier, copy, inp, one_channel, out, recv, recv_reduce_copy, send, signal, wait
 from miraccl.types import Collective, DType, RedOp
 
 TUNED = (Collective.BROADCAST, Collective.REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
@@ -133,6 +133,25 @@ def test_uneven_blocks_are_not_kept_in_scratch_memory() -> None:
         assert "scratch" not in {row.algo: row.reason for row in planner.candidates(gather, 1024, DType.FLOAT32)}["pat_for_uneven"]
     finally:
         catalog.unregister("pat_for_uneven")
+
+
+def test_signals_go_with_blocks_that_all_ranks_know() -> None:
+    collectives = [Collective.ALL_GATHER, Collective.GATHER]
+    at_root = [copy(inp(0), out(0)), barrier(), recv(out(1), 1)]
+    programs = {
+        Collective.GATHER: [at_root, [barrier(), send(inp(0), 0)]],
+        Collective.ALL_GATHER: [[*at_root, send(inp(0), 1)], [barrier(), send(inp(0), 0), copy(inp(0), out(1)), recv(out(0), 0)]],
+    }
+    register("signals", collectives=collectives, uneven=collectives, sentence="")(
+        lambda collective, nranks, root: one_channel("signals", collective, programs[collective])
+    )
+    try:
+        planner = Planner(rank=0, shape=Shape(nranks=2), slot_bytes=1 << 18, constants=Constants(), overrides=Overrides())
+        for collective in collectives:
+            rows = {row.algo: row.reason for row in planner.candidates(collective, 1024, DType.FLOAT32, uneven=True)}
+            assert rows["signals"].startswith("has signals, and ranks") == (collective is Collective.GATHER)
+    finally:
+        catalog.unregister("signals")
 
 
 def twins(steps: Callable[[int], list[Step]], **more: Any) -> Schedule:

@@ -206,6 +206,34 @@ def test_signals_in_different_places_of_the_ranks() -> None:
     run_ranks(signals_apart, 3)
 
 
+def read_by_all(collective: Collective, nranks: int, root: int) -> Schedule:
+    """Everybody reads the inputs of its peers, whose sizes it does not look at."""
+
+    def steps(rank: int) -> Iterator[Step]:
+        peers = others(rank, nranks)
+        yield from (signal(peers), wait(peers), copy(inp(0), out(rank)))
+        yield from (get(inp(0), out(peer), peer) for peer in peers)
+        yield from (signal(peers), wait(peers))
+
+    return one_channel("read_by_all", collective, map(steps, range(nranks)))
+
+
+def reads_uneven_blocks() -> None:
+    gather, counts = Collective.ALL_GATHER, [1, 5, 2]
+    register("read_by_all", collectives=[gather], uneven=[gather], sentence="", needs_addressable_memory=True)(read_by_all)
+    with miraccl.init(algo="read_by_all") as comm:
+        x = np.full(counts[comm.rank], comm.rank, np.int32)
+        with pytest.raises(InvalidUsage, match="read_by_all addresses blocks of peers, who alone know where these lie"):
+            comm.all_gather_v(x, counts)
+        assert comm.all_gather(x[:1]).tolist() == [0, 1, 2]
+        comm._member.planner.overrides = replace(comm._member.planner.overrides, algo="")
+        assert comm.all_gather_v(x, counts).tolist() == [0, 1, 1, 1, 1, 1, 2, 2]
+
+
+def test_uneven_blocks_of_peers_are_not_read_at_places_that_they_alone_know() -> None:
+    run_ranks(reads_uneven_blocks, 3)
+
+
 def right_apart(collective: Collective, nranks: int, root: int) -> Schedule:
     """Right out of place only: rank 0 sends its input after it has written the sum."""
     programs = [[recv_reduce_copy(inp(0), out(0), 1), send(inp(0), 1)], [send(inp(0), 0), recv_reduce_copy(inp(0), out(0), 0)]]

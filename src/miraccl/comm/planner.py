@@ -18,12 +18,12 @@ from miraccl.comm.model import Constants, Shape, predict_us
 from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.executor.cpu.context import fold_kernel, scale_kernel, set_counts
 from miraccl.executor.cpu.kernels import layout as at
-from miraccl.executor.cpu.limits import check_limits, check_width
+from miraccl.executor.cpu.limits import SYNCS, check_limits, check_width
 from miraccl.executor.cpu.lower import Counts, Program, Run, lower, signature
 from miraccl.executor.cpu.sizes import size_class
 from miraccl.schedule import catalog
 from miraccl.schedule.catalog import Algorithm
-from miraccl.schedule.ir import Schedule
+from miraccl.schedule.ir import Buffer, Schedule
 from miraccl.schedule.layout import forms
 from miraccl.types import Collective, DType, RedOp
 
@@ -41,6 +41,8 @@ LARGE = 128 << 10
 PREFERENCE = ("one_shot", "two_shot", "ring", "chain", "pairwise", "recursive_doubling")
 PREFERENCE_LARGE = ("ring", *PREFERENCE)  # of all_reduce: half of its result goes past the caches
 MEMORY_ALGORITHM = "two_shot_put"
+#: the buffers that all ranks cut alike into uneven blocks, so that each knows where those of its peers lie
+CUT_ALIKE = {Collective.ALL_GATHER: Buffer.OUTPUT, Collective.REDUCE_SCATTER: Buffer.INPUT}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +153,7 @@ class Planner:
         if algorithm.name != asked and (flaw := find_flaw(algorithm, collective, self.shape.nranks, root, self.slot_bytes)):
             return _Row(math.inf, algorithm.name, f"left out: {flaw}")
         time = self._predict(algorithm, collective, block_bytes, dtype, root)
-        return _Row(time, algorithm.name, self._barred(algorithm, collective, dtype, uneven, asked))
+        return _Row(time, algorithm.name, self._barred(algorithm, collective, dtype, root, uneven, asked))
 
     def _choose(self, collective: Collective, block_bytes: int, dtype: DType, root: int, uneven: bool) -> str:
         """The algorithm.  What is best for the smallest size of a class is taken for the whole class, so that a new size costs no
@@ -192,12 +194,18 @@ class Planner:
         free = not (asked or self.overrides.algo)
         return algorithm.name == MEMORY_ALGORITHM and free and algorithm.supports(collective, self.shape.nranks)
 
-    def _barred(self, algorithm: Algorithm, collective: Collective, dtype: DType, uneven: bool, asked: str) -> str:
+    def _barred(self, algorithm: Algorithm, collective: Collective, dtype: DType, root: int, uneven: bool, asked: str) -> str:
         """Why an algorithm may not be used, or nothing; ``asked`` is what ``_asked`` says."""
         if uneven and collective not in algorithm.uneven:
             return "does not take uneven blocks"
-        if uneven and self._schedule(algorithm.name, collective, 0, in_place=False).scratch_chunks:
-            return "keeps blocks in scratch memory, which is not known to be large enough for uneven ones"
+        if uneven:
+            schedule = self._schedule(algorithm.name, collective, root, in_place=False)
+            if schedule.scratch_chunks:
+                return "keeps blocks in scratch memory, which is not known to be large enough for uneven ones"
+            if schedule.addressed - {CUT_ALIKE.get(collective)}:
+                return "addresses blocks of peers, who alone know where these lie if they are uneven"
+            if schedule.ops & SYNCS and collective not in CUT_ALIKE:
+                return "has signals, and ranks that do not know each other's blocks go through different numbers of rounds"
         if algorithm.needs_addressable_memory and collective is not Collective.BARRIER:
             if not self.addressable:
                 return "needs memory that peers can address, which not all ranks have here"

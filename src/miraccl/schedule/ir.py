@@ -289,3 +289,9 @@ class Schedule:
     @property
     def needs_addressable_memory(self) -> bool:
         return any(op.needs_addressable_memory for op in self.ops)
+
+    @cached_property
+    def addressed(self) -> frozenset[Buffer]:
+        """The buffers that ranks read or write in each other's memory."""
+        steps = (step for channel in self.channels for steps in channel for step in steps)
+        return frozenset(step.remote.buffer for step in steps if step.remote is not None)

@@ -21,7 +21,7 @@ Find = Callable[[int, int], Place | None]
 def launch_of(kernels: Kernels, plan: DevicePlan, request: Request, comm_args: lower.CommArgs, find: Find) -> Launch | OneSidedLaunch:
     """What runs a plan: for schedules with steps on the input or output of peers, launches that depend on where these lie."""
     schedule = schedules.schedule_of(plan, request, comm_args.order)
-    if schedule is None or not schedules.addressed_by_peers(schedule) - {Buffer.SCRATCH}:
+    if schedule is None or not schedule.addressed - {Buffer.SCRATCH}:
         return kernels.prepare(plan, request, comm_args)
     return OneSidedLaunch(kernels, schedule, plan, request, comm_args, find)
 
@@ -34,9 +34,8 @@ class OneSidedLaunch:
     ) -> None:
         self.plan, self.threads = plan, schedules.grid_of(plan, schedule) * plan.threads
         self._kernels, self._request, self._comm_args, self._find = kernels, request, comm_args, find
-        addressed, nranks = schedules.addressed_by_peers(schedule), request.nranks
-        blocks = (input_blocks(request.collective, nranks), output_blocks(request.collective, nranks))
-        self._bytes = [count * request.block_bytes if Buffer(buffer) in addressed else 0 for buffer, count in enumerate(blocks)]
+        blocks = (input_blocks(request.collective, request.nranks), output_blocks(request.collective, request.nranks))
+        self._bytes = [count * request.block_bytes if Buffer(buffer) in schedule.addressed else 0 for buffer, count in enumerate(blocks)]
         self._launches: dict[tuple[int, int], Launch] = {}
 
     def run(self, source: int, target: int, stream: int) -> None:

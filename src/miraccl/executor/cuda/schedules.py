@@ -172,20 +172,13 @@ def _check(schedule: Schedule, channels: Sequence[Sequence[Step]], request: Requ
                 raise InvalidUsage(f"schedule {schedule.name!r} cannot do a pre-multiplied sum: it reads {text}")
 
 
-def addressed_by_peers(schedule: Schedule) -> frozenset[Buffer]:
-    """The buffers that ranks read or write in each other's memory."""
-    steps = (step for channel in schedule.channels for steps in channel for step in steps)
-    return frozenset(step.remote.buffer for step in steps if step.remote)
-
-
 def _check_windows(schedule: Schedule, request: Request, windows: Windows, direct: bool) -> None:
-    addressed = addressed_by_peers(schedule)
     for buffer, at in ((Buffer.INPUT, windows.in_at), (Buffer.OUTPUT, windows.out_at)):
-        if buffer in addressed and not at:
+        if buffer in schedule.addressed and not at:
             name = buffer.name.lower()
             text = f"{request.collective.label} by {schedule.name!r}: ranks address each other's {name}, and this one is in no window"
             raise InvalidUsage(text, hint='take memory of comm.empty(..., device="cuda"), the same place of it on all ranks')
-    if Buffer.SCRATCH in addressed and not direct:
+    if Buffer.SCRATCH in schedule.addressed and not direct:
         raise InvalidUsage(f"schedule {schedule.name!r} addresses scratch memory of other GPUs, which have no peer access here")
 
 
