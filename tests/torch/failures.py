@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from miraccl.torch import BackendError, ProcessGroupMiraccl
+from miraccl.torch.progress import progress
 from tests.torch.worlds import refused, world
 
 
@@ -181,10 +183,15 @@ def all_aborted(path: str) -> str:
 def interrupted(path: str) -> str:
     """A handler of a signal raises while rank 0 waits for a message; the text of the error of each rank."""
 
-    def ring(number: int, frame: Any) -> None:
-        raise TimeoutError("from a handler")
-
     with world(path) as (rank, nranks):
+        group: Any = dist.group.WORLD
+        context = group._post.comm._member.context
+
+        def ring(number: int, frame: Any) -> None:
+            if context.interrupted:
+                raise TimeoutError("from a handler")
+            signal.setitimer(signal.ITIMER_REAL, 0.002)  # where nothing is under way, an exception does no harm
+
         before = signal.signal(signal.SIGALRM, ring)
         try:
             if rank == 0:
@@ -194,4 +201,22 @@ def interrupted(path: str) -> str:
             return str(error)
         finally:
             signal.signal(signal.SIGALRM, before)
+    return ""
+
+
+def interrupted_in_between(path: str) -> str:
+    """The same while rank 0 puts away what has come, in Python."""
+
+    def ring() -> Any:
+        raise TimeoutError("from a handler")
+
+    with world(path) as (rank, nranks), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "watch", lambda post: None)  # else its thread may come to it first
+        group: Any = dist.group.WORLD
+        if rank == 0:
+            group._post._sort = ring
+        try:
+            dist.recv(torch.ones(2), (rank + 1) % nranks)
+        except (BackendError, TimeoutError) as error:
+            return str(error)
     return ""

@@ -120,6 +120,7 @@ def test_failures_are_told_with_their_reason(tmp_path: Path) -> None:
         failures.aborted: [(), ("CommunicatorAborted", "rank 0")],
         failures.all_aborted: [(), ("CommunicatorAborted", "rank 0")],
         failures.interrupted: [("from a handler",), ("CommunicatorAborted", "signal handler", "rank 0")],
+        failures.interrupted_in_between: [("from a handler",), ("CommunicatorAborted", "TimeoutError", "rank 0")],
     }
     told = run_ranks(failures.in_turn, 2, str(tmp_path / "meet"), [check.__name__ for check in expected], timeout=120.0)
     for rank, texts in enumerate(told):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ class Post:
         self._unused: dict[int, Entry] = {}  # headers of sends by peer
         self._closed = False
         self.watched = False
-        self._inside = _Turn(self)
+        self._inside, self._held = _Turn(self), _Held(self)
 
     # ---- calls
 
@@ -117,14 +118,12 @@ class Post:
         """As ``progress`` asks: do what can be done at once if no other thread is inside."""
         if not self._turn.acquire(blocking=False):
             return False
-        try:
+        with self._held:
             before = self._done_so_far()
             if before is not None:
                 self._await_headers()
                 self._advance([])
             return None if before is None else self._done_so_far() != before
-        finally:
-            self._turn.release()
 
     def _done_so_far(self) -> tuple[int, ...] | None:
         """What is under way, and how far it has come; None for nothing."""
@@ -137,11 +136,9 @@ class Post:
     def poll(self, message: Message) -> bool:
         """Do what can be done at once; whether the message is done."""
         if not message.done and self._turn.acquire(blocking=False):
-            try:
+            with self._held:
                 self._await_headers()
                 self._advance([])
-            finally:
-                self._turn.release()
         return message.done
 
     def wait(self, message: Message, limit: float | None = None) -> None:
@@ -215,27 +212,30 @@ class Post:
         another message comes first, or none for a while, nothing has happened."""
         if not self._turn.acquire(blocking=False):
             return False
-        try:
+        with self._held:
             if self._moving or self._waiting or not self._is_first(message):
                 return False
             if self._early and not all(e.done for early in self._early for e in early.entries):
                 return False
-            tensor, limit_ns = message.tensor, self._slice_ns if len(self._wanted) == 1 else AMONG_OTHERS_NS
-            source = self._wire.take(message.peer, message.tag, tensor.data_ptr(), tensor.nbytes, limit_ns)
-            if source < 0 and source != -at.UNDER_WAY:
-                return False
-            self._wanted.remove(message)
-            if source >= 0:
-                message.peer, message.done = source, True
-            else:
-                entry = self._wire.rest(message.array)
-                message.peer, message.entries = entry.transfer.peer, [entry]
-                self._moving.append(message)
-        except MiracclError as error:
-            self._fail(error)
-        finally:
-            self._turn.release()
-        return message.done
+            try:
+                self._take_next(message)
+            except MiracclError as error:
+                self._fail(error)
+            return message.done
+
+    def _take_next(self, message: Message) -> None:
+        """Where the next message is not its own, nothing happens."""
+        tensor, limit_ns = message.tensor, self._slice_ns if len(self._wanted) == 1 else AMONG_OTHERS_NS
+        source = self._wire.take(message.peer, message.tag, tensor.data_ptr(), tensor.nbytes, limit_ns)
+        if source < 0 and source != -at.UNDER_WAY:
+            return
+        self._wanted.remove(message)
+        if source >= 0:
+            message.peer, message.done = source, True
+        else:
+            entry = self._wire.rest(message.array)
+            message.peer, message.entries = entry.transfer.peer, [entry]
+            self._moving.append(message)
 
     def _is_first(self, message: Message) -> bool:
         """Whether it waits for a message that no older receive may get."""
@@ -407,11 +407,29 @@ class Post:
                 self._fail(self._wire.expire(text, message.peer))
 
 
-class _Turn:
-    """One thread at a time; others are counted, so that the one inside hurries."""
+class _Held:
+    """The turn, which this thread has; it is over with the block.
+
+    What leaves the block and is no error of ours comes from the handler of a signal: nobody knows then how far messages have come, as when
+    it comes from within compiled code.
+    """
 
     def __init__(self, post: Post) -> None:
         self._post = post
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is not None and not issubclass(kind, MiracclError):
+                self._post.abort(f"{kind.__name__} was raised in the middle of a message")
+        finally:
+            self._post._turn.release()
+
+
+class _Turn(_Held):
+    """One thread at a time; others are counted, so that the one inside hurries."""
 
     def __enter__(self) -> None:
         post = self._post
@@ -423,6 +441,3 @@ class _Turn:
             finally:
                 with post._counting:
                     post._waiting -= 1
-
-    def __exit__(self, *args: object) -> None:
-        self._post._turn.release()
