@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import miraccl
 from miraccl import Communicator
 from miraccl.bootstrap import solo
-from miraccl.comm import member
+from miraccl.comm import faults, member
 from miraccl.comm.member import Options
 from miraccl.comm.window import PAGE, Window
 from miraccl.comm.work import Worker
@@ -238,6 +238,42 @@ def test_what_was_told_before_a_connection_broke_is_the_reason_however_late_the_
             comm.barrier()
 
     in_threads(3, work)
+
+
+def test_a_program_that_another_thread_wakes_goes_on_when_the_others_have_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may end at once."""
+    monkeypatch.setattr(faults, "HEARD_WAIT_S", 20.0)
+    watchers: dict[int, LateWatcher] = {}
+    all_here = threading.Barrier(2)
+
+    def work(comm: Communicator) -> None:
+        mine, session = comm._member.faults, comm._member.session
+        if comm.rank == 1:
+            watchers[1] = LateWatcher(session)
+        all_here.wait(20)
+        if comm.rank == 1:
+            until(lambda: mine.fault is not None)
+            return
+        link, seen, notify = session._link, [], session.notify
+        assert link is not None
+
+        def note(payload: dict[str, Any]) -> None:
+            seen.append(mine.fault)
+            notify(payload)
+
+        session.notify = note  # type: ignore[method-assign]
+        thread, errors = failing(lambda: comm.recv(np.ones(4), src=1))
+        aborts = threading.Thread(target=comm.abort, args=("for a test",))
+        aborts.start()
+        until(lambda: bool(errors) or len(link._status) == 2)  # who aborts and who was woken ask whether rank 1 has heard
+        assert not errors
+        assert seen == [None]  # when the others are told
+        watchers[1].let_go(100)
+        thread.join(20)
+        aborts.join(20)
+        assert isinstance(errors[0], CommunicatorAborted)
+
+    in_threads(2, work)
 
 
 def test_what_was_told_before_a_rank_left_is_the_reason_however_late_the_watcher_is() -> None:

@@ -213,17 +213,26 @@ class Faults:
         return self.fault
 
     def spread(self, error: MiracclError, kind: str) -> MiracclError:
-        """Settle on a fault found here and tell the others, who have heard of it when this returns: then this rank may end."""
-        settled = self.settle(error)
-        if settled is error:
-            payload: dict[str, Any] = {"kind": kind, "message": error.message, "op": error.op, "peer": error.peer}
-            if isinstance(error, CollectiveTimeout):
-                payload["graph"] = list(error.graph)
-            with contextlib.suppress(MiracclError):  # the control plane may be gone as well; the others find out by themselves
-                self.session.notify(payload)
-                self._unheard = True
+        """Settle on a fault found here and tell the others, who have heard of it when this returns: then this rank may end.
+
+        They are told first: a program that another thread wakes here may see the fault and end at once.
+        """
+        with self._lock:
+            first = self.fault is None
+            if first:
+                self._tell(error, kind)
+            settled = self.settle(error)
+        if first:
             self._let_hear()
         return settled
+
+    def _tell(self, error: MiracclError, kind: str) -> None:
+        payload: dict[str, Any] = {"kind": kind, "message": error.message, "op": error.op, "peer": error.peer}
+        if isinstance(error, CollectiveTimeout):
+            payload["graph"] = list(error.graph)
+        with contextlib.suppress(MiracclError):  # the control plane may be gone as well; the others find out by themselves
+            self.session.notify(payload)
+            self._unheard = True
 
     def _let_hear(self) -> None:
         """Wait until the others have heard of the fault; the watcher cannot, so whoever it wakes does."""
@@ -258,6 +267,7 @@ class Faults:
             self._await_news(_BEHIND_S[code])
             if self.fault is not None and self.fault.op is None:  # a death: it is told what it has interrupted
                 self.fault.op = op
+            self._let_hear()
         if code == at.ERR_ABORTED:
             error = CommunicatorAborted("the operation was aborted", rank=self.rank, op=op, hint=HINT)
             return self.fault or self.settle(self._behind(error))
