@@ -187,9 +187,9 @@ def test_different_settings_are_a_plan_mismatch(field: str) -> None:
 @pytest.mark.parametrize("where", ["python", "c", "recv"])
 def test_a_rank_that_never_arrives(where: str, ranks_per_host: int) -> None:
     got = values(rank_outcomes(fault_ranks.absent, 3, where, ranks_per_host, timeout=40))
-    for rank, value in enumerate(got):
+    for value in got:
         assert value["type"] == "CollectiveTimeout", value
-        assert value["seconds"] < 1.0 + 2.0 or (where == "c" and rank == 1)
+        assert value["seconds"] < 1.0 + SECONDS_TO_NOTICE
         graph = value["graph"]
         assert len(graph) == 3
         assert graph == got[0]["graph"] or where == "c" or ranks_per_host or where == "recv"
