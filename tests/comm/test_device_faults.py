@@ -12,6 +12,7 @@ import pytest
 
 from miraccl.bootstrap import Notice, PeerLost
 from miraccl.comm.device.faults import NOTICE, DeviceFaults
+from miraccl.comm.device.hosts.faults import HostsFaults
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, PeerDied
 from miraccl.executor.cuda import layout
 
@@ -21,7 +22,10 @@ class Told:
 
     def __init__(self, words: Any = None) -> None:
         self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32) if words is None else words
-        session: Any = types.SimpleNamespace(rank=0, on_event=lambda hear: setattr(self, "hear", hear))
+        session: Any = types.SimpleNamespace(
+            rank=0, on_event=lambda hear: setattr(self, "hear", hear), notify=lambda _: self.words_when_told.append(self.words.copy())
+        )
+        self.words_when_told: list[Any] = []
         self.faults = DeviceFaults(session, self.words, 1.0)
 
     def kernel(self, error: int, peer: int) -> None:
@@ -124,3 +128,24 @@ def test_the_words_are_not_written_any_more_once_their_memory_may_go() -> None:
     told.hear(ABORTED)
     told.faults.settle(CommunicatorAborted("too late"))
     assert order == ["written", "ended"]
+
+
+def test_others_are_told_of_an_abort_before_it_wakes_anybody_here() -> None:
+    """Who is woken may end at once."""
+    told = Told()
+    told.faults.abort("enough")
+    assert [words[layout.HOST_ABORT] for words in told.words_when_told] == [0]
+    assert told.faults.broken
+
+
+def test_others_are_told_of_a_fault_between_hosts_before_it_wakes_anybody_here() -> None:
+    order: list[str] = []
+
+    def note(kind: str) -> None:
+        order.append(f"{kind}, {'broken' if faults.fault else 'whole'}")
+
+    session: Any = types.SimpleNamespace(rank=0, notify=lambda _: note("told"))
+    faults = HostsFaults(session, let_go=lambda _: note("let go"), abort_network=lambda _: None)
+    faults.fail(CollectiveTimeout("late"))
+    faults.fail(CollectiveTimeout("later"))
+    assert order == ["told, whole", "let go, broken"]

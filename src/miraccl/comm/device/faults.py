@@ -77,11 +77,11 @@ class DeviceFaults:
     # ---- ending waits
 
     def abort(self, reason: str) -> None:
-        """End what waits on all ranks' GPUs. Any thread may call it."""
+        """End what waits on all ranks' GPUs. Any thread may call it. The others are told first: a program that it wakes may end at once."""
         text = f"rank {self.rank} aborted the communicator: {reason}"
-        self._end(CommunicatorAborted(text, rank=self.rank, peer=self.rank), found_here=True)
         with contextlib.suppress(MiracclError):  # the control plane may be gone as well
             self.session.notify({NOTICE: reason})
+        self._end(CommunicatorAborted(text, rank=self.rank, peer=self.rank), found_here=True)
 
     def settle(self, fault: MiracclError) -> None:
         """End what waits on this rank's GPU, because of ``fault``, which the others know. Any thread may call it."""

@@ -25,7 +25,7 @@ class HostsFaults:
         self.fault: MiracclError | None = None
         self.closed = False
         self._let_go, self._abort_network = let_go, abort_network
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may abort in the middle
 
     def check(self, name: str = "") -> None:
         """Raise if the communicator is closed or broken. Does not wait."""
@@ -35,16 +35,17 @@ class HostsFaults:
             raise self.fault
 
     def fail(self, error: Exception, told: bool = False) -> None:
-        """The first fault stays, and the other ranks are told unless they told us."""
+        """The first fault stays. The other ranks are told unless they told us, before the program can see it: that may end at once."""
         with self._lock:
             if self.fault is not None:
                 return
-            self.fault = error if isinstance(error, MiracclError) else SystemFailure(f"staging failed: {error!r}", rank=self.rank)
-        self._let_go(self.fault)
-        if not told:
-            words = {"kind": type(self.fault).__name__, "message": self.fault.message, "peer": self.fault.peer, "op": self.fault.op}
-            with contextlib.suppress(MiracclError):  # the control plane may be gone as well
-                self.session.notify({NOTICE: words})
+            fault = error if isinstance(error, MiracclError) else SystemFailure(f"staging failed: {error!r}", rank=self.rank)
+            if not told:
+                words = {"kind": type(fault).__name__, "message": fault.message, "peer": fault.peer, "op": fault.op}
+                with contextlib.suppress(MiracclError):  # the control plane may be gone as well
+                    self.session.notify({NOTICE: words})
+            self.fault = fault
+        self._let_go(fault)
 
     def heard(self, event: Event) -> None:
         """From the control plane."""
