@@ -200,6 +200,7 @@ def interrupted(path: str) -> str:
         except (BackendError, TimeoutError) as error:
             return str(error)
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
     return ""
 
