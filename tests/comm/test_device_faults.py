@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import types
 from collections.abc import Callable
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 
 from miraccl.bootstrap import Notice, PeerLost
+from miraccl.comm.device.boards import Boards, Launch
 from miraccl.comm.device.faults import NOTICE, DeviceFaults
 from miraccl.comm.device.hosts.faults import HostsFaults
+from miraccl.comm.device.notices import from_words, to_words
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, PeerDied
 from miraccl.executor.cuda import layout
 
@@ -21,12 +24,17 @@ class Told:
     """Faults with the words of a kernel, and the way by which the control plane tells."""
 
     def __init__(self, words: Any = None) -> None:
+        self.notices: list[Any] = []
+        self.boards: Boards | None = None
         self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32) if words is None else words
-        session: Any = types.SimpleNamespace(
-            rank=0, on_event=lambda hear: setattr(self, "hear", hear), notify=lambda _: self.words_when_told.append(self.words.copy())
-        )
         self.words_when_told: list[Any] = []
-        self.faults = DeviceFaults(session, self.words, 1.0)
+        listen = functools.partial(setattr, self, "hear")
+        session: Any = types.SimpleNamespace(rank=0, nranks=4, on_event=listen, notify=self.notify)
+        self.faults = DeviceFaults(session, self.words, 1.0, look=lambda _: self.boards, name=lambda number, _: f"launch #{number}")
+
+    def notify(self, notice: Any) -> None:
+        self.notices.append(notice)
+        self.words_when_told.append(self.words.copy())
 
     def kernel(self, error: int, peer: int) -> None:
         self.words[layout.HOST_PEER], self.words[layout.HOST_WHAT], self.words[layout.HOST_ERROR] = peer, layout.WHAT_MESSAGE, error
@@ -35,7 +43,7 @@ class Told:
 
 
 LOST = PeerLost(rank=1, reason="it ended")
-ABORTED = Notice(from_rank=1, payload={NOTICE: "enough"})
+ABORTED = Notice(from_rank=1, payload={NOTICE: to_words(CommunicatorAborted("rank 1 aborted the communicator: enough"))})
 
 
 @pytest.mark.parametrize("event", [LOST, ABORTED])
@@ -59,11 +67,56 @@ def test_what_was_heard_ends_waits_and_is_told(event: Any, error: type[Exception
         told.faults.check("all_reduce")
 
 
-def test_a_deadline() -> None:
+def test_a_deadline_of_a_message() -> None:
     told = Told()
     told.kernel(layout.ERROR_TIMEOUT, 1)
-    with pytest.raises(CollectiveTimeout, match="from rank 1"):
-        told.faults.check("all_reduce")
+    with pytest.raises(CollectiveTimeout, match="from rank 1") as raised:
+        told.faults.check("recv")
+    assert (raised.value.op, raised.value.graph) == ("recv", ())
+
+
+def test_a_deadline_says_who_has_come() -> None:
+    told = Told()
+    told.boards = Boards({1: Launch(8, 0), 2: Launch(6, 0), 3: None})
+    told.words[layout.HOST_LAUNCH] = 7
+    told.kernel(layout.ERROR_TIMEOUT, 2)
+    with pytest.raises(CollectiveTimeout, match="rank 2 has not come") as raised:
+        told.faults.check("barrier")
+    assert raised.value.op == "launch #7"
+    assert raised.value.graph == (
+        "rank 0: waits for a message from rank 2 in launch #7",
+        "rank 1: has begun it",
+        "rank 2: never came to it; its last was launch #6",
+        "rank 3: never came to it; it has run nothing yet",
+    )
+
+
+def test_what_a_kernel_found_is_told_to_all_once() -> None:
+    told, other = Told(), Told()
+    told.boards = Boards({1: Launch(7, 0)})
+    told.words[layout.HOST_LAUNCH] = 7
+    told.kernel(layout.ERROR_TIMEOUT, 1)
+    for _ in range(2):
+        with pytest.raises(CollectiveTimeout, match="rank 1 has begun"):
+            told.faults.check()
+    (notice,) = told.notices
+    other.hear(Notice(from_rank=0, payload=notice))
+    assert other.words[layout.HOST_ABORT] == 1
+    with pytest.raises(CollectiveTimeout, match="rank 0 waited longer than") as raised:
+        other.faults.check("all_reduce")
+    assert raised.value.graph == ("rank 0: waits for a message from rank 1 in launch #7", "rank 1: has begun it")
+    assert other.notices == []
+
+
+@pytest.mark.parametrize("words", [None, "enough", {"kind": "SystemExit"}, {"kind": "Fault"}])
+def test_notices_that_are_no_errors(words: Any) -> None:
+    assert from_words(words, rank=0, source=1) is None
+
+
+def test_boards_of_numbers_that_have_gone_round() -> None:
+    boards = Boards({1: Launch(3, 0), 2: Launch(2**32 - 3, 0)})
+    assert boards.has_begun(1, 2**32 - 2)
+    assert not boards.has_begun(2, 1)
 
 
 class LateWords(np.ndarray[Any, Any]):

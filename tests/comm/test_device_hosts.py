@@ -101,6 +101,13 @@ def test_a_failure_of_the_driver_is_told_to_all() -> None:
         assert "cuMemcpyDtoHAsync" in text
 
 
+def test_what_a_kernel_found_is_told_to_other_hosts() -> None:
+    for text in run_ranks(fake_hosts.kernel_waits_in_vain, 4, "AABB", env=SMALL):
+        assert text.startswith("CollectiveTimeout")
+        assert "rank 3 waited longer than" in text
+        assert "from rank 2 (" in text
+
+
 @pytest.mark.parametrize(("apart", "sends"), WAITS)
 def test_a_deadline_ends_what_waits(apart: bool, sends: bool) -> None:
     texts = run_ranks(fake_hosts.lonely, 2, "AB", apart, sends)

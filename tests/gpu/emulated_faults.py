@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 from tests.comm.fault_ranks import seen as told_by
 from tests.gpu.emulated_ranks import Rank, rank
@@ -76,6 +78,32 @@ def alone(how: str) -> str:
         return outcome(me)
 
 
+def never_comes() -> dict[str, Any]:
+    """The last rank does not come to the second operation. Rank 0's deadline passes soon, the others' never."""
+    with rank(timeout=600.0) as me:
+        x, last = me.put(np.ones(1000)), me.nranks - 1
+        me.comm.all_reduce(x, stream=0)
+        me.synchronize()
+        device = me.comm._device
+        assert isinstance(device, DeviceCommunicator)
+        if me.rank == 0:  # only now: compilers run before the first operation
+            boards = device._look_at_boards(2)
+            while boards is None or not all(boards.has_begun(peer, 2) for peer in range(1, last)):
+                boards = device._look_at_boards(2)
+            device._comm_args = dataclasses.replace(device._comm_args, timeout_ns=int(0.3e9))
+            device._forget()
+        if me.rank == last:
+            while not device.faults.broken:
+                os.sched_yield()
+        try:
+            if me.rank != last:
+                me.comm.all_reduce(x, stream=0)
+            me.synchronize()
+        except MiracclError as error:
+            return told_by(error)
+        return {"type": "none"}
+
+
 def outcome(me: Rank) -> str:
     try:
         me.synchronize()
@@ -136,8 +164,6 @@ def unheard_of() -> str:
 
 def death_between_copies() -> None:
     """Rank 1 dies between its meeting and its copies: rank 0's streams are let go of."""
-    import os
-
     from miraccl.errors import PeerDied
     from miraccl.executor.cuda import staged_copies
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from miraccl.comm.device.memory import DeviceMemory
 from miraccl.errors import MiracclError
-from miraccl.executor.cuda import driver
+from miraccl.executor.cuda import driver, layout
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, RedOp
 
@@ -444,8 +444,9 @@ def seen(memory: DeviceMemory) -> np.ndarray:
 class FakeLocal:
     """``comm.device.DeviceCommunicator`` for ranks of a host without kernels: streams call a CPU communicator."""
 
-    def __init__(self, session: Any, ordinal: int, options: Any, stages: Any) -> None:
+    def __init__(self, session: Any, ordinal: int, options: Any, stages: Any, called: Sequence[int]) -> None:
         from miraccl.comm.communicator import Communicator
+        from miraccl.comm.device.faults import DeviceFaults
 
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         self.gpu = driver.Gpu(ordinal)
@@ -454,6 +455,8 @@ class FakeLocal:
         part = session.sub(range(self.nranks), name)
         self._cpu = Communicator.from_session(part, options, stages=stages.part(part))
         self._stream = -1
+        self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32)  # what kernels would write
+        self.faults = DeviceFaults(session, self.words, options.timeout, look=lambda _: None, name=lambda *_: "", called=called)
         self.calls: list[Collective] = []
         self.symmetric, self.ways = types.SimpleNamespace(nbytes=0), list
         self.memory = lambda: {"device": 0, "windows": 0, "pinned": 0}
@@ -516,6 +519,8 @@ class FakeLocal:
         self._put(Collective.REDUCE, stream, lambda: self._cpu.reduce(seen(x), root, target, op))
 
     def check(self, name: str = "") -> None:
+        if self.words[layout.HOST_ERROR]:
+            self.faults.check(name)
         self._cpu._member.check(0, name)
 
     def settle(self, fault: MiracclError) -> None:

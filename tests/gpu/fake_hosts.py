@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,16 @@ from miraccl.comm.device.hosts.staging import LANES
 from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.comm.member import Options
-from miraccl.errors import CollectiveMismatch, CommunicatorAborted, InvalidUsage, MiracclError, PeerDied, SystemFailure
+from miraccl.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    CommunicatorAborted,
+    InvalidUsage,
+    MiracclError,
+    PeerDied,
+    SystemFailure,
+)
+from miraccl.executor.cuda import layout
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
@@ -510,6 +520,17 @@ def driver_fails(hosts: str, apart: bool) -> str:
         w.cuda.refuse.clear()
         w.cuda.cuCtxSynchronize()
         return _fault(w, x, (SystemFailure,))
+
+
+def kernel_waits_in_vain(hosts: str) -> str:
+    """A kernel of rank 3 passes its deadline while it waits for the first rank of its host."""
+    with session() as world:
+        w = World(world, hosts)
+        x = w.zeros(BIG, DType.FLOAT32)
+        if w.rank == 3:
+            words: Any = w.comm.local.faults._words
+            words[layout.HOST_PEER], words[layout.HOST_ERROR] = 0, layout.ERROR_TIMEOUT
+        return _fault(w, x, (CollectiveTimeout,))
 
 
 def lonely(hosts: str, apart: bool, sends: bool) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +22,7 @@ from miraccl.schedule.ir import Schedule
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.schedule.steps import inp, one_channel, out, recv_reduce_copy, send
 from miraccl.types import Collective, DType, RedOp
-from tests.gpu.emulator import Machine, needs_compiler
+from tests.gpu.emulator import Clock, Machine, needs_compiler
 from tests.gpu.emulator.collective import asked, launch_each, machine, run, small, special
 
 pytestmark = needs_compiler
@@ -348,7 +350,28 @@ def test_a_rank_that_does_not_come_ends_the_wait() -> None:
     lonely = Machine(2, timeout_s=0.2)
     launch_each(lonely, [asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 2, "one_shot", "ll128"), None])
     assert lonely.errors() == [layout.ERROR_TIMEOUT, 0]
-    assert int(lonely.host[0][layout.HOST_PEER]) == 1
+    assert [int(lonely.host[0][word]) for word in (layout.HOST_PEER, layout.HOST_WHAT, layout.HOST_LAUNCH)] == [1, layout.WHAT_PACKET, 1]
+
+
+@pytest.mark.parametrize("seconds", [-5, 1000])
+def test_a_clock_that_jumps_ends_no_wait(seconds: int) -> None:
+    """A clock that goes back by a little was taken for one that has gone round: a deadline of centuries had passed."""
+    two, clock = Machine(2, timeout_s=60), Clock()
+    request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 1, 2, "one_shot", "ll128")  # one thread waits
+    with ThreadPoolExecutor(1) as other:
+        waits = other.submit(launch_each, two, [request, None])
+
+        def wait_for_looks(looks: int) -> None:
+            before = clock.looks()
+            while clock.looks() < before + looks and not waits.done():
+                os.sched_yield()
+
+        wait_for_looks(1)
+        clock.jump(seconds)
+        wait_for_looks(2)
+        launch_each(two, [None, request])
+        waits.result()
+    assert two.errors() == [0, 0]
 
 
 def meeting(nranks: int) -> KernelSpec:
@@ -396,7 +419,7 @@ def test_a_mismatch_is_told_to_who_goes_on_though_the_other_has_ended() -> None:
     assert two.errors()[0] == 0
     launch_each(two, [less, None])
     assert two.errors()[0] == layout.ERROR_MISMATCH
-    assert [int(two.host[0][word]) for word in (layout.HOST_PEER, layout.HOST_WHAT)] == [1, 1]
+    assert [int(two.host[0][word]) for word in (layout.HOST_PEER, layout.HOST_LAUNCH)] == [1, 1]
 
 
 def test_a_mismatch_that_nobody_waits_for_is_told_one_launch_later() -> None:
@@ -405,7 +428,7 @@ def test_a_mismatch_that_nobody_waits_for_is_told_one_launch_later() -> None:
     assert two.errors() == [0, 0]
     launch_each(two, [asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 2, "one_shot", "ll128")] * 2)
     assert two.errors() == [layout.ERROR_MISMATCH] * 2
-    assert int(two.host[0][layout.HOST_WHAT]) == 1
+    assert int(two.host[0][layout.HOST_LAUNCH]) == 1
 
 
 @pytest.mark.parametrize(

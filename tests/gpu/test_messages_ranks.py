@@ -151,6 +151,18 @@ def test_waits_end(how: str) -> None:
     assert how == "abort" or "a message from rank 0" in answer
 
 
+def test_a_deadline_names_who_did_not_come_on_every_rank() -> None:
+    answers = run(emulated_faults.never_comes, 3)
+    what = "(1000 x float32, sum; one_shot, ll128)"
+    for rank, answer in enumerate(answers):
+        assert answer["type"] == "CollectiveTimeout", answer
+        assert answer["op"] == f"all_reduce #2 {what}"
+        assert f"rank {rank}, all_reduce #2" in answer["text"]
+        assert "rank 0 waited longer than" in answer["text"]
+        assert answer["graph"][0].endswith(f"in all_reduce #2 {what}")
+        assert answer["graph"][1:] == ["rank 1: has begun it", f"rank 2: never came to it; its last was all_reduce #1 {what}"]
+
+
 def test_an_abort_ends_the_kernels_of_others() -> None:
     answer = run(emulated_faults.aborted_by_another, 2)[1]
     assert answer.startswith("CommunicatorAborted")

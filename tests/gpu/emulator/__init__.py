@@ -75,15 +75,34 @@ def _texts() -> dict[str, str]:
     return {name: (HERE / name).read_text() for name in ("machine.h", "machine.cpp", "launch.h")}
 
 
+def machine_library() -> Path:
+    """What all kernels share."""
+    texts = _texts()
+    return compiled(f"machine-{hashlib.sha256(''.join(texts.values()).encode()).hexdigest()[:16]}", texts["machine.cpp"])
+
+
+class Clock:
+    """The clock of all emulated GPUs of this process."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(str(machine_library()))
+        self._ahead, self._reads = ctypes.c_int64.in_dll(library, "clock_ahead"), ctypes.c_uint64.in_dll(library, "clock_reads")
+
+    def looks(self) -> int:
+        """How often kernels have looked at it."""
+        return self._reads.value
+
+    def jump(self, seconds: float) -> None:
+        self._ahead.value += int(seconds * 1e9)
+
+
 def compile_kernel(spec: KernelSpec) -> Any:
     """The function ``emulate`` of a kernel."""
     text = write_source(spec, 90, machine='#include "machine.h"\n')
     key = hashlib.sha256("".join((text, *_texts().values())).encode()).hexdigest()[:16]
     if key not in _loaded:
-        shared = hashlib.sha256("".join(_texts().values()).encode()).hexdigest()[:16]
-        machine = compiled(f"machine-{shared}", _texts()["machine.cpp"])
         whole = f'{text}\n#define ENTRY {spec.entry}\n#include "launch.h"\n'
-        loaded = ctypes.CDLL(str(compiled(f"{spec.name}-{key}", whole, str(machine))))
+        loaded = ctypes.CDLL(str(compiled(f"{spec.name}-{key}", whole, str(machine_library()))))
         _loaded[key] = loaded.emulate
         _loaded[key].argument_bytes = loaded.argument_bytes()
     return _loaded[key]

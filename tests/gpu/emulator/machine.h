@@ -117,7 +117,7 @@ inline u64 load_word(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED)
 inline u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void store_word(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline void fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline u64 now_ns() { timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return u64(t.tv_sec) * 1000000000ull + t.tv_nsec; }
+u64 now_ns();
 inline u32 draw(u32* p, u32 last) {
   u32 v = __atomic_load_n(p, __ATOMIC_RELAXED);
   while (!__atomic_compare_exchange_n(p, &v, v >= last ? 0 : v + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {}

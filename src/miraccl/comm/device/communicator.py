@@ -21,6 +21,7 @@ from miraccl.comm import group as groups
 from miraccl.comm import nccl_wishes
 from miraccl.comm.arguments import operator
 from miraccl.comm.control import SET_UP, Bare, Plane
+from miraccl.comm.device.boards import Boards, read_boards
 from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
 from miraccl.comm.device.ctas import Ctas
 from miraccl.comm.device.engines import CopyEngines
@@ -71,10 +72,17 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
     """The GPU side of a communicator; made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU."""
 
     def __init__(
-        self, session: Session, ordinal: int, options: Options | None = None, *, plane: Plane | None = None, stages: Stages | None = None
+        self,
+        session: Session,
+        ordinal: int,
+        options: Options | None = None,
+        *,
+        plane: Plane | None = None,
+        stages: Stages | None = None,
+        called: Sequence[int] = (),
     ) -> None:
         """Without ``options`` those of the environment; ``plane`` as in ``make_device_communicator``; ``stages`` of a session that
-        is this communicator's alone and ends with it."""
+        is this communicator's alone and ends with it; ``called`` are the numbers of the ranks where waits fail, if not their own."""
         self._leaves, stages = stages is not None, stages or Stages(session, what=SET_UP)
         options = Options.create() if options is None else options
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
@@ -98,7 +106,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         )
         try:
             self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
-            self.faults = DeviceFaults(session, self._host, options.timeout)  # hears what comes from ranks that are ready
+            self.faults = DeviceFaults(  # hears what comes from ranks that are ready
+                session, self._host, options.timeout, look=self._look_at_boards, name=self._name_of_launch, called=called
+            )
             self.ring, self.ctas = self._agree(options.cta_policy, stages)
         except (BootstrapError, PeerDied, SystemFailure):  # after others, as a deadline, a rank may be ready and write to this one's memory
             with contextlib.suppress(MiracclError):
@@ -373,6 +383,22 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         return {"device": own + windows, "windows": windows, "pinned": layout.HOST_BYTES + self.symmetric.host_bytes()}
 
     # ---- failure and end
+
+    def _look_at_boards(self, number: int) -> Boards | None:
+        with contextlib.suppress(MiracclError):  # the GPU may be what is broken
+            self.gpu.make_current()
+            return read_boards(self.gpu, self._comm_args, number)
+        return None
+
+    def _name_of_launch(self, number: int, signature: int) -> str:
+        """As of CPU operations, with the number of the launch: ``all_reduce #17 (1024 x float32, sum; ring, simple)``."""
+        for (collective, dtype, count, op, root), launch in list(self._launches.items()):
+            if isinstance(launch, Launch) and launch.signature == signature:
+                what = [f"{count} x {dtype.label}"]
+                what += [operator(op, dtype, collective.label)[0].name.lower()] if collective.reduces else []
+                what += [f"root {root}"] if collective.rooted else []
+                return f"{collective.label} #{number} ({', '.join(what)}; {launch.plan.algo}, {launch.plan.proto})"
+        return f"launch #{number}"
 
     def check(self, name: str = "") -> None:
         """Raise if the communicator is closed, was aborted, or a kernel passed its deadline. Does not wait for kernels."""

@@ -1,38 +1,58 @@
 """What ends waiting on a GPU, and how it is told: deadlines, mismatches, aborts, deaths.
 
 Kernels look at two words in host memory while they wait: one ends the wait, the other takes what they found.  ``DeviceFaults`` owns these
-words for a communicator of one host.  It hears of deaths and of other ranks' aborts from the control plane, tells other ranks of its own,
+words for a communicator of one host.  It hears of deaths and of other ranks' faults from the control plane, tells other ranks of its own,
 and raises everything as the same errors as on the CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from miraccl.bootstrap import Event, Notice, PeerLost, Session
+from miraccl.comm.device.boards import Boards
 from miraccl.comm.device.messages import mismatch
+from miraccl.comm.device.notices import from_words, to_words
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
 from miraccl.executor.cuda import layout
 
 NOTICE = "gpu_abort"
 REPEAT_S = 0.002
+_EXPLAINS = (layout.ERROR_MISMATCH, layout.ERROR_SIZES)  # also why the peer has left or aborted since
 
 
 class DeviceFaults:
-    """``words`` are the host words of ``executor.cuda.layout``."""
+    """``words`` are the host words of ``executor.cuda.layout``; ``look(number)`` reads what all ranks run, seen from a launch, and
+    ``name(number, signature)`` says what a launch is.  ``called`` are the numbers of the ranks in errors."""
 
-    def __init__(self, session: Session, words: Any, timeout_s: float) -> None:
-        self.session, self.rank = session, session.rank
+    def __init__(
+        self,
+        session: Session,
+        words: Any,
+        timeout_s: float,
+        *,
+        look: Callable[[int], Boards | None],
+        name: Callable[[int, int], str],
+        called: Sequence[int] = (),
+    ) -> None:
+        self.session = session
+        self._called = called or range(session.nranks)
+        self.rank = self._called[session.rank]
+        #: how other ranks are told of a fault that was found here
+        self.spread: Callable[[MiracclError], None] = self._notify
         self._words, self._timeout = words, timeout_s
+        self._look, self._name = look, name
         self._fault: MiracclError | None = None
+        self._found = False  # what kernels wrote is the fault, or came too late to be
         self._told = False
+        self._lock = threading.RLock()  # a signal handler may abort in the middle
         self._ended = threading.Event()
         self._releases: list[Callable[[], None]] = []
         self._releasing = False
-        self._lock = threading.RLock()  # a signal handler may abort in the middle
         session.on_event(self._event)
 
     @property
@@ -41,59 +61,87 @@ class DeviceFaults:
 
     def check(self, name: str = "") -> None:
         """Raise what was found so far, if anything."""
+        self._take_in()
         with self._lock:
-            error = self._found(name or None)
-        if error is not None:
+            fault = self._fault
+            if fault is None and self.broken:
+                fault = CommunicatorAborted("the communicator was aborted", rank=self.rank)
+        if fault is not None:
             self._told = True
-            raise error
+            raised = copy.copy(fault)  # each has a traceback of its own
+            raised.op = fault.op or name or None
+            raise raised
 
     def untold(self) -> MiracclError | None:
         """What kernels found and nobody was told."""
-        found = self._words[layout.HOST_ERROR] and self._fault is None and not self._told
-        return self._found(None) if found else None
+        self._take_in()
+        return self._fault if self._found and not self._told else None
 
-    def _found(self, name: str | None) -> MiracclError | None:
-        words, rank = self._words, self.rank
-        error, peer = int(words[layout.HOST_ERROR]), int(words[layout.HOST_PEER])
-        explains = error in (layout.ERROR_MISMATCH, layout.ERROR_SIZES)  # also why the peer has left or aborted since
-        if self._fault is not None and not explains:
-            return type(self._fault)(self._fault.message, rank=rank, peer=self._fault.peer, op=name)
-        if error == layout.ERROR_TIMEOUT:
-            what = layout.WHAT_TEXT.get(int(words[layout.HOST_WHAT]), "something")
-            text = f"waited longer than {self._timeout:.3g} s for {what} from rank {peer}"
-            hint = f"rank {peer} has not come to this operation, or is stuck before it on its stream"
-            return CollectiveTimeout(text, rank=rank, peer=peer, op=name, hint=hint)
-        if error == layout.ERROR_MISMATCH:
-            launch = int(words[layout.HOST_WHAT])
-            text = f"rank {peer} called another operation in the same place (number {launch} of this communicator on GPU memory)"
-            hint = "collective, dtype, elements, operator, root and window must be the same on all ranks; results since then are void"
-            return CollectiveMismatch(text, rank=rank, peer=peer, op=name, hint=hint)
+    # ---- what kernels found
+
+    def _take_in(self) -> None:
+        """Make what kernels wrote the fault, and tell the others."""
+        error = int(self._words[layout.HOST_ERROR])
+        if not error or self._found:
+            return
+        with self._lock:
+            if self._found or (self._fault is not None and error not in _EXPLAINS):
+                return
+            fault = self._explain(error)
+            self.spread(fault)  # before the program sees it, which may end at once
+            self._found, self._fault = True, fault
+
+    def _explain(self, error: int) -> MiracclError:
+        words, rank, number = self._words, self.rank, int(self._words[layout.HOST_LAUNCH])
+        peer = self._called[there := int(words[layout.HOST_PEER])]
         if error == layout.ERROR_SIZES:
-            return mismatch(words, rank, name)
-        if words[layout.HOST_ABORT]:
-            return CommunicatorAborted("the communicator was aborted", rank=rank, op=name)
-        return None
+            return mismatch(words, rank, peer)
+        op = self._name(number, int(words[layout.HOST_SIGNATURE])) if number else None
+        if error == layout.ERROR_MISMATCH:
+            text = f"rank {peer} called another operation in the same place (number {number} of this communicator on GPU memory)"
+            hint = "collective, dtype, elements, operator, root and window must be the same on all ranks; results since then are void"
+            return CollectiveMismatch(text, rank=rank, peer=peer, op=op, hint=hint)
+        what = layout.WHAT_TEXT.get(int(words[layout.HOST_WHAT]), "something")
+        text = f"rank {rank} waited longer than {self._timeout:.3g} s for {what} from rank {peer}"
+        boards = self._look(number) if number else None
+        if boards is None:
+            hint = f"rank {peer} has not come to this operation, or is stuck before it on its stream"
+            return CollectiveTimeout(text, rank=rank, peer=peer, op=op, hint=hint)
+        graph = {self._called[r]: f"rank {self._called[r]}: {boards.describe(r, number, self._name)}" for r in boards.newest}
+        graph[rank] = f"rank {rank}: waits for {what} from rank {peer} in {op}"
+        if boards.has_begun(there, number):
+            hint = f"rank {peer} has begun this operation, too; its GPU did not go on, or this is a defect of miraccl: please report it"
+        else:
+            hint = f"rank {peer} has not come to this operation, or is stuck before it on its stream"
+        lines = tuple(line for _, line in sorted(graph.items()))
+        return CollectiveTimeout(text, graph=lines, rank=rank, peer=peer, op=op, hint=hint)
 
     # ---- ending waits
 
     def abort(self, reason: str) -> None:
         """End what waits on all ranks' GPUs. Any thread may call it. The others are told first: a program that it wakes may end at once."""
-        text = f"rank {self.rank} aborted the communicator: {reason}"
-        with contextlib.suppress(MiracclError):  # the control plane may be gone as well
-            self.session.notify({NOTICE: reason})
-        self._end(CommunicatorAborted(text, rank=self.rank, peer=self.rank), found_here=True)
+        error = CommunicatorAborted(f"rank {self.rank} aborted the communicator: {reason}", rank=self.rank, peer=self.rank)
+        self._notify(error)
+        self._end(error, found_here=True)
 
     def settle(self, fault: MiracclError) -> None:
         """End what waits on this rank's GPU, because of ``fault``, which the others know. Any thread may call it."""
         self._end(fault)
 
+    def _notify(self, error: MiracclError) -> None:
+        with contextlib.suppress(MiracclError):  # the control plane may be gone as well
+            self.session.notify({NOTICE: to_words(error)})
+
     def _event(self, event: Event) -> None:
         """From the session's watcher: kernels that wait end within milliseconds."""
         if isinstance(event, PeerLost):
-            self._end(PeerDied(f"rank {event.rank} died: {event.reason}", rank=self.rank, peer=event.rank))
+            peer = self._called[event.rank] if event.rank >= 0 else -1
+            who = f"rank {peer}" if event.rank >= 0 else "the launcher"
+            self._end(PeerDied(f"{who} died: {event.reason}", rank=self.rank, peer=peer))
         elif isinstance(event, Notice) and NOTICE in event.payload:
-            text = f"rank {event.from_rank} aborted the communicator: {event.payload[NOTICE]}"
-            self._end(CommunicatorAborted(text, rank=self.rank, peer=event.from_rank))
+            peer = self._called[event.from_rank]
+            told = from_words(event.payload[NOTICE], rank=self.rank, source=peer)
+            self._end(told or CommunicatorAborted("the communicator was aborted", rank=self.rank, peer=peer))
 
     def on_abort(self, release: Callable[[], None]) -> None:
         """``release`` lets go of streams that wait for words; it is called again and again once waits are to end."""

@@ -46,14 +46,14 @@ def frame_of(memory: SymmetricMemory) -> Frame:
     return Frame.LINE
 
 
-def mismatch(host: Any, rank: int, name: str | None) -> MiracclError:
+def mismatch(host: Any, rank: int, peer: int) -> MiracclError:
     """The error of ``layout.ERROR_SIZES``."""
-    peer, sends = int(host[layout.HOST_PEER]), int(host[layout.HOST_WHAT]) == layout.WHAT_SEND
+    sends = int(host[layout.HOST_WHAT]) == layout.WHAT_SEND
     words = [int(host[layout.HOST_SIZES + i]) for i in range(4)]
     mine, theirs = (_in_words(words[i] | words[i + 1] << 32) for i in (0, 2))
     verb, other = ("sends", "receives") if sends else ("receives", "sends")
     text = f"rank {rank} {verb} {mine} where rank {peer} {other} {theirs}"
-    return CollectiveMismatch(text, rank=rank, peer=peer, op=name, hint="a send and its receive have the same count and dtype")
+    return CollectiveMismatch(text, rank=rank, peer=peer, hint="a send and its receive have the same count and dtype")
 
 
 def _in_words(size: int) -> str:

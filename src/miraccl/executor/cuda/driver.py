@@ -169,6 +169,14 @@ class Gpu:
         """Enqueue filling memory with a 32-bit word."""
         check(self.cuda.cuMemsetD32Async(address, word, count, stream), "cuMemsetD32Async")
 
+    def read(self, address: int, nbytes: int) -> bytes:
+        """What lies in memory that this GPU sees; waits for the copy alone."""
+        room = ctypes.create_string_buffer(nbytes)
+        with self.outside_of_capture():
+            check(self.cuda.cuMemcpyDtoHAsync(ctypes.addressof(room), address, nbytes, self._side), "cuMemcpyDtoHAsync")
+            check(self.cuda.cuStreamSynchronize(self._side), "cuStreamSynchronize")
+        return room.raw
+
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Enqueue a copy on this GPU."""
         check(self.cuda.cuMemcpyDtoDAsync(target, source, nbytes, stream), "cuMemcpyDtoDAsync")

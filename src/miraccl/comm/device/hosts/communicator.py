@@ -85,7 +85,9 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives):
         self._local_session = session.sub(self.layout.mine, f"{session.name}/gpu host {self.layout.host}")
         with contextlib.ExitStack() as unless_made:
             unless_made.callback(self._local_session.close)
-            self.local = DeviceCommunicator(self._local_session, ordinal, options, stages=stages.part(self._local_session, SET_UP))
+            part, mine = stages.part(self._local_session, SET_UP), self.layout.mine
+            self.local = DeviceCommunicator(self._local_session, ordinal, options, stages=part, called=mine)
+            self.local.faults.spread = self.faults.fail  # also to other hosts
             unless_made.callback(self.local.close)
             unmade = CommunicatorAborted("the GPU side could not be made", rank=self.rank)
             unless_made.callback(self.local.settle, unmade)  # else it would be closed together with others

@@ -6,8 +6,8 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-from miraccl import errors
 from miraccl.bootstrap import Event, Notice, PeerLost, Session
+from miraccl.comm.device.notices import from_words, to_words
 from miraccl.errors import CommunicatorAborted, CommunicatorClosed, MiracclError, PeerDied, SystemFailure
 
 NOTICE = "gpu_fault"
@@ -41,9 +41,8 @@ class HostsFaults:
                 return
             fault = error if isinstance(error, MiracclError) else SystemFailure(f"staging failed: {error!r}", rank=self.rank)
             if not told:
-                words = {"kind": type(fault).__name__, "message": fault.message, "peer": fault.peer, "op": fault.op}
                 with contextlib.suppress(MiracclError):  # the control plane may be gone as well
-                    self.session.notify({NOTICE: words})
+                    self.session.notify({NOTICE: to_words(fault)})
             self.fault = fault
         self._let_go(fault)
 
@@ -53,14 +52,9 @@ class HostsFaults:
             return
         if isinstance(event, PeerLost):
             self.fail(PeerDied(f"rank {event.rank} died: {event.reason}", rank=self.rank, peer=event.rank), told=True)
-        elif isinstance(event, Notice) and isinstance(words := event.payload.get(NOTICE), dict):
-            kind = getattr(errors, str(words.get("kind")), None)
-            if isinstance(kind, type) and issubclass(kind, MiracclError):
-                peer = words.get("peer")
-                about = peer if isinstance(peer, int) else event.from_rank
-                error = kind(str(words.get("message", "")), rank=self.rank, peer=about, op=words.get("op"))
-                self.fail(error, told=True)
-                self._abort_network(error.message)
+        elif isinstance(event, Notice) and (error := from_words(event.payload.get(NOTICE), rank=self.rank, source=event.from_rank)):
+            self.fail(error, told=True)
+            self._abort_network(error.message)
 
     def abort(self, reason: str) -> None:
         """End what waits, on all ranks; later calls raise. Any thread may call it."""

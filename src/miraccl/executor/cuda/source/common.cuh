@@ -262,50 +262,61 @@ __device__ __forceinline__ uint4* board(char* box, u32 src, u32 launch) {
   return (uint4*)(box + BOARD_OFFSET) + src * BOARD_ENTRIES + launch % BOARD_ENTRIES;
 }
 
-// The first error stays; everybody who waits ends.
-__device__ __forceinline__ void report(u32* host_words, u32 error, u32 peer, u32 what) {
+// The first error stays; everybody who waits ends. The host reads what belongs to it once it has seen the error.
+__device__ __forceinline__ bool is_first_report(u32* host_words) { return atomicCAS_system(host_words + HOST_CLAIM, 0u, 1u) == 0u; }
+__device__ __forceinline__ void publish_report(u32* host_words, u32 error, u32 peer, u32 what, u32 launch, u32 signature) {
   volatile u32* host = host_words;
-  if (atomicCAS_system(host_words + HOST_ERROR, 0u, error) == 0u) { host[HOST_PEER] = peer; host[HOST_WHAT] = what; }
+  host[HOST_PEER] = peer; host[HOST_WHAT] = what; host[HOST_LAUNCH] = launch; host[HOST_SIGNATURE] = signature;
+  fence();
+  host[HOST_ERROR] = error;
+  fence();
   host[HOST_ABORT] = 1u;  // the other threads of this rank need not wait for their own deadlines
+}
+__device__ __noinline__ void report(u32* host_words, u32 error, u32 peer, u32 what, u32 launch, u32 signature) {
+  if (is_first_report(host_words)) publish_report(host_words, error, peer, what, launch, signature);
 }
 
 // ---- waiting: every loop looks at the abort word, at the board and at its deadline, rarely (NCCL src/device/primitives.h, checkAbort)
 
-// Rarely called: the time since when this thread waits, or NEVER to stop waiting. ``peer`` is who is waited for, ``what`` a code of
+// Rarely called: how long this thread has waited in this launch, or NEVER to stop waiting. ``peer`` is who is waited for, ``what`` a code of
 // layout.WHAT_*, ``launch`` the number of the launch, 0 if it is not on the board. A peer that has found a mismatch comes no more, so the entry of
 // the launch before counts, too, and both are looked at before the abort word. Takes and gives values, so that the counters of the caller stay in
 // registers.
+//
+// Time is in units of 2^20 ns: in the upper half of ``waited`` how long, in the lower half when this thread looked last. Between two looks not
+// more than LONGEST_GAP counts. Clocks of GPUs may jump, and a GPU that others share stands still for this kernel: neither may end a wait.
 #define NEVER 0xffffffffffffffffull
-__device__ __noinline__ u64 check_wait(u32* host_words, u64 timeout_ns, u64 since, u32 peer, u32 what, char* box, char* own, u32 launch, u32 signature) {
-  u64 t = now_ns();
-  if (since == 0) since = t;
+#define LONGEST_GAP 1000u
+__device__ __noinline__ u64 check_wait(u32* host_words, u64 timeout_ns, u64 waited, u32 peer, u32 what, char* box, char* own, u32 launch, u32 signature) {
+  u32 now = (u32)(now_ns() >> 20), gap = waited == 0 ? 0 : now - (u32)waited;
+  waited = ((waited >> 32) + (gap < LONGEST_GAP ? gap : LONGEST_GAP)) << 32 | now;
   volatile u32* host = host_words;
   for (u32 back = 0; back < 2 && launch > back; back++) {
     u32 number = launch - back;
     uint4 said = load_packet(board(box, peer, number));
-    if (back != 0) signature = (u32)load_word((u64*)(own + STATE_OFFSET) + STATE_SIGNATURES + number % BOARD_ENTRIES);
-    if (said.x == number && said.y != signature) { report(host_words, ERROR_MISMATCH, peer, number); return NEVER; }
+    u32 mine = back == 0 ? signature : (u32)load_word((u64*)(own + STATE_OFFSET) + STATE_SIGNATURES + number % BOARD_ENTRIES);
+    if (said.x == number && said.y != mine) { report(host_words, ERROR_MISMATCH, peer, what, number, mine); return NEVER; }
   }
   if (host[HOST_ABORT] != 0) return NEVER;
-  if (t - since <= timeout_ns) return since;
-  report(host_words, ERROR_TIMEOUT, peer, what);
+  if (waited >> 32 <= timeout_ns >> 20) return waited;
+  report(host_words, ERROR_TIMEOUT, peer, what, launch, signature);
   return NEVER;
 }
 
 // ``spins`` counts the polls of one wait: looking reads host memory, and threads that did so for every few thousand polls of an operation,
 // however short its waits, made all others wait for the bus (seven times slower at 1 GiB).
 struct Watch {
-  u64 since;
+  u64 waited;  // as ``check_wait`` has it
   u32 spins;
   u32 launch;
 };
 #define SPINS_BEFORE_CHECK 16384u  // polls of a wait; several milliseconds
 
 __device__ __forceinline__ bool give_up(const Args& a, Watch& w, u32 peer, u32 what) {
-  if (w.since == NEVER) return true;
+  if (w.waited == NEVER) return true;
   between_polls();
   if (++w.spins < SPINS_BEFORE_CHECK) return false;
   w.spins = 0;
-  w.since = check_wait(a.host, a.timeout_ns, w.since, peer, what, a.inbox[peer], a.own, w.launch, (u32)a.signature);
-  return w.since == NEVER;
+  w.waited = check_wait(a.host, a.timeout_ns, w.waited, peer, what, a.inbox[peer], a.own, w.launch, (u32)a.signature);
+  return w.waited == NEVER;
 }

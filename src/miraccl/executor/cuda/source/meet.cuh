@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) meet_peers(con
       said = load_packet(entry);
     }
     bool same = said.y == (u32)a.signature && said.z == low && said.w == high;
-    if (said.x == launch && !same) report(a.host, ERROR_MISMATCH, t, launch);
+    if (said.x == launch && !same) report(a.host, ERROR_MISMATCH, t, WHAT_MEETING, launch, (u32)a.signature);
   }
   fence();
   u32 ticket = draw_ticket(a, g);

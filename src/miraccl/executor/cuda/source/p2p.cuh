@@ -219,22 +219,18 @@ __device__ __forceinline__ bool warp_gives_up(const Args& a, Watch& w, u32 t, u3
   bool over = false;
   if (t == 0) {
     between_polls();
-    if (++w.spins >= WARP_SPINS_BEFORE_CHECK) { w.spins = 0; w.since = check_wait(a.host, a.timeout_ns, w.since, peer, what, nullptr, nullptr, 0, 0); over = w.since == NEVER; }
+    if (++w.spins >= WARP_SPINS_BEFORE_CHECK) { w.spins = 0; w.waited = check_wait(a.host, a.timeout_ns, w.waited, peer, what, nullptr, nullptr, 0, 0); over = w.waited == NEVER; }
   }
   return __any_sync(WHOLE_WARP, over);
 }
 
 // One thread: this rank has a message of ``mine`` where the peer has one of ``theirs`` (both as Message.size).
 __device__ __noinline__ void report_sizes(u32* host_words, u32 peer, u32 what, u64 mine, u64 theirs) {
+  if (!is_first_report(host_words)) return;
   volatile u32* host = host_words;
-  if (atomicCAS_system(host_words + HOST_CLAIM, 0u, 1u) == 0u) {
-    host[HOST_SIZES] = (u32)mine; host[HOST_SIZES + 1] = (u32)(mine >> 32);
-    host[HOST_SIZES + 2] = (u32)theirs; host[HOST_SIZES + 3] = (u32)(theirs >> 32);
-    host[HOST_PEER] = peer; host[HOST_WHAT] = what;
-    fence();
-    atomicCAS_system(host_words + HOST_ERROR, 0u, ERROR_SIZES);
-  }
-  host[HOST_ABORT] = 1u;
+  host[HOST_SIZES] = (u32)mine; host[HOST_SIZES + 1] = (u32)(mine >> 32);
+  host[HOST_SIZES + 2] = (u32)theirs; host[HOST_SIZES + 3] = (u32)(theirs >> 32);
+  publish_report(host_words, ERROR_SIZES, peer, what, 0, 0);
 }
 
 // ---- what a warp does with a queue
@@ -258,7 +254,7 @@ __device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, con
       load_group(d, c, g, t);
       if (two) load_group(d + LOADS, c, g + c.lanes, t);
       if (g == 0 && t == HEADER_THREAD) { u64 size = list[m].size; d[0] = make_uint4((u32)size, (u32)(size >> 32), 0, 0); }
-      watch.spins = 0; watch.since = 0;
+      watch.spins = 0; watch.waited = 0;
       while (__any_sync(WHOLE_WARP, row + rows > room)) {
         taken = load_word(credit);
         if (__any_sync(WHOLE_WARP, (taken & POISON) != 0)) {  // by now a credit that was under way may be there instead: who saw it reports
@@ -301,7 +297,7 @@ __device__ __forceinline__ void receive_lane(const Exchange& x, const Queue& q, 
       bool two = g + c.lanes < c.groups;
       u32 rows = rows_at(c, g);
       uint4 d[2 * LOADS], v[ROWS];
-      watch.spins = 0; watch.since = 0;
+      watch.spins = 0; watch.waited = 0;
       for (;;) {
         bool missing = false;
 #pragma unroll

@@ -94,7 +94,7 @@ __device__ __forceinline__ Past announce(const Args& a, const Geometry& g) {
 }
 __device__ __forceinline__ void judge(const Args& a, const Geometry& g, const Past& past) {
   u32 before = (u32)g.launch;
-  if (before != 0 && past.said.x == before && past.said.y != past.signature) report(a.host, ERROR_MISMATCH, threadIdx.x, before);
+  if (before != 0 && past.said.x == before && past.said.y != past.signature) report(a.host, ERROR_MISMATCH, threadIdx.x, WHAT_MEETING, before, past.signature);
 }
 
 // Called once by all threads of a block. The barrier takes a bit made of the number of the launch, so every thread has it, and it may change.

@@ -123,7 +123,7 @@ __device__ __forceinline__ void hear_peers(const Args& a, Watch& w) {
     if (give_up(a, w, t, WHAT_MEETING)) return;
     said = load_packet(entry);
   }
-  if (said.y != (u32)a.signature) report(a.host, ERROR_MISMATCH, t, w.launch);
+  if (said.y != (u32)a.signature) report(a.host, ERROR_MISMATCH, t, WHAT_MEETING, w.launch, (u32)a.signature);
 }
 
 // Elements [0, n) of up to RANKS sources are added up (one source: copied bit by bit) into one or two places.

@@ -1,0 +1,27 @@
+"""Errors of GPU communicators as other ranks are told of them on the control plane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miraccl import errors
+from miraccl.errors import CollectiveTimeout, MiracclError
+
+
+def to_words(error: MiracclError) -> dict[str, Any]:
+    """What a notice says of ``error``."""
+    graph = list(error.graph) if isinstance(error, CollectiveTimeout) else []
+    return {"kind": type(error).__name__, "message": error.message, "peer": error.peer, "op": error.op, "hint": error.hint, "graph": graph}
+
+
+def from_words(words: Any, *, rank: int, source: int) -> MiracclError | None:
+    """The error of a notice from rank ``source``, as ``rank`` raises it; None where these are not words of an error."""
+    kind = getattr(errors, str(words.get("kind")), None) if isinstance(words, dict) else None
+    if not (isinstance(kind, type) and issubclass(kind, MiracclError)):
+        return None
+    peer, op, hint = words.get("peer"), words.get("op"), words.get("hint")
+    error = kind(str(words.get("message", "")), rank=rank, peer=peer if isinstance(peer, int) else source)
+    error.op, error.hint = (str(op) if op else None), (str(hint) if hint else None)
+    if isinstance(error, CollectiveTimeout):
+        error.graph = tuple(str(line) for line in words.get("graph", ()))
+    return error
