@@ -192,6 +192,17 @@ def test_large_messages(frame: Frame) -> None:
 
 @needs_compiler
 @pytest.mark.usefixtures("small_pool")
+def test_large_messages_of_fewer_chunks_than_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that has nothing to send may look after the grants of several messages have come and gone."""
+    monkeypatch.setattr(layout, "BULK_FROM", 2000)
+    where = Machine(2)
+    for _ in range(3):
+        assert [text for text in run(where, few(2), [Send(0, 1, 2000)] * 60) if text] == []
+    assert where.errors() == [0, 0]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("small_pool")
 def test_large_messages_share_the_pool_of_their_receiver() -> None:
     where = Machine(4)
     everybody = [Send(a, b, 8000 + 500 * a + 77 * b, offset=a, out_offset=b) for a in range(4) for b in range(4)]

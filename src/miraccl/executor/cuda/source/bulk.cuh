@@ -79,7 +79,8 @@ __device__ __forceinline__ void send_bulk(const Exchange& x, const Queue& q, con
     if (!is_bulk(list[m])) continue;
     Cut c = cut(list[m], x.lanes);
     u64 chunks = chunks_of(c);
-    if (threadIdx.x == 0 && !wait_grant(a, s, watch, q.peer, number, list[m].size)) s.dead = 1;
+    // a block without a chunk must not wait: the message may be over, and the grant of the next one in the place of its own
+    if (threadIdx.x == 0 && block < chunks && !wait_grant(a, s, watch, q.peer, number, list[m].size)) s.dead = 1;
     for (u64 k = block; k < chunks; k += q.lanes) {
       if (threadIdx.x == 0 && !s.dead && k >= s.slots) {
         const u64* freed = freed_of(a.inbox[q.peer], q.peer, (u32)(k % s.slots));
