@@ -406,6 +406,30 @@ def dies_with_a_message() -> Any:
     return {"type": "none"}
 
 
+def dies_for_one_that_leaves() -> Any:
+    """Rank 0 finalizes while an operation is pending, for which rank 1, which is killed then, does not come any more."""
+    comm = miraccl.init(timeout=30)
+    session, leaving = comm._member.session, threading.Event()
+    session.on_event(lambda _: leaving.set())
+    together(comm)
+    if comm.rank == 1:
+        assert leaving.wait(20)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def tell() -> None:
+        wait_until(lambda: comm._member.faults.closing)
+        session.notify({"kind": "for a test"})
+
+    work = comm.all_reduce(np.ones(3), async_op=True)
+    threading.Thread(target=tell, daemon=True).start()
+    comm.finalize()
+    try:
+        work.wait()
+    except MiracclError as error:
+        return seen(error)
+    return {"type": "none"}
+
+
 def has_ended(pid: int) -> bool:
     """Whether there is no memory of a process any more."""
     try:

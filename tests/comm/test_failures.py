@@ -234,6 +234,12 @@ def test_a_rank_is_killed_whose_memory_is_read() -> None:
     assert got["op"] == "send/recv (100000 x float64)"
 
 
+def test_a_rank_dies_for_which_one_that_leaves_still_waits() -> None:
+    (got,) = values(rank_outcomes(fault_ranks.dies_for_one_that_leaves, 2, timeout=40), but=1)
+    assert got["type"] == "PeerDied", got
+    assert "rank 1 died" in got["text"]
+
+
 @pytest.mark.parametrize("ranks_per_host", [0, 1])
 @pytest.mark.parametrize("how", ["plain", "pending", "finalize"])
 def test_a_rank_that_ends_early(how: str, ranks_per_host: int) -> None:

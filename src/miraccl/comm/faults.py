@@ -69,6 +69,7 @@ class Faults:
         """``alone``: see ``control``."""
         self.session, self.fabric = session, fabric
         self.rank, self.nranks = session.rank, session.nranks
+        self._alone = alone
         self.fault: MiracclError | None = None
         self.lost: dict[int, str] = {}
         self.left: dict[int, str] = {}
@@ -152,11 +153,16 @@ class Faults:
 
     def peer_lost(self, rank: int, reason: str) -> None:
         """A rank died; ``rank`` -1 is the hub in a launcher."""
-        if self.closing:
+        if self._needs_nobody:
             return
         self.lost[rank] = reason
         who = f"rank {rank}" if rank >= 0 else "the launcher"
         self.settle(self._behind(PeerDied(f"{who} died: {reason}", rank=self.rank, peer=rank, hint=HINT)))
+
+    @property
+    def _needs_nobody(self) -> bool:
+        """Whether this rank leaves, and nothing of it is under way any more."""
+        return self.closing and self._alone() and not self.fabric.context.occupied
 
     def connection_lost(self, rank: int, loss: Loss) -> None:
         """From a transport: a peer that closed in good order has left; everything else is a fault, unless the control plane tells why."""
@@ -169,7 +175,7 @@ class Faults:
 
     def _without(self, rank: int, loss: Loss) -> None:
         """There is no connection to a rank any more, which lives for all that is known: those between whom there is one must be told."""
-        if not self.closing and self.fault is None and rank not in self.left:
+        if not self._needs_nobody and self.fault is None and rank not in self.left:
             self._tell_loss(rank, loss)
 
     def _tell_loss(self, rank: int, loss: Loss, op: str | None = None) -> MiracclError:
