@@ -81,6 +81,22 @@ def same_file_again(path: str) -> None:
         dist.destroy_process_group()
 
 
+def same_file_at_once(path: str) -> None:
+    """The same of ranks that end the first group before rank 0, which is late, has come out of making it."""
+    rank, nranks = int(os.environ["MIRACCL_RANK"]), int(os.environ["MIRACCL_NRANKS"])
+    store, delete = dist.FileStore(path, -1), dist.PrefixStore.delete_key
+
+    def late(prefix: Any, key: str) -> bool:
+        time.sleep(0.2)
+        return bool(delete(prefix, key))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.PrefixStore, "delete_key", late)
+        for _ in range(2):
+            dist.init_process_group("miraccl", store=store, rank=rank, world_size=nranks, timeout=LIMIT)
+            dist.destroy_process_group()
+
+
 def several_backends(path: str) -> None:
     """A string that gives devices to different backends: tensors go where their device says."""
     with world(path, "cpu:gloo,cuda:miraccl") as (rank, nranks):

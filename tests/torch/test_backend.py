@@ -61,6 +61,7 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
                 groups.objects_and_groups,
                 groups.beside_gloo,
                 groups.same_file_again,
+                groups.same_file_at_once,
                 groups.split,
                 groups.by_hand,
                 groups.descriptors,

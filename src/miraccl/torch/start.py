@@ -48,15 +48,15 @@ def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
             creation.look_again()
             raise
         try:
+            if rank == 0:  # all have read it by now, and none comes out of here before; a later group on the same store must not find it
+                with contextlib.suppress(RuntimeError, NotImplementedError):
+                    store.delete_key(KEY)
             mail = comm.split_by(deadline, 0)
         except BaseException:
             comm.finalize()
             raise
     assert mail is not None
     seat_of(comm).usual_s = seat_of(mail).usual_s = creation.usual_s
-    if rank == 0:  # all have read it by now; a later group on the same store must not find it
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            store.delete_key(KEY)
     others = {device: name for device, name in devices.items() if name != NAME}
     elsewhere = None
     if others:
