@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -73,8 +74,9 @@ def test_a_death_ends_the_wait_for_descriptors() -> None:
 
 
 @pytest.mark.parametrize("stage", ["gpu ready", "fabric connect", "direct"])
-def test_an_abort_ends_the_stages_among_hosts(stage: str) -> None:
-    for told in run_ranks(setup_ranks.aborted, 2, stage):
+@pytest.mark.parametrize("how", [setup_ranks.aborted, setup_ranks.aborts_late])
+def test_an_abort_ends_the_stages_among_hosts(how: Callable[[str], object], stage: str) -> None:
+    for told in run_ranks(how, 2, stage):
         assert told["type"] == "CommunicatorAborted", told
         assert "for a test" in told["text"]
         assert told["seconds"] < SOON_S

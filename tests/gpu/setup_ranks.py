@@ -17,6 +17,7 @@ from miraccl.bootstrap import Session
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.hosts.streams import PeerStreams
 from miraccl.comm.member import Options
+from miraccl.comm.stages import Stages
 from miraccl.errors import MiracclError
 from miraccl.transport.cuda_fds import Door
 from miraccl.transport.meeting import Meeting
@@ -176,6 +177,26 @@ def aborted(stage: str) -> dict[str, Any]:
                 thread.join(30)
 
             _at_stages((stage,), abort)
+        return me.told(me.set_up)
+
+
+def aborts_late(stage: str) -> dict[str, Any]:
+    """As ``aborted``, but the thread of rank 0 is late: rank 1 has heard of the abort and left before rank 0 knows of it itself."""
+    with rank(True, 600.0) as me:
+        left, faults, vars_of = threading.Event(), me.comm._member.faults, cast(Any, Stages)
+        settle, end = faults.settle, Stages.end
+
+        def settle_late(error: MiracclError) -> MiracclError:
+            left.wait(2.0)
+            return settle(error)
+
+        def end_and_say(stages: Stages, error: MiracclError) -> None:
+            end(stages, error)
+            left.set()
+
+        if me.rank == 0:
+            vars(faults)["settle"], vars_of.end = settle_late, end_and_say
+            _at_stages((stage,), threading.Thread(target=me.comm.abort, args=("for a test",)).start)
         return me.told(me.set_up)
 
 

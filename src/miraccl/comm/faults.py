@@ -130,6 +130,12 @@ class Faults:
             if self.fault is not None:
                 raise self.fault
             yield
+        except (BootstrapError, PeerDied):  # of a rank that has left because of a fault, which another thread may still be telling here
+            with self._lock:
+                fault = self.fault
+            if fault is not None:
+                raise fault from None
+            raise
         finally:
             self._stages.remove(stages)
 
