@@ -25,6 +25,7 @@ from miraccl.comm.member import Options
 from miraccl.comm.window import PAGE, Window
 from miraccl.comm.work import Worker
 from miraccl.errors import CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError, PeerDied, SystemFailure
+from miraccl.executor.cpu.kernels import layout as at
 from miraccl.transport.shm import Segment, slot_bytes_for
 from miraccl.wire.proxy_records import Loss, LossKind
 from tests.comm import cases
@@ -359,8 +360,32 @@ def test_finalize_in_a_signal_handler_leaves_one_that_is_under_way_alone() -> No
     assert run_ranks(finalize_in_a_handler_of_finalize, 2) == ["8.0"] * 2
 
 
+def finalize_in_a_handler_of_a_call() -> bool:
+    """A signal comes in the middle of a call that shuts the doors; whether they are shut in the end."""
+    comm = miraccl.init(timeout=20)
+    context = comm._member.context
+    signal.signal(signal.SIGALRM, lambda *_: comm.finalize())
+    write = context.set
+
+    def interrupted(place: int, value: int) -> None:
+        if place == at.CTX_BUSY and not comm._member.closed:
+            signal.raise_signal(signal.SIGALRM)
+        write(place, value)
+
+    context.set = interrupted  # type: ignore[method-assign]
+    comm.recv(np.ones(4), src=1 - comm.rank, async_op=True) if comm.rank == 0 else comm.send(np.ones(4), 1 - comm.rank)
+    closed = comm._member.closed and context.get(at.CTX_BUSY) != 0
+    comm.finalize()
+    return closed
+
+
+@pytest.mark.multiprocess
+def test_finalize_in_a_signal_handler_that_interrupts_any_call() -> None:
+    assert run_ranks(finalize_in_a_handler_of_a_call, 2)[0]
+
+
 def test_what_is_submitted_while_another_thread_ends_the_background_work_is_run() -> None:
-    worker = Worker("a test", lambda on: None, lambda: None)
+    worker = Worker("a test", lambda: None, lambda: None)
     closer = threading.Thread(target=worker.close, args=(20.0,))
     put = worker._queue.put
 

@@ -57,6 +57,10 @@ class Exchange:
         """What goes over a wire and has not ended."""
         return list(self._open)
 
+    @property
+    def has_open(self) -> bool:
+        return bool(self._open)
+
     def add(self, transfers: Sequence[Transfer]) -> list[Entry]:
         """Take transfers in, in their order; those to this rank itself are done at once where they find each other."""
         entries = [self._entry(t) for t in transfers]

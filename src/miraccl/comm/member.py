@@ -7,7 +7,6 @@ everything queues behind it.  The word ``CTX_BUSY`` of the context shuts the doo
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import math
 import os
@@ -119,7 +118,6 @@ class Member:
         self.foreign = False
         self._life = threading.RLock()  # a signal handler may finalize in the middle of that
         self._leaving = False
-        self._busy_lock = threading.Lock()
         self._losses: dict[int, Loss] = {}
         self.underway = Underway()
         mine = constants or prepare()
@@ -160,8 +158,7 @@ class Member:
         self.context.set(at.CTX_P2P_DIRECT, self.planner.single_copy)
         self.context.set(at.CTX_SWAP, int(self.constants.swap_slots))
         self.seat = MemberSeat(self)
-        busy = functools.partial(self.look_before_running, REASON_PENDING)
-        self._worker = Worker(f"miraccl-work-{session.name}", busy, self.seat.wait_inside)
+        self._worker = Worker(f"miraccl-work-{session.name}", self.look_before_running, self.seat.wait_inside)
         self._runs: dict[Request, Run] = {}
         self._exchange = Exchange(self.rank, self.context.wires, self.context.door("exchange", Collective.SEND_RECV))
         if 1 < self.nranks <= COUNTED_RANKS:  # else there is nobody to ask, or too many
@@ -185,19 +182,18 @@ class Member:
 
     # ---- who may run
 
-    def look_before_running(self, reason: int, on: bool) -> None:
-        """Set or clear one reason for the doors to be shut."""
-        with self._busy_lock:
-            self._set_reason(reason, on)
+    def look_before_running(self) -> None:
+        """Shut the doors as long as there are reasons to; whoever changes one calls it, on any thread.
 
-    def _set_reason(self, reason: int, on: bool) -> None:
-        word = self.context.get(at.CTX_BUSY)
-        self.context.set(at.CTX_BUSY, word | reason if on else word & ~reason)
+        There is no lock, as a signal handler may finalize in the middle: who has written looks again whether that is still right.
+        """
+        while (word := self._reasons()) != self.context.get(at.CTX_BUSY):
+            self.context.set(at.CTX_BUSY, word)
 
-    def _look_at_open(self) -> None:
-        """Shut the doors while sends or receives are open; what looks and what adds some may be two threads."""
-        with self._busy_lock:
-            self._set_reason(REASON_OPEN, bool(self._exchange.open))
+    def _reasons(self) -> int:
+        """Background work, an end, sends or receives that are open."""
+        pending = REASON_PENDING if self._worker.pending else 0
+        return pending | (REASON_CLOSED if self.closed else 0) | (REASON_OPEN if self._exchange.has_open else 0)
 
     def check(self, code: int, name: str) -> None:
         """Raise if the communicator cannot run ``name``; ``code`` is what a door said."""
@@ -282,7 +278,7 @@ class Member:
         if not async_op:
             self._exchange.refuse_lonely(transfers)
         entries = self._exchange.add(transfers)
-        self._look_at_open()
+        self.look_before_running()
         if not async_op:
             self.finish(entries, name)
             return result
@@ -294,7 +290,7 @@ class Member:
         """Run sends and receives together on the thread for background work."""
         self._exchange.refuse_lonely(transfers)
         entries = self._exchange.add(transfers)
-        self._look_at_open()
+        self.look_before_running()
         return self._worker.submit(name, lambda: self._advance(entries, name))
 
     def finish(self, entries: Sequence[Entry], name: str) -> bool:
@@ -309,7 +305,7 @@ class Member:
 
     def _advance(self, must: Sequence[Entry], name: str, among: Sequence[Entry] | None = None) -> None:
         code = self._exchange.advance([e for e in must if not e.done], among)
-        self._look_at_open()
+        self.look_before_running()
         self._conclude(code, name)
 
     def progress(self, entries: Sequence[Entry], name: str) -> bool:
@@ -429,7 +425,7 @@ class Member:
             self._worker.close(CLOSE_WAIT_S)
         self.closed = True
         whereabouts.leave(self.seat)
-        self.look_before_running(REASON_CLOSED, True)
+        self.look_before_running()
         self._end_what_is_inside()
         broken = str(self.faults.fault) if self.faults.fault is not None else ""
         self.fabric.close(abort=broken)
@@ -457,8 +453,8 @@ class Member:
     def forked(self) -> None:
         """In a forked child: this communicator is the parent's, which alone speaks for the rank. Other threads may have held locks."""
         self.closed = self.foreign = True
-        self._life, self._busy_lock = threading.RLock(), threading.Lock()
-        self.look_before_running(REASON_CLOSED, True)
+        self._life = threading.RLock()
+        self.look_before_running()
 
 
 _members: weakref.WeakSet[Member] = weakref.WeakSet()

@@ -65,13 +65,13 @@ class Work:
 class Worker:
     """Runs operations of one communicator one after another on a thread of its own, started when it is first needed.
 
-    ``busy`` is called with True before the first pending operation and with False after the last: while there are any, every call
-    of the communicator queues up behind them.
+    ``changed`` is called before the first pending operation and after the last: while there are any, every call of the communicator
+    queues up behind them.
     """
 
-    def __init__(self, name: str, busy: Callable[[bool], None], where: Callable[[], Wait | None]) -> None:
+    def __init__(self, name: str, changed: Callable[[], None], where: Callable[[], Wait | None]) -> None:
         """``where``: what its thread waits in."""
-        self._name, self._busy, self._where = name, busy, where
+        self._name, self._changed, self._where = name, changed, where
         self._queue: queue.SimpleQueue[tuple[Work, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._lock = threading.RLock()  # a signal handler may finalize in the middle
         self._pending = 0
@@ -94,7 +94,7 @@ class Worker:
                 self._thread = thread
             self._pending += 1
             if self._pending == 1:
-                self._busy(True)
+                self._changed()
             self._queue.put((work, action))  # with the lock: what is put in after the end would never be run
         return work
 
@@ -109,7 +109,7 @@ class Worker:
             with self._lock:
                 self._pending -= 1
                 if self._pending == 0:
-                    self._busy(False)
+                    self._changed()
             work._finish(result, error)
             del item, work, action, result
 
