@@ -125,6 +125,25 @@ def test_a_lane_tells_while_it_runs_beside_the_program() -> None:
     assert told == [True, False]
 
 
+def test_a_lane_that_a_signal_handler_closes_in_the_middle_of_a_call_takes_nothing() -> None:
+    told: list[str] = []
+
+    def destroy(beside: bool) -> None:
+        """As a handler would that comes while a call is entered."""
+        assert lane.close(LIMIT_S)
+
+    def call() -> None:
+        with pytest.raises(BackendError, match="destroyed"):
+            lane.submit(Work("test", []), lambda: told.append("run"))
+        told.append("refused")
+
+    lane = Lane("test", destroy)
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(LIMIT_S)
+    assert told == ["refused"]
+
+
 def test_callbacks_run_on_the_lane_and_may_wait_for_what_they_start() -> None:
     lane = Lane("test")
     begin = threading.Event()

@@ -129,7 +129,7 @@ class Lane:
         in."""
         self._name, self._beside, self._where = name, beside, where
         self._queue: queue.SimpleQueue[tuple[Work, Action] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may destroy the group in the middle
         self._turn = threading.RLock()
         self._pending = 0
         self._closed = False
@@ -152,12 +152,16 @@ class Lane:
         with self._lock:
             own = threading.current_thread() is self._thread
             if not own:
-                if self._closed:
-                    raise BackendError(CommunicatorClosed("the process group has been destroyed"))
+                self._check()
                 self._enqueue(work, action)
+                self._check()  # again: in the middle, that is
         if own:
             work.end(self._run(action))
         return work
+
+    def _check(self) -> None:
+        if self._closed:
+            raise BackendError(CommunicatorClosed("the process group has been destroyed"))
 
     def _enqueue(self, work: Work, action: Action) -> None:
         if self._thread is None:
