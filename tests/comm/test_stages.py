@@ -13,6 +13,7 @@ import miraccl
 from miraccl import Communicator
 from miraccl.bootstrap import Session
 from miraccl.comm import meeting
+from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, CollectiveTimeout, CommunicatorClosed, MiracclError
 from tests.comm.test_life import failing, in_threads
@@ -48,6 +49,17 @@ def check(make: Callable[[], Any], rank: int, both_told: threading.Barrier) -> N
         assert error.peer == 1
         assert "'fabric " in str(error)
         assert "rank 1 of 2 did not come within 1 s" in str(error)
+
+
+def test_stages_that_are_over_are_forgotten() -> None:
+    def work(comm: Communicator) -> None:
+        session = comm._member.session
+        before = list(session._callbacks)
+        with Stages(session, what="a test").follow():
+            assert len(session._callbacks) == len(before) + 1
+        assert session._callbacks == before
+
+    in_threads(2, work)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -220,6 +220,11 @@ class Session:
         if backlog and self._link is not None:
             self._link.post(lambda: self._play(callback, backlog))
 
+    def off_event(self, callback: EventCallback) -> None:
+        """No longer call ``callback``, which may be at its last call on the watcher thread."""
+        with self._lock:
+            self._callbacks.remove(callback)
+
     @staticmethod
     def _play(callback: EventCallback, events: list[Event]) -> None:
         for event in events:

@@ -82,6 +82,7 @@ class Stages:
             yield
         finally:
             over = True
+            self.session.off_event(hear)
 
     def look(self) -> None:
         """Raise what has ended the stages."""
