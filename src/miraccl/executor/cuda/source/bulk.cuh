@@ -49,22 +49,34 @@ template <bool IN> __device__ __forceinline__ void copy_chunk(const Cut& c, u64 
 }
 __device__ __forceinline__ u64 chunks_of(const Cut& c) { return (c.bytes - FIRST_VECTORS * 16 + CHUNK_BYTES - 1) / CHUNK_BYTES; }
 
-// Thread 0: until the receiver has begun message ``number``. One that has refused the header has poisoned the credits of the lanes.
+// Thread 0: whether the receiver has refused a header, and so poisoned the credits of the lanes. It grants and frees no more.
+__device__ __forceinline__ bool refused(const Args& a, u32 peer, u64 size) {
+  u64 taken = load_word(lane_word(a.inbox[peer], LANE_CREDIT_OFFSET, peer, 0));
+  if (taken & POISON) report_sizes(a.host, peer, WHAT_SEND, size, taken & ~POISON);
+  return (taken & POISON) != 0;
+}
+
+// Thread 0: until the receiver has begun message ``number``.
 __device__ __forceinline__ bool wait_grant(const Args& a, Bulk& s, Watch& w, u32 peer, u64 number, u64 size) {
-  const u64* credit = lane_word(a.inbox[peer], LANE_CREDIT_OFFSET, peer, 0);
   const u64* word = grant_of(a.inbox[peer], peer);
   w.spins = 0;
   for (;;) {
     u64 grant = load_word(word);
     if ((u32)(grant >> 32) == (u32)(number + 1)) { s.slot = (u32)grant >> 16; s.slots = (u32)grant & 0xffff; return true; }
-    u64 taken = load_word(credit);
-    if (taken & POISON) { report_sizes(a.host, peer, WHAT_SEND, size, taken & ~POISON); return false; }
-    if (give_up(a, w, peer, WHAT_ROOM)) return false;
+    if (refused(a, peer, size) || give_up(a, w, peer, WHAT_ROOM)) return false;
   }
 }
-__device__ __forceinline__ bool wait_word(const Args& a, Watch& w, const u64* word, u64 value, u32 peer, u32 what) {
+
+// Thread 0: until a chunk has been taken. Room is about to come in most waits, so a refusal is looked for rarely.
+__device__ __forceinline__ bool wait_freed(const Args& a, Watch& w, const u64* word, u64 tag, u32 peer, u64 size) {
   w.spins = 0;
-  while (load_acquire(word) != value) if (give_up(a, w, peer, what)) return false;
+  while (load_acquire(word) != tag)
+    if ((w.spins % 256 == 255 && refused(a, peer, size)) || give_up(a, w, peer, WHAT_ROOM)) return false;
+  return true;
+}
+__device__ __forceinline__ bool wait_arrived(const Args& a, Watch& w, const u64* word, u64 tag, u32 peer) {
+  w.spins = 0;
+  while (load_acquire(word) != tag) if (give_up(a, w, peer, WHAT_MESSAGE)) return false;
   return true;
 }
 
@@ -84,7 +96,7 @@ __device__ __forceinline__ void send_bulk(const Exchange& x, const Queue& q, con
     for (u64 k = block; k < chunks; k += q.lanes) {
       if (threadIdx.x == 0 && !s.dead && k >= s.slots) {
         const u64* freed = freed_of(a.inbox[q.peer], q.peer, (u32)(k % s.slots));
-        if (!wait_word(a, watch, freed, tag_of(a.rank, number, k - s.slots), q.peer, WHAT_ROOM)) s.dead = 1;
+        if (!wait_freed(a, watch, freed, tag_of(a.rank, number, k - s.slots), q.peer, list[m].size)) s.dead = 1;
       }
       __syncthreads();
       if (s.dead) return;
@@ -122,7 +134,7 @@ __device__ __forceinline__ void receive_bulk(const Exchange& x, const Queue& q, 
     u64 chunks = chunks_of(c);
     for (u64 k = block; k < chunks; k += q.lanes) {
       u32 place = (u32)(k % q.slots), slot = q.slot + place;
-      if (threadIdx.x == 0 && !s.dead && !wait_word(a, watch, arrived_of(a.inbox[q.peer], slot), tag_of(q.peer, number, k), q.peer, WHAT_MESSAGE)) s.dead = 1;
+      if (threadIdx.x == 0 && !s.dead && !wait_arrived(a, watch, arrived_of(a.inbox[q.peer], slot), tag_of(q.peer, number, k), q.peer)) s.dead = 1;
       __syncthreads();
       if (s.dead) return;
       copy_chunk<true>(c, FIRST_VECTORS * 16 + k * CHUNK_BYTES, slot_at(a.inbox[q.peer], slot));
