@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import site
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -53,6 +54,36 @@ def _settled(thread: threading.Thread, function: str) -> dict[str, object]:
             return locate(thread.ident or 0) or {}
         thread.join(0.001)
     raise AssertionError(f"the thread never came to {function}")
+
+
+STAND_STILL = """
+import ctypes, gc, threading, weakref
+from miraccl.bootstrap.stacks import locate
+
+usleep = ctypes.CDLL(None).usleep  # lets other threads run
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+        weakref.finalize(self, usleep, 1)
+
+def look(main):
+    for _ in range(200):
+        gc.set_threshold(1 << 30)
+        for _ in range(3): Cycle()
+        gc.set_threshold(1)  # now whoever needs memory next collects them
+        assert locate(main)
+
+threads = [threading.Thread(target=look, args=(threading.main_thread().ident,)) for _ in range(3)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert gc.isenabled()
+"""
+
+
+def test_finalizers_of_garbage_do_not_meet_threads_that_look():
+    """A finalizer that ran while one thread looked let another one look: the interpreter stood still."""
+    subprocess.run([sys.executable, "-c", STAND_STILL], timeout=60, check=True)
 
 
 def test_a_thread_in_a_library_is_where_the_user_called_it():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import site
 import sys
 import sysconfig
+import threading
 from types import FrameType
 
 import miraccl
@@ -15,6 +17,33 @@ _FOLDERS = [sysconfig.get_paths().get(key) for key in ("stdlib", "platstdlib", "
 #: A virtual environment may see those of the system and of the user as well.
 _FOLDERS += [*site.getsitepackages(), site.getusersitepackages()]
 _LIBRARIES = tuple({os.path.abspath(path) + os.sep for path in _FOLDERS if path})
+
+
+_lock = threading.RLock()
+
+
+def frames() -> dict[int, FrameType]:
+    """The innermost frame of every thread.
+
+    Without the garbage collector meanwhile: before CPython 3.11.9 finalizers would run while a lock of the interpreter is held, and if one
+    of them lets another thread run that comes here or begins a thread, the process stands still for ever (python/cpython#106883).
+    """
+    with _lock:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _is_ours(frame: FrameType) -> bool:
@@ -35,7 +64,7 @@ def locate(ident: int, depth: int = 8) -> dict[str, object] | None:
     A wait ends in the standard library (``threading``, ``selectors``) and a call of ours may come from a library (DDP), so library
     frames are skipped, unless there are no others.  ``None`` when the thread does not exist (any more).
     """
-    innermost: FrameType | None = sys._current_frames().get(ident)
+    innermost: FrameType | None = frames().get(ident)
     if innermost is None:
         return None
     frame, call = _below_libraries(innermost), ""

@@ -10,7 +10,6 @@ Threads that run none of the user's code do not count, except timers and threads
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections import deque
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 
 from miraccl.bootstrap import Session
 from miraccl.bootstrap.host import process_token
-from miraccl.bootstrap.stacks import runs_user_code
+from miraccl.bootstrap.stacks import frames, runs_user_code
 
 OPERATION, MESSAGE, MEETING, CREATION = "operation", "message", "meeting", "creation"
 ANY = -1  # instead of a rank
@@ -128,7 +127,7 @@ def only_thread() -> int | None:
     names = {thread.ident: thread for thread in threading.enumerate()}
     main = threading.main_thread().ident
     found = None
-    for ident, frame in sys._current_frames().items():
+    for ident, frame in frames().items():
         thread = names.get(ident)
         ours = thread is not None and thread.name.startswith("miraccl")
         if ident == main or (isinstance(thread, threading.Timer) and not ours) or runs_user_code(frame, also_here=not ours):
