@@ -8,6 +8,7 @@ the test session.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -16,7 +17,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,17 @@ class Clock:
 
     def jump(self, seconds: float) -> None:
         self._ahead.value += int(seconds * 1e9)
+
+
+@contextlib.contextmanager
+def weak_memory(seed: int) -> Iterator[None]:
+    """Inside the block stores of emulated GPUs land late and in any order, as ``seed`` (not 0) has it, where nothing orders them."""
+    word = ctypes.c_uint32.in_dll(ctypes.CDLL(str(machine_library())), "weak_memory")
+    word.value = seed
+    try:
+        yield
+    finally:
+        word.value = 0
 
 
 def compile_kernel(spec: KernelSpec) -> Any:

@@ -12,7 +12,11 @@
 #include "machine.h"  // last: it gives words of the C library to CUDA
 
 struct Fiber { ucontext_t start; jmp_buf place; std::unique_ptr<char[]> stack; bool started = false, ended = false; };
+struct Held { u64* p; u64 v; };
 struct Block {
+  std::vector<Held> held;
+  u64 random;
+  u32 lands;  // of 1024 stores that are held, in a round of all fibers
   jmp_buf home;
   std::vector<Fiber> fibers;
   void (*kernel)(const void*);
@@ -21,9 +25,41 @@ struct Block {
 #define STACK (96 << 10)
 static thread_local Block* block;
 extern "C" { i64 clock_ahead; u64 clock_reads; }  // what a test adds to the clock, and how often kernels have looked at it
+extern "C" { u32 weak_memory; }  // 0: not weak; else where chance begins
 __thread Dim threadIdx, blockIdx, gridDim, blockDim;
 __thread Meeting* meeting;
 __thread Warp* warps;
+
+// ---- weak memory
+
+static u32 chance() {
+  u64& s = block->random;
+  s ^= s << 13; s ^= s >> 7; s ^= s << 17;
+  return (u32)(s >> 20);
+}
+static void land_one() {
+  std::vector<Held>& held = block->held;
+  size_t i = chance() % held.size();
+  for (size_t j = 0; j < i; j++) if (held[j].p == held[i].p) i = j;  // the first one to this address
+  __atomic_store_n(held[i].p, held[i].v, __ATOMIC_SEQ_CST);
+  held.erase(held.begin() + i);
+}
+bool hold(u64* p, u64 v) {
+  if (!weak_memory) return false;
+  block->held.push_back({p, v});
+  if (block->held.size() > 600) land_one();
+  return true;
+}
+void land_all() { while (!block->held.empty()) land_one(); }
+static void land_some() { for (size_t n = block->held.size(); n > 0; n--) if (chance() % 1024 < block->lands) land_one(); }
+static void begin_chance(u32 number) {
+  static u32 launches;
+  static const u32 lands[] = {1024, 300, 60, 12};
+  u64 salt = (u64)weak_memory << 32 ^ (u64)__atomic_fetch_add(&launches, 1, __ATOMIC_RELAXED) << 8 ^ number;
+  block->random = salt * 0x9e3779b97f4a7c15ull | 1;
+  for (int i = 0; i < 5; i++) chance();
+  block->lands = lands[chance() % 4];
+}
 
 void yield() {
   u32 me = threadIdx.x;
@@ -51,7 +87,7 @@ static void run_block(u32 number, u32 blocks, u32 threads, void (*kernel)(const 
   Block b;
   Meeting all = {};
   std::vector<Warp> in_warps((threads + 31) / 32);
-  block = &b; meeting = &all; warps = in_warps.data();
+  block = &b; begin_chance(number); meeting = &all; warps = in_warps.data();
   blockIdx.x = number; gridDim.x = blocks; blockDim.x = threads;
   b.kernel = kernel; b.args = args;
   b.fibers.resize(threads);
@@ -62,6 +98,7 @@ static void run_block(u32 number, u32 blocks, u32 threads, void (*kernel)(const 
     makecontext(&f.start, fiber_main, 0);
   }
   for (u32 left = threads; left > 0;) {
+    land_some();
     for (u32 t = 0; t < threads; t++) {
       if (b.fibers[t].ended) continue;
       threadIdx.x = t;
@@ -70,6 +107,7 @@ static void run_block(u32 number, u32 blocks, u32 threads, void (*kernel)(const 
     }
     sched_yield();
   }
+  land_all();
 }
 
 void launch(void (*kernel)(const void*), const void* const* args, const u32* blocks, u32 nranks, u32 threads) {

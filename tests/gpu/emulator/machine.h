@@ -2,8 +2,8 @@
 //
 // A block is a thread of the operating system, a CUDA thread in it a fiber. A fiber runs until it polls (`yield` in the loops that wait) or meets
 // a barrier, so any number of blocks and ranks wait for one another as on GPUs. Memory is the processor's: coherent and, on x86, with stores in order.
-// What this finds: wrong indices, slots used too early, deadlocks, sums in the wrong order, reliance on 16 bytes arriving at once. What it cannot
-// find: missing fences.
+// What this finds: wrong indices, slots used too early, deadlocks, sums in the wrong order, reliance on 16 bytes arriving at once. Missing fences
+// and memory that is used again before it was seen cleared it finds where memory is weak (``hold``).
 
 #include <cstdint>
 #include <cstdio>
@@ -41,6 +41,10 @@ OF_THREAD Dim threadIdx, blockIdx, gridDim, blockDim;
 OF_THREAD Meeting* meeting;
 OF_THREAD Warp* warps;
 void yield();
+// Where memory is weak, stores that others see stay in a buffer of their block and land later and in any order, but for those to one
+// address. Gives false where they land at once.
+bool hold(u64* p, u64 v);
+void land_all();
 extern "C" void launch(void (*kernel)(const void*), const void* const* args, const u32* blocks, u32 nranks, u32 threads);
 
 // All of ``expected`` fibers come here before any goes on; gives whether any of them said so.
@@ -85,12 +89,22 @@ inline uint4 load_packet(const uint4* p) {
   return u.v;
 }
 // The halves of a packet may arrive at different times; now and then others run in between.
-inline void store_packet(uint4* p, uint4 v) {
+inline void store_halves(uint4* p, uint4 v) {
   static thread_local u32 stores;
   union { uint4 v; u64 q[2]; } u = {v};
   __atomic_store_n((u64*)p, u.q[0], __ATOMIC_RELEASE);
   if (++stores % 3 == 0) sched_yield();
   __atomic_store_n((u64*)p + 1, u.q[1], __ATOMIC_RELEASE);
+}
+inline void store_late(uint4* p, uint4 v) {
+  union { uint4 v; u64 q[2]; } u = {v};
+  if (hold((u64*)p, u.q[0])) hold((u64*)p + 1, u.q[1]);
+  else *p = v;
+}
+inline void store_packet(uint4* p, uint4 v) {
+  union { uint4 v; u64 q[2]; } u = {v};
+  if (hold((u64*)p, u.q[0])) hold((u64*)p + 1, u.q[1]);
+  else store_halves(p, v);
 }
 // Of a line the last lane is read first and written last, of this lane the half with the flag.
 inline uint4 load_flagged(const uint4* p) {
@@ -109,14 +123,14 @@ inline uint4 load_line(const uint4* p) {
 }
 inline void store_line(uint4* p, uint4 v) {
   bool flag = (threadIdx.x & 7) == 7;
-  if (!flag) store_packet(p, v);
+  if (!flag) store_halves(p, v);
   __syncwarp();
-  if (flag) store_packet(p, v);
+  if (flag) store_halves(p, v);
 }
 inline u64 load_word(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-inline void store_word(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-inline void fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void store_word(u64* p, u64 v) { if (!hold(p, v)) __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void fence() { land_all(); __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 u64 now_ns();
 inline u32 draw(u32* p, u32 last) {
   u32 v = __atomic_load_n(p, __ATOMIC_RELAXED);

@@ -41,7 +41,7 @@ template <bool IN> __device__ __forceinline__ void copy_chunk(const Cut& c, u64 
     for (int u = 0; u < 4; u++) {
       u64 here = first + u * THREADS * 16ull, left = n - here;
       if (here >= n) continue;
-      if (!IN) *(uint4*)(slot + here) = v[u];
+      if (!IN) store_late((uint4*)(slot + here), v[u]);
       else if (c.aligned && left >= 16) *(uint4*)(c.p + at + here) = v[u];
       else store_part(c.p + at + here, v[u], left < 16 ? left : 16);
     }

@@ -17,6 +17,8 @@ __device__ __forceinline__ uint4 load_packet(const uint4* p) {
 __device__ __forceinline__ void store_packet(uint4* p, uint4 v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0],{%1,%2,%3,%4};" :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+// Nothing orders this one but a fence, the end of the kernel, or a load of this thread that sees it.
+__device__ __forceinline__ void store_late(uint4* p, uint4 v) { *p = v; }
 // A line is 128 bytes that eight lanes of a warp write and read by one instruction; NVLink and L2 keep it whole (NCCL, src/device/prims_ll128.h).
 __device__ __forceinline__ uint4 load_line(const uint4* p) { __syncwarp(); return load_packet(p); }
 __device__ __forceinline__ void store_line(uint4* p, uint4 v) { __syncwarp(); store_packet(p, v); }

@@ -113,7 +113,7 @@ __device__ __forceinline__ void count_launch(const Args& a, u32 ticket) {
 // A bank holds runs of packets: a piece from one source fills one. The place of packet ``i`` of a run.
 __device__ __forceinline__ uint4* place_in(const Geometry& g, char* box, u32 run, u32 i) { return (uint4*)(box + g.bank) + (u64)run * g.room + i; }
 
-__device__ __forceinline__ void clear_packet(uint4* q) { *q = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY); }
+__device__ __forceinline__ void clear_packet(uint4* q) { store_late(q, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY)); }
 
 // Returns when a packet that this thread cleared lies cleared in L2, where peers' stores arrive: what is read there is ones again. A fence would do,
 // too, but seems to wait for all stores of the multiprocessor, also those that wait for their turn on NVLink: 328 GB/s instead of 348.

@@ -140,6 +140,7 @@ __device__ __forceinline__ Vec load_raw(const T* p, u64 i) {
   Vec v; uint4 q = load_packet((const uint4*)(p + i)); v.w[0] = q.x; v.w[1] = q.y; v.w[2] = q.z; v.w[3] = q.w; return v;
 }
 __device__ __forceinline__ void store_raw(T* p, u64 i, const Vec& v) { *(uint4*)(p + i) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]); }
+__device__ __forceinline__ void store_far(T* p, u64 i, const Vec& v) { store_late((uint4*)(p + i), make_uint4(v.w[0], v.w[1], v.w[2], v.w[3])); }
 
 template <int U> __device__ __forceinline__ void read_source(const Move& m, int s, u64 first, u64 stride, Vec (&v)[U]) {
 #pragma unroll
@@ -176,7 +177,7 @@ template <int U> __device__ __forceinline__ void move_vectors(const Args& a, con
 #endif
   if (m.far) {
 #pragma unroll
-    for (int u = 0; u < U; u++) store_raw(m.far, (first + u * stride) * ELEMS, v[u]);
+    for (int u = 0; u < U; u++) store_far(m.far, (first + u * stride) * ELEMS, v[u]);
   }
   if (m.dst) {
 #pragma unroll

@@ -1,0 +1,148 @@
+"""Kernels where stores land late and in any order: nothing relies on more than fences, and on seeing what was cleared.
+
+A ``Flaw`` takes something away that a kernel relies on, and must be found, else these tests find nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+import tests.gpu.emulator as emulator
+from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.plan import DevicePlan
+from miraccl.executor.cuda.source import Frame, KernelSpec, write_source
+from miraccl.types import Collective, DType
+from tests.gpu.emulator import Machine, needs_compiler, weak_memory
+from tests.gpu.emulator.collective import asked, run, run_in_a_row
+from tests.gpu.emulator.exchange import Send
+from tests.gpu.emulator.exchange import run as exchange
+from tests.gpu.test_messages import few, rules
+
+pytestmark = needs_compiler
+
+SEEDS = (1, 2, 3)
+BANK_BYTES = 18 << 10
+PACKETS = [
+    (Collective.ALL_REDUCE, "one_shot", 2),
+    (Collective.ALL_REDUCE, "two_shot", 2),
+    (Collective.ALL_REDUCE, "two_shot", 3),
+    (Collective.ALL_REDUCE, "ring", 3),
+    (Collective.ALL_REDUCE, "double_binary_tree", 3),
+    (Collective.BROADCAST, "chain", 3),
+    (Collective.REDUCE, "chain", 2),
+    (Collective.REDUCE, "double_binary_tree", 2),
+    (Collective.BROADCAST, "double_binary_tree", 3),
+]
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """What is taken out of a kernel's text, and what stands there instead."""
+
+    text: str
+    instead: str = ""
+
+
+@pytest.fixture
+def flaw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Flaw:
+    found: Flaw = request.param
+    write = write_source
+
+    def write_flawed(spec: KernelSpec, arch: int, machine: str = "") -> str:
+        text = write(spec, arch, machine)
+        assert found.text in text
+        return text.replace(found.text, found.instead)
+
+    monkeypatch.setattr(emulator, "write_source", write_flawed)
+    return found
+
+
+@pytest.fixture
+def small_bank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "BANK_BYTES", BANK_BYTES)
+
+
+def wrong_packets(collective: Collective, algo: str, nranks: int, timeout_s: float = 60.0) -> Iterator[str]:
+    """What was wrong in several launches in a row, each with more pieces than slots, for each seed."""
+    request = asked(collective, DType.INT32, 6001, nranks, algo, "ll128", root=nranks - 1)
+    plan = DevicePlan(algo=algo, proto="ll128", blocks=2, threads=32, unroll=1)
+    for seed in SEEDS:
+        with weak_memory(seed):
+            yield from filter(None, run_in_a_row(Machine(nranks, timeout_s), [(request, plan)] * 4))
+
+
+@pytest.mark.parametrize(("collective", "algo", "nranks"), PACKETS)
+@pytest.mark.usefixtures("small_bank")
+def test_packets(collective: Collective, algo: str, nranks: int) -> None:
+    assert not list(wrong_packets(collective, algo, nranks))
+
+
+@pytest.mark.parametrize(
+    ("flaw", "collective", "algo"),
+    [
+        (Flaw("      settle(a, g, w, t, turn, watch);\n"), Collective.REDUCE, "double_binary_tree"),
+        (Flaw("      settle(a, g, w, t, turn, watch);\n"), Collective.ALL_REDUCE, "double_binary_tree"),
+        (Flaw("    if (w.reuse) settle(a, g, w, k, slot, 0, watch);\n"), Collective.ALL_REDUCE, "one_shot"),
+    ],
+    indirect=["flaw"],
+)
+@pytest.mark.usefixtures("small_bank", "flaw")
+def test_places_that_were_not_seen_cleared_are_found(collective: Collective, algo: str) -> None:
+    assert next(wrong_packets(collective, algo, 2, timeout_s=1.0))
+
+
+def wrong_steps(algo: str, timeout_s: float = 60.0) -> Iterator[str]:
+    request = asked(Collective.ALL_REDUCE, DType.INT32, 9001, 2, algo, "simple")
+    plan = DevicePlan(algo=algo, proto="simple", blocks=2, threads=32, unroll=1)
+    for seed in SEEDS:
+        with weak_memory(seed):
+            yield from filter(None, run(Machine(2, timeout_s), request, plan, repeat=3))
+
+
+@pytest.fixture
+def bank_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "BANK_BYTES", 64 << 10)
+
+
+@pytest.mark.parametrize("algo", ["ring", "two_shot", "recursive_doubling"])
+@pytest.mark.usefixtures("bank_for_steps")
+def test_steps(algo: str) -> None:
+    assert not list(wrong_steps(algo))
+
+
+@pytest.mark.parametrize("flaw", [Flaw("{ fence(); store_word(tail_of", "{ store_word(tail_of")], indirect=True)
+@pytest.mark.usefixtures("bank_for_steps", "flaw")
+def test_a_message_that_is_announced_without_a_fence_is_found() -> None:
+    assert next(wrong_steps("ring", timeout_s=1.0))
+
+
+def wrong_messages(large: bool, timeout_s: float = 60.0) -> Iterator[str]:
+    sizes = (5000, 9000, 40_000) if large else (1, 500, 9000)
+    sends = [Send(src, 1 - src, size) for size in sizes for src in (0, 1)]
+    for seed in SEEDS:
+        where = Machine(2, timeout_s)
+        with weak_memory(seed):
+            for _ in range(3):
+                yield from filter(None, exchange(where, few(2) if large else rules(2, Frame.PAIR), sends))
+
+
+@pytest.fixture
+def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "BULK_FROM", 5000)
+    monkeypatch.setattr(layout, "CHUNK_BYTES", 1024)
+    monkeypatch.setattr(layout, "BULK_BYTES", 6 * 1024)
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.usefixtures("small_pool")
+def test_messages(large: bool) -> None:
+    assert not list(wrong_messages(large))
+
+
+@pytest.mark.parametrize("flaw", [Flaw("{ fence(); store_word(arrived_of", "{ store_word(arrived_of")], indirect=True)
+@pytest.mark.usefixtures("small_pool", "flaw")
+def test_a_chunk_that_is_announced_without_a_fence_is_found() -> None:
+    assert next(wrong_messages(True, timeout_s=1.0))
