@@ -214,26 +214,41 @@ def test_finalize_ends_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     in_threads(2, work)
 
 
+class LateRank1:
+    """Ranks of which rank 1 hears late what the others tell."""
+
+    watcher: LateWatcher
+
+    def __init__(self, nranks: int) -> None:
+        self._all_here = threading.Barrier(nranks)
+
+    def come(self, comm: Communicator) -> None:
+        if comm.rank == 1:
+            self.watcher = LateWatcher(comm._member.session)
+        self._all_here.wait(20)
+
+    def abort(self, comm: Communicator) -> None:
+        """Rank 1 holds what it hears from when ``comm``, another rank, aborts."""
+        comm._member.session.notify({"kind": "for a test"})
+        self.watcher.await_event()
+        comm.abort("for a test")
+
+
 def test_what_was_told_before_a_connection_broke_is_the_reason_however_late_the_watcher_is() -> None:
     ranks: dict[int, Communicator] = {}
-    watchers: dict[int, LateWatcher] = {}
-    all_here = threading.Barrier(3)
+    late = LateRank1(3)
 
     def work(comm: Communicator) -> None:
         ranks[comm.rank] = comm
-        faults, session = comm._member.faults, comm._member.session
-        if comm.rank == 1:
-            watchers[1] = LateWatcher(session)
-        all_here.wait(20)
+        faults = comm._member.faults
+        late.come(comm)
         if comm.rank == 0:
-            session.notify({"kind": "for a test"})
-            watchers[1].await_event()
-            comm.abort("for a test")
+            late.abort(comm)
         elif comm.rank == 1:
             until(lambda: ranks[2]._member.faults.fault is not None)  # the hub has told rank 1 before
             faults.connection_lost(0, Loss(LossKind.RESET, "it is closed"))
-            until(lambda: faults.fault is not None or watchers[1].awaited)
-            watchers[1].let_go(100)
+            until(lambda: faults.fault is not None or late.watcher.awaited)
+            late.watcher.let_go(100)
             until(lambda: faults.fault is not None)
         with pytest.raises(CommunicatorAborted, match="rank 0 aborted the communicator: for a test"):
             comm.barrier()
@@ -244,14 +259,11 @@ def test_what_was_told_before_a_connection_broke_is_the_reason_however_late_the_
 def test_a_program_that_another_thread_wakes_goes_on_when_the_others_have_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may end at once."""
     monkeypatch.setattr(faults, "HEARD_WAIT_S", 20.0)
-    watchers: dict[int, LateWatcher] = {}
-    all_here = threading.Barrier(2)
+    late = LateRank1(2)
 
     def work(comm: Communicator) -> None:
         mine, session = comm._member.faults, comm._member.session
-        if comm.rank == 1:
-            watchers[1] = LateWatcher(session)
-        all_here.wait(20)
+        late.come(comm)
         if comm.rank == 1:
             until(lambda: mine.fault is not None)
             return
@@ -269,7 +281,7 @@ def test_a_program_that_another_thread_wakes_goes_on_when_the_others_have_heard(
         until(lambda: bool(errors) or len(link._status) == 2)  # who aborts and who was woken ask whether rank 1 has heard
         assert not errors
         assert seen == [None]  # when the others are told
-        watchers[1].let_go(100)
+        late.watcher.let_go(100)
         thread.join(20)
         aborts.join(20)
         assert isinstance(errors[0], CommunicatorAborted)
@@ -279,27 +291,21 @@ def test_a_program_that_another_thread_wakes_goes_on_when_the_others_have_heard(
 
 def test_what_was_told_before_a_rank_left_is_the_reason_however_late_the_watcher_is() -> None:
     """That a rank has left ends a meeting before the watcher deals with what was told first."""
-    watchers: dict[int, LateWatcher] = {}
-    all_here, left = threading.Barrier(2), threading.Event()
+    late, left = LateRank1(2), threading.Event()
 
     def work(comm: Communicator) -> None:
-        session = comm._member.session
-        if comm.rank == 1:
-            watchers[1] = LateWatcher(session)
-        all_here.wait(20)
+        late.come(comm)
         if comm.rank == 0:
-            session.notify({"kind": "for a test"})
-            watchers[1].await_event()
-            comm.abort("for a test")
+            late.abort(comm)
             comm.finalize()
             left.set()
             return
         thread, errors = failing(lambda: comm.split(0))
         assert left.wait(20)
-        watchers[1].let_go()
-        watchers[1].await_event()  # it has taken in the rest, and stops before the first word of it
-        until(lambda: bool(errors) or watchers[1].awaited)
-        watchers[1].let_go(100)
+        late.watcher.let_go()
+        late.watcher.await_event()  # it has taken in the rest, and stops before the first word of it
+        until(lambda: bool(errors) or late.watcher.awaited)
+        late.watcher.let_go(100)
         thread.join(20)
         assert isinstance(errors[0], CommunicatorAborted), errors
         assert "rank 0 aborted the communicator: for a test" in str(errors[0])

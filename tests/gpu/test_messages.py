@@ -165,12 +165,16 @@ def test_an_abort_ends_the_wait() -> None:
 # ---- large messages
 
 
-@pytest.fixture
-def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def shrink_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages are large from 5000 bytes on, in chunks of 1 KiB and six slots."""
     monkeypatch.setattr(layout, "BULK_FROM", 5000)
     monkeypatch.setattr(layout, "CHUNK_BYTES", 1024)
     monkeypatch.setattr(layout, "BULK_BYTES", 6 * 1024)
+
+
+@pytest.fixture
+def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink_pool(monkeypatch)
 
 
 def few(nranks: int, frame: Frame = Frame.LINE, blocks: int = 4) -> LaneRules:

@@ -19,7 +19,7 @@ from tests.gpu.emulator import Machine, needs_compiler, weak_memory
 from tests.gpu.emulator.collective import asked, run, run_in_a_row
 from tests.gpu.emulator.exchange import Send
 from tests.gpu.emulator.exchange import run as exchange
-from tests.gpu.test_messages import few, rules
+from tests.gpu.test_messages import few, rules, shrink_pool
 
 pytestmark = needs_compiler
 
@@ -131,9 +131,7 @@ def wrong_messages(large: bool, timeout_s: float = 60.0) -> Iterator[str]:
 
 @pytest.fixture
 def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "BULK_FROM", 5000)
-    monkeypatch.setattr(layout, "CHUNK_BYTES", 1024)
-    monkeypatch.setattr(layout, "BULK_BYTES", 6 * 1024)
+    shrink_pool(monkeypatch)
 
 
 @pytest.mark.parametrize("large", [False, True])

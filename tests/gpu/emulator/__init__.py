@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -34,6 +34,7 @@ needs_compiler = pytest.mark.skipif(
     COMPILER is None, reason="kernels are emulated with a C++ compiler (g++ or clang++), and there is none"
 )
 HERE = Path(__file__).parent
+Word = TypeVar("Word", ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64)
 _folder: Path | None = None
 _loaded: dict[str, Any] = {}
 
@@ -82,12 +83,16 @@ def machine_library() -> Path:
     return compiled(f"machine-{hashlib.sha256(''.join(texts.values()).encode()).hexdigest()[:16]}", texts["machine.cpp"])
 
 
+def shared(kind: type[Word], name: str) -> Word:
+    """A variable of that library."""
+    return kind.in_dll(ctypes.CDLL(str(machine_library())), name)
+
+
 class Clock:
     """The clock of all emulated GPUs of this process."""
 
     def __init__(self) -> None:
-        library = ctypes.CDLL(str(machine_library()))
-        self._ahead, self._reads = ctypes.c_int64.in_dll(library, "clock_ahead"), ctypes.c_uint64.in_dll(library, "clock_reads")
+        self._ahead, self._reads = shared(ctypes.c_int64, "clock_ahead"), shared(ctypes.c_uint64, "clock_reads")
 
     def looks(self) -> int:
         """How often kernels have looked at it."""
@@ -100,7 +105,7 @@ class Clock:
 @contextlib.contextmanager
 def weak_memory(seed: int) -> Iterator[None]:
     """Inside the block stores of emulated GPUs land late and in any order, as ``seed`` (not 0) has it, where nothing orders them."""
-    word = ctypes.c_uint32.in_dll(ctypes.CDLL(str(machine_library())), "weak_memory")
+    word = shared(ctypes.c_uint32, "weak_memory")
     word.value = seed
     try:
         yield

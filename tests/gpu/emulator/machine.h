@@ -96,16 +96,12 @@ inline void store_halves(uint4* p, uint4 v) {
   if (++stores % 3 == 0) sched_yield();
   __atomic_store_n((u64*)p + 1, u.q[1], __ATOMIC_RELEASE);
 }
-inline void store_late(uint4* p, uint4 v) {
+inline bool hold_halves(uint4* p, uint4 v) {
   union { uint4 v; u64 q[2]; } u = {v};
-  if (hold((u64*)p, u.q[0])) hold((u64*)p + 1, u.q[1]);
-  else *p = v;
+  return hold((u64*)p, u.q[0]) && hold((u64*)p + 1, u.q[1]);
 }
-inline void store_packet(uint4* p, uint4 v) {
-  union { uint4 v; u64 q[2]; } u = {v};
-  if (hold((u64*)p, u.q[0])) hold((u64*)p + 1, u.q[1]);
-  else store_halves(p, v);
-}
+inline void store_late(uint4* p, uint4 v) { if (!hold_halves(p, v)) *p = v; }
+inline void store_packet(uint4* p, uint4 v) { if (!hold_halves(p, v)) store_halves(p, v); }
 // Of a line the last lane is read first and written last, of this lane the half with the flag.
 inline uint4 load_flagged(const uint4* p) {
   union { u64 q[2]; uint4 v; } u;
