@@ -103,17 +103,15 @@ class DeviceFaults:
             return CollectiveMismatch(text, rank=rank, peer=peer, op=op, hint=hint)
         what = layout.WHAT_TEXT.get(int(words[layout.HOST_WHAT]), "something")
         text = f"rank {rank} waited longer than {self._timeout:.3g} s for {what} from rank {peer}"
-        boards = self._look(number) if number else None
-        if boards is None:
-            hint = f"rank {peer} has not come to this operation, or is stuck before it on its stream"
-            return CollectiveTimeout(text, rank=rank, peer=peer, op=op, hint=hint)
-        graph = {self._called[r]: f"rank {self._called[r]}: {boards.describe(r, number, self._name)}" for r in boards.newest}
-        graph[rank] = f"rank {rank}: waits for {what} from rank {peer} in {op}"
-        if boards.has_begun(there, number):
+        boards, graph = self._look(number) if number else None, {}
+        if boards is not None:
+            graph = {self._called[r]: boards.describe(r, number, self._name) for r in boards.newest}
+            graph[rank] = f"waits for {what} from rank {peer} in {op}"
+        if boards is not None and boards.has_begun(there, number):
             hint = f"rank {peer} has begun this operation, too; its GPU did not go on, or this is a defect of miraccl: please report it"
         else:
             hint = f"rank {peer} has not come to this operation, or is stuck before it on its stream"
-        lines = tuple(line for _, line in sorted(graph.items()))
+        lines = tuple(f"rank {r}: {does}" for r, does in sorted(graph.items()))
         return CollectiveTimeout(text, graph=lines, rank=rank, peer=peer, op=op, hint=hint)
 
     # ---- ending waits
