@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 
 from miraccl.bootstrap import Event, Session
+from miraccl.bootstrap.hub import READ_BYTES
 
 PATIENCE_S = 20.0
 
@@ -27,6 +30,12 @@ class LateWatcher:
     def await_event(self) -> None:
         """Returns when it has stopped."""
         assert self._here.acquire(timeout=PATIENCE_S)
+
+    def has_come(self, words: bytes) -> bool:
+        """Whether ``words`` lie in its connection, behind what it has taken in."""
+        with contextlib.suppress(BlockingIOError):
+            return words in self._link._sock.recv(READ_BYTES, socket.MSG_PEEK)
+        return False
 
     @property
     def awaited(self) -> bool:
