@@ -15,7 +15,7 @@ from miraccl.bootstrap import Notice, PeerLost
 from miraccl.comm.device.boards import Boards, Launch
 from miraccl.comm.device.faults import NOTICE, DeviceFaults
 from miraccl.comm.device.hosts.faults import HostsFaults
-from miraccl.comm.device.notices import from_words, to_words
+from miraccl.comm.notices import to_words
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, PeerDied
 from miraccl.executor.cuda import layout
 
@@ -106,11 +106,6 @@ def test_what_a_kernel_found_is_told_to_all_once() -> None:
         other.faults.check("all_reduce")
     assert raised.value.graph == ("rank 0: waits for a message from rank 1 in launch #7", "rank 1: has begun it")
     assert other.notices == []
-
-
-@pytest.mark.parametrize("words", [None, "enough", {"kind": "SystemExit"}, {"kind": "Fault"}])
-def test_notices_that_are_no_errors(words: Any) -> None:
-    assert from_words(words, rank=0, source=1) is None
 
 
 def test_boards_of_numbers_that_have_gone_round() -> None:

@@ -21,10 +21,11 @@ import miraccl
 from miraccl import Communicator
 from miraccl.bootstrap import solo
 from miraccl.comm import faults, member
+from miraccl.comm.fabric import Fabric
 from miraccl.comm.member import Options
 from miraccl.comm.window import PAGE, Window
 from miraccl.comm.work import Worker
-from miraccl.errors import CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError, PeerDied, SystemFailure
+from miraccl.errors import CollectiveMismatch, CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError, PeerDied, SystemFailure
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.transport.shm import Segment, slot_bytes_for
 from miraccl.wire.proxy_records import Loss, LossKind
@@ -254,6 +255,23 @@ def test_what_was_told_before_a_connection_broke_is_the_reason_however_late_the_
             comm.barrier()
 
     in_threads(3, work)
+
+
+def test_a_mismatch_behind_a_connection_that_broke_is_told_as_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To rank 1, which sees no board of another rank, as if it were on another host."""
+    monkeypatch.setattr(Fabric, "near", property(lambda fabric: [0, 1] if fabric.rank == 0 else []))
+    called = threading.Barrier(2)
+
+    def work(comm: Communicator) -> None:
+        comm.broadcast(np.ones(4), comm.rank)  # a root waits for nobody
+        called.wait(20)
+        if comm.rank == 0:
+            comm._member.faults.connection_lost(1, Loss(LossKind.RESET, "it is closed"))
+        until(lambda: comm._member.faults.fault is not None)
+        with pytest.raises(CollectiveMismatch, match="root is 0 on rank 0, 1 on rank 1"):
+            comm.barrier()
+
+    in_threads(2, work)
 
 
 def test_a_program_that_another_thread_wakes_goes_on_when_the_others_have_heard(monkeypatch: pytest.MonkeyPatch) -> None:

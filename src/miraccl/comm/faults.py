@@ -27,6 +27,7 @@ from miraccl.comm.differences import (
     unlike_messages,
 )
 from miraccl.comm.fabric import CATCH_UP_S, DEATH_NOTICE_S, NOTICE_FIRST_S, Fabric, after_notice
+from miraccl.comm.notices import from_words, to_words
 from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
 from miraccl.errors import (
@@ -36,23 +37,12 @@ from miraccl.errors import (
     CommunicatorAborted,
     MiracclError,
     PeerDied,
-    ProtocolError,
     SystemFailure,
 )
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.lower import describe_signature
 from miraccl.wire.proxy_records import CLOSED_WITHOUT_A_WORD, Loss, LossKind
 
-_KINDS: dict[str, type[MiracclError]] = {
-    "timeout": CollectiveTimeout,
-    "mismatch": CollectiveMismatch,
-    "aborted": CommunicatorAborted,
-    "died": PeerDied,
-    "system": SystemFailure,
-    "protocol": ProtocolError,
-    "internal": MiracclError,
-}
-_CONNECTION = {LossKind.RESET: "died", LossKind.PROTOCOL: "protocol", LossKind.ABORTED: "aborted", LossKind.INTERNAL: "internal"}
 SEND_RECV = "send_recv"
 STATUS_WAIT_S = 1.5
 #: Seconds in which there is news of what is behind an error of the engine. The memory of a process that dies goes before its connections;
@@ -113,7 +103,7 @@ class Faults:
             return self.fault
         if isinstance(error, CollectiveTimeout):
             if differing := parted(self._statuses()):
-                return self.spread(CollectiveMismatch(differing, rank=self.rank, op=name, hint=HINT), "mismatch")
+                return self.spread(CollectiveMismatch(differing, rank=self.rank, op=name, hint=HINT))
             error.op = f"{tag!r} of {name}"
         return error
 
@@ -143,7 +133,7 @@ class Faults:
         """Another rank is in another operation on the control plane, which is as good as any signature."""
         if ops := self.control.others():
             text = differences({rank: {"collective": op} for rank, op in sorted(ops.items())})
-            self.spread(CollectiveMismatch(text, rank=self.rank, op=ops[self.rank], hint=HINT), "mismatch")
+            self.spread(CollectiveMismatch(text, rank=self.rank, op=ops[self.rank], hint=HINT))
 
     # ---- from the watcher's thread
 
@@ -187,7 +177,7 @@ class Faults:
     def _tell_loss(self, rank: int, loss: Loss, op: str | None = None) -> MiracclError:
         error = loss.error(rank=self.rank, peer=rank)
         error.hint, error.op = HINT, op
-        return self.spread(self._behind(error), _CONNECTION[loss.kind])
+        return self.spread(self._behind(error))
 
     def _noticed(self, source: int, payload: dict[str, Any]) -> None:
         if payload.get("kind") == control.KIND:
@@ -197,15 +187,9 @@ class Faults:
         if payload.get("kind") == lookout.KIND:
             lookout.end(str(payload.get("message")), payload.get("waits", {}))
             return
-        kind = _KINDS.get(str(payload.get("kind")))
-        if kind is None:
-            return
-        peer = payload.get("peer")
-        about = peer if isinstance(peer, int) and not (kind is PeerDied and peer == self.rank) else source
-        where: dict[str, Any] = {"rank": self.rank, "op": payload.get("op"), "peer": about, "hint": HINT}
-        if kind is CollectiveTimeout:
-            where["graph"] = tuple(str(line) for line in payload.get("graph", ()))
-        self.settle(self._behind(kind(str(payload.get("message", "")), **where)))
+        if (error := from_words(payload, rank=self.rank, source=source)) is not None:
+            error.hint = error.hint or HINT
+            self.settle(self._behind(error))
 
     def settle(self, error: MiracclError) -> MiracclError:
         """Make ``error`` the communicator's fault unless it has one; ends all waits of this rank.
@@ -224,7 +208,7 @@ class Faults:
             stages.end(self.fault)
         return self.fault
 
-    def spread(self, error: MiracclError, kind: str) -> MiracclError:
+    def spread(self, error: MiracclError) -> MiracclError:
         """Settle on a fault found here and tell the others, who have heard of it when this returns: then this rank may end.
 
         They are told first: a program that another thread wakes here may see the fault and end at once.
@@ -232,18 +216,15 @@ class Faults:
         with self._lock:
             first = self.fault is None
             if first:
-                self._tell(error, kind)
+                self._tell(error)
             settled = self.settle(error)
         if first:
             self._let_hear()
         return settled
 
-    def _tell(self, error: MiracclError, kind: str) -> None:
-        payload: dict[str, Any] = {"kind": kind, "message": error.message, "op": error.op, "peer": error.peer}
-        if isinstance(error, CollectiveTimeout):
-            payload["graph"] = list(error.graph)
+    def _tell(self, error: MiracclError) -> None:
         with contextlib.suppress(MiracclError):  # the control plane may be gone as well; the others find out by themselves
-            self.session.notify(payload)
+            self.session.notify(to_words(error))
             self._unheard = True
 
     def _let_hear(self) -> None:
@@ -289,32 +270,31 @@ class Faults:
             statuses = self._statuses()
             differing = "" if board["p2p_sig"] else self._compared(board["sig"] & at.SEQ_MASK, statuses)
             if differing := differing or parted(statuses) or self._waits_in_vain(peer, board, statuses):
-                return self.spread(CollectiveMismatch(differing, rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
+                return self.spread(CollectiveMismatch(differing, rank=self.rank, peer=peer, op=op, hint=HINT))
             graph = self.wait_for_graph(statuses)
             text = f"rank {self.rank} passed the deadline of {self.fabric.timeout:g} s while waiting for rank {peer} in step {step}"
-            return self.spread(CollectiveTimeout(text, graph=graph, rank=self.rank, peer=peer, op=op, hint=HINT), "timeout")
+            return self.spread(CollectiveTimeout(text, graph=graph, rank=self.rank, peer=peer, op=op, hint=HINT))
         if code == at.ERR_PARTED and self.control.told_by(peer) != control.FINALIZE:
-            return self.spread(self._parted(peer, op), "mismatch")
+            return self.spread(self._parted(peer, op))
         if code in (at.ERR_LEFT, at.ERR_PARTED):
             text = f"rank {peer} has left the communicator ({self.left.get(peer, 'finalized')}) and will not take part"
-            left = self._behind(PeerDied(text, rank=self.rank, peer=peer, op=op, hint=HINT), self._statuses())
-            return self.spread(left, "mismatch" if isinstance(left, CollectiveMismatch) else "died")
+            return self.spread(self._behind(PeerDied(text, rank=self.rank, peer=peer, op=op, hint=HINT), self._statuses()))
         if code == at.ERR_MISMATCH:
             if describe_signature(want)["collective"] == SEND_RECV and not board["p2p_sig"]:
                 op = "send/recv"  # of a group that has not waited yet: the board shows what was before it
-            return self.spread(CollectiveMismatch(self._mismatch(peer, want, got), rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
+            return self.spread(CollectiveMismatch(self._mismatch(peer, want, got), rank=self.rank, peer=peer, op=op, hint=HINT))
         if code == at.ERR_SIZE:
             text = f"ranks disagree on the size of a message: rank {self.rank} expects {want} bytes, rank {peer} sent {got}"
-            return self.spread(CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
+            return self.spread(CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT))
         if code == at.ERR_ENDED:
-            return self.spread(CollectiveMismatch(in_vain(self.rank, peer), rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
+            return self.spread(CollectiveMismatch(in_vain(self.rank, peer), rank=self.rank, peer=peer, op=op, hint=HINT))
         if code == at.ERR_CUT:
             return self._tell_loss(peer, Loss(LossKind.RESET, CLOSED_WITHOUT_A_WORD), op)
         if code == at.ERR_CMA:
             text = f"the kernel refused to copy {want} bytes from the memory of rank {peer}"
             hint = "MIRACCL_CMA_DISABLE=1 avoids process_vm_readv"
-            return self.spread(SystemFailure(text, rank=self.rank, peer=peer, op=op, hint=hint), "system")
-        return self.spread(MiracclError(f"the engine returned {code}", rank=self.rank, op=op), "system")
+            return self.spread(SystemFailure(text, rank=self.rank, peer=peer, op=op, hint=hint))
+        return self.spread(MiracclError(f"the engine returned {code}", rank=self.rank, op=op))
 
     def _waits_in_vain(self, peer: int, board: dict[str, int], statuses: dict[int, dict[str, Any]]) -> str:
         """Where ``peer`` has ended the operation on ``board``, and nothing of what it sent is under way: so in words; else empty."""
@@ -336,7 +316,7 @@ class Faults:
             return self.fault
         text = unlike_messages(self.rank, mine, peer, theirs)
         op = f"send/recv ({mine[1]} x {describe_signature(mine[0])['dtype']})"
-        return self.spread(CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT), "mismatch")
+        return self.spread(CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT))
 
     def _mismatch(self, peer: int, want: int, got: int) -> str:
         """Which field differs, and which ranks have which value."""

@@ -398,7 +398,7 @@ class Member:
         if self.closed:
             return
         error = CommunicatorAborted(f"rank {self.rank} aborted the communicator: {reason}", rank=self.rank, peer=self.rank)
-        self.faults.spread(error, "aborted")
+        self.faults.spread(error)
 
     def end_underway(self) -> None:
         """The ranks that make another communicator of this one's go on without this rank."""

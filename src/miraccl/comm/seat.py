@@ -96,4 +96,4 @@ class MemberSeat:
         }
 
     def _end(self, op: str, text: str) -> None:
-        self._member.faults.spread(CollectiveMismatch(text, rank=self._member.rank, op=op, hint=HINT), "mismatch")
+        self._member.faults.spread(CollectiveMismatch(text, rank=self._member.rank, op=op, hint=HINT))

@@ -180,5 +180,4 @@ class Wire(Exchange):
         member = self._member
         graph = wait_for_graph(self._comm)
         error = CollectiveTimeout(text, graph=graph, rank=member.rank, peer=peer, op="send/recv")
-        return member.faults.spread(error, "timeout")
-
+        return member.faults.spread(error)

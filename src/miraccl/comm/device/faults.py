@@ -16,7 +16,7 @@ from typing import Any
 from miraccl.bootstrap import Event, Notice, PeerLost, Session
 from miraccl.comm.device.boards import Boards
 from miraccl.comm.device.messages import mismatch
-from miraccl.comm.device.notices import from_words, to_words
+from miraccl.comm.notices import from_words, to_words
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
 from miraccl.executor.cuda import layout
 

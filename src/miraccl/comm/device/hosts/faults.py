@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from miraccl.bootstrap import Event, Notice, PeerLost, Session
-from miraccl.comm.device.notices import from_words, to_words
+from miraccl.comm.notices import from_words, to_words
 from miraccl.errors import CommunicatorAborted, CommunicatorClosed, MiracclError, PeerDied, SystemFailure
 
 NOTICE = "gpu_fault"

@@ -1,17 +1,18 @@
-"""Errors of GPU communicators as other ranks are told of them on the control plane."""
+"""Faults as ranks tell each other of them on the control plane, those of operations on CPUs and on GPUs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from miraccl import errors
-from miraccl.errors import CollectiveTimeout, MiracclError
+from miraccl.errors import CollectiveTimeout, MiracclError, PeerDied
 
 
 def to_words(error: MiracclError) -> dict[str, Any]:
-    """What a notice says of ``error``."""
+    """What a notice says of ``error``, in plain JSON values. One that another module defines is told as what it is derived from."""
+    kind = next(kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind)
     graph = list(error.graph) if isinstance(error, CollectiveTimeout) else []
-    return {"kind": type(error).__name__, "message": error.message, "peer": error.peer, "op": error.op, "hint": error.hint, "graph": graph}
+    return {"kind": kind.__name__, "message": error.message, "peer": error.peer, "op": error.op, "hint": error.hint, "graph": graph}
 
 
 def from_words(words: Any, *, rank: int, source: int) -> MiracclError | None:
@@ -20,7 +21,9 @@ def from_words(words: Any, *, rank: int, source: int) -> MiracclError | None:
     if not (isinstance(kind, type) and issubclass(kind, MiracclError)):
         return None
     peer, op, hint = words.get("peer"), words.get("op"), words.get("hint")
-    error = kind(str(words.get("message", "")), rank=rank, peer=peer if isinstance(peer, int) else source)
+    if not isinstance(peer, int) or (kind is PeerDied and peer == rank):  # a rank that hears of its own death lives: it has lost the source
+        peer = source
+    error = kind(str(words.get("message", "")), rank=rank, peer=peer)
     error.op, error.hint = (str(op) if op else None), (str(hint) if hint else None)
     if isinstance(error, CollectiveTimeout):
         error.graph = tuple(str(line) for line in words.get("graph", ()))
