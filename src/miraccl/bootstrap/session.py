@@ -260,16 +260,12 @@ class Session:
         return self._own_status()
 
     def _own_status(self) -> bytes:
-        threads = [place for ident in self.thread_ids if (place := locate(ident)) is not None]
-        main = threading.main_thread().ident
-        if not threads and main is not None:
-            threads = [place for place in (locate(main),) if place is not None]
         answer: dict[str, Any] = {
             "answered": True,
             "rank": self.rank,
             "pid": os.getpid(),
             "host": self.hosts[self.rank],
-            "threads": threads,
+            "threads": locate(self.thread_ids) or locate([threading.main_thread().ident or 0]),
         }
         try:
             answer["status"] = self.status_provider() if self.status_provider is not None else {}

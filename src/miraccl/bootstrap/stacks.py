@@ -1,4 +1,4 @@
-"""Where a thread is: the line of the user's program that called us, not the line of ours that waits."""
+"""Where threads are: the line of the user's program that called us, not the line of ours that waits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import site
 import sys
 import sysconfig
 import threading
+from collections.abc import Iterable
 from types import FrameType
 
 import miraccl
@@ -58,15 +59,18 @@ def _describe(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
 
 
-def locate(ident: int, depth: int = 8) -> dict[str, object] | None:
-    """``where``: innermost line of the user's program; ``call``: our function it waits in, if any; ``stack``: that line and its callers.
+def locate(idents: Iterable[int], depth: int = 8) -> list[dict[str, object]]:
+    """Where the threads are, those that do not exist (any more) left out.
 
+    ``where``: innermost line of the user's program; ``call``: our function it waits in, if any; ``stack``: that line and its callers.
     A wait ends in the standard library (``threading``, ``selectors``) and a call of ours may come from a library (DDP), so library
-    frames are skipped, unless there are no others.  ``None`` when the thread does not exist (any more).
+    frames are skipped, unless there are no others.
     """
-    innermost: FrameType | None = frames().get(ident)
-    if innermost is None:
-        return None
+    innermost = frames()
+    return [_place(innermost[ident], depth) for ident in idents if ident in innermost]
+
+
+def _place(innermost: FrameType, depth: int) -> dict[str, object]:
     frame, call = _below_libraries(innermost), ""
     if _is_ours(frame):
         outer: FrameType | None = frame
