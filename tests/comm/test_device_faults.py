@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from miraccl.bootstrap import Notice, PeerLost
-from miraccl.comm.device.boards import Boards, Launch
+from miraccl.comm.device.boards import BoardEntry, Boards
 from miraccl.comm.device.faults import NOTICE, DeviceFaults
 from miraccl.comm.device.hosts.faults import HostsFaults
 from miraccl.comm.notices import to_words
@@ -77,7 +77,7 @@ def test_a_deadline_of_a_message() -> None:
 
 def test_a_deadline_says_who_has_come() -> None:
     told = Told()
-    told.boards = Boards({1: Launch(8, 0), 2: Launch(6, 0), 3: None})
+    told.boards = Boards({1: BoardEntry(8, 0), 2: BoardEntry(6, 0), 3: None})
     told.words[layout.HOST_LAUNCH] = 7
     told.kernel(layout.ERROR_TIMEOUT, 2)
     with pytest.raises(CollectiveTimeout, match="rank 2 has not come") as raised:
@@ -93,7 +93,7 @@ def test_a_deadline_says_who_has_come() -> None:
 
 def test_what_a_kernel_found_is_told_to_all_once() -> None:
     told, other = Told(), Told()
-    told.boards = Boards({1: Launch(7, 0)})
+    told.boards = Boards({1: BoardEntry(7, 0)})
     told.words[layout.HOST_LAUNCH] = 7
     told.kernel(layout.ERROR_TIMEOUT, 1)
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_what_a_kernel_found_is_told_to_all_once() -> None:
 
 
 def test_boards_of_numbers_that_have_gone_round() -> None:
-    boards = Boards({1: Launch(3, 0), 2: Launch(2**32 - 3, 0)})
+    boards = Boards({1: BoardEntry(3, 0), 2: BoardEntry(2**32 - 3, 0)})
     assert boards.has_begun(1, 2**32 - 2)
     assert not boards.has_begun(2, 1)
 

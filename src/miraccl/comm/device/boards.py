@@ -20,8 +20,8 @@ _HALF = 1 << 31
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What a rank says: the number of a launch, from 1, and 32 bits of what it runs."""
+class BoardEntry:
+    """What a rank says of a launch: its number, from 1, and 32 bits of what it runs."""
 
     number: int
     signature: int
@@ -29,9 +29,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class Boards:
-    """By peer its newest launch, None before the first."""
+    """By peer what it says of its newest launch, None before the first."""
 
-    newest: Mapping[int, Launch | None]
+    newest: Mapping[int, BoardEntry | None]
 
     def has_begun(self, rank: int, number: int) -> bool:
         """Whether a peer has begun launch ``number``; numbers wrap at 2^32."""
@@ -56,7 +56,7 @@ def read_boards(gpu: Gpu, args: CommArgs, number: int) -> Boards:
     return Boards(newest)
 
 
-def _newest(entries: bytes, number: int) -> Launch | None:
+def _newest(entries: bytes, number: int) -> BoardEntry | None:
     """The entry furthest on, seen from launch ``number``; entries are zeros where nothing was said."""
-    said: Sequence[Launch] = [Launch(*entry[:2]) for entry in _ENTRY.iter_unpack(entries) if entry[0]]
-    return max(said, key=lambda launch: (launch.number - number + _HALF) % (1 << 32), default=None)
+    said: Sequence[BoardEntry] = [BoardEntry(*entry[:2]) for entry in _ENTRY.iter_unpack(entries) if entry[0]]
+    return max(said, key=lambda entry: (entry.number - number + _HALF) % (1 << 32), default=None)
