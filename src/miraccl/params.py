@@ -137,7 +137,13 @@ TIMEOUT = declare("TIMEOUT", 300.0, parse_seconds, "Deadline of every operation.
 BOOTSTRAP_TIMEOUT = declare(
     "BOOTSTRAP_TIMEOUT", 60.0, parse_seconds, "Deadline for all ranks to meet and to connect.", kind="time", unit="s"
 )
-SECRET = declare("SECRET", "", str, "Shared secret of the job; without it one is made and handed out by the launcher.", kind="text")
+SECRET = declare(
+    "SECRET",
+    "",
+    str,
+    "Shared secret of the job; without it miraccl run makes one, and ranks that meet at a port derive one from port, user and job number.",
+    kind="text",
+)
 HOSTID = declare("HOSTID", "", str, "Name of this host; ranks with different names never share memory.", kind="text", nccl="HOSTID")
 SOCKET_IFNAME = declare(
     "SOCKET_IFNAME",
@@ -147,8 +153,22 @@ SOCKET_IFNAME = declare(
     kind="text",
     nccl="SOCKET_IFNAME",
 )
-SOCKET_NTHREADS = declare("SOCKET_NTHREADS", 1, parse_count, "Proxy threads per connection.", kind="count", nccl="SOCKET_NTHREADS")
-NSOCKS_PERTHREAD = declare("NSOCKS_PERTHREAD", 2, parse_count, "TCP streams per proxy thread.", kind="count", nccl="NSOCKS_PERTHREAD")
+SOCKET_NTHREADS = declare(
+    "SOCKET_NTHREADS",
+    1,
+    parse_count,
+    "Times NSOCKS_PERTHREAD: TCP streams between two ranks; one thread serves all of them.",
+    kind="count",
+    nccl="SOCKET_NTHREADS",
+)
+NSOCKS_PERTHREAD = declare(
+    "NSOCKS_PERTHREAD",
+    2,
+    parse_count,
+    "Times SOCKET_NTHREADS: TCP streams between two ranks.",
+    kind="count",
+    nccl="NSOCKS_PERTHREAD",
+)
 SOCKET_BUFFER = declare(
     "SOCKET_BUFFER", 1 << 22, parse_size, "Kernel buffers of each TCP stream, each way; 0 leaves it to the kernel.", kind="size", unit="B"
 )
@@ -225,7 +245,13 @@ GPU_STAGING = declare(
     kind="size",
     unit="B",
 )
-CACHE_DIR = declare("CACHE_DIR", "", str, "Folder of compiled kernels and measured constants.", kind="path")
+CACHE_DIR = declare(
+    "CACHE_DIR",
+    "",
+    str,
+    "Folder of compiled code, measured constants and plans; empty: miraccl below XDG_CACHE_HOME or ~/.cache.",
+    kind="path",
+)
 DEBUG = declare("DEBUG", "warn", str.lower, "What to log: none, warn, info or trace.", kind="text", nccl="DEBUG")
 DEBUG_SUBSYS = declare(
     "DEBUG_SUBSYS",
