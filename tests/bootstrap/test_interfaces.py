@@ -70,7 +70,7 @@ def test_the_environment_chooses(monkeypatch, variable):
     monkeypatch.setenv(variable, "=ib0")
     assert choose_addresses(interfaces=ALL) == (("192.168.7.5",), False)
     monkeypatch.setenv(variable, "wlan")
-    with pytest.raises(InvalidUsage, match=r"SOCKET_IFNAME='wlan' matches no interface .* lo, docker0, virbr0"):
+    with pytest.raises(InvalidUsage, match=rf"^{variable}='wlan' matches no interface .* lo, docker0, virbr0"):
         choose_addresses(interfaces=ALL)
 
 

@@ -239,6 +239,12 @@ def test_schedule_errors(args: list[str]) -> None:
     assert invoke("schedule", *args).exit_code == 2
 
 
+def test_a_rank_that_there_is_not_is_refused_before_anything_is_shown() -> None:
+    result = invoke("schedule", "show", "ring", "--ranks", "3", "--rank", "3")
+    assert result.exit_code == 2
+    assert message(result).strip() == "--rank 3 is not one of the 3 ranks 0..2"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -318,6 +324,7 @@ def test_env_prints_and_writes_json() -> None:
     only = invoke("env", "--set", env={"MIRACCL_PROTO": "ll"}).output
     assert "MIRACCL_PROTO" in only
     assert "MIRACCL_TIMEOUT" not in only
+    assert invoke("env", "--markdown", "--json", "-").exit_code == 2
 
 
 def test_env_points_out_variables_that_mean_nothing() -> None:

@@ -240,7 +240,7 @@ def test_a_setting_that_leaves_no_place_to_meet_is_a_usage_error(monkeypatch: py
     monkeypatch.setenv("MIRACCL_SOCKET_IFNAME", "=nosuch0")
     done = run("-n", "2", script("pass"))
     assert done.returncode == 2
-    assert done.stderr.startswith("miraccl: SOCKET_IFNAME='=nosuch0' matches no interface")
+    assert done.stderr.startswith("miraccl: MIRACCL_SOCKET_IFNAME='=nosuch0' matches no interface")
 
 
 def test_usage_errors(tmp_path: Path) -> None:
@@ -248,6 +248,8 @@ def test_usage_errors(tmp_path: Path) -> None:
         done = run("-n", "1", *command)
         assert done.returncode == 2
         assert command[0] in done.stderr
+    assert "miraccl run --help lists the options" in run("--bogus", "train.py").stderr
+    assert "--node-rank 1: with --nnodes 1 it is 0" in run("--node-rank", "1", "sh").stderr
 
 
 def test_commands() -> None:

@@ -66,6 +66,11 @@ def test_nodes_that_do_not_exist(wanted):
         call("show", H100, "--explain", wanted)
 
 
+def test_the_nodes_that_there_are_are_named():
+    with pytest.raises(InvalidUsage, match=r"'GPU9' is not one of GPU0 to GPU7, NET0 to NET7, CPU0 to CPU1, NVS0$"):
+        call("show", H100, "--explain", "GPU0,GPU9")
+
+
 def test_wrong_gpus():
     refused = CliRunner().invoke(topo, ["show", H100, "--gpus", "a"])
     assert refused.exit_code == 2

@@ -184,7 +184,7 @@ def choose_addresses(peer: str | None = None, interfaces: Sequence[Interface] | 
     replaces nothing.  The address that routes to ``peer`` comes first, if its name is known within ``ROUTE_SECONDS``.  Raises
     ``InvalidUsage``, ``SystemFailure`` or ``BootstrapError``.
     """
-    names = params.SOCKET_IFNAME.read()
+    names, variable = params.SOCKET_IFNAME.resolve()
     interfaces = list_interfaces() if interfaces is None else interfaces
     route = source_address(peer) if peer else None
     if route is not None and is_loopback(route):
@@ -193,7 +193,7 @@ def choose_addresses(peer: str | None = None, interfaces: Sequence[Interface] | 
     if not ranked:
         if names:
             have = ", ".join(i.name for i in interfaces if i.addresses) or "none"
-            raise InvalidUsage(f"SOCKET_IFNAME={names!r} matches no interface that is up and has an address; there are: {have}")
+            raise InvalidUsage(f"{variable}={names!r} matches no interface that is up and has an address; there are: {have}")
         raise BootstrapError("no network interface is up and has an address, not even loopback")
     best = ranked[0]
     family = 6 if route and ":" in route else 4

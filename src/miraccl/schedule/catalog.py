@@ -71,7 +71,8 @@ class Algorithm:
         """The schedule, not cached. Raises ``InvalidUsage`` where ``supports`` says no or ``root`` is no rank, ``ScheduleError`` where the
         builder fails."""
         if not self.supports(collective, nranks):
-            raise InvalidUsage(f"algorithm {self.name!r} has no {collective.label} over {nranks} ranks")
+            others = which_have(collective, nranks)
+            raise InvalidUsage(f"algorithm {self.name!r} has no {collective.label} over {nranks} ranks", hint=f"these have: {others}")
         if not 0 <= root < nranks:
             raise InvalidUsage(f"root {root} is not in 0..{nranks - 1}")
         root = root if collective.rooted else 0
@@ -208,6 +209,11 @@ def algorithms_for(collective: Collective, nranks: int, root: int | None = None)
             return True
 
     return [algorithm for algorithm in map(get, names()) if offers(algorithm)]
+
+
+def which_have(collective: Collective, nranks: int) -> str:
+    """The names of ``algorithms_for``, for who asked for another one."""
+    return ", ".join(algorithm.name for algorithm in algorithms_for(collective, nranks)) or "none"
 
 
 def build(

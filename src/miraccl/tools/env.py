@@ -33,6 +33,8 @@ def env(json_target: str | None, markdown: bool, only_set: bool) -> None:
       MIRACCL_ALGO=ring miraccl env --set
       miraccl env --json - | jq '.[] | select(.name == "TIMEOUT")'
     """
+    if markdown and (json_target or only_set):
+        raise click.UsageError("--markdown is the table of all settings: it goes with neither --json nor --set")
     if markdown:
         print(render_markdown())
         return

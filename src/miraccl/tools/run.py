@@ -89,13 +89,14 @@ def build_command(program: str, args: tuple[str, ...], *, as_module: bool) -> li
         return [found, *args]
     if os.path.isfile(program):
         return [sys.executable, program, *args]
-    raise InvalidUsage(f"{program!r} is neither a Python file nor a program on PATH")
+    hint = "miraccl run --help lists the options; what follows -- is a program" if program.startswith("-") else None
+    raise InvalidUsage(f"{program!r} is neither an option, a Python file nor a program on PATH", hint=hint)
 
 
 def open_job(nproc: int, nnodes: int, node_rank: int, master: str | None) -> contextlib.AbstractContextManager[launch.Environ]:
     """Gives the environment of each local rank, as a function of the local rank."""
     if node_rank >= nnodes:
-        raise InvalidUsage(f"--node-rank {node_rank} is not one of the {nnodes} hosts 0..{nnodes - 1}")
+        raise InvalidUsage(f"--node-rank {node_rank}: with --nnodes {nnodes} it is {f'0 to {nnodes - 1}' if nnodes > 1 else 0}")
     if nnodes == 1 and not master:
         return launch.local_job(nproc)
     if not master:

@@ -85,12 +85,12 @@ def show(algo: str, collective: str, ranks: int, root: int, plugin: str | None, 
     from miraccl.schedule.text import dump, format_step
 
     built = _build(algo, collective, ranks, root, plugin)
+    if rank is not None and rank >= built.nranks:
+        raise InvalidUsage(f"--rank {rank} is not one of the {built.nranks} ranks 0..{built.nranks - 1}")
     print(f"# {_counts(built)}")
     if rank is None:
         print(dump(built), end="")
         return
-    if rank >= built.nranks:
-        raise InvalidUsage(f"--rank {rank} is not one of the {built.nranks} ranks")
     for number, channel in enumerate(built.channels):
         print(f"channel {number} rank {rank}")
         print("\n".join(f"  {i:>3} {format_step(step)}" for i, step in enumerate(channel[rank])))

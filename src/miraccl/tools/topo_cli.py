@@ -218,8 +218,9 @@ def _key(system: System, text: str) -> Key:
         match = re.fullmatch(r"([A-Za-z]+)(\d+)", part.strip())
         kind = NodeType.__members__.get(match[1].upper()) if match else None
         if match is None or kind not in allowed or int(match[2]) >= system.count(kind):
-            counts = ", ".join(f"{k.name}0 to {k.name}{system.count(k) - 1}" for k in allowed if system.count(k))
-            raise InvalidUsage(f"--explain {text}: {part!r} is not one of {counts}")
+            lasts = {k.name: system.count(k) - 1 for k in allowed if system.count(k)}
+            there = ", ".join(f"{name}0 to {name}{last}" if last else f"{name}0" for name, last in lasts.items())
+            raise InvalidUsage(f"--explain {text}: {part!r} is not one of {there}")
         ends.append((kind, int(match[2])))
     if len(ends) != 2:
         raise InvalidUsage(f"--explain {text}: expected two nodes such as GPU0,NET1, or all")

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import miraccl
-from miraccl.errors import InvalidUsage
 from miraccl.tools.perf.data import numpy_dtype, premul_scalar
 from miraccl.tools.perf.device_array import Arena, DeviceArray, as_device_array
 from miraccl.tools.perf.engine import place_buffers
@@ -82,8 +81,6 @@ class MiracclDevice:
         self.comm, self.rank, self.nranks = comm, comm.rank, comm.nranks
         self._stream, self._arena, self.capture = stream, arena, capture
         self._ordinal: int = comm.gpu.ordinal
-        if window and not hasattr(comm, "empty"):
-            raise InvalidUsage("--window: this version has no window memory on GPUs", hint="leave the option out")
         self._window = window
         self._keep: list[Any] = []
 

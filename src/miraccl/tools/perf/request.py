@@ -104,8 +104,8 @@ def _check_choice(op: str, nranks: int, options: dict[str, Any]) -> None:
         raise click.UsageError("--algo is for collectives; a sendrecv is a message")
     collective = Collective[op.upper()]
     if not algorithm.supports(collective, nranks):
-        names = ", ".join(other.name for other in catalog.algorithms_for(collective, nranks))
-        raise click.UsageError(f"--algo {algorithm.name} has no {op} over {nranks} ranks; these have: {names}")
+        others = catalog.which_have(collective, nranks)
+        raise click.UsageError(f"--algo {algorithm.name} has no {op} over {nranks} ranks; these have: {others}")
 
 
 def _gpus(wanted: devices.Devices) -> tuple[tuple[int, ...], str]:
