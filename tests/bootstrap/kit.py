@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import re
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from miraccl.bootstrap import Event, PeerLeft, PeerLost, Session, StatusRequest, UniqueId, connect, create_root
+from miraccl.errors import BootstrapError, MiracclError
 
 PATIENCE = 60.0  # seconds until a test gives up; on an idle machine nothing takes more than one or two
 
@@ -75,6 +77,16 @@ def job(nranks: int, hosts: Sequence[str] | None = ("127.0.0.1",)) -> Iterator[l
         for session in sessions:
             session.close()
         assert root.join(PATIENCE)
+
+
+def told_at_the_deadline(text: str, attempt: Callable[[float], object], kind: type[MiracclError] = BootstrapError) -> None:
+    """``attempt(seconds)`` raises what the pattern ``text`` describes; on a busy machine it may take more seconds to find that out."""
+    for seconds in (0.1, 0.5, 2.0, PATIENCE / 4):
+        with pytest.raises(kind) as caught:
+            attempt(seconds)
+        if re.search(text, str(caught.value)):
+            return
+    raise AssertionError(f"it does not say {text!r}") from caught.value
 
 
 class Inbox:

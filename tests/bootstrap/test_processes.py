@@ -301,7 +301,8 @@ def test_rank_0_that_exits_first_has_left_and_takes_the_control_plane_with_it():
 
 
 def test_rank_0_that_exits_first_waits_a_moment_for_those_who_exit_too():
-    process = subprocess.Popen([sys.executable, "-c", _HUB_PROGRAM], stdout=subprocess.PIPE, text=True)
+    moment = f"from miraccl.bootstrap import lifetime; lifetime.LINGER_SECONDS = {PATIENCE}"
+    process = subprocess.Popen([sys.executable, "-c", moment + _HUB_PROGRAM], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         session = _session(UniqueId.parse(process.stdout.readline()), 1, 2)

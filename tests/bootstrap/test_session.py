@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,10 +23,12 @@ from miraccl.bootstrap import (
     dial,
     get_unique_id,
     join,
+    link,
     solo,
 )
 from miraccl.bootstrap.host import host_fingerprint, network_fingerprint
 from miraccl.bootstrap.link import Link
+from miraccl.deadline import Deadline
 from miraccl.errors import (
     AuthenticationError,
     BootstrapError,
@@ -36,7 +39,7 @@ from miraccl.errors import (
     SystemFailure,
 )
 from miraccl.wire.bootstrap import Received
-from tests.bootstrap.kit import PATIENCE, Inbox, free_port, in_threads, job, needs_ipv6, until
+from tests.bootstrap.kit import PATIENCE, Inbox, free_port, in_threads, job, needs_ipv6, told_at_the_deadline, until
 
 
 @pytest.mark.parametrize(
@@ -163,12 +166,15 @@ def test_a_barrier_holds_until_the_last():
 # --- errors of the meeting ----------------------------------------------------------------------------------------------
 
 
-def test_missing_ranks_are_named():
+def test_missing_ranks_are_named(monkeypatch):
+    """By the hub, whose clock counts from when it hears of a rank's patience."""
     unique_id, root = create_root(hosts=["127.0.0.1"])
+    original = join._join
+    monkeypatch.setattr(join, "_join", lambda sock, remote, deadline: replace(original(sock, remote, deadline), timeout=deadline.seconds))
 
     def impatient():
         until(lambda: len(root._machine._ranks) == 5)
-        return connect(unique_id, 7, 8, 0.2)
+        return connect(unique_id, 7, 8, Deadline(seconds=0.2, at=time.monotonic() + PATIENCE))
 
     with root:
         errors = in_threads([impatient, *(lambda r=r: connect(unique_id, r, 8, PATIENCE) for r in (0, 1, 3, 4, 6))])
@@ -180,14 +186,12 @@ def test_missing_ranks_are_named():
 def test_nobody_home_is_said_with_address_and_reason():
     port = free_port()
     unique_id = UniqueId(addresses=(("127.0.0.1", port),), secret=b"s" * 32)
-    with pytest.raises(BootstrapError, match=rf"127\.0\.0\.1:{port}: Connection refused"):
-        connect(unique_id, 1, 2, 0.1)
+    told_at_the_deadline(rf"127\.0\.0\.1:{port}: Connection refused", lambda seconds: connect(unique_id, 1, 2, seconds))
 
 
 def test_an_unknown_host_name_is_said():
     unique_id = UniqueId(addresses=(("no-such-host.invalid", 1),), secret=b"s" * 32)
-    with pytest.raises(BootstrapError, match=r"no-such-host\.invalid: the name is not known"):
-        connect(unique_id, 1, 2, 0.05)
+    told_at_the_deadline(r"no-such-host\.invalid: the name is not known", lambda seconds: connect(unique_id, 1, 2, seconds))
 
 
 def test_a_rank_number_used_twice():
@@ -224,7 +228,7 @@ def test_a_duplicate_that_comes_after_the_meeting():
 def test_different_nranks():
     unique_id, root = create_root(hosts=["127.0.0.1"])
     with root:
-        results = in_threads([lambda: connect(unique_id, 0, 2, 5.0), lambda: connect(unique_id, 1, 3, 5.0)])
+        results = in_threads([lambda: connect(unique_id, 0, 2, PATIENCE), lambda: connect(unique_id, 1, 3, PATIENCE)])
     for error in results:
         assert isinstance(error, BootstrapError)
         assert "nranks=2" in str(error)
@@ -279,7 +283,8 @@ def test_a_root_that_closes_in_the_meeting_ends_it():
 # --- the job ------------------------------------------------------------------------------------------------------------
 
 
-def test_late_ranks_are_named_by_those_who_wait():
+def test_late_ranks_are_named_by_those_who_wait(monkeypatch):
+    monkeypatch.setattr(link, "GRACE_SECONDS", PATIENCE)  # for the hub, which tells who is late
     with job(3) as sessions:
         with pytest.raises(CollectiveTimeout, match=r"all_gather 'plan' of world: ranks 1 and 2 of 3 did not come within 0\.1 s"):
             sessions[0].all_gather(b"", "plan", timeout=0.1)
@@ -411,8 +416,7 @@ def test_the_hub_ends_when_all_have_left_and_its_port_is_free():
     b.close()
     assert isinstance(inbox.next(), PeerLeft)
     a.close()
-    with pytest.raises(BootstrapError, match="refused"):
-        connect(unique_id, 0, 2, 0.1)
+    told_at_the_deadline("refused", lambda seconds: connect(unique_id, 0, 2, seconds))
 
 
 def test_a_hub_of_many_jobs_lets_the_same_ranks_meet_again_also_before_they_have_left():

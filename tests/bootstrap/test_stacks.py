@@ -14,7 +14,7 @@ import pytest
 
 from miraccl.bootstrap import stacks as stacks_module
 from miraccl.bootstrap.stacks import locate
-from tests.bootstrap.kit import PATIENCE
+from tests.bootstrap.kit import PATIENCE, until
 
 
 def _place_of(call: Callable[[Any], None]) -> dict[str, object]:
@@ -47,12 +47,13 @@ def test_a_thread_in_the_users_program():
 
 def _settled(thread: threading.Thread, function: str) -> dict[str, object]:
     """Where a thread is that has come to wait in ``function``."""
-    for _ in range(5000):
+
+    def has_come() -> bool:
         frame = sys._current_frames().get(thread.ident or 0)
-        if frame is not None and frame.f_code.co_name == function:
-            return locate([thread.ident or 0])[0]
-        thread.join(0.001)
-    raise AssertionError(f"the thread never came to {function}")
+        return frame is not None and frame.f_code.co_name == function
+
+    until(has_come)
+    return locate([thread.ident or 0])[0]
 
 
 STAND_STILL = """
@@ -160,15 +161,9 @@ def test_a_thread_that_waits_in_this_package_is_where_it_called_us():
     gate = threading.Event()
     thread = threading.Thread(target=user_function, args=(gate,), daemon=True)
     thread.start()
-    places: list[dict[str, object]] = []
-    for _ in range(5000):
-        places = locate([thread.ident or 0])
-        if [place["call"] for place in places] == ["all_reduce"]:
-            break
-        thread.join(0.001)
+    place = _settled(thread, "wait")
     gate.set()
     thread.join(PATIENCE)
-    (place,) = places
     assert place["call"] == "all_reduce"
     assert "test_stacks.py" in str(place["where"])
     assert "user_function" in str(place["where"])
