@@ -9,11 +9,13 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 import miraccl
+from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError
 from miraccl.transport.meeting import Meeting
 from miraccl.transport.socket import SocketTransport
@@ -95,19 +97,24 @@ def cut_before_the_welcome() -> Any:
 
 
 def absent_while_connecting() -> Any:
-    """Rank 1 is stopped when the others connect to it; it goes on after they have given up."""
+    """Rank 1 is stopped when the others connect to it, in the last moments of the deadline; it goes on after they have given up."""
     act_as_hosts(1)
+    connect = SocketTransport.connect
+
+    def at_last(transport: SocketTransport, infos: Any) -> Any:
+        assert isinstance(transport._timeout, Deadline)
+        transport._timeout = replace(transport._timeout, at=time.monotonic() + 0.1)
+        return connect(transport, infos)
 
     def stand_still(transport: SocketTransport, infos: Any) -> Any:
         while True:
             transport._check()
             time.sleep(0.01)
 
-    if os.environ["MIRACCL_RANK"] == "1":
-        SocketTransport.connect = stand_still  # type: ignore[method-assign, assignment]
+    SocketTransport.connect = stand_still if os.environ["MIRACCL_RANK"] == "1" else at_last  # type: ignore[method-assign, assignment]
     start = time.monotonic()
     try:
-        miraccl.init(timeout=0.5)
+        miraccl.init(timeout=30)
     except MiracclError as error:
         return {**seen(error), "seconds": time.monotonic() - start}
     return {"type": "none"}

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import miraccl
+from miraccl.bootstrap import Notice
 from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout as at
 from tests.comm.late_watcher import LateWatcher
@@ -45,7 +46,7 @@ def nobody_left(comm: miraccl.Communicator) -> None:
 def mismatch(field: str, odd: int, count: int, ranks_per_host: int) -> dict[str, Any]:
     """Rank ``odd`` calls something else than the others, in one field."""
     act_as_hosts(ranks_per_host)
-    comm = miraccl.init(timeout=5.0)
+    comm = miraccl.init(timeout=20)
     together(comm)
     me = comm.rank == odd
     dtype = np.int32 if field == "dtype" and me else np.float32
@@ -480,16 +481,19 @@ def exits(how: str, ranks_per_host: int) -> Any:
 
 
 def absent(where: str, ranks_per_host: int) -> Any:
-    """Rank 1 does not come to an operation: it sleeps in Python, or sits in C code and keeps the interpreter's lock."""
+    """Rank 1 does not come to an operation: it sleeps in Python, or sits in C code and keeps the interpreter's lock. The deadline of the
+    others passes when they wait for it."""
     act_as_hosts(ranks_per_host)
     comm = miraccl.init(timeout=30)
+    session, context = comm._member.session, comm._member.context
+    session.on_event(lambda event: context.set(at.CTX_DEADLINE, 1) if isinstance(event, Notice) and "deadline" in event.payload else None)
     comm.all_reduce(np.ones(3, np.float32))
-    comm._member.session.barrier("all have ended it")  # what rank 1 keeps the lock from could be its last message
-    comm._member.fabric.timeout = comm._member.seat.usual_s = 1.0
-    comm._member.context.set(at.CTX_TIMEOUT_NS, 10**9)
+    session.barrier("all have ended it")  # what rank 1 keeps the lock from could be its last message
     start = time.monotonic()
     try:
         if comm.rank == 1:
+            until(lambda told: told[0]["peer"] == 1 and all(told[rank]["state"] == at.STATE_WAITING for rank in (0, 2)), session)
+            session.notify({"deadline": "passes"})
             if where == "python":
                 return elsewhere(comm)
             if where == "c":

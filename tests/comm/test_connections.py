@@ -9,7 +9,7 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
-SECONDS = 5.0  # the deadline is far away
+SECONDS = 20.0  # the deadline is far away
 
 
 def test_a_connection_that_breaks_is_told_to_all_and_none_of_them_is_dead() -> None:
@@ -50,7 +50,7 @@ def test_a_connection_that_is_cut_before_the_welcome_is_told_to_both() -> None:
 def test_a_rank_that_does_not_connect_is_named_at_the_deadline_of_the_communicator() -> None:
     got = run_ranks(connection_ranks.absent_while_connecting, 2, timeout=40)
     assert got[0]["type"] == "BootstrapError"
-    assert "no TCP connection with ranks [1] after 0.5 s" in got[0]["text"]
+    assert "no TCP connection with ranks [1] after 30 s" in got[0]["text"]
     assert got[0]["seconds"] < SECONDS
     assert got[1]["type"] == "PeerDied"
     assert "rank 0 left while the ranks were connecting" in got[1]["text"]

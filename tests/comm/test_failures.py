@@ -17,7 +17,7 @@ from tests.support.ranks import rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
-SECONDS_TO_NOTICE = 5.0  # a death, whatever the survivors were doing
+SECONDS_TO_NOTICE = 20.0  # a death, whatever the survivors were doing; their deadlines are later
 
 
 @pytest.fixture(autouse=True)
@@ -189,7 +189,7 @@ def test_a_rank_that_never_arrives(where: str, ranks_per_host: int) -> None:
     got = values(rank_outcomes(fault_ranks.absent, 3, where, ranks_per_host, timeout=40))
     for value in got:
         assert value["type"] == "CollectiveTimeout", value
-        assert value["seconds"] < 1.0 + SECONDS_TO_NOTICE
+        assert value["seconds"] < SECONDS_TO_NOTICE
         graph = value["graph"]
         assert len(graph) == 3
         assert graph == got[0]["graph"] or where == "c" or ranks_per_host or where == "recv"

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import miraccl
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.schedule import catalog
-from tests.comm import sweep_ranks
+from tests.comm import fault_ranks, sweep_ranks
 from tests.comm.test_collectives import ALGORITHMS, COUNTS, once
 from tests.support.ranks import run_ranks
 
@@ -126,6 +126,8 @@ def pestered(ranks_per_host: int) -> int:
         if comm.rank == 0:
             thread.start()
         for turn in range(150):
+            if comm.rank == 0:
+                fault_ranks.wait_until(lambda: sent > turn // 10)  # noqa: B023
             x = np.full(turn * 97 + 1, float(comm.rank))
             assert (comm.all_reduce(x) == comm.nranks * (comm.nranks - 1) / 2).all()
         part = comm.split(0)  # new connections and a new meeting, with strangers at the door
