@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
-from miraccl.torch import ProcessGroupMiraccl
+from miraccl.torch import ProcessGroupMiraccl, start
 from miraccl.torch import monitored as monitored_barrier
 from miraccl.torch.channel import timeout_of
 from tests.torch.calls import exchanged, gathered_out
@@ -82,16 +82,17 @@ def same_file_again(path: str) -> None:
 
 
 def same_file_at_once(path: str) -> None:
-    """The same of ranks that end the first group before rank 0, which is late, has come out of making it."""
+    """The same of ranks that end the first group before rank 0, which is late in taking its id away, has come out of making it."""
     rank, nranks = int(os.environ["MIRACCL_RANK"]), int(os.environ["MIRACCL_NRANKS"])
-    store, delete = dist.FileStore(path, -1), dist.PrefixStore.delete_key
+    store, put = dist.FileStore(path, -1), dist.PrefixStore.set
 
-    def late(prefix: Any, key: str) -> bool:
-        time.sleep(0.2)
-        return bool(delete(prefix, key))
+    def late(prefix: Any, key: str, value: str) -> None:
+        if value == start._NONE:
+            time.sleep(0.2)
+        put(prefix, key, value)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist.PrefixStore, "delete_key", late)
+        patch.setattr(dist.PrefixStore, "set", late)
         for _ in range(2):
             dist.init_process_group("miraccl", store=store, rank=rank, world_size=nranks, timeout=LIMIT)
             dist.destroy_process_group()

@@ -6,7 +6,9 @@ import datetime
 import threading
 import types
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
@@ -14,9 +16,11 @@ pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'mira
 import torch
 import torch.distributed as dist
 
+from miraccl.bootstrap import create_root
 from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, SystemFailure
 from miraccl.torch import start
+from tests.bootstrap.kit import PATIENCE, in_threads
 from tests.support.accidents import few_descriptors, open_files
 
 
@@ -28,11 +32,43 @@ def no_meeting_point_is_left() -> Iterator[None]:
     assert open_files() <= files
 
 
-def meet(store: dist.Store, rank: int, patience: float) -> None:
-    """One of two ranks on its way into a group."""
+def meet(store: Any, rank: int, patience: float) -> int:
+    """One of two ranks on its way into a group; says with how many it has met."""
     timeout = datetime.timedelta(seconds=patience)
     opts = types.SimpleNamespace(timeout=timeout, group_id="", group_rank=rank, global_ranks_in_group=[])
-    start._meet(store, rank, 2, Deadline.after(patience), start._NewGroup(opts))
+    with start._meet(store, rank, 2, Deadline.after(patience), start._NewGroup(opts)) as comm:
+        return int(comm.all_reduce(np.ones(1))[0])
+
+
+class WatchedStore:
+    """A store of two ranks, which tells when rank 1 has read what is there."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.was_read = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        value = self.values[key]
+        self.was_read.set()
+        return value
+
+
+def meet_again(store: WatchedStore) -> None:
+    """Both ranks, of which rank 1 reads what is left in the store before rank 0 comes."""
+
+    def later() -> int:
+        assert store.was_read.wait(PATIENCE)
+        return meet(store, 0, PATIENCE)
+
+    store.was_read.clear()
+    assert in_threads([later, lambda: meet(store, 1, PATIENCE)]) == [2, 2]
+    assert store.values == {start.KEY: b"none"}
 
 
 def test_a_rank_0_that_is_short_of_descriptors_tells_the_others(no_meeting_point_is_left: None) -> None:
@@ -41,6 +77,49 @@ def test_a_rank_0_that_is_short_of_descriptors_tells_the_others(no_meeting_point
         meet(store, 0, 1.0)
     with pytest.raises(BootstrapError, match=r"rank 0 could not open the meeting point: .*Too many open files"):
         meet(store, 1, 1.0)
+
+
+def test_a_second_try_after_a_failure_of_rank_0() -> None:
+    """Rank 1 is told once."""
+    store = WatchedStore()
+    with few_descriptors(0), pytest.raises(SystemFailure, match="Too many open files"):
+        meet(store, 0, 1.0)
+    with pytest.raises(BootstrapError, match="rank 0 could not open the meeting point"):
+        meet(store, 1, PATIENCE)
+    meet_again(store)
+
+
+def test_a_second_try_after_rank_0_has_waited_in_vain() -> None:
+    store = WatchedStore()
+    with pytest.raises(BootstrapError):
+        meet(store, 0, 0.05)
+    assert store.values == {start.KEY: b"none"}
+    meet_again(store)
+
+
+def test_a_second_try_while_rank_0_is_at_the_first() -> None:
+    """Rank 1, which has given up, does not go to the meeting point of the first one again."""
+
+    def enough() -> None:
+        raise BootstrapError("enough")
+
+    store = WatchedStore()
+    ident, root = create_root(nranks=2)
+    store.set(start.KEY, str(ident))
+    with pytest.raises(BootstrapError, match="enough"):
+        start._visit(store, 1, 2, Deadline.after(PATIENCE), enough)
+    meet_again(store)
+    assert root.alive
+    root.close("the end of the test")
+
+
+def test_a_second_try_after_rank_0_was_killed() -> None:
+    """Rank 1, a new process, reads the id that the first one has left, where nobody listens any more."""
+    store = WatchedStore()
+    ident, root = create_root(nranks=2)
+    root.close("killed")
+    store.set(start.KEY, str(ident))
+    meet_again(store)
 
 
 def test_a_rank_0_that_gives_up_closes_the_meeting_point(no_meeting_point_is_left: None) -> None:

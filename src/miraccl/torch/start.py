@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 
 from miraccl import params, trace
 from miraccl.bootstrap import Root, Session, UniqueId, connect, create_root, solo
+from miraccl.bootstrap.dial import HubNotFound
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.fabric import NOTICE_FIRST_S
 from miraccl.comm.lookout import Creation
@@ -18,7 +20,7 @@ from miraccl.comm.meeting import begin
 from miraccl.comm.member import Options
 from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
-from miraccl.errors import BootstrapError, MiracclError, PeerDied
+from miraccl.errors import AuthenticationError, BootstrapError, MiracclError, PeerDied
 from miraccl.torch.channel import seat_of
 from miraccl.torch.elsewhere import Elsewhere, devices_of_call
 from miraccl.torch.failures import as_backend_errors
@@ -26,9 +28,13 @@ from miraccl.torch.process_group import ProcessGroupMiraccl
 from miraccl.torch.tensors import DEVICES, NAME
 
 KEY = "miraccl/unique_id"
-_FAILED = "failed: "
+_NONE, _FAILED = "none", "failed: "
 #: Pauses of who waits for the id, in seconds.
 NAP_FIRST_S, NAP_LAST_S = 1e-3, 0.05
+#: Seconds until who has an id looks whether there is another one; then twice as long each time.
+LOOK_AFTER_S = 0.5
+#: What ranks of this process have read and failed with.
+_tried: set[tuple[int, str]] = set()
 
 
 def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
@@ -48,9 +54,6 @@ def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
             creation.look_again()
             raise
         try:
-            if rank == 0:  # all have read it by now, and none comes out of here before; a later group on the same store must not find it
-                with contextlib.suppress(RuntimeError, NotImplementedError):
-                    store.delete_key(KEY)
             mail = comm.split_by(deadline, 0)
         except BaseException:
             comm.finalize()
@@ -118,8 +121,7 @@ def _meet(store: Any, rank: int, size: int, deadline: Deadline, creation: _NewGr
     elif rank == 0:
         session = _host(store, size, deadline, creation.look)
     else:
-        ident = UniqueId.parse(_wait_for(store, rank, deadline, creation.look))
-        session = _connect(ident, rank, size, deadline, creation.look)
+        session = _visit(store, rank, size, deadline, creation.look)
     session.name = creation.name
     return Communicator.from_session(session, options, stages=Stages(session, deadline))
 
@@ -129,14 +131,73 @@ def _host(store: Any, size: int, deadline: Deadline, look: Callable[[], None]) -
     try:
         ident, root = create_root(nranks=size)
     except MiracclError as error:
-        store.set(KEY, f"{_FAILED}{error}")
+        store.set(KEY, f"{_FAILED}{secrets.token_hex(8)} {error}")  # no two are equal, as no two ids are
         raise
     try:
-        store.set(KEY, str(ident))
-        return _connect(ident, 0, size, deadline, look, root)
+        with _offered(store, ident):
+            return _connect(ident, 0, size, deadline, look, root)
     except BaseException as error:
         root.close(f"rank 0 gave up: {type(error).__name__}")
         raise
+
+
+@contextlib.contextmanager
+def _offered(store: Any, ident: UniqueId) -> Iterator[None]:
+    """The id is in the store inside the block, in which all ranks meet: who begins again under the same name, after this group has ended or
+    could not be made, must not find it.
+
+    A rank that comes too late for it waits for the next one, as for a rank 0 that has not come yet.  The key stays, because a rank that
+    has just seen it would wait in ``get`` if it were deleted.
+    """
+    try:
+        store.set(KEY, str(ident))
+        yield
+    finally:
+        with contextlib.suppress(RuntimeError):
+            store.set(KEY, _NONE)
+
+
+def _visit(store: Any, rank: int, size: int, deadline: Deadline, look: Callable[[], None]) -> Session:
+    """The way of the others. What they read may be of a rank 0 that was killed, or of a try that they have behind them."""
+    while True:
+        text = _wait_for(store, rank, deadline, look)
+        try:
+            if text.startswith(_FAILED):
+                why = text.removeprefix(_FAILED).partition(" ")[2]
+                raise BootstrapError(f"rank 0 could not open the meeting point: {why}", rank=rank, peer=0)
+            return _connect(UniqueId.parse(text), rank, size, deadline, _unless_replaced(store, text, look))
+        except BaseException as error:
+            _tried.add((rank, text))
+            misled = isinstance(error, HubNotFound | AuthenticationError) and _is_replaced(store, text)
+            if not misled and not isinstance(error, _Replaced):
+                raise
+
+
+class _Replaced(Exception):
+    """Rank 0 has put something else into the store."""
+
+
+def _unless_replaced(store: Any, text: str, look: Callable[[], None]) -> Callable[[], None]:
+    """``look``, and at times whether ``text`` is still what rank 0 wants to be read."""
+    pause = LOOK_AFTER_S
+    due = time.monotonic() + pause
+
+    def both() -> None:
+        nonlocal pause, due
+        look()
+        if time.monotonic() >= due:
+            if _is_replaced(store, text):
+                raise _Replaced
+            pause *= 2
+            due = time.monotonic() + pause
+
+    return both
+
+
+def _is_replaced(store: Any, text: str) -> bool:
+    with contextlib.suppress(RuntimeError):
+        return _read(store) not in (text, _NONE)
+    return False
 
 
 def _connect(
@@ -148,17 +209,20 @@ def _connect(
 
 
 def _wait_for(store: Any, rank: int, deadline: Deadline, look: Callable[[], None]) -> str:
+    """What rank 0 has put into the store for this try."""
     nap = NAP_FIRST_S
     try:
-        while not store.check([KEY]):
+        while (text := _read(store)) == _NONE or (rank, text) in _tried:
             look()
             if not deadline.left:
                 raise BootstrapError(f"rank 0 put no unique id into the store within {deadline.seconds:g} s", rank=rank, peer=0)
             time.sleep(nap)
             nap = min(2 * nap, NAP_LAST_S)
-        text: str = store.get(KEY).decode()
     except RuntimeError as error:  # DistStoreError, but not of every store
         raise BootstrapError(f"rank 0 put no unique id into the store: {error}", rank=rank, peer=0) from error
-    if text.startswith(_FAILED):
-        raise BootstrapError(f"rank 0 could not open the meeting point: {text.removeprefix(_FAILED)}", rank=rank, peer=0)
+    return text
+
+
+def _read(store: Any) -> str:
+    text: str = store.get(KEY).decode() if store.check([KEY]) else _NONE
     return text
