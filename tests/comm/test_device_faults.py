@@ -13,7 +13,7 @@ import pytest
 
 from miraccl.bootstrap import Notice, PeerLost
 from miraccl.comm.device.boards import BoardEntry, Boards
-from miraccl.comm.device.faults import NOTICE, DeviceFaults
+from miraccl.comm.device.faults import LEFT, NOTICE, DeviceFaults
 from miraccl.comm.device.hosts.faults import HostsFaults
 from miraccl.comm.notices import to_words
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, PeerDied
@@ -65,6 +65,20 @@ def test_what_was_heard_ends_waits_and_is_told(event: Any, error: type[Exception
     told.kernel(layout.ERROR_TIMEOUT, 1)  # a deadline that passed meanwhile is no news
     with pytest.raises(error):
         told.faults.check("all_reduce")
+
+
+def test_a_rank_that_has_left_is_known_to_kernels() -> None:
+    told, other = Told(), Told()
+    other.faults.leave()
+    (notice,) = other.notices
+    for peer in (1, 3):
+        told.hear(Notice(from_rank=peer, payload=notice))
+    assert (told.words[layout.HOST_ABORT], told.words[layout.HOST_LEFT]) == (0, 0b1010)
+    told.faults.check()
+    told.kernel(layout.ERROR_LEFT, 3)
+    with pytest.raises(PeerDied, match="rank 3 has left the communicator") as raised:
+        told.faults.check("recv")
+    assert (raised.value.op, raised.value.peer) == ("recv", 3)
 
 
 def test_a_deadline_of_a_message() -> None:
@@ -174,7 +188,9 @@ def test_the_words_are_not_written_any_more_once_their_memory_may_go() -> None:
     told.hear(LOST)
     closing[0].join()
     told.hear(ABORTED)
+    told.hear(Notice(from_rank=1, payload={LEFT: True}))
     told.faults.settle(CommunicatorAborted("too late"))
+    assert told.words[layout.HOST_LEFT] == 0
     assert order == ["written", "ended"]
 
 

@@ -68,6 +68,7 @@ def alone(how: str) -> str:
         me.comm.barrier(stream=0)
         me.synchronize()
         if me.rank == 0:
+            stay_until_told(me)
             return ""
         messages: Any = me.comm._device._messages  # type: ignore[union-attr]
         if how == "timeout":  # only now: compilers run before the barrier
@@ -75,7 +76,14 @@ def alone(how: str) -> str:
         me.comm.recv(me.zeros(100), 0)
         if how == "abort":
             threading.Timer(0.2, me.comm._device.abort if me.comm._device else print).start()
-        return outcome(me)
+        answer = outcome(me)
+        stay_until_told(me)
+        return answer
+
+
+def stay_until_told(me: Rank) -> None:
+    """Who waits for a rank that leaves is told that, instead of passing its deadline."""
+    me.comm._member.session.barrier("told")
 
 
 def never_comes() -> dict[str, Any]:
@@ -98,6 +106,27 @@ def never_comes() -> dict[str, Any]:
         try:
             if me.rank != last:
                 me.comm.all_reduce(x, stream=0)
+            me.synchronize()
+        except MiracclError as error:
+            return told_by(error)
+        return {"type": "none"}
+
+
+def waits_for_one_that_leaves(what: str) -> dict[str, Any]:
+    """Rank 1 finalizes, and the others wait for it. All have time."""
+    with rank(timeout=600.0) as me:
+        x = me.put(np.ones(1_000_000))  # more than the rings take
+        me.comm.barrier(stream=0)
+        me.synchronize()
+        if me.rank == 1:
+            return {"type": "none"}
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": lambda: me.comm.all_reduce(x, stream=0),
+            "recv": lambda: me.comm.recv(x, 1, stream=0),
+            "send": lambda: me.comm.send(x, 1, stream=0),
+        }
+        try:
+            calls[what]()
             me.synchronize()
         except MiracclError as error:
             return told_by(error)
@@ -155,6 +184,8 @@ def unheard_of() -> str:
             messages: Any = me.comm._device._messages  # type: ignore[union-attr]
             messages._comm_args = dataclasses.replace(messages._comm_args, timeout_ns=int(0.3e9))
             me.comm.recv(me.zeros(100), 0, stream=0)
+            me.cuda.cuCtxSynchronize()
+        stay_until_told(me)
         try:
             me.comm.finalize()
         except MiracclError as error:

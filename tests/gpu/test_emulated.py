@@ -374,6 +374,30 @@ def test_a_clock_that_jumps_ends_no_wait(seconds: int) -> None:
     assert two.errors() == [0, 0]
 
 
+def test_waiting_for_a_rank_that_has_left_ends() -> None:
+    three = Machine(3, timeout_s=60)
+    three.host[0][layout.HOST_LEFT] = 1 << 2
+    request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 1, 3, "one_shot", "ll128")
+    launch_each(three, [request, None, None])
+    assert three.errors() == [layout.ERROR_LEFT, 0, 0]
+
+
+def test_what_a_rank_sent_before_it_left_counts() -> None:
+    """Also where it came after the last poll before it was known that the rank has left."""
+    two, clock = Machine(2, timeout_s=60), Clock()
+    request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 1, 2, "one_shot", "ll128")
+    with ThreadPoolExecutor(1) as other:
+        with clock.held():
+            before = clock.looks()
+            waits = other.submit(launch_each, two, [request, None])
+            while clock.looks() == before and not waits.done():
+                os.sched_yield()
+            launch_each(two, [None, request])
+            two.host[0][layout.HOST_LEFT] = 1 << 1
+        waits.result()
+    assert two.errors() == [0, 0]
+
+
 def meeting(nranks: int) -> KernelSpec:
     return KernelSpec(family="meet", nranks=nranks, dtype=DType.UINT8, reduces=False, threads=32)
 

@@ -162,6 +162,24 @@ def test_an_abort_ends_the_wait() -> None:
     assert where.errors() == [0, 0]
 
 
+@needs_compiler
+@pytest.mark.parametrize("alone", [0, 1])
+def test_waiting_for_a_rank_that_has_left_ends(alone: int) -> None:
+    where = Machine(2, timeout_s=60)
+    where.host[alone][layout.HOST_LEFT] = 1 << 1 - alone
+    run(where, rules(2), [Send(0, 1, 200_000)], only=[alone])
+    assert where.errors()[alone] == layout.ERROR_LEFT
+
+
+@needs_compiler
+def test_a_message_of_a_rank_that_has_left_comes() -> None:
+    where = Machine(2, timeout_s=60)
+    run(where, rules(2), [Send(0, 1, 500)], only=[0])
+    where.host[1][layout.HOST_LEFT] = 1
+    assert run(where, rules(2), [Send(0, 1, 500)], only=[1]) == [""]
+    assert where.errors() == [0, 0]
+
+
 # ---- large messages
 
 
@@ -246,6 +264,16 @@ def test_waiting_with_large_messages_ends(alone: int) -> None:
     where = Machine(2, timeout_s=0.2)
     run(where, few(2), [Send(0, 1, 20_000)], only=[alone])
     assert (where.errors()[alone], int(where.host[alone][layout.HOST_PEER])) == (layout.ERROR_TIMEOUT, 1 - alone)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("small_pool")
+@pytest.mark.parametrize("alone", [0, 1])
+def test_waiting_with_large_messages_for_a_rank_that_has_left_ends(alone: int) -> None:
+    where = Machine(2, timeout_s=60)
+    where.host[alone][layout.HOST_LEFT] = 1 << 1 - alone
+    run(where, few(2), [Send(0, 1, 20_000)], only=[alone])
+    assert where.errors()[alone] == layout.ERROR_LEFT
 
 
 sends = st.builds(

@@ -163,6 +163,15 @@ def test_a_deadline_names_who_did_not_come_on_every_rank() -> None:
         assert answer["graph"][1:] == ["rank 1: has begun it", f"rank 2: never came to it; its last was all_reduce #1 {what}"]
 
 
+@pytest.mark.parametrize("what", ["all_reduce", "recv", "send"])
+def test_kernels_end_that_wait_for_a_rank_that_has_left(what: str) -> None:
+    answers = run(emulated_faults.waits_for_one_that_leaves, 3, what)
+    assert [answer["type"] for answer in answers] == ["PeerDied", "none", "PeerDied"]
+    for answer in (answers[0], answers[2]):
+        assert "rank 1 has left the communicator" in answer["text"]
+        assert answer["peer"] == 1
+
+
 def test_an_abort_ends_the_kernels_of_others() -> None:
     answer = run(emulated_faults.aborted_by_another, 2)[1]
     assert answer.startswith("CommunicatorAborted")

@@ -144,19 +144,20 @@ class Rank:
             return "different sizes were not noticed"
         if how.startswith("death"):
             return self.outlive(working=how == "death while it works")
-        if self.comm.rank != 0:
-            return ""
-        x = self.torch.ones(1000, device="cuda")
-        self.comm.all_reduce(x)
-        if how == "abort":
-            threading.Timer(0.2, self.comm.abort).start()
-        try:
-            self.comm.synchronize()
-        except CollectiveTimeout as error:
-            return "" if how == "timeout" and error.peer == 1 else f"unexpected: {error}"
-        except CommunicatorAborted as error:
-            return "" if how == "abort" else f"unexpected: {error}"
-        return "the wait ended without an error"
+        answer = ""
+        if self.comm.rank == 0:
+            self.comm.all_reduce(self.torch.ones(1000, device="cuda"))
+            if how == "abort":
+                threading.Timer(0.2, self.comm.abort).start()
+            try:
+                self.comm.synchronize()
+                answer = "the wait ended without an error"
+            except CollectiveTimeout as error:
+                answer = "" if how == "timeout" and error.peer == 1 else f"unexpected: {error}"
+            except CommunicatorAborted as error:
+                answer = "" if how == "abort" else f"unexpected: {error}"
+        self.session.barrier("told")  # who waits for a rank that leaves is told that
+        return answer
 
     def outlive(self, working: bool) -> str:
         """Rank 1 is killed before an operation, or while its GPU and that of rank 0 are at work; rank 0 is told, and its GPU is usable."""

@@ -93,6 +93,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._ahead, self._reads = shared(ctypes.c_int64, "clock_ahead"), shared(ctypes.c_uint64, "clock_reads")
+        self._held = shared(ctypes.c_uint32, "clock_held")
 
     def looks(self) -> int:
         """How often kernels have looked at it."""
@@ -100,6 +101,15 @@ class Clock:
 
     def jump(self, seconds: float) -> None:
         self._ahead.value += int(seconds * 1e9)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside the block kernels that look at it get no further."""
+        self._held.value = 1
+        try:
+            yield
+        finally:
+            self._held.value = 0
 
 
 @contextlib.contextmanager

@@ -24,7 +24,11 @@ struct Block {
 };
 #define STACK (96 << 10)
 static thread_local Block* block;
-extern "C" { i64 clock_ahead; u64 clock_reads; }  // what a test adds to the clock, and how often kernels have looked at it
+extern "C" {
+i64 clock_ahead;  // what a test adds to the clock
+u64 clock_reads;  // how often kernels have looked at it
+u32 clock_held;   // while it is set, they look on
+}
 extern "C" { u32 weak_memory; }  // 0: not weak; else where chance begins
 __thread Dim threadIdx, blockIdx, gridDim, blockDim;
 __thread Meeting* meeting;
@@ -70,6 +74,7 @@ u64 now_ns() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   __atomic_fetch_add(&clock_reads, 1ull, __ATOMIC_RELAXED);
+  while (__atomic_load_n(&clock_held, __ATOMIC_ACQUIRE)) sched_yield();
   return u64(t.tv_sec) * 1000000000ull + t.tv_nsec + __atomic_load_n(&clock_ahead, __ATOMIC_RELAXED);
 }
 static void fiber_main() {

@@ -438,6 +438,8 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             self.gpu.make_current()
             self.gpu.synchronize()
         together, untold = not self.faults.broken, self.faults.untold()
+        if together:
+            self.faults.leave()
         self.faults.end()
         try:
             if together:

@@ -21,6 +21,7 @@ from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAb
 from miraccl.executor.cuda import layout
 
 NOTICE = "gpu_abort"
+LEFT = "gpu_left"
 REPEAT_S = 0.002
 _EXPLAINS = (layout.ERROR_MISMATCH, layout.ERROR_SIZES)  # also why the peer has left or aborted since
 
@@ -101,6 +102,8 @@ class DeviceFaults:
             text = f"rank {peer} called another operation in the same place (number {number} of this communicator on GPU memory)"
             hint = "collective, dtype, elements, operator, root and window must be the same on all ranks; results since then are void"
             return CollectiveMismatch(text, rank=rank, peer=peer, op=op, hint=hint)
+        if error == layout.ERROR_LEFT:
+            return PeerDied(f"rank {peer} has left the communicator (finalized) and will not take part", rank=rank, peer=peer, op=op)
         what = layout.WHAT_TEXT.get(int(words[layout.HOST_WHAT]), "something")
         text = f"rank {rank} waited longer than {self._timeout:.3g} s for {what} from rank {peer}"
         boards, graph = self._look(number) if number else None, {}
@@ -126,6 +129,11 @@ class DeviceFaults:
         """End what waits on this rank's GPU, because of ``fault``, which the others know. Any thread may call it."""
         self._end(fault)
 
+    def leave(self) -> None:
+        """Tell the others that this rank's GPU has ended its work for good: kernels that still wait for it do so in vain, and end."""
+        with contextlib.suppress(MiracclError):
+            self.session.notify({LEFT: True})
+
     def _notify(self, error: MiracclError) -> None:
         with contextlib.suppress(MiracclError):  # the control plane may be gone as well
             self.session.notify({NOTICE: to_words(error)})
@@ -140,6 +148,10 @@ class DeviceFaults:
             peer = self._called[event.from_rank]
             told = from_words(event.payload[NOTICE], rank=self.rank, source=peer)
             self._end(told or CommunicatorAborted("the communicator was aborted", rank=self.rank, peer=peer))
+        elif isinstance(event, Notice) and LEFT in event.payload:
+            with self._lock:
+                if not self._ended.is_set():
+                    self._words[layout.HOST_LEFT] |= 1 << event.from_rank
 
     def on_abort(self, release: Callable[[], None]) -> None:
         """``release`` lets go of streams that wait for words; it is called again and again once waits are to end."""

@@ -72,11 +72,12 @@ assert LANE_CREDIT_OFFSET + _LANE_WORDS <= BULK_COUNTS_OFFSET
 assert BULK_FREED_OFFSET + MAX_RANKS * (BULK_BYTES // CHUNK_BYTES) * BULK_STRIDE <= PACKETS_OFFSET
 
 # Words (of 4 bytes) in host memory that the GPU reads and writes while it waits.
-HOST_ABORT, HOST_ERROR, HOST_PEER, HOST_WHAT = 0, 1, 2, 3
-HOST_CLAIM, HOST_SIZES = 4, 5  # ERROR_SIZES: two sizes as in MESSAGE, this rank's and the peer's
-HOST_LAUNCH, HOST_SIGNATURE = 9, 10  # of the launch that an error is about, as this rank ran it; 0: messages have none
+HOST_ABORT, HOST_LEFT = 0, 1  # read together; a bit for each peer whose work on its GPU has ended for good
+HOST_ERROR, HOST_PEER, HOST_WHAT = 2, 3, 4
+HOST_CLAIM, HOST_SIZES = 5, 6  # ERROR_SIZES: two sizes as in MESSAGE, this rank's and the peer's
+HOST_LAUNCH, HOST_SIGNATURE = 10, 11  # of the launch that an error is about, as this rank ran it; 0: messages have none
 HOST_BYTES = 64
-ERROR_TIMEOUT, ERROR_SIZES, ERROR_MISMATCH = 1, 2, 3
+ERROR_TIMEOUT, ERROR_SIZES, ERROR_MISMATCH, ERROR_LEFT = 1, 2, 3, 4
 WHAT_PACKET, WHAT_RESULT, WHAT_MESSAGE, WHAT_ROOM, WHAT_SEND, WHAT_RECV, WHAT_MEETING, WHAT_SIGNAL = 0, 1, 2, 3, 4, 5, 6, 7
 WHAT_TEXT = {
     WHAT_PACKET: "a packet",
@@ -173,8 +174,8 @@ def defines(nranks: int) -> dict[str, int]:
     """Those of every kernel."""
     names = (
         "WORD_STRIDE MAX_RANKS STATE_OFFSET STATE_LAUNCH STATE_TICKET STATE_SIGNATURES BOARD_OFFSET BOARD_ENTRIES "
-        "PACKETS_OFFSET BANK_BYTES NOBODY HOST_ABORT HOST_ERROR HOST_PEER HOST_WHAT HOST_CLAIM HOST_LAUNCH HOST_SIGNATURE "
-        "ERROR_TIMEOUT ERROR_MISMATCH WHAT_PACKET WHAT_RESULT WHAT_MESSAGE WHAT_ROOM WHAT_MEETING"
+        "PACKETS_OFFSET BANK_BYTES NOBODY HOST_ABORT HOST_LEFT HOST_ERROR HOST_PEER HOST_WHAT HOST_CLAIM HOST_LAUNCH HOST_SIGNATURE "
+        "ERROR_TIMEOUT ERROR_MISMATCH ERROR_LEFT WHAT_PACKET WHAT_RESULT WHAT_MESSAGE WHAT_ROOM WHAT_MEETING"
     )
     return _named(names) | {"RANKS": nranks, "ARGS_BYTES": args_bytes(nranks)}
 

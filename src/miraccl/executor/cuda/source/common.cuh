@@ -285,21 +285,28 @@ __device__ __noinline__ void report(u32* host_words, u32 error, u32 peer, u32 wh
 //
 // Time is in units of 2^20 ns: in the upper half of ``waited`` how long, in the lower half when this thread looked last. Between two looks not
 // more than LONGEST_GAP counts. Clocks of GPUs may jump, and a GPU that others share stands still for this kernel: neither may end a wait.
+//
+// All that a peer which has left has ever stored has landed, so what is missing afterwards never comes. The poll before a look may have been too
+// early for that: the first look at a peer that has left marks ``waited``, and the second one, many polls later, ends the wait.
 #define NEVER 0xffffffffffffffffull
 #define LONGEST_GAP 1000u
+#define SEEN_LEFT (1ull << 63)
+static_assert(HOST_ABORT % 2 == 0 && HOST_LEFT == HOST_ABORT + 1, "one load reads both");
 __device__ __noinline__ u64 check_wait(u32* host_words, u64 timeout_ns, u64 waited, u32 peer, u32 what, char* box, char* own, u32 launch, u32 signature) {
   u32 now = (u32)(now_ns() >> 20), gap = waited == 0 ? 0 : now - (u32)waited;
-  waited = ((waited >> 32) + (gap < LONGEST_GAP ? gap : LONGEST_GAP)) << 32 | now;
-  volatile u32* host = host_words;
+  u64 time = ((waited & ~SEEN_LEFT) >> 32) + (gap < LONGEST_GAP ? gap : LONGEST_GAP);
   for (u32 back = 0; back < 2 && launch > back; back++) {
     u32 number = launch - back;
     uint4 said = load_packet(board(box, peer, number));
     u32 mine = back == 0 ? signature : (u32)load_word((u64*)(own + STATE_OFFSET) + STATE_SIGNATURES + number % BOARD_ENTRIES);
     if (said.x == number && said.y != mine) { report(host_words, ERROR_MISMATCH, peer, what, number, mine); return NEVER; }
   }
-  if (host[HOST_ABORT] != 0) return NEVER;
-  if (waited >> 32 <= timeout_ns >> 20) return waited;
-  report(host_words, ERROR_TIMEOUT, peer, what, launch, signature);
+  u64 words = load_word((const u64*)(host_words + HOST_ABORT));
+  if ((u32)words != 0) return NEVER;
+  u64 left = words >> 32 >> peer & 1 ? SEEN_LEFT : 0;
+  bool in_vain = (left & waited) != 0;
+  if (!in_vain && time <= timeout_ns >> 20) return left | time << 32 | now;
+  report(host_words, in_vain ? ERROR_LEFT : ERROR_TIMEOUT, peer, what, launch, signature);
   return NEVER;
 }
 
