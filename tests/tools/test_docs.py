@@ -41,6 +41,13 @@ def test_the_page_on_the_api_has_all_of_it() -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("package", ["torch", "ray"])
+def test_the_page_of_a_package_has_all_of_it(package: str) -> None:
+    """What ``__all__`` names, read without the import, which needs PyTorch or Ray."""
+    (names,) = re.findall(r"^__all__ = (\[.*?\])$", (ROOT / "src" / "miraccl" / package / "__init__.py").read_text(), re.MULTILINE)
+    assert [name for name in json.loads(names) if not _is_named(name, TEXTS[f"{package}.md"])] == []
+
+
 def test_the_page_on_the_api_has_every_error() -> None:
     found = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, errors.MiracclError)}
     assert len(found) > 12
