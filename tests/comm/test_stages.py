@@ -13,10 +13,12 @@ import pytest
 import miraccl
 from miraccl import Communicator
 from miraccl.bootstrap import Session, link
+from miraccl.comm import fabric as fabric_module
 from miraccl.comm import meeting
+from miraccl.comm.fabric import Fabric
 from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
-from miraccl.errors import BootstrapError, CollectiveTimeout, CommunicatorClosed, MiracclError
+from miraccl.errors import BootstrapError, CollectiveTimeout, CommunicatorClosed, MiracclError, PeerDied
 from tests.comm.test_life import failing, in_threads
 
 LIMIT_S = 20.0
@@ -141,6 +143,34 @@ def test_a_rank_that_does_not_come_to_a_stage_is_named_with_it(clock: Clock) -> 
         comm._member.session.barrier("ready")
         clock.on.set()
         clock.check(lambda: comm.split(0), comm.rank)
+
+    in_threads(2, work)
+
+
+@pytest.mark.parametrize("clock", ["fabric abilities"], indirect=True)
+def test_a_rank_that_connects_when_another_one_has_given_up_is_told_so(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline is over for both; what it can see for itself is that a segment is missing."""
+    reach = Fabric._reach
+    monkeypatch.setattr(fabric_module, "DEATH_NOTICE_S", 20.0)
+
+    def late(ours: Fabric, *args: Any) -> Any:
+        if ours.rank == 1:
+            assert clock.told.wait(20)
+            ours._stages.deadline = replace(ours._stages.deadline, at=time.monotonic())
+        return reach(ours, *args)
+
+    def work(comm: Communicator) -> None:
+        comm._member.session.timeout = LIMIT_S
+        comm._member.session.barrier("ready")
+        if comm.rank == 0:
+            monkeypatch.setattr(Fabric, "_reach", late)
+        comm._member.session.barrier("late")
+        clock.on.set()
+        if comm.rank == 0:
+            clock.check(lambda: comm.split(0), 0)
+        else:
+            with pytest.raises(PeerDied, match="rank 0 left while the ranks were connecting"):
+                comm.split(0)
 
     in_threads(2, work)
 

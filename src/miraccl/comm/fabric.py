@@ -19,6 +19,7 @@ from miraccl.bootstrap import Event, PeerLeft, PeerLost, Session
 from miraccl.comm import group
 from miraccl.comm.stages import Stages
 from miraccl.comm.window import Window
+from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, MiracclError, PeerDied, PlanMismatch, SystemFailure
 from miraccl.executor.cpu.context import Context, WaitPolicy, Wires, words_at
 from miraccl.executor.cpu.kernels import layout as at
@@ -154,11 +155,12 @@ class Fabric:
         self.slot_bytes = min(int(n) for n in self._stages.exchange("fabric ready", slot_bytes))  # hosts with many ranks have smaller slots
 
     def _reach(self, transport: Transport, infos: dict[int, bytes]) -> dict[int, FifoPair]:
-        """Connect; where that fails because a process is gone, its death is the error."""
+        """Connect; where that fails because a process is gone, its death is the error. It may have left because all that shares the
+        deadline has ended, which is no reason to look for nothing else then."""
         try:
             return transport.connect(infos)
         except (SystemFailure, BootstrapError):
-            notice = self._stages.deadline.within(DEATH_NOTICE_S)
+            notice = Deadline.after(DEATH_NOTICE_S)
             while notice.left:
                 self._check()
                 time.sleep(0.01)
