@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 import miraccl
-from miraccl.bootstrap import Notice
 from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout as at
 from tests.comm.late_watcher import LateWatcher
@@ -108,15 +107,22 @@ def ends_at_once(what: str, ranks_per_host: int) -> Any:
 def goes_through(victim: int) -> Any:
     """Ranks 0 and 1 broadcast from rank 0, rank 2 from rank 1: the others are through and gone while rank 2 waits for one of them."""
     comm = miraccl.init(timeout=20)
+    session, through = comm._member.session, threading.Semaphore(0)
+    session.on_event(lambda event: through.release() if getattr(event, "payload", {}).get("kind") == "through" else None)
     together(comm)
     x = np.ones(12)
     try:
-        comm.broadcast(x, 1 if comm.rank == 2 else 0)
+        if comm.rank == 2:
+            assert through.acquire(timeout=20)
+            assert through.acquire(timeout=20)
+            comm.broadcast(x, 1)
+            return {"type": "none"}
+        comm.broadcast(x, 0)
     except MiracclError as error:
         return seen(error)
-    if comm.rank == victim:  # it ends without a word, once rank 2 has called what does not fit: else that would never begin
-        wait_until(lambda: bool(comm._member.fabric.history(2)))
-    else:
+    session.notify({"kind": "through"})
+    wait_until(lambda: bool(comm._member.fabric.history(2)))  # it has called what does not fit: else that would never begin
+    if comm.rank != victim:  # which ends without a word
         comm.finalize()
     return {"type": "none"}
 
@@ -479,6 +485,8 @@ def exits(how: str, ranks_per_host: int) -> Any:
 
 # ---- never arrives
 
+PASSES = {"kind": "the deadline passes"}
+
 
 def absent(where: str, ranks_per_host: int) -> Any:
     """Rank 1 does not come to an operation: it sleeps in Python, or sits in C code and keeps the interpreter's lock. The deadline of the
@@ -486,19 +494,19 @@ def absent(where: str, ranks_per_host: int) -> Any:
     act_as_hosts(ranks_per_host)
     comm = miraccl.init(timeout=30)
     session, context = comm._member.session, comm._member.context
-    session.on_event(lambda event: context.set(at.CTX_DEADLINE, 1) if isinstance(event, Notice) and "deadline" in event.payload else None)
+    session.on_event(lambda event: context.set(at.CTX_DEADLINE, 1) if getattr(event, "payload", {}) == PASSES else None)
     comm.all_reduce(np.ones(3, np.float32))
     session.barrier("all have ended it")  # what rank 1 keeps the lock from could be its last message
     start = time.monotonic()
     try:
         if comm.rank == 1:
             until(lambda told: told[0]["peer"] == 1 and all(told[rank]["state"] == at.STATE_WAITING for rank in (0, 2)), session)
-            session.notify({"deadline": "passes"})
             if where == "python":
                 return elsewhere(comm)
             if where == "c":
                 import ctypes
 
+                session.notify(PASSES)
                 ctypes.PyDLL(None).usleep(2_500_000)  # with the interpreter's lock
                 comm.all_reduce(np.ones(3, np.float32))
         if where == "recv":
@@ -515,10 +523,11 @@ def absent(where: str, ranks_per_host: int) -> Any:
 
 
 def elsewhere(comm: miraccl.Communicator) -> Any:
-    """Wait, in a line that the others should name, until the communicator is broken."""
+    """Let the deadline of the others pass, who should name this function, and wait until the communicator is broken."""
+    comm._member.session.notify(PASSES)
     limit = time.monotonic() + 20
     while comm._member.faults.fault is None and time.monotonic() < limit:
-        time.sleep(0.01)  # the line where rank 1 is
+        time.sleep(0.01)
     try:
         comm.barrier()
     except MiracclError as error:
