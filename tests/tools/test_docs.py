@@ -69,6 +69,12 @@ def test_commands_are_in_a_document() -> None:
     assert [command for command in commands(cli.cli, "miraccl") if not _is_named(command, text)] == []
 
 
+def test_the_readme_names_every_benchmark() -> None:
+    scripts = [path for path in (ROOT / "bench").glob("*.py") if f"python bench/{path.name}" in path.read_text()]
+    assert len(scripts) > 12
+    assert [path.name for path in scripts if not re.search(rf"`(bench/)?{path.name}`", TEXTS["README.md"])] == []
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_settings_that_a_document_names_exist(name: str) -> None:
     declared = {f"MIRACCL_{setting}" for setting in (*params.PARAMS, *LAUNCH_VARIABLES)}
