@@ -61,7 +61,7 @@ class World:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(WAIT_S)
+            thread.join(2 * WAIT_S)
             assert not thread.is_alive(), "a rank hangs"
         if errors:
             raise errors[0]

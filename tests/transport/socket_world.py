@@ -10,7 +10,7 @@ from miraccl.deadline import Deadline
 from miraccl.proxy import Proxy
 from miraccl.transport.base import Endpoint
 from miraccl.transport.socket import SocketOptions, SocketTransport
-from tests.transport.conformance import World
+from tests.transport.conformance import WAIT_S, World
 
 SLOT = 16384
 
@@ -23,7 +23,7 @@ def build_rank(
     secret: bytes = b"secret",
     nstreams: int = 2,
     slot_bytes: int = SLOT,
-    timeout: float | Deadline = 10.0,
+    timeout: float | Deadline = WAIT_S,
     linger: float = 1.0,
 ) -> SocketTransport:
     """Add a rank on a host of its own to the world."""
