@@ -335,7 +335,7 @@ def test_doctor_finds_what_is_needed() -> None:
     findings = {f["name"]: f for f in json.loads(invoke("doctor", "--json", "-").output)}
     assert findings["numpy"]["status"] == "ok"
     assert set(findings) <= set(doctor.CHECKS)
-    assert set(doctor.CHECKS) - set(findings) <= set(doctor_gpu.CHECKS)
+    assert set(doctor.CHECKS) - set(findings) <= {*doctor_gpu.CHECKS, "rdma"}
     assert all(f["advice"] for f in findings.values() if f["status"] == "missing")
 
 
@@ -365,6 +365,14 @@ def test_doctor_looks_at_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(doctor, "CACHE_BYTES", 1)
     assert found().found.startswith(f"{tmp_path}/file cannot be written, ")
     assert "MIRACCL_CACHE_DIR" in found().advice
+
+
+def test_doctor_says_that_network_cards_with_rdma_are_not_used(tmp_path: Path) -> None:
+    (tmp_path / "mlx5_0").mkdir()
+    found = doctor._check_rdma(tmp_path)
+    assert found is not None
+    assert (found.status, found.found) == ("note", "mlx5_0: not used")
+    assert doctor._check_rdma(tmp_path / "none") is None
 
 
 def test_doctor_survives_a_check_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,12 +214,12 @@ def _check_interfaces() -> Finding:
     return Finding(name="interfaces", status="ok", found=", ".join(states))
 
 
-def _check_verbs() -> Finding:
-    folder = Path("/sys/class/infiniband")
+def _check_rdma(folder: Path = Path("/sys/class/infiniband")) -> Finding | None:
     devices = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
     if not devices:
-        return Finding(name="rdma", status="note", found="no device", advice="networks are reached through sockets")
-    return Finding(name="rdma", status="ok", found=", ".join(devices))
+        return None
+    advice = "miraccl topo and plan count them; data between hosts go through TCP sockets"
+    return Finding(name="rdma", status="note", found=f"{', '.join(devices)}: not used", advice=advice)
 
 
 def _check_tools() -> Finding:
@@ -242,7 +242,7 @@ CHECKS: dict[str, Check] = {
     "cma": _check_cma,
     "cache": _check_cache,
     "interfaces": _check_interfaces,
-    "rdma": _check_verbs,
+    "rdma": _check_rdma,
     **doctor_gpu.CHECKS,
     "launchers": _check_tools,
 }
