@@ -12,6 +12,7 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -61,6 +62,14 @@ def test_sentences_of_subcommands_are_whole(name: str) -> None:
     commands = invoke(name, "--help").output.partition("\nCommands:\n")[2]
     assert commands
     assert "..." not in commands
+
+
+def test_help_of_each_subcommand_has_an_example() -> None:
+    for group in ("topo", "schedule"):
+        inner = cli.cli.get_command(click.Context(cli.cli), group)
+        assert isinstance(inner, click.Group)
+        for name in inner.list_commands(click.Context(inner)):
+            assert f"miraccl {group} {name}" in invoke(group, name, "--help").output
 
 
 def test_examples_have_gpus_and_a_launcher() -> None:

@@ -106,7 +106,7 @@ def test_the_table_of_all_reduce_has_the_figures_of_the_tables() -> None:
         for row in json.loads(file.read_text())["rows"]:
             if (row["op"], row["dtype"]) == ("all_reduce", "bfloat16"):
                 times.setdefault((nranks, row["bytes"]), (row["nccl_us"], row["time_us"]))  # the graph's come before those of calls
-    rows = re.findall(r"^\| (\d+)(?: (\w\w))? \| (.+) \|$", TEXTS["performance.md"].partition("\n## Others")[0], re.MULTILINE)
+    rows = re.findall(r"^\| (\d+)(?: (\w\w))? \| (.+) \|$", TEXTS["performance.md"].partition("\n## Other operations")[0], re.MULTILINE)
     assert len(rows) == 11
     for number, suffix, rest in rows:
         cells = [float(cell.strip("* ")) for cell in rest.split("|")]

@@ -53,7 +53,13 @@ def _ranks_option(most: int) -> Callable[[Callable[..., Any]], Callable[..., Any
 @schedule.command("list")
 @click.option("--json", "json_target", type=OutputFile(), metavar="FILE", help="Write a list of JSON objects; - is standard output.")
 def list_command(json_target: str | None) -> None:
-    """List the algorithms and the collectives that each of them does."""
+    """List the algorithms and the collectives that each of them does.
+
+    \b
+    Examples:
+      miraccl schedule list
+      miraccl schedule list --json - | jq -r '.[] | select(.collectives[] == "broadcast") | .name'
+    """
     from miraccl.schedule import catalog
 
     records = []
