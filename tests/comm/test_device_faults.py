@@ -30,7 +30,9 @@ class Told:
         self.words_when_told: list[Any] = []
         listen = functools.partial(setattr, self, "hear")
         session: Any = types.SimpleNamespace(rank=0, nranks=4, on_event=listen, notify=self.notify)
-        self.faults = DeviceFaults(session, self.words, 1.0, look=lambda _: self.boards, name=lambda number, _: f"launch #{number}")
+        self.faults = DeviceFaults(
+            session, self.words, 1.0, look=lambda _: self.boards, name=lambda number, _: f"launch #{number}", refused=lambda _: None
+        )
 
     def notify(self, notice: Any) -> None:
         self.notices.append(notice)

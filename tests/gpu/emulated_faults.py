@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import miraccl
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 from tests.comm.fault_ranks import seen as told_by
@@ -18,14 +19,19 @@ from tests.gpu.emulated_ranks import Rank, rank
 from tests.gpu.fake_ranks import session
 
 
-def mismatch() -> str:
-    """A receive of another size or type than the send."""
+def mismatch(later: bool) -> str:
+    """A receive of another size or type than the send. ``later``: the sender comes as far as a message behind it that is right."""
     with rank() as me:
         me.comm.barrier(stream=0)
-        if me.rank == 0:
-            me.comm.send(me.put(np.zeros(100_000), "int32"), 1)
-        else:
-            me.comm.recv(me.zeros(100, "float32"), 0)
+        size = 100 if later else 100_000
+        with miraccl.group():
+            if me.rank == 0:
+                me.comm.send(me.put(np.zeros(size), "int32"), 1)
+            else:
+                me.comm.recv(me.zeros(100, "float32"), 0)
+            for _ in range(later):
+                x = me.zeros(100_000, "float32")
+                me.comm.send(x, 1) if me.rank == 0 else me.comm.recv(x, 0)
         return outcome(me)
 
 

@@ -456,7 +456,9 @@ class FakeLocal:
         self._cpu = Communicator.from_session(part, options, stages=stages.part(part))
         self._stream = -1
         self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32)  # what kernels would write
-        self.faults = DeviceFaults(session, self.words, options.timeout, look=lambda _: None, name=lambda *_: "", called=called)
+        self.faults = DeviceFaults(
+            session, self.words, options.timeout, look=lambda _: None, name=lambda *_: "", refused=lambda _: None, called=called
+        )
         self.calls: list[Collective] = []
         self.symmetric, self.ways = types.SimpleNamespace(nbytes=0), list
         self.memory = lambda: {"device": 0, "windows": 0, "pinned": 0}

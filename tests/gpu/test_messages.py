@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import struct
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miraccl.comm.device.messages import frame_of
+from miraccl.comm.device.messages import frame_of, read_refused
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.lower import CommArgs
@@ -126,6 +127,11 @@ def test_messages_may_be_distributed_over_launches_differently() -> None:
     right([Send(0, 1, 9), Send(1, 0, 8)])
 
 
+def refused(where: Machine) -> int | None:
+    """The size of the message of rank 0 that rank 1 has refused."""
+    return read_refused(types.SimpleNamespace(read=ctypes.string_at), where.comm_args(0), 1)  # type: ignore[arg-type]
+
+
 @needs_compiler
 @pytest.mark.parametrize(("sent", "expected"), [(100, 99), (0, 1), (16, 0), (5000, 100), (100, 5000), (200_000, 300_000)])
 @pytest.mark.parametrize("frame", FRAMES)
@@ -137,6 +143,7 @@ def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Frame) 
     assert (host[layout.HOST_PEER], host[layout.HOST_WHAT]) == (0, layout.WHAT_RECV)
     tag = int(DType.UINT8) << layout.TYPE_SHIFT
     assert host[layout.HOST_SIZES : layout.HOST_SIZES + 4].view("u8").tolist() == [expected | tag, sent | tag]
+    assert refused(where) == sent | tag
     if where.host[0][layout.HOST_ERROR]:  # the sender had to wait for room
         assert where.host[0][layout.HOST_SIZES : layout.HOST_SIZES + 4].view("u8").tolist() == [sent | tag, expected | tag]
     # whoever did not wait hears of it with the next message that needs room
@@ -253,8 +260,18 @@ def test_sizes_of_large_messages_that_differ_are_reported(sent: int, expected: i
     tag = int(DType.UINT8) << layout.TYPE_SHIFT
     assert where.errors()[1] == layout.ERROR_SIZES
     assert where.host[1][layout.HOST_SIZES : layout.HOST_SIZES + 4].view("u8").tolist() == [expected | tag, sent | tag]
+    assert refused(where) == sent | tag
     if expected < layout.BULK_FROM <= sent or sent > 2 * expected:  # the sender waits for a grant, or for a slot that is never freed
         assert where.errors()[0] == layout.ERROR_SIZES
+
+
+@needs_compiler
+@pytest.mark.usefixtures("small_pool")
+def test_which_of_several_large_messages_was_refused_is_left_with_its_sender() -> None:
+    where = Machine(2)
+    run(where, few(2), [Send(0, 1, 9000), Send(0, 1, 40_000), Send(0, 1, 20_000, expected=20_001), Send(0, 1, 50_000)])
+    assert where.errors()[1] == layout.ERROR_SIZES
+    assert refused(where) == 20_000 | int(DType.UINT8) << layout.TYPE_SHIFT
 
 
 @needs_compiler

@@ -110,11 +110,13 @@ def test_arrays_with_nothing_but_dlpack() -> None:
     run(emulated_ranks.only_dlpack, 2)
 
 
-def test_a_mismatch_names_both_messages() -> None:
-    first, second = run(emulated_faults.mismatch, 2)
+@pytest.mark.parametrize("later", [False, True])
+def test_a_mismatch_names_both_messages(later: bool) -> None:
+    first, second = run(emulated_faults.mismatch, 2, later)
+    sent = "100 x int32 (400 bytes)" if later else "100000 x int32 (400000 bytes)"
     assert second.startswith("CollectiveMismatch")
-    assert "rank 1 receives 100 x float32 (400 bytes) where rank 0 sends 100000 x int32 (400000 bytes)" in second
-    assert "rank 0 sends 100000 x int32 (400000 bytes) where rank 1 receives 100 x float32" in first
+    assert f"rank 1 receives 100 x float32 (400 bytes) where rank 0 sends {sent}" in second
+    assert f"rank 0 sends {sent} where rank 1 receives 100 x float32 (400 bytes)" in first
 
 
 CONTROL_PLANE = {"set-up": "the first operation on GPU memory", "window": "empty on GPUs"}

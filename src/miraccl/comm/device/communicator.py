@@ -29,7 +29,7 @@ from miraccl.comm.device.explain import DeviceCandidate, candidates
 from miraccl.comm.device.faults import DeviceFaults
 from miraccl.comm.device.kept import Kept
 from miraccl.comm.device.memory import DeviceMemory, kinds
-from miraccl.comm.device.messages import MessageCalls, frame_of
+from miraccl.comm.device.messages import MessageCalls, frame_of, read_refused
 from miraccl.comm.device.order import SMALL_THREADS, order_of
 from miraccl.comm.device.rings import Ring, find_ring
 from miraccl.comm.device.stream import find_current_stream, number_of
@@ -107,7 +107,13 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         try:
             self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
             self.faults = DeviceFaults(  # hears what comes from ranks that are ready
-                session, self._host, options.timeout, look=self._look_at_boards, name=self._name_of_launch, called=called
+                session,
+                self._host,
+                options.timeout,
+                look=self._look_at_boards,
+                name=self._name_of_launch,
+                refused=self._size_refused,
+                called=called,
             )
             self.ring, self.ctas = self._agree(options.cta_policy, stages)
         except (BootstrapError, PeerDied, SystemFailure):  # after others, as a deadline, a rank may be ready and write to this one's memory
@@ -388,6 +394,12 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         with contextlib.suppress(MiracclError):  # the GPU may be what is broken
             self.gpu.make_current()
             return read_boards(self.gpu, self._comm_args, number)
+        return None
+
+    def _size_refused(self, peer: int) -> int | None:
+        with contextlib.suppress(MiracclError):
+            self.gpu.make_current()
+            return read_refused(self.gpu, self._comm_args, peer)
         return None
 
     def _name_of_launch(self, number: int, signature: int) -> str:

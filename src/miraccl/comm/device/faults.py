@@ -27,8 +27,9 @@ _EXPLAINS = (layout.ERROR_MISMATCH, layout.ERROR_SIZES)  # also why the peer has
 
 
 class DeviceFaults:
-    """``words`` are the host words of ``executor.cuda.layout``; ``look(number)`` reads what all ranks run, seen from a launch, and
-    ``name(number, signature)`` says what a launch is.  ``called`` are the numbers of the ranks in errors."""
+    """``words`` are the host words of ``executor.cuda.layout``; ``look(number)`` reads what all ranks run, seen from a launch,
+    ``name(number, signature)`` says what a launch is, and ``refused(peer)`` reads which message a peer has refused.  ``called`` are the
+    numbers of the ranks in errors."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class DeviceFaults:
         *,
         look: Callable[[int], Boards | None],
         name: Callable[[int, int], str],
+        refused: Callable[[int], int | None],
         called: Sequence[int] = (),
     ) -> None:
         self.session = session
@@ -46,7 +48,7 @@ class DeviceFaults:
         #: how other ranks are told of a fault that was found here
         self.spread: Callable[[MiracclError], None] = self._notify
         self._words, self._timeout = words, timeout_s
-        self._look, self._name = look, name
+        self._look, self._name, self._refused = look, name, refused
         self._fault: MiracclError | None = None
         self._found = False  # what kernels wrote is the fault, or came too late to be
         self._told = False
@@ -96,7 +98,7 @@ class DeviceFaults:
         words, rank, number = self._words, self.rank, int(self._words[layout.HOST_LAUNCH])
         peer = self._called[there := int(words[layout.HOST_PEER])]
         if error == layout.ERROR_SIZES:
-            return mismatch(words, rank, peer)
+            return mismatch(words, rank, peer, self._refused(there))
         op = self._name(number, int(words[layout.HOST_SIGNATURE])) if number else None
         if error == layout.ERROR_MISMATCH:
             text = f"rank {peer} called another operation in the same place (number {number} of this communicator on GPU memory)"

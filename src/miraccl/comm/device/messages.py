@@ -6,6 +6,7 @@ operation on GPU memory sets the GPU side up and therefore takes all ranks; late
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,13 @@ from miraccl.transport.cuda_pairs import DIRECT
 from miraccl.types import Collective, DType
 
 if TYPE_CHECKING:
+    from miraccl.executor.cuda.driver import Gpu
+    from miraccl.executor.cuda.lower import CommArgs
     from miraccl.executor.cuda.message_launch import MessageLaunches
     from miraccl.executor.cuda.plan import DevicePlan
 
 SINCE_ARCH = 90
+_WORD, _REFUSED = struct.Struct("<Q"), 1 << 63
 _ITEMSIZES = tuple(dtype.itemsize for dtype in DType)  # by code: calls are counted in fractions of a microsecond
 
 
@@ -46,11 +50,18 @@ def frame_of(memory: SymmetricMemory) -> Frame:
     return Frame.LINE
 
 
-def mismatch(host: Any, rank: int, peer: int) -> MiracclError:
-    """The error of ``layout.ERROR_SIZES``."""
+def read_refused(gpu: Gpu, args: CommArgs, peer: int) -> int | None:
+    """The size of this rank's message that ``peer`` has refused, as in ``layout.MESSAGE``."""
+    (word,) = _WORD.unpack(gpu.read(args.inboxes[peer] + layout.REFUSED_OFFSET + peer * layout.WORD_STRIDE, _WORD.size))
+    return int(word) - _REFUSED if word >= _REFUSED else None
+
+
+def mismatch(host: Any, rank: int, peer: int, refused: int | None) -> MiracclError:
+    """The error of ``layout.ERROR_SIZES``. ``refused``: see ``read_refused``; a kernel that sends knows only the message it is at."""
     sends = int(host[layout.HOST_WHAT]) == layout.WHAT_SEND
     words = [int(host[layout.HOST_SIZES + i]) for i in range(4)]
-    mine, theirs = (_in_words(words[i] | words[i + 1] << 32) for i in (0, 2))
+    sizes = [words[i] | words[i + 1] << 32 for i in (0, 2)]
+    mine, theirs = _in_words(refused if sends and refused is not None else sizes[0]), _in_words(sizes[1])
     verb, other = ("sends", "receives") if sends else ("receives", "sends")
     text = f"rank {rank} {verb} {mine} where rank {peer} {other} {theirs}"
     return CollectiveMismatch(text, rank=rank, peer=peer, hint="a send and its receive have the same count and dtype")

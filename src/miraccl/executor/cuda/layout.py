@@ -41,6 +41,7 @@ BOARD_ENTRIES = 4  # launches that are remembered; peers are at most one apart
 COPY_FLAGS_OFFSET = 2 * KIB  # words (of 4 bytes) of staged copies: ready[src][slot], then free[dst][slot]
 COPY_SLOTS = 4  # of a pair at most
 COPY_FLAGS_BYTES = 2 * MAX_RANKS * COPY_SLOTS * 4
+REFUSED_OFFSET = 3 * KIB  # by peer the size of this rank's message that it has refused, as in MESSAGE, with the highest bit set
 MAX_LANES = 512  # of a pair of ranks and a direction, source/p2p.cuh
 _LANE_WORDS = 128 * KIB
 LANE_SENT_OFFSET = 4 * KIB
@@ -68,6 +69,8 @@ FIFO_SLOTS = 2
 LARGEST_SLOT = 128 * KIB
 #: what the memory begins with besides zeros: (offset, bytes, word). Packets are ones where nothing has come.
 FILLS = ((PACKETS_OFFSET, 2 * BANK_BYTES, 0xFFFFFFFF),)
+assert COPY_FLAGS_OFFSET + COPY_FLAGS_BYTES <= REFUSED_OFFSET
+assert REFUSED_OFFSET + MAX_RANKS * WORD_STRIDE <= LANE_SENT_OFFSET
 assert LANE_CREDIT_OFFSET + _LANE_WORDS <= BULK_COUNTS_OFFSET
 assert BULK_FREED_OFFSET + MAX_RANKS * (BULK_BYTES // CHUNK_BYTES) * BULK_STRIDE <= PACKETS_OFFSET
 
@@ -194,7 +197,7 @@ def message_defines(nranks: int, frame: str) -> dict[str, int]:
     """Those of source/p2p.cuh and bulk.cuh."""
     names = (
         "TO_PEER FROM_PEER TO_SELF TO_BULK FROM_BULK LANE_SENT_OFFSET LANE_TAKEN_OFFSET LANE_CREDIT_OFFSET "
-        "RINGS_OFFSET RING_ROWS ROW_BYTES HOST_SIZES ERROR_SIZES WHAT_SEND WHAT_RECV BULK_FROM CHUNK_BYTES "
+        "REFUSED_OFFSET RINGS_OFFSET RING_ROWS ROW_BYTES HOST_SIZES ERROR_SIZES WHAT_SEND WHAT_RECV BULK_FROM CHUNK_BYTES "
         "BULK_OFFSET BULK_STRIDE BULK_COUNTS_OFFSET BULK_GRANTS_OFFSET BULK_ARRIVED_OFFSET BULK_FREED_OFFSET"
     )
     sizes = {"QUEUE_BYTES": struct.calcsize(QUEUE), "HEAD_BYTES": args_bytes(nranks) + struct.calcsize(EXCHANGE_HEAD)}

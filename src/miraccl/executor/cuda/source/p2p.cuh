@@ -13,7 +13,7 @@
 // there is nothing to clear, and wrapping does no harm. The receiver writes how many rows it has taken back to the sender every quarter of a ring (credit).
 // Counts of rows are kept in device memory from launch to launch, so captured launches can be replayed, and it does not matter how messages are
 // distributed over launches. A message begins with a header, its size and type; a receiver that expects another one reports both sizes and poisons
-// the credits, so that the sender hears of it.
+// the credits, so that the sender hears of it. The sender may be at a later message by then: which one was refused is left in its memory.
 
 struct Message {         // layout.MESSAGE
   u64 address;
@@ -278,7 +278,12 @@ __device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, con
 
 // The receiver has a message of size ``mine``; thread HEADER_THREAD knows the size that came.
 __device__ __noinline__ void refuse(const Exchange& x, const Queue& q, u64 mine, u64 theirs, u32 t) {
-  if (t == HEADER_THREAD) report_sizes(x.a.host, q.peer, WHAT_RECV, mine, theirs);
+  if (t == HEADER_THREAD) {
+    report_sizes(x.a.host, q.peer, WHAT_RECV, mine, theirs);
+    store_word((u64*)(x.a.outbox[q.peer] + REFUSED_OFFSET + x.a.rank * WORD_STRIDE), POISON | theirs);
+  }
+  __syncwarp();
+  fence();
   for (u32 l = t; l < x.lanes; l += 32) store_word(lane_word(x.a.outbox[q.peer], LANE_CREDIT_OFFSET, x.a.rank, l), POISON | mine);
 }
 
