@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from miraccl.torch import BackendError, ProcessGroupMiraccl
 from miraccl.torch.progress import progress
-from tests.torch.worlds import refused, world
+from tests.torch.worlds import all_here, refused, world
 
 
 def refusals(path: str) -> None:
@@ -99,8 +99,9 @@ def other_splits(path: str) -> str:
 
 def aborted(path: str) -> str:
     """One rank aborts while the others wait; the text of their error."""
-    with world(path) as (rank, _):
+    with world(path) as (rank, nranks):
         group = dist.new_group()
+        all_here("there", nranks)
         if rank == 0:
             group.abort()
             return ""
@@ -169,7 +170,8 @@ def late_message(path: str) -> str:
 
 def all_aborted(path: str) -> str:
     """``_abort_process_group`` of the default group on one rank; the text of the error of the others."""
-    with world(path) as (rank, _):
+    with world(path) as (rank, nranks):
+        all_here("there", nranks)
         if rank == 0:
             dist.distributed_c10d._abort_process_group()
             return ""
@@ -193,6 +195,7 @@ def interrupted(path: str) -> str:
             signal.setitimer(signal.ITIMER_REAL, 0.002)  # where nothing is under way, an exception does no harm
 
         before = signal.signal(signal.SIGALRM, ring)
+        all_here("there", nranks)
         try:
             if rank == 0:
                 signal.setitimer(signal.ITIMER_REAL, 0.05)
@@ -214,6 +217,7 @@ def interrupted_in_between(path: str) -> str:
     with world(path) as (rank, nranks), pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress, "watch", lambda post: None)  # else its thread may come to it first
         group: Any = dist.group.WORLD
+        all_here("there", nranks)
         if rank == 0:
             group._post._sort = ring
         try:

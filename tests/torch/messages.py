@@ -158,6 +158,19 @@ def looked_after_again(path: str) -> None:
             assert work.wait()
 
 
+def come_before_a_look(path: str) -> None:
+    """A message that came in time is taken, however late its receiver looks."""
+    with world(path) as (rank, nranks), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "watch", lambda post: None)
+        for count in (1, 5000):
+            dist.send(torch.full((count,), float(rank)), (rank + 1) % nranks)
+            dist.barrier()
+            work = dist.irecv(out := torch.zeros(count), (rank - 1) % nranks)
+            assert work is not None
+            assert work.wait(datetime.timedelta(microseconds=1))
+            assert (out == (rank - 1) % nranks).all()
+
+
 def without_help(path: str) -> None:
     """A message that is there, and next, is taken by compiled code alone; so is any that fits into the FIFO sent.  Whatever else comes
     first stays where it is, and a long message that does not get through goes on."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from miraccl.torch import BackendError
-from tests.torch.worlds import world
+from tests.torch.worlds import all_here, world
 
 ODD = 1  # the rank that makes another call
 LARGE = 1_000_000  # elements of a message that waits to be taken
@@ -59,7 +59,5 @@ def one(path: str, first: str, second: str, timeout: float) -> dict[str, Any]:
         except BackendError as error:
             got = {"type": type(error.error).__name__, "text": str(error)}
         got["seconds"] = time.monotonic() - start
-        store.add("seen", 1)
-        while store.add("seen", 0) < nranks:  # for who has not, a rank that goes on has left
-            time.sleep(0.002)
+        all_here("seen", nranks, store)  # for who has not, a rank that goes on has left
         return got

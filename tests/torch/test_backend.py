@@ -48,6 +48,7 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
             (
                 messages.while_elsewhere,
                 messages.looked_after_again,
+                messages.come_before_a_look,
                 messages.without_help,
                 messages.in_turn_from_anyone,
                 messages.told_meanwhile,

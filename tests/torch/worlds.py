@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 import miraccl.torch
+from miraccl.comm import faults
+from miraccl.torch import channel
 
 LIMIT = datetime.timedelta(seconds=20)
 
@@ -23,6 +26,7 @@ def world(
 ) -> Iterator[tuple[int, int]]:
     """(rank, nranks) of the default group, which meets at a file; with ``device`` it is told its GPU."""
     torch.set_num_threads(1)
+    faults.STATUS_WAIT_S = channel.STATUS_WAIT_S = LIMIT.total_seconds() / 2  # who is asked where it is may be late to say so
     rank, nranks = int(os.environ["MIRACCL_RANK"]), int(os.environ["MIRACCL_NRANKS"])
     gpu = torch.device("cuda", rank % torch.cuda.device_count()) if device else None
     if gpu is not None:
@@ -39,6 +43,14 @@ def in_turn(path: str, names: list[tuple[str, str]]) -> None:
     """Several checks (module, function), each with groups of its own: importing torch takes longer than most of them."""
     for module, function in names:
         getattr(importlib.import_module(module), function)(f"{path}-{function}")
+
+
+def all_here(name: str, nranks: int, store: Any = None) -> None:
+    """Return once so many ranks are here, in nothing of a group that one of them could still break."""
+    store = dist.distributed_c10d._get_default_store() if store is None else store
+    store.add(name, 1)
+    while store.add(name, 0) < nranks:
+        time.sleep(0.002)
 
 
 def gloo() -> Any:

@@ -164,7 +164,11 @@ class Post:
             now = time.monotonic()
             left = end - now
             if left <= 0:
-                self._late(message, limit)
+                with self._inside:  # it may have come while nobody looked
+                    self._await_headers()
+                    self._advance([])
+                if not message.done:
+                    self._late(message, limit)
                 break
             if now > long:
                 lookout.call()
