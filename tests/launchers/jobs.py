@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RANK_PROGRAMS = Path(__file__).resolve().parent / "programs"
 _WORD = "LAUNCHER_TEST_JOB"
-_PATIENCE_S = 5.0  # for processes that have been told to end
+_PATIENCE_S = 30.0  # for processes that have been told to end
 
 
 @dataclass(frozen=True, kw_only=True)

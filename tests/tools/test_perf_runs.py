@@ -116,7 +116,9 @@ _CRASH = """
 import os, signal, sys
 import miraccl
 from miraccl.tools import cli
+from miraccl.tools.perf import conductor
 from miraccl.tools.perf.engine_miraccl import MiracclEngine
+conductor._GRACE = 60.0
 barrier = MiracclEngine.barrier
 def breaks(self):
     if self.rank == 1:
