@@ -555,6 +555,7 @@ def test_a_sub_session_is_renumbered_and_separate():
         in_threads([lambda s=s: s.barrier("all") for s in sessions])
         evens[0].close("evens end")
         assert inbox.next_of(PeerLeft) == PeerLeft(rank=0, reason="evens end")
+        assert evens[1].request_status(PATIENCE)[0] == {"answered": False, "reason": "left: evens end"}
         in_threads([lambda s=s: s.barrier("still there") for s in sessions])
         for session in (*evens, *odds):
             session.close()

@@ -280,12 +280,12 @@ class Link:
                 self._command(StatusAsk(group=group, rank=self.rank, ident=ident))
 
                 def complete() -> bool:
-                    awaited = (r for r in ranks if r not in (self.rank, *without) and r not in self._gone and r not in replies)
-                    return self._hub_problem is not None or not any(True for _ in awaited)
+                    awaited = (r for r in ranks if r not in (self.rank, *without) and r not in replies)
+                    return self._hub_problem is not None or all(self._problem(group, r) for r in awaited)
 
                 self._cond.wait_for(complete, min(timeout, FOREVER))
             del self._status[ident]
-            absent = {r: self._gone[r] for r in ranks if r in self._gone}
+            absent = {r: problem for r in ranks if (problem := self._problem(group, r)) is not None}
             if self._hub_problem is not None:
                 absent |= {r: self._hub_problem for r in ranks if r not in absent}
             return dict(replies), absent
@@ -293,11 +293,15 @@ class Link:
     def gone(self, group: int) -> list[int]:
         """Ranks of the group, by their numbers in the world, that have died or left it, as far as is known here."""
         with self._cond:
-            return [rank for rank in self._view_ranks[group] if rank in self._gone or (group, rank) in self._left]
+            return [rank for rank in self._view_ranks[group] if self._problem(group, rank) is not None]
+
+    def _problem(self, group: int, rank: int) -> Problem | None:
+        """Why a rank is not in the group any more, if that is so."""
+        return self._gone.get(rank) or self._left.get((group, rank))
 
     def _group_problem(self, group: int) -> Problem | None:
         for rank in self._view_ranks[group]:
-            problem = self._gone.get(rank) or self._left.get((group, rank))
+            problem = self._problem(group, rank)
             if problem is not None:
                 return problem
         return self._hub_problem
