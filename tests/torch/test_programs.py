@@ -84,10 +84,15 @@ def test_a_wrong_element_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
     job = Job(seeds=range(1), nranks=2, device="cpu", apis=("own",), limit_s=120.0, options={"nsteps": 20, "dtypes": ["int32"]})
     crew = Crew(job, tmp_path)
+
+    def waits_for_the_other() -> bool:
+        crew.send_signal(0, signal.SIGUSR1)  # it writes where it is
+        return "own.py" in crew.written(0)
+
     try:
         assert crew.run(0, 0) == ""
         crew.send_signal(1, signal.SIGSTOP)
-        error = crew.run(0, 1, limit_s=1.5)
+        error = crew.run(0, 1, waits_for_the_other)
     finally:
         crew.end(kill=True)
     assert "rank 0: did not end\n    was at: meets the others" in error

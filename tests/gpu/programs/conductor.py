@@ -20,6 +20,7 @@ from tests.gpu.ranks import ROOT, environment, free_port
 
 GRACE_S = 4.0  # for the other ranks, after one has failed
 END_S = 20.0
+LOOK_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +74,8 @@ class Crew:
             self._answers.put((rank, line))
         self._answers.put((rank, ""))
 
-    def run(self, seed: int, number: int, limit_s: float | None = None) -> str:
-        """What went wrong, or nothing."""
+    def run(self, seed: int, number: int, stands_still: Callable[[], bool] = lambda: False) -> str:
+        """What went wrong, or nothing. Ranks that have not ended by the limit, or when ``stands_still``, do not end."""
         job = self._job
         order = {"seed": seed, "api": job.api(seed), "nranks": job.nranks, "device": job.device, "options": job.options}
         order["ranks_per_host"] = job.ranks_per_host
@@ -86,12 +87,14 @@ class Crew:
                 process.stdin.write(json.dumps(order) + "\n")
                 process.stdin.flush()
         answers: dict[int, str] = {}
-        end = time.monotonic() + (job.limit_s if limit_s is None else limit_s)
+        end = time.monotonic() + job.limit_s
         while len(answers) < job.nranks:
             try:
-                rank, line = self._answers.get(timeout=max(0.01, end - time.monotonic()))
+                rank, line = self._answers.get(timeout=LOOK_S)
             except queue.Empty:
-                break
+                if time.monotonic() >= end or stands_still():
+                    break
+                continue
             if line and not line.startswith("{"):
                 continue  # a library has something to say
             answers[rank] = json.loads(line)["error"] if line else "its process ended"
@@ -118,7 +121,11 @@ class Crew:
                 self._ranks[rank].send_signal(signal.SIGUSR1)
         if late:
             time.sleep(1.0)  # for the stacks to be written
-        return [(self._folder / f"stderr-{rank}").read_text(errors="replace")[-5000:] for rank in range(len(self._ranks))]
+        return [self.written(rank) for rank in range(len(self._ranks))]
+
+    def written(self, rank: int) -> str:
+        """What a rank has written to the standard error."""
+        return (self._folder / f"stderr-{rank}").read_text(errors="replace")[-5000:]
 
     def send_signal(self, rank: int, signal_number: int) -> None:
         self._ranks[rank].send_signal(signal_number)
