@@ -17,7 +17,7 @@ LEVELS = {
     "version": logging.WARNING,
     "abort": logging.ERROR,
 }
-SUBSYSTEMS = ("bootstrap", "cache", "graph", "proxy", "socket", "tuning")
+SUBSYSTEMS = ("bootstrap", "cache", "graph", "init", "proxy", "socket", "tuning")
 _NCCL_NAMES = {"net": "socket"}
 
 

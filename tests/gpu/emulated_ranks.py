@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging.handlers
+import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -518,7 +520,13 @@ def explanations() -> None:
     with rank() as me:
         comm, pairs = me.comm, [(0, 1), (0, 2), (1, 2)]
         assert comm.last_plan is None
+        told: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+        log = logging.getLogger("miraccl.init")
+        log.addHandler(logging.handlers.QueueHandler(told))
+        log.setLevel(logging.INFO)
         found: Any = comm.explain("reduce", 400_000, device="cuda")
+        assert f": rank {comm.rank} on GPU 0: " in (line := told.get_nowait().getMessage())
+        assert "ring 0 1 2 (ranks share a GPU); kernels take up to 2 multiprocessors" in line
         assert (found[0].algo, found[0].chosen, found[0].order) == ("chain", True, (0, 1, 2))
         assert found[0].order_reason == "ranks share a GPU"
         assert [pair for pair, _, _ in found[0].ways] == pairs

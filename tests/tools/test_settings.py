@@ -61,7 +61,7 @@ def test_socket_buffers_beyond_the_kernels_are_the_largest() -> None:
 @pytest.fixture
 def levels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The loggers are as they were afterwards."""
-    loggers = [logging.getLogger("miraccl"), *map(trace.logger, (*trace.SUBSYSTEMS, "init"))]
+    loggers = [logging.getLogger("miraccl"), *map(trace.logger, trace.SUBSYSTEMS)]
     before = [log.level for log in loggers]
     handlers = loggers[0].handlers[:]
     yield
@@ -77,7 +77,7 @@ def levels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("", set(trace.SUBSYSTEMS)),
         ("ALL", set(trace.SUBSYSTEMS)),
         ("bootstrap, tuning", {"bootstrap", "tuning"}),
-        ("INIT,NET", {"socket"}),
+        ("INIT,NET", {"init", "socket"}),
         ("^NET", set(trace.SUBSYSTEMS) - {"socket"}),
         ("^ALL", set()),
     ],

@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from miraccl import __version__, params
+from miraccl import __version__, params, trace
 from miraccl.bootstrap import Session
-from miraccl.comm import nccl_wishes, whereabouts
+from miraccl.comm import nccl_wishes, summary, whereabouts
 from miraccl.comm.arguments import data_type
 from miraccl.comm.calls import Call, Place, barrier
 from miraccl.comm.control import COUNTED_RANKS
@@ -42,6 +42,7 @@ from miraccl.executor.cpu.lower import Run
 from miraccl.types import Collective, DType
 from miraccl.wire.proxy_records import Loss
 
+_log = trace.logger("init")
 REASON_PENDING, REASON_CLOSED, REASON_OPEN = at.BUSY_PENDING, 2, 4
 MAX_RUNS = 2048
 CLOSE_WAIT_S = 10.0
@@ -166,6 +167,7 @@ class Member:
             whereabouts.take(self.seat)
         session.on_event(self.underway.hear)
         _members.add(self)
+        _log.info("%s: %s", session.name, summary.of_ranks(self.rank, self.fabric.hosts, session.addresses[self.rank]))
 
     def _copy_once_from(self, asked: str, measured: int) -> int:
         """From how many bytes on private memory is read by the peer instead of copied twice; -1 where that is not allowed or slower."""

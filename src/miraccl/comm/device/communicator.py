@@ -16,9 +16,10 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from miraccl import trace
 from miraccl.bootstrap import Session
 from miraccl.comm import group as groups
-from miraccl.comm import nccl_wishes
+from miraccl.comm import nccl_wishes, summary
 from miraccl.comm.arguments import operator
 from miraccl.comm.control import SET_UP, Bare, Plane
 from miraccl.comm.device.boards import Boards, read_boards
@@ -63,6 +64,7 @@ from miraccl.schedule import catalog
 from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
 from miraccl.types import Collective, DType, RedOp
 
+_log = trace.logger("init")
 AnyLaunch = Launch | OneSidedLaunch | CopyLaunch | StagedLaunch
 CLOSE_WAIT_S = 10.0
 MAX_LAUNCHES = 4096  # prepared ones that are kept; scalars of pre-multiplied sums may be new in every call
@@ -147,6 +149,8 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         if self.ctas.none and self.nranks > 1:
             self.faults.on_abort(self._engines.let_go)
         self.closed = False
+        ways = {a + b - self.rank: way for (a, b), way, _ in self.ways() if self.rank in (a, b)}
+        _log.info("%s: %s", session.name, summary.of_gpu(self.rank, ordinal, ways, self.ring.order, self.ring.why, self.ctas.most))
 
     def _agree(self, cta_policy: str, stages: Stages) -> tuple[Ring, Ctas]:
         """Who are neighbours, as rank 0 finds it, and how many multiprocessors kernels take. When this returns, everybody has mapped and

@@ -1,0 +1,35 @@
+"""What MIRACCL_DEBUG=info says when a communicator or its GPU side has been made: a line for each rank, as NCCL's INIT lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+def of_ranks(rank: int, hosts: Sequence[int], address: str) -> str:
+    """``hosts`` by rank, as numbers; ``address`` is where this rank listens."""
+    near = [r for r, host in enumerate(hosts) if host == hosts[rank] and r != rank]
+    far = [r for r, host in enumerate(hosts) if host != hosts[rank]]
+    parts = [f"shared memory with {_list(near)}"] if near else []
+    parts += [f"TCP from {address} with {_list(far)}"] if far else []
+    return f"rank {rank} of {len(hosts)}: {'; '.join(parts) or 'alone'}"
+
+
+def of_gpu(rank: int, ordinal: int, ways: Mapping[int, str], order: Sequence[int], why: str, multiprocessors: int) -> str:
+    """``ways`` by peer; ``order`` is that of neighbours, and ``why``."""
+    by_way: dict[str, list[int]] = {}
+    for peer, way in sorted(ways.items()):
+        by_way.setdefault(way, []).append(peer)
+    reached = "; ".join(f"{way} with {_list(peers)}" for way, peers in by_way.items()) or "alone"
+    neighbours = " ".join(map(str, order))
+    return f"rank {rank} on GPU {ordinal}: {reached}; ring {neighbours} ({why}); kernels take up to {multiprocessors} multiprocessors"
+
+
+def _list(ranks: Sequence[int]) -> str:
+    """``0 2-5 7``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return " ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

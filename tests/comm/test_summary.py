@@ -1,0 +1,47 @@
+"""What MIRACCL_DEBUG=info says of a communicator that has been made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from miraccl.comm import summary
+from tests.support.warm_python import warm_python
+
+PROGRAM = """
+import miraccl
+with miraccl.init() as comm:
+    comm.split(0, comm.rank).finalize()
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "hosts", "text"),
+    [
+        (0, (0,), "rank 0 of 1: alone"),
+        (1, (0, 0, 0, 0), "rank 1 of 4: shared memory with 0 2-3"),
+        (2, (0, 0, 1, 1, 2), "rank 2 of 5: shared memory with 3; TCP from 10.0.0.1 with 0-1 4"),
+        (0, (0, 1), "rank 0 of 2: TCP from 10.0.0.1 with 1"),
+    ],
+)
+def test_how_ranks_are_reached(rank: int, hosts: tuple[int, ...], text: str) -> None:
+    assert summary.of_ranks(rank, hosts, "10.0.0.1") == text
+
+
+def test_how_gpus_are_reached() -> None:
+    text = summary.of_gpu(1, 3, {0: "vmm", 2: "host", 3: "vmm"}, (0, 2, 1, 3), "as searched", 128)
+    assert text == "rank 1 on GPU 3: vmm with 0 3; host with 2; ring 0 2 1 3 (as searched); kernels take up to 128 multiprocessors"
+    assert summary.of_gpu(0, 0, {}, (0,), "one", 8).startswith("rank 0 on GPU 0: alone; ")
+
+
+@pytest.mark.multiprocess
+def test_each_rank_tells_of_each_communicator() -> None:
+    command = [warm_python(), "-m", "miraccl", "run", "-n", "2", "--", warm_python(), "-c", PROGRAM]
+    for level, lines in (("info", 4), ("warn", 0)):
+        env = {**os.environ, "MIRACCL_DEBUG": level, "MIRACCL_DEBUG_SUBSYS": "init"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL)
+        assert done.returncode == 0, done.stderr
+        for rank in range(2):
+            assert done.stderr.count(f": rank {rank} of 2: shared memory with {1 - rank}\n") == lines // 2
