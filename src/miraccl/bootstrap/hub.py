@@ -107,6 +107,10 @@ class Root:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
+    def give_up(self, error: BaseException) -> None:
+        """Close, because ``error`` has ended the way of rank 0, which owns this hub, into the job."""
+        self.close(f"rank 0 gave up: {type(error).__name__}")
+
     def __enter__(self) -> Root:
         return self
 

@@ -342,7 +342,7 @@ def _meet_at_port(launch: Launch, point: PortPoint, deadline: Deadline, session_
         )  # fmt: skip
     except BaseException as error:
         if root is not None:
-            root.close(f"rank 0 gave up: {type(error).__name__}")
+            root.give_up(error)
             if isinstance(error, BootstrapError) and error.hint is None:
                 error.hint = _where_rank_0_was(point, root.addresses[0][1])
         raise
@@ -386,7 +386,7 @@ def _meet_by_file(launch: Launch, point: FilePoint, deadline: Deadline, session_
         path = publish_id(job, unique_id)
         return connect(unique_id, 0, launch.nranks, deadline, session_timeout=session_timeout, root=root)
     except BaseException as error:
-        root.close(f"rank 0 gave up: {type(error).__name__}")
+        root.give_up(error)
         raise
     finally:
         forget_id(path)

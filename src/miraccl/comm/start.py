@@ -60,7 +60,7 @@ def _init_over(mpi: Any, options: dict[str, Any]) -> Communicator:
         session = connect(ident, rank, nranks, deadline, session_timeout=opts.timeout, root=root)
     except BaseException as error:
         if root is not None:
-            root.close(f"rank 0 gave up: {type(error).__name__}")
+            root.give_up(error)
         raise
     return Communicator.from_session(session, opts, stages=Stages(session, deadline))
 

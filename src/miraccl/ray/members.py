@@ -130,7 +130,7 @@ def _keep(name: str, comm: Communicator) -> None:
 
 def _close(root: Root | None, error: BaseException) -> None:
     if root is not None:
-        root.close(f"rank 0 gave up: {type(error).__name__}")
+        root.give_up(error)
 
 
 # ---- without a driver

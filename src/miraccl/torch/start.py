@@ -137,7 +137,7 @@ def _host(store: Any, size: int, deadline: Deadline, look: Callable[[], None]) -
         with _offered(store, ident):
             return _connect(ident, 0, size, deadline, look, root)
     except BaseException as error:
-        root.close(f"rank 0 gave up: {type(error).__name__}")
+        root.give_up(error)
         raise
 
 
