@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miraccl.bootstrap import Notice, PeerLost
+from miraccl.bootstrap import HUB, Notice, PeerLost
 from miraccl.comm.device.boards import BoardEntry, Boards
 from miraccl.comm.device.faults import LEFT, NOTICE, DeviceFaults
 from miraccl.comm.device.hosts.faults import HostsFaults
@@ -202,6 +202,15 @@ def test_others_are_told_of_an_abort_before_it_wakes_anybody_here() -> None:
     told.faults.abort("enough")
     assert [words[layout.HOST_ABORT] for words in told.words_when_told] == [0]
     assert told.faults.broken
+
+
+def test_a_launcher_that_dies_is_no_rank() -> None:
+    session: Any = types.SimpleNamespace(rank=0)
+    hosts, told = HostsFaults(session, let_go=lambda _: None, abort_network=lambda _: None), Told()
+    for hear, check in ((hosts.heard, hosts.check), (told.hear, told.faults.check)):
+        hear(PeerLost(rank=HUB, reason="it was killed"))
+        with pytest.raises(PeerDied, match="the launcher died: it was killed"):
+            check("all_reduce")
 
 
 def test_others_are_told_of_a_fault_between_hosts_before_it_wakes_anybody_here() -> None:

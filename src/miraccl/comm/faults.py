@@ -27,7 +27,7 @@ from miraccl.comm.differences import (
     unlike_messages,
 )
 from miraccl.comm.fabric import CATCH_UP_S, DEATH_NOTICE_S, NOTICE_FIRST_S, Fabric, after_notice
-from miraccl.comm.notices import from_words, to_words
+from miraccl.comm.notices import from_words, of_death, to_words
 from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
 from miraccl.errors import (
@@ -139,7 +139,7 @@ class Faults:
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, PeerLost):
-            self.peer_lost(event.rank, event.reason)
+            self._peer_lost(event)
         elif isinstance(event, PeerLeft) and event.rank >= 0:
             self.left[event.rank] = event.reason
             self.fabric.context.gone[event.rank] = 1
@@ -147,13 +147,13 @@ class Faults:
         elif isinstance(event, Notice):
             self._noticed(event.from_rank, event.payload)
 
-    def peer_lost(self, rank: int, reason: str) -> None:
-        """A rank died; ``rank`` -1 is the hub in a launcher."""
+    def _peer_lost(self, lost: PeerLost) -> None:
         if self._needs_nobody:
             return
-        self.lost[rank] = reason
-        who = f"rank {rank}" if rank >= 0 else "the launcher"
-        self.settle(self._behind(PeerDied(f"{who} died: {reason}", rank=self.rank, peer=rank, hint=HINT)))
+        self.lost[lost.rank] = lost.reason
+        error = of_death(lost, rank=self.rank)
+        error.hint = HINT
+        self.settle(self._behind(error))
 
     @property
     def _needs_nobody(self) -> bool:

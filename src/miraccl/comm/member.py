@@ -30,13 +30,14 @@ from miraccl.comm.fabric import Beliefs, Fabric
 from miraccl.comm.faults import Faults
 from miraccl.comm.lookout import lookout
 from miraccl.comm.model import Constants, Shape, default_block_bytes
+from miraccl.comm.notices import of_abort
 from miraccl.comm.planner import Overrides, Planner, Request
 from miraccl.comm.seat import MemberSeat
 from miraccl.comm.stages import Stages, Underway
 from miraccl.comm.tuning import prepare
 from miraccl.comm.work import Work, Worker, patience
 from miraccl.deadline import Deadline
-from miraccl.errors import CollectiveTimeout, CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError
+from miraccl.errors import CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.lower import Run
 from miraccl.types import Collective, DType
@@ -399,8 +400,7 @@ class Member:
     def abort(self, reason: str) -> None:
         if self.closed:
             return
-        error = CommunicatorAborted(f"rank {self.rank} aborted the communicator: {reason}", rank=self.rank, peer=self.rank)
-        self.faults.spread(error)
+        self.faults.spread(of_abort(self.rank, reason))
 
     def end_underway(self) -> None:
         """The ranks that make another communicator of this one's go on without this rank."""

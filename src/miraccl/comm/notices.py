@@ -1,11 +1,25 @@
-"""Faults as ranks tell each other of them on the control plane, those of operations on CPUs and on GPUs."""
+"""Faults as ranks hear of them on the control plane, of operations on CPUs and on GPUs: deaths, aborts, and what others have found."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from miraccl import errors
-from miraccl.errors import CollectiveTimeout, MiracclError, PeerDied
+from miraccl.bootstrap import PeerLost
+from miraccl.errors import CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
+
+
+def of_death(lost: PeerLost, *, rank: int, called: Sequence[int] | None = None) -> PeerDied:
+    """The error of ``rank``; rank -1 is the hub in a launcher. ``called`` are the ranks' numbers in errors, where those are others."""
+    peer = called[lost.rank] if called is not None and lost.rank >= 0 else lost.rank
+    who = f"rank {peer}" if peer >= 0 else "the launcher"
+    return PeerDied(f"{who} died: {lost.reason}", rank=rank, peer=peer)
+
+
+def of_abort(rank: int, reason: str) -> CommunicatorAborted:
+    """The error of ``rank``, which has aborted the communicator."""
+    return CommunicatorAborted(f"rank {rank} aborted the communicator: {reason}", rank=rank, peer=rank)
 
 
 def to_words(error: MiracclError) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 from miraccl.bootstrap import Event, Notice, PeerLost, Session
 from miraccl.comm.device.boards import Boards
 from miraccl.comm.device.messages import mismatch
-from miraccl.comm.notices import from_words, to_words
+from miraccl.comm.notices import from_words, of_abort, of_death, to_words
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
 from miraccl.executor.cuda import layout
 
@@ -123,7 +123,7 @@ class DeviceFaults:
 
     def abort(self, reason: str) -> None:
         """End what waits on all ranks' GPUs. Any thread may call it. The others are told first: a program that it wakes may end at once."""
-        error = CommunicatorAborted(f"rank {self.rank} aborted the communicator: {reason}", rank=self.rank, peer=self.rank)
+        error = of_abort(self.rank, reason)
         self._notify(error)
         self._end(error, found_here=True)
 
@@ -143,9 +143,7 @@ class DeviceFaults:
     def _event(self, event: Event) -> None:
         """From the session's watcher: kernels that wait end within milliseconds."""
         if isinstance(event, PeerLost):
-            peer = self._called[event.rank] if event.rank >= 0 else -1
-            who = f"rank {peer}" if event.rank >= 0 else "the launcher"
-            self._end(PeerDied(f"{who} died: {event.reason}", rank=self.rank, peer=peer))
+            self._end(of_death(event, rank=self.rank, called=self._called))
         elif isinstance(event, Notice) and NOTICE in event.payload:
             peer = self._called[event.from_rank]
             told = from_words(event.payload[NOTICE], rank=self.rank, source=peer)

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 
 from miraccl.bootstrap import Event, Notice, PeerLost, Session
-from miraccl.comm.notices import from_words, to_words
-from miraccl.errors import CommunicatorAborted, CommunicatorClosed, MiracclError, PeerDied, SystemFailure
+from miraccl.comm.notices import from_words, of_abort, of_death, to_words
+from miraccl.errors import CommunicatorClosed, MiracclError, SystemFailure
 
 NOTICE = "gpu_fault"
 
@@ -51,7 +51,7 @@ class HostsFaults:
         if self.closed:
             return
         if isinstance(event, PeerLost):
-            self.fail(PeerDied(f"rank {event.rank} died: {event.reason}", rank=self.rank, peer=event.rank), told=True)
+            self.fail(of_death(event, rank=self.rank), told=True)
         elif isinstance(event, Notice) and (error := from_words(event.payload.get(NOTICE), rank=self.rank, source=event.from_rank)):
             self.fail(error, told=True)
             self._abort_network(error.message)
@@ -59,5 +59,5 @@ class HostsFaults:
     def abort(self, reason: str) -> None:
         """End what waits, on all ranks; later calls raise. Any thread may call it."""
         if not self.closed:
-            self.fail(CommunicatorAborted(f"rank {self.rank} aborted the communicator: {reason}", rank=self.rank, peer=self.rank))
+            self.fail(of_abort(self.rank, reason))
             self._abort_network(reason)
