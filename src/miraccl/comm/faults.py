@@ -102,7 +102,7 @@ class Faults:
             self._let_hear()
             return self.fault
         if isinstance(error, CollectiveTimeout):
-            if differing := parted(self._statuses()):
+            if differing := parted(self.statuses()):
                 return self.spread(CollectiveMismatch(differing, rank=self.rank, op=name, hint=HINT))
             error.op = f"{tag!r} of {name}"
         return error
@@ -267,7 +267,7 @@ class Faults:
         if self.fault is not None:
             return self.fault
         if code == at.ERR_TIMEOUT:
-            statuses = self._statuses()
+            statuses = self.statuses()
             differing = "" if board["p2p_sig"] else self._compared(board["sig"] & at.SEQ_MASK, statuses)
             if differing := differing or parted(statuses) or self._waits_in_vain(peer, board, statuses):
                 return self.spread(CollectiveMismatch(differing, rank=self.rank, peer=peer, op=op, hint=HINT))
@@ -278,7 +278,7 @@ class Faults:
             return self.spread(self._parted(peer, op))
         if code in (at.ERR_LEFT, at.ERR_PARTED):
             text = f"rank {peer} has left the communicator ({self.left.get(peer, 'finalized')}) and will not take part"
-            return self.spread(self._behind(PeerDied(text, rank=self.rank, peer=peer, op=op, hint=HINT), self._statuses()))
+            return self.spread(self._behind(PeerDied(text, rank=self.rank, peer=peer, op=op, hint=HINT), self.statuses()))
         if code == at.ERR_MISMATCH:
             if describe_signature(want)["collective"] == SEND_RECV and not board["p2p_sig"]:
                 op = "send/recv"  # of a group that has not waited yet: the board shows what was before it
@@ -305,7 +305,7 @@ class Faults:
 
     def _parted(self, peer: int, op: str) -> MiracclError:
         """The error of a wait for a rank that waits on the control plane."""
-        statuses, board = self._statuses(), self.fabric.board()
+        statuses, board = self.statuses(), self.fabric.board()
         names = {peer: self.control.told_by(peer), self.rank: describe_signature(board["p2p_sig"] or board["sig"])["collective"]}
         text = parted(statuses) or differences({rank: {"collective": name} for rank, name in sorted(names.items())})
         return CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT)
@@ -322,7 +322,7 @@ class Faults:
         """Which field differs, and which ranks have which value."""
         if SEND_RECV in (describe_signature(want)["collective"], describe_signature(got)["collective"]):
             return self._unlike(peer, want, got)
-        statuses = self._statuses()  # a message of an earlier operation than this: that is where ranks parted
+        statuses = self.statuses()  # a message of an earlier operation than this: that is where ranks parted
         for number in (got & at.SEQ_MASK, want & at.SEQ_MASK):
             if differing := self._compared(number, statuses):
                 return differing
@@ -345,7 +345,8 @@ class Faults:
         same_count = describe_signature(want)["count"] == describe_signature(got)["count"]
         return unlike_messages(self.rank, (want, count), peer, (got, count if same_count else -1))
 
-    def _statuses(self) -> dict[int, dict[str, Any]]:
+    def statuses(self) -> dict[int, dict[str, Any]]:
+        """What all ranks are doing, as ``session.request_status`` has it. Takes up to ``STATUS_WAIT_S``; empty if they cannot be asked."""
         try:
             statuses = self.session.request_status(STATUS_WAIT_S, without={*self.left, *self.session.gone()})
         except MiracclError:

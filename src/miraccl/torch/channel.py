@@ -19,7 +19,6 @@ from miraccl.errors import CollectiveTimeout, MiracclError
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.types import Collective
 
-STATUS_WAIT_S = 1.5
 #: What nobody finds a second time: the message is lost, and with it the communicator.
 _FATAL = frozenset((at.ERR_INTERRUPTED, at.ERR_MISMATCH, at.ERR_SIZE, at.ERR_CMA))
 
@@ -48,13 +47,9 @@ def seat_of(comm: Communicator) -> MemberSeat:
 
 
 def wait_for_graph(comm: Communicator) -> tuple[str, ...]:
-    """One line per rank: what it does, and where its program is. Takes up to ``STATUS_WAIT_S``."""
-    member = comm._member
-    try:
-        statuses = member.session.request_status(STATUS_WAIT_S)
-    except MiracclError:
-        statuses = {}
-    return member.faults.wait_for_graph(statuses)
+    """One line per rank: what it does, and where its program is."""
+    faults = comm._member.faults
+    return faults.wait_for_graph(faults.statuses())
 
 
 def is_on_one_host(comm: Communicator) -> bool:
