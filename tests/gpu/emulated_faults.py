@@ -152,12 +152,13 @@ def outcome(me: Rank) -> str:
 def aborted_by_another() -> str:
     """What rank 1, which waits for a message, is told when rank 0 aborts."""
     with rank(timeout=60.0) as me:
-        me.comm.barrier(stream=0)
         if me.rank == 0:
+            me.comm.barrier(stream=0)
             me.synchronize()
             me.comm.abort("rank 0 has had enough")
             return ""
-        try:  # the abort may come before the call
+        try:  # the abort may come before the second call, or at the end of the first
+            me.comm.barrier(stream=0)
             me.comm.recv(me.zeros(100), 0, stream=0)
             me.synchronize()
         except MiracclError as error:

@@ -626,7 +626,7 @@ def cut(sends: bool) -> str:
 def _fault(w: World, x: DeviceMemory, kinds: tuple[type[MiracclError], ...]) -> str:
     """What the next calls raise; the streams are free."""
     told = threading.Event()
-    for _ in range(1000):
+    for _ in range(3000):
         try:
             w.comm.check()
         except kinds:

@@ -42,7 +42,7 @@ def test_everybody_pushes_before_anybody_takes(doors: list[Door]) -> None:
             if peer != rank:
                 door.push(rank, doors[peer].address, [files[rank]] * 2)
     for rank, door in enumerate(doors):
-        got = door.take({p: doors[p].address for p in range(3) if p != rank}, 5)
+        got = door.take({p: doors[p].address for p in range(3) if p != rank})
         assert {peer: [text_of(fd) for fd in fds] for peer, fds in got.items()} == {
             p: [f"rank {p}".encode()] * 2 for p in range(3) if p != rank
         }
@@ -54,7 +54,10 @@ def test_everybody_pushes_before_anybody_takes(doors: list[Door]) -> None:
 
 def test_who_does_not_come_is_missing(doors: list[Door]) -> None:
     doors[1].push(1, doors[0].address, [])
-    assert doors[0].take({1: doors[1].address, 2: doors[2].address}, 0.05) == {1: []}
+    for _ in range(1000):  # the time may be over before it looks at who has come
+        if got := doors[0].take({1: doors[1].address, 2: doors[2].address}, 0.02):
+            break
+    assert got == {1: []}
 
 
 def test_a_caller_is_let_in_as_soon_as_a_descriptor_is_free(doors: list[Door], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +65,7 @@ def test_a_caller_is_let_in_as_soon_as_a_descriptor_is_free(doors: list[Door], m
     with contextlib.ExitStack() as shortage:
         shortage.enter_context(few_descriptors(0))
         monkeypatch.setattr("time.sleep", lambda seconds: shortage.close())
-        assert doors[0].take({1: doors[1].address}, 5) == {1: []}
+        assert doors[0].take({1: doors[1].address}) == {1: []}
 
 
 def test_a_door_that_cannot_be_opened_is_a_failure_of_the_system() -> None:
@@ -91,7 +94,7 @@ def test_strangers_are_dropped(doors: list[Door], how: str) -> None:
         assert doors[0].take(peers, 0.3) == {}
         assert len(os.listdir("/proc/self/fd")) == before, "descriptors of strangers are closed"
     doors[1].push(1, here, [fd])
-    got = doors[0].take({1: doors[1].address}, 5)
+    got = doors[0].take({1: doors[1].address})
     assert [text_of(f) for f in got[1]] == [b"evil"]
     close_all([fd, *got[1]])
 
