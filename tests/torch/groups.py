@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
+from miraccl.errors import BootstrapError
 from miraccl.torch import BackendError, ProcessGroupMiraccl, start
 from miraccl.torch import monitored as monitored_barrier
 from miraccl.torch.channel import timeout_of
@@ -360,9 +361,9 @@ def deadlines(path: str) -> None:
         elif rank == 1:
             dist.recv(torch.ones(1), 0)
         if not rank:  # the others do not come to this group
-            late = "never arrived within the 0.3 s|no hub of this job answered"  # where the thread of the hub has not come to it by then
-            with pytest.raises(BackendError, match=f"BootstrapError: .*({late})"):
+            with pytest.raises(BackendError) as caught:
                 dist.new_group([0, 1], timeout=SHORT, use_local_synchronization=True)
+            assert isinstance(caught.value.error, BootstrapError)  # in words that hang on how far the thread of the hub has come
         dist.barrier()
 
 
