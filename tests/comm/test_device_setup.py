@@ -11,21 +11,23 @@ from tests.gpu import setup_ranks
 from tests.support.ranks import rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.multiprocess
-SOON_S = 10.0
+SOON_S = 20.0
 ONE_HOST = ["gpu hosts", "gpu facts", "gpu views", "gpu memory", "gpu mapped", "gpu ready"]
 HOSTS = ["gpu hosts", "gpu staging", "fabric hello", "fabric ready", "direct", "gpu messages", "gpu staging ready"]
 
 
 @pytest.mark.parametrize(("apart", "what"), [(False, "set-up"), (True, "set-up"), (False, "window")])
 def test_all_stages_end_by_the_deadline_of_the_call(apart: bool, what: str) -> None:
-    limit = 1.0
-    first, second = run_ranks(setup_ranks.slow, 2, apart, what, limit)
+    first, second = run_ranks(setup_ranks.in_stages, 2, apart, what, timeout=90)
     assert first["type"] == "CollectiveTimeout", first
-    assert "rank 1 of 2 did not come within 1 s (all its stages share one deadline)" in first["text"]
+    assert "rank 1 of 2 did not come within 25 s (all its stages share one deadline)" in first["text"]
     assert first["peer"] == 1
     assert "' of " in first["op"]
     assert second["type"] in ("CollectiveTimeout", "BootstrapError", "CommunicatorAborted"), second
-    assert max(first["seconds"], second["seconds"]) < limit + 3 * setup_ranks.EACH_S
+    assert first["deadlines"] == second["deadlines"] == 1
+    assert first["of the call"]
+    assert second["of the call"]
+    assert first["seconds"] < SOON_S
 
 
 @pytest.mark.parametrize(("apart", "stage"), [*((False, stage) for stage in ONE_HOST), *((True, stage) for stage in HOSTS)])
@@ -33,8 +35,8 @@ def test_a_rank_that_does_not_come_to_a_stage_is_named_with_it(apart: bool, stag
     first, second = run_ranks(setup_ranks.absent, 2, apart, stage)
     assert first["type"] == "CollectiveTimeout", first
     assert first["op"].startswith(f"{stage!r} of "), first
-    assert "rank 1 of 2 did not come within 0.5 s" in first["text"]
-    assert first["seconds"] < 4.0
+    assert "rank 1 of 2 did not come within 25 s" in first["text"]
+    assert first["seconds"] < SOON_S
     assert second["type"] == "BootstrapError", second
     assert re.search("rank 0( of 2)? left: gave the first operation on GPU memory up: rank 0, ", second["text"])
 
@@ -44,7 +46,7 @@ def test_a_rank_whose_descriptors_do_not_come_is_named_at_the_deadline() -> None
     assert first["type"] == "CollectiveTimeout", first
     assert first["op"] == "'gpu mapped' of the first operation on GPU memory"
     assert first["peer"] == 1
-    assert first["seconds"] < 4.0
+    assert first["seconds"] < SOON_S
     assert second["type"] == "BootstrapError", second
 
 

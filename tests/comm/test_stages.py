@@ -26,10 +26,10 @@ WAYS: dict[str, Callable[[Communicator], Communicator | None]] = {"split": lambd
 
 
 class Clock:
-    """Once it is ``on``, the deadline passes while rank 0 waits in the stage ``last``, to which rank 1 comes when ``told`` is set."""
+    """Once it is ``on``, the deadline passes while rank 0 waits in the stage ``last``, before which rank 1 stops until ``told`` is set."""
 
     def __init__(self, last: str) -> None:
-        self.last, self.on, self.told = last, threading.Event(), threading.Event()
+        self.last, self.on, self.stopped, self.told = last, threading.Event(), threading.Event(), threading.Event()
         self.deadlines: list[list[Deadline]] = [[], []]
         self._gather = Session.all_gather
 
@@ -37,10 +37,12 @@ class Clock:
         if self.on.is_set() and isinstance(timeout, Deadline):
             self.deadlines[session.rank].append(timeout)
             if tag == self.last and session.rank == 1:
+                self.stopped.set()
                 assert self.told.wait(20)
                 if session.name == "world":  # which rank 0 does not leave: nobody ends this stage before the deadline
                     raise BootstrapError("for a test")
             elif tag == self.last:
+                assert self.stopped.wait(20)
                 timeout = replace(timeout, at=time.monotonic())
         return self._gather(session, data, tag, timeout)
 
@@ -155,6 +157,7 @@ def test_a_rank_that_connects_when_another_one_has_given_up_is_told_so(clock: Cl
 
     def late(ours: Fabric, *args: Any) -> Any:
         if ours.rank == 1:
+            clock.stopped.set()
             assert clock.told.wait(20)
             ours._stages.deadline = replace(ours._stages.deadline, at=time.monotonic())
         return reach(ours, *args)

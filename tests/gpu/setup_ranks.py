@@ -9,15 +9,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 
-from miraccl.bootstrap import Session
+from miraccl.bootstrap import Session, link
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.hosts.streams import PeerStreams
 from miraccl.comm.member import Options
 from miraccl.comm.stages import Stages
+from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError
 from miraccl.transport.cuda_fds import Door
 from miraccl.transport.meeting import Meeting
@@ -26,7 +28,7 @@ from tests.comm.fault_ranks import seen
 from tests.gpu.fake_cuda import FakeCuda
 from tests.gpu.fake_ranks import session
 
-EACH_S = 0.4
+LIMIT_S, CALL_S = 30.0, 25.0
 
 
 class Rank:
@@ -70,64 +72,96 @@ def rank(apart: bool, timeout: float) -> Iterator[Rank]:
         me.comm.finalize()
 
 
-def _at_stages(prefixes: tuple[str, ...], act: Callable[[], Any]) -> None:
-    """Before this rank takes part in stages whose names begin so, it does ``act``."""
+def _at_stages(prefixes: tuple[str, ...], act: Callable[[Deadline], Deadline | None]) -> None:
+    """Before this rank takes part in stages whose names begin so, it does ``act``, which may make another deadline of theirs."""
     gather = Session.all_gather
 
     def later(session: Session, data: bytes, tag: str, timeout: Any = None) -> list[bytes]:
-        if tag.startswith(prefixes):
-            act()
+        if tag.startswith(prefixes) and isinstance(timeout, Deadline):
+            timeout = act(timeout) or timeout
         return gather(session, data, tag, timeout)
 
     vars_of: Any = Session
     vars_of.all_gather = later
 
 
-def slow(apart: bool, what: str, limit: float) -> dict[str, Any]:
-    """Rank 1 takes ``EACH_S`` before each stage."""
-    with rank(apart, 30.0) as me:
+class Clock:
+    """The deadline passes while rank 0 waits for rank 1, which stops then until rank 0 has been told so."""
+
+    def __init__(self, me: Rank) -> None:
+        link.GRACE_SECONDS = LIMIT_S  # for the hub, which tells who is late
+        self._rank, self._gather, self._over = me.rank, me.world.all_gather, False
+        self._gather(b"", "ready", LIMIT_S)
+
+    def pass_at(self, deadline: Deadline) -> Deadline:
+        """The deadline as rank 0 has it, from the first call on; the first one of rank 1 returns late."""
+        if not self._over:
+            self._over = True
+            self._gather(b"", "both are here", LIMIT_S)
+            if self._rank == 1:
+                self._gather(b"", "told", LIMIT_S)
+        return deadline if self._rank == 1 else replace(deadline, at=time.monotonic())
+
+    def told(self, me: Rank, call: Callable[[], Any]) -> dict[str, Any]:
+        told = me.told(call)
+        if me.rank != 1:
+            self._gather(b"", "told", LIMIT_S)
+        self._gather(b"", "seen", LIMIT_S)
+        return told
+
+
+def in_stages(apart: bool, what: str) -> dict[str, Any]:
+    """The deadline passes in the third stage; also how many deadlines the stages had, and whether that is the one of the call."""
+    with rank(apart, LIMIT_S) as me:
         me.warm_up()
         if what == "window":
             me.set_up()
             assert me.comm._device is not None
-            me.comm._device.session.timeout = limit
-        me.world.timeout = limit
-        me.world.all_gather(b"", "ready", 30.0)
-        if me.rank == 1:
-            _at_stages(("gpu", "fabric"), lambda: time.sleep(EACH_S))
-        told = me.told(me.set_up if what == "set-up" else me.window)
-        me.world.all_gather(b"", "told", 30.0)
-        return told
+            me.comm._device.session.timeout = CALL_S
+        me.world.timeout = CALL_S
+        clock, deadlines, take = Clock(me), list[Deadline](), Door.take
+
+        def third(deadline: Deadline) -> Deadline:
+            deadlines.append(deadline)
+            return deadline if len(deadlines) < 3 else passed(clock.pass_at(deadline))
+
+        def passed(deadline: Deadline) -> Deadline:
+            """Nobody leaves because there is no window: rank 1 must not wait for rank 0, either."""
+            return replace(deadline, at=time.monotonic()) if what == "window" and len(deadlines) > 2 else deadline
+
+        _at_stages(("gpu", "fabric", "direct"), third)
+        cast(Any, Door).take = lambda door, peers, deadline, *more: take(door, peers, passed(deadline), *more)
+        begun = time.monotonic()
+        told = clock.told(me, me.set_up if what == "set-up" else me.window)
+        in_time = begun <= deadlines[0].at - CALL_S <= time.monotonic()
+        return {**told, "deadlines": len(set(deadlines)), "of the call": in_time}
 
 
 def absent(apart: bool, stage: str) -> dict[str, Any]:
     """Rank 1 does not come to a stage, or with its descriptors to the others' doors, before these have been told so; then it does."""
-    with rank(apart, 30.0) as me:
+    with rank(apart, LIMIT_S) as me:
         me.warm_up()
-        me.world.timeout = 0.5
-        gather, held = me.world.all_gather, threading.Event()
-        me.world.all_gather(b"", "ready", 30.0)
-
-        def hold() -> None:
-            if not held.is_set():
-                held.set()
-                gather(b"", "told", 30.0)
-
-        if me.rank == 1 and stage == "door":
-            push, vars_of = Door.push, cast(Any, Door)
+        me.world.timeout = CALL_S
+        clock = Clock(me)
+        if stage != "door":
+            _at_stages((stage,), clock.pass_at)
+        elif me.rank == 1:
+            push = Door.push
 
             def late(*args: Any) -> None:
-                hold()
+                clock.pass_at(args[-1])
                 push(*args)
 
-            vars_of.push = late
-        elif me.rank == 1:
-            _at_stages((stage,), hold)
-        told = me.told(me.set_up)
-        if me.rank != 1:
-            gather(b"", "told", 30.0)
-        gather(b"", "seen", 30.0)
-        return told
+            cast(Any, Door).push = late
+        else:
+            take = Door.take
+
+            def take_until(door: Door, peers: Any, deadline: Deadline, *more: Any) -> Any:
+                return take(door, peers, clock.pass_at(deadline), *more)
+
+            cast(Any, Door).take = take_until
+            _at_stages(("gpu mapped",), clock.pass_at)
+        return clock.told(me, me.set_up)
 
 
 def fails_alone(apart: bool, call: str) -> list[dict[str, Any]]:
@@ -171,7 +205,7 @@ def aborted(stage: str) -> dict[str, Any]:
     with rank(True, 600.0) as me:
         if me.rank == 0:
 
-            def abort() -> None:
+            def abort(_: Deadline) -> None:
                 thread = threading.Thread(target=me.comm.abort, args=("for a test",))
                 thread.start()
                 thread.join(30)
@@ -196,7 +230,8 @@ def aborts_late(stage: str) -> dict[str, Any]:
 
         if me.rank == 0:
             vars(faults)["settle"], vars_of.end = settle_late, end_and_say
-            _at_stages((stage,), threading.Thread(target=me.comm.abort, args=("for a test",)).start)
+            thread = threading.Thread(target=me.comm.abort, args=("for a test",))
+            _at_stages((stage,), lambda _: thread.start())
         return me.told(me.set_up)
 
 
