@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import pytest
 
-from tests.bootstrap.kit import Child
+from miraccl.bootstrap import join
+from miraccl.deadline import Deadline
+from tests.bootstrap.kit import PATIENCE, Child
 
 
 @pytest.fixture
@@ -20,3 +24,11 @@ def spawn() -> Iterator[Callable[[Callable[[Connection], None]], Child]]:
     yield make
     for child in children:
         child.end()
+
+
+@pytest.fixture
+def patience_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Deadline]:
+    """Makes deadlines of ranks that the hub counts from when it has heard of them, however late a rank comes to it."""
+    original = join._join
+    monkeypatch.setattr(join, "_join", lambda sock, remote, deadline: replace(original(sock, remote, deadline), timeout=deadline.seconds))
+    return lambda seconds: Deadline(seconds=seconds, at=time.monotonic() + PATIENCE)

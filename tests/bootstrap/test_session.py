@@ -6,7 +6,6 @@ import os
 import select
 import socket
 import threading
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -28,7 +27,6 @@ from miraccl.bootstrap import (
 )
 from miraccl.bootstrap.host import host_fingerprint, network_fingerprint
 from miraccl.bootstrap.link import Link
-from miraccl.deadline import Deadline
 from miraccl.errors import (
     AuthenticationError,
     BootstrapError,
@@ -166,15 +164,12 @@ def test_a_barrier_holds_until_the_last():
 # --- errors of the meeting ----------------------------------------------------------------------------------------------
 
 
-def test_missing_ranks_are_named(monkeypatch):
-    """By the hub, whose clock counts from when it hears of a rank's patience."""
+def test_missing_ranks_are_named(patience_of_the_hub):
     unique_id, root = create_root(hosts=["127.0.0.1"])
-    original = join._join
-    monkeypatch.setattr(join, "_join", lambda sock, remote, deadline: replace(original(sock, remote, deadline), timeout=deadline.seconds))
 
     def impatient():
         until(lambda: len(root._machine._ranks) == 5)
-        return connect(unique_id, 7, 8, Deadline(seconds=0.2, at=time.monotonic() + PATIENCE))
+        return connect(unique_id, 7, 8, patience_of_the_hub(0.2))
 
     with root:
         errors = in_threads([impatient, *(lambda r=r: connect(unique_id, r, 8, PATIENCE) for r in (0, 1, 3, 4, 6))])
