@@ -100,7 +100,7 @@ def threads() -> float:
     with miraccl.init(timeout=60) as world:
         me = Rank(world, 60)
         x, y = np.ones(3), np.ones(3)
-        helper = threading.Thread(target=come_late, args=(me, y))
+        helper = threading.Thread(target=come_late, args=(me, y, questions(me.part._member.session)))
         if me.rank == 0:
             helper.start()
             me.comm.all_reduce(x)
@@ -112,15 +112,20 @@ def threads() -> float:
         return float(x[0] + y[0])
 
 
-def come_late(me: Rank, y: Any) -> None:
-    asked_twice(me.part._member.session)
+def come_late(me: Rank, y: Any, asked: threading.Semaphore) -> None:
+    await_two(asked)
     me.part.all_reduce(y)
 
 
-def asked_twice(session: Session) -> None:
-    """Returns when another rank has asked twice what this one does."""
+def questions(session: Session) -> threading.Semaphore:
+    """What is released whenever another rank asks what this one does. All ranks call it: each pause between questions is a longer one."""
     asked = threading.Semaphore(0)
     session.on_event(lambda event: asked.release() if isinstance(event, StatusRequest) else None)
+    session.barrier("questions")
+    return asked
+
+
+def await_two(asked: threading.Semaphore) -> None:
     for _ in range(2):
         assert asked.acquire(timeout=30)
 
@@ -128,8 +133,8 @@ def asked_twice(session: Session) -> None:
 def late() -> float:
     """Rank 0 computes while the others wait for it, until they have asked twice where it is."""
     with miraccl.init(timeout=60) as comm:
-        x = np.ones(3)
+        x, asked = np.ones(3), questions(comm._member.session)
         if comm.rank == 0:
-            asked_twice(comm._member.session)
+            await_two(asked)
         comm.all_reduce(x)
         return float(x[0])

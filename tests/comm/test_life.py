@@ -336,7 +336,8 @@ def interrupt_when(condition: Callable[[], bool]) -> None:
 
 
 def finalize_in_a_handler() -> str:
-    comm = miraccl.init(timeout=20)
+    member.CLOSE_WAIT_S = 60.0
+    comm = miraccl.init(timeout=60)
     comm.barrier()
     signal.signal(signal.SIGALRM, lambda *_: comm.finalize())
     begun = time.monotonic()
@@ -344,7 +345,7 @@ def finalize_in_a_handler() -> str:
         threading.Thread(target=interrupt_when, args=(lambda: comm._member.context.occupied,), daemon=True).start()
         with pytest.raises(CommunicatorClosed, match="finalized while a thread was inside"):
             comm.recv(np.ones(4), src=1)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 20
     else:
         with pytest.raises(PeerDied, match="rank 0 has left"):
             comm.recv(np.ones(4), src=0)

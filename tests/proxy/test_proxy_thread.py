@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from miraccl.errors import CommunicatorClosed, MiracclError
 from miraccl.proxy import Proxy
+from miraccl.proxy import thread as proxy_thread
 from miraccl.proxy.driver import Driver
 from miraccl.transport.base import Fifo, FifoKind, FifoPair, NetConnection
 from miraccl.transport.ends import RecvEnd, SendEnd
@@ -273,7 +274,7 @@ def test_nobody_waits_for_a_proxy_that_has_failed(monkeypatch, command):
 
     def give() -> None:
         try:
-            getattr(rig.proxy, command)(*calls[command], **({"linger": WAIT_S} if command == "detach" else {}))
+            getattr(rig.proxy, command)(*calls[command], **({"linger": 10 * WAIT_S} if command == "detach" else {}))
         except CommunicatorClosed as error:
             caught.append(error)
 
@@ -289,9 +290,10 @@ def test_nobody_waits_for_a_proxy_that_has_failed(monkeypatch, command):
     rig = Rig(on_lost=lost)
     try:
         monkeypatch.setattr(Driver, "advance", broken)
+        monkeypatch.setattr(proxy_thread, "COMMAND_TIMEOUT_S", 10 * WAIT_S)
         rig.send.post(b"x")
         rig.proxy._thread.join(WAIT_S)
-        giver.join(WAIT_S / 4)
+        giver.join(WAIT_S)
         assert not giver.is_alive()
         assert len(caught) == (command == "attach")
         while rig.peers[0].recv(4096):  # and no stream stays open
