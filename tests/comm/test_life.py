@@ -52,7 +52,7 @@ def in_threads(nranks: int, work: Callable[[Communicator], Any], **options: Any)
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(40)
+        thread.join(120)  # the engine may have to be compiled
     if errors:
         raise errors[0]
     assert not any(t.is_alive() for t in threads)
