@@ -433,13 +433,17 @@ def test_a_wrong_secret_is_no_member(patience_of_the_hub):
     environs[1]["MIRACCL_SECRET"] = "another"
     refused = threading.Event()
 
+    def hubs():
+        return [root for root in list(lifetime.hubs) if isinstance(root, Root) and root.addresses[0][1] == int(port)]
+
     def stranger():
-        until(lambda: any(root.addresses[0][1] == int(port) for root in list(lifetime.hubs) if isinstance(root, Root)))
+        until(lambda: bool(hubs()))
         told_at_the_deadline("not the hub of this job", lambda seconds: meet(detect_launch(environs[1]), seconds))
         refused.set()
 
     def impatient():
         assert refused.wait(PATIENCE)
+        until(lambda: 0 in hubs()[0]._machine._ranks)
         return meet(detect_launch(environs[2]), patience_of_the_hub(0.2))
 
     first, second, third = in_threads([lambda: meet(detect_launch(environs[0]), PATIENCE), stranger, impatient])
