@@ -276,6 +276,17 @@ def test_which_of_several_large_messages_was_refused_is_left_with_its_sender() -
 
 @needs_compiler
 @pytest.mark.usefixtures("small_pool")
+def test_a_refusal_that_is_heard_between_two_large_messages_ends_all_threads() -> None:
+    where = Machine(2)
+    run(where, few(2), [Send(0, 1, 100, expected=50)])
+    assert where.errors() == [0, layout.ERROR_SIZES]
+    struct.pack_into("<Q", where.memory[0], layout.BULK_GRANTS_OFFSET + layout.BULK_STRIDE, 1 << 32 | 6)  # of the first one, before that
+    run(where, few(2), [Send(0, 1, 5000), Send(0, 1, 5000)], only=[0])
+    assert where.errors()[0] == layout.ERROR_SIZES
+
+
+@needs_compiler
+@pytest.mark.usefixtures("small_pool")
 @pytest.mark.parametrize("alone", [0, 1])
 def test_waiting_with_large_messages_ends(alone: int) -> None:
     where = Machine(2, timeout_s=0.2)

@@ -2,6 +2,8 @@
 //
 // A fiber is entered once by setcontext and from then on by _longjmp, which, unlike swapcontext, asks the system for nothing.
 
+#include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <sched.h>
 #include <setjmp.h>
@@ -77,8 +79,13 @@ u64 now_ns() {
   while (__atomic_load_n(&clock_held, __ATOMIC_ACQUIRE)) sched_yield();
   return u64(t.tv_sec) * 1000000000ull + t.tv_nsec + __atomic_load_n(&clock_ahead, __ATOMIC_RELAXED);
 }
+void never_meet() {  // on a GPU this may go well or not
+  fprintf(stderr, "a kernel on an emulated GPU: threads of block %u wait for others that have ended\n", blockIdx.x);
+  abort();
+}
 static void fiber_main() {
   block->kernel(block->args);
+  meeting->gone++; warp().meeting.gone++;
   block->fibers[threadIdx.x].ended = true;
   _longjmp(block->home, 1);
 }

@@ -35,7 +35,7 @@ struct Dim { u32 x; };
 // ---- the block of this thread: machine.cpp, compiled once for all kernels
 
 #define OF_THREAD extern __thread __attribute__((tls_model("initial-exec")))
-struct Meeting { u32 came, round; bool any, result; };
+struct Meeting { u32 came, round, gone; bool any, result; };  // gone: threads that have ended
 struct Warp { Meeting meeting; u64 lane[32][2]; };
 OF_THREAD Dim threadIdx, blockIdx, gridDim, blockDim;
 OF_THREAD Meeting* meeting;
@@ -43,6 +43,7 @@ OF_THREAD Warp* warps;
 void yield();
 // Where memory is weak, stores that others see stay in a buffer of their block and land later and in any order, but for those to one
 // address. Gives false where they land at once.
+[[noreturn]] void never_meet();
 bool hold(u64* p, u64 v);
 void land_all();
 extern "C" void launch(void (*kernel)(const void*), const void* const* args, const u32* blocks, u32 nranks, u32 threads);
@@ -52,7 +53,10 @@ inline bool meet(Meeting& m, u32 expected, bool mine) {
   u32 round = m.round;
   m.any = m.any || mine;
   if (++m.came == expected) { m.came = 0; m.result = m.any; m.any = false; m.round++; }
-  else while (m.round == round) yield();
+  else while (m.round == round) {
+    if (m.came + m.gone == expected) never_meet();
+    yield();
+  }
   return m.result;
 }
 inline u32 lanes_of_warp() { u32 left = blockDim.x - (threadIdx.x & ~31u); return left < 32 ? left : 32; }

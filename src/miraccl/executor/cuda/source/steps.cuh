@@ -212,10 +212,10 @@ __device__ __forceinline__ T* spot_at(const Program& p, const Geometry& g, u32 p
   return (T*)(here + (buffer == SCRATCH ? p.a.outbox[peer] - p.a.own : buffer == OUTPUT ? p.out_at[peer] : p.in_at[peer]));
 }
 
-// A thread for each peer that the step names: tells it that all before is done, or waits until it has said so.
-__device__ __forceinline__ void signal_or_wait(const Args& a, const Geometry& g, const Step& s, Ends& e, Watch& w) {
+// A thread for each peer that the step names: tells it that all before is done, or waits until it has said so. Whether any of them gave up.
+__device__ __forceinline__ bool signal_or_wait(const Args& a, const Geometry& g, const Step& s, Ends& e, Watch& w) {
   u32 peer = threadIdx.x;
-  bool named = false;
+  bool named = false, over = false;
   for (u32 j = 0; j < s.npeers; j++) named |= ((s.peers >> (4 * j)) & 15) == peer;
   if (named && s.op == SIGNAL) {
     fence();
@@ -223,10 +223,10 @@ __device__ __forceinline__ void signal_or_wait(const Args& a, const Geometry& g,
   } else if (named) {
     const u64* word = signals_of(g, a.inbox[peer], peer);
     w.spins = 0;
-    while (count_at(word) <= e.heard[peer]) if (give_up(a, w, peer, WHAT_SIGNAL)) { e.dead = 1; break; }
+    while (!over && count_at(word) <= e.heard[peer]) over = give_up(a, w, peer, WHAT_SIGNAL);
     e.heard[peer]++;
   }
-  __syncthreads();
+  return __syncthreads_or(over);
 }
 
 // What a step does with the piece ``at`` of its chunk number ``c``; false where that chunk has none.
@@ -305,8 +305,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) steps(const __
     for (u32 number = p.first[channel]; number < p.first[channel + 1]; number++) {
       const Step& s = p.steps[number];
       if (s.op >= SIGNAL) {
-        signal_or_wait(a, g, s, e, watch);
-        if (e.dead) return;
+        if (signal_or_wait(a, g, s, e, watch)) return;
         continue;
       }
       if (threadIdx.x == 0) wait_for_step(a, g, s, e, watch);
