@@ -99,7 +99,7 @@ class Immutable(OnlyDlpack):
 
 
 @contextlib.contextmanager
-def rank(timeout: float = 30.0, make: Any = Rank) -> Iterator[Rank]:
+def rank(timeout: float = 120.0, make: Any = Rank) -> Iterator[Rank]:
     with session() as world:
         me = make(world, timeout)
         yield me

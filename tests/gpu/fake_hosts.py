@@ -47,7 +47,7 @@ class World:
     """A rank with its communicator. ``kernels``: those of a host run in the emulator, else the CPU stands in for them; ``apart``: the CPU
     communicators take the ranks for ranks of several hosts, too, and connect them over TCP."""
 
-    def __init__(self, world: Session, hosts: str, timeout: float = 30.0, kernels: bool = False, apart: bool = False) -> None:
+    def __init__(self, world: Session, hosts: str, timeout: float = 120.0, kernels: bool = False, apart: bool = False) -> None:
         self.cuda: FakeCuda
         if kernels:
             self.cuda = EmulatedCuda().install()

@@ -35,6 +35,7 @@ extern "C" { u32 weak_memory; }  // 0: not weak; else where chance begins
 __thread Dim threadIdx, blockIdx, gridDim, blockDim;
 __thread Meeting* meeting;
 __thread Warp* warps;
+__thread u32 progress;
 
 // ---- weak memory
 
@@ -85,7 +86,7 @@ void never_meet() {  // on a GPU this may go well or not
 }
 static void fiber_main() {
   block->kernel(block->args);
-  meeting->gone++; warp().meeting.gone++;
+  meeting->gone++; warp().meeting.gone++; progress++;
   block->fibers[threadIdx.x].ended = true;
   _longjmp(block->home, 1);
 }
@@ -110,6 +111,7 @@ static void run_block(u32 number, u32 blocks, u32 threads, void (*kernel)(const 
     makecontext(&f.start, fiber_main, 0);
   }
   for (u32 left = threads; left > 0;) {
+    u32 before = progress;
     land_some();
     for (u32 t = 0; t < threads; t++) {
       if (b.fibers[t].ended) continue;
@@ -117,7 +119,7 @@ static void run_block(u32 number, u32 blocks, u32 threads, void (*kernel)(const 
       go_on(b.fibers[t]);
       if (b.fibers[t].ended) left--;
     }
-    sched_yield();
+    if (progress == before) sched_yield();  // Linux takes a whole slice for it, also from who has something to do
   }
   land_all();
 }

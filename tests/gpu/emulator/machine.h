@@ -40,6 +40,7 @@ struct Warp { Meeting meeting; u64 lane[32][2]; };
 OF_THREAD Dim threadIdx, blockIdx, gridDim, blockDim;
 OF_THREAD Meeting* meeting;
 OF_THREAD Warp* warps;
+OF_THREAD u32 progress;  // counts what threads of the block do besides waiting
 void yield();
 // Where memory is weak, stores that others see stay in a buffer of their block and land later and in any order, but for those to one
 // address. Gives false where they land at once.
@@ -61,8 +62,8 @@ inline bool meet(Meeting& m, u32 expected, bool mine) {
 }
 inline u32 lanes_of_warp() { u32 left = blockDim.x - (threadIdx.x & ~31u); return left < 32 ? left : 32; }
 inline Warp& warp() { return warps[threadIdx.x / 32]; }
-inline void __syncthreads() { meet(*meeting, blockDim.x, false); }
-inline int __syncthreads_or(int x) { return meet(*meeting, blockDim.x, x != 0); }
+inline void __syncthreads() { progress++; meet(*meeting, blockDim.x, false); }
+inline int __syncthreads_or(int x) { progress++; return meet(*meeting, blockDim.x, x != 0); }
 inline void __syncwarp(u32 = ~0u) { meet(warp().meeting, lanes_of_warp(), false); }
 inline int __any_sync(u32, int x) { return meet(warp().meeting, lanes_of_warp(), x != 0); }
 inline int __all_sync(u32, int x) { return !meet(warp().meeting, lanes_of_warp(), x == 0); }
@@ -94,10 +95,9 @@ inline uint4 load_packet(const uint4* p) {
 }
 // The halves of a packet may arrive at different times; now and then others run in between.
 inline void store_halves(uint4* p, uint4 v) {
-  static thread_local u32 stores;
   union { uint4 v; u64 q[2]; } u = {v};
   __atomic_store_n((u64*)p, u.q[0], __ATOMIC_RELEASE);
-  if (++stores % 3 == 0) sched_yield();
+  if (++progress % 16 == 0) sched_yield();
   __atomic_store_n((u64*)p + 1, u.q[1], __ATOMIC_RELEASE);
 }
 inline bool hold_halves(uint4* p, uint4 v) {
@@ -129,7 +129,7 @@ inline void store_line(uint4* p, uint4 v) {
 }
 inline u64 load_word(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-inline void store_word(u64* p, u64 v) { if (!hold(p, v)) __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void store_word(u64* p, u64 v) { progress++; if (!hold(p, v)) __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline void fence() { land_all(); __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 u64 now_ns();
 inline u32 draw(u32* p, u32 last) {
