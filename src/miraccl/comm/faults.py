@@ -27,7 +27,7 @@ from miraccl.comm.differences import (
     unlike_messages,
 )
 from miraccl.comm.fabric import CATCH_UP_S, DEATH_NOTICE_S, NOTICE_FIRST_S, Fabric, after_notice
-from miraccl.comm.notices import from_words, of_death, to_words
+from miraccl.comm.notices import from_words, of_death, of_leave, to_words
 from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
 from miraccl.errors import (
@@ -277,8 +277,9 @@ class Faults:
         if code == at.ERR_PARTED and self.control.told_by(peer) != control.FINALIZE:
             return self.spread(self._parted(peer, op))
         if code in (at.ERR_LEFT, at.ERR_PARTED):
-            text = f"rank {peer} has left the communicator ({self.left.get(peer, 'finalized')}) and will not take part"
-            return self.spread(self._behind(PeerDied(text, rank=self.rank, peer=peer, op=op, hint=HINT), self.statuses()))
+            left = of_leave(peer, self.left.get(peer, "finalized"), rank=self.rank, op=op)
+            left.hint = HINT
+            return self.spread(self._behind(left, self.statuses()))
         if code == at.ERR_MISMATCH:
             if describe_signature(want)["collective"] == SEND_RECV and not board["p2p_sig"]:
                 op = "send/recv"  # of a group that has not waited yet: the board shows what was before it

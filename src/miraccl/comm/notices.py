@@ -17,6 +17,11 @@ def of_death(lost: PeerLost, *, rank: int, called: Sequence[int] | None = None) 
     return PeerDied(f"{who} died: {lost.reason}", rank=rank, peer=peer)
 
 
+def of_leave(peer: int, why: str, *, rank: int, op: str | None) -> PeerDied:
+    """The error of ``rank``, which waited in ``op`` for a peer that has left in good order."""
+    return PeerDied(f"rank {peer} has left the communicator ({why}) and will not take part", rank=rank, peer=peer, op=op)
+
+
 def of_abort(rank: int, reason: str) -> CommunicatorAborted:
     """The error of ``rank``, which has aborted the communicator."""
     return CommunicatorAborted(f"rank {rank} aborted the communicator: {reason}", rank=rank, peer=rank)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from miraccl import trace
 from miraccl.bootstrap import Session
@@ -22,7 +23,7 @@ from miraccl.comm import group as groups
 from miraccl.comm import nccl_wishes, summary
 from miraccl.comm.arguments import operator
 from miraccl.comm.control import SET_UP, Bare, Plane
-from miraccl.comm.device.boards import Boards, read_boards
+from miraccl.comm.device.boards import read_boards
 from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
 from miraccl.comm.device.ctas import Ctas
 from miraccl.comm.device.engines import CopyEngines
@@ -65,6 +66,7 @@ from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
 from miraccl.types import Collective, DType, RedOp
 
 _log = trace.logger("init")
+Seen = TypeVar("Seen")
 AnyLaunch = Launch | OneSidedLaunch | CopyLaunch | StagedLaunch
 CLOSE_WAIT_S = 10.0
 MAX_LAUNCHES = 4096  # prepared ones that are kept; scalars of pre-multiplied sums may be new in every call
@@ -112,9 +114,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
                 session,
                 self._host,
                 options.timeout,
-                look=self._look_at_boards,
+                look=partial(self._look, read_boards),
                 name=self._name_of_launch,
-                refused=self._size_refused,
+                refused=partial(self._look, read_refused),
                 called=called,
             )
             self.ring, self.ctas = self._agree(options.cta_policy, stages)
@@ -394,16 +396,10 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
 
     # ---- failure and end
 
-    def _look_at_boards(self, number: int) -> Boards | None:
+    def _look(self, read: Callable[[Gpu, CommArgs, int], Seen], number: int) -> Seen | None:
         with contextlib.suppress(MiracclError):  # the GPU may be what is broken
             self.gpu.make_current()
-            return read_boards(self.gpu, self._comm_args, number)
-        return None
-
-    def _size_refused(self, peer: int) -> int | None:
-        with contextlib.suppress(MiracclError):
-            self.gpu.make_current()
-            return read_refused(self.gpu, self._comm_args, peer)
+            return read(self.gpu, self._comm_args, number)
         return None
 
     def _name_of_launch(self, number: int, signature: int) -> str:

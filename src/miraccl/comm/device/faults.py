@@ -16,8 +16,8 @@ from typing import Any
 from miraccl.bootstrap import Event, Notice, PeerLost, Session
 from miraccl.comm.device.boards import Boards
 from miraccl.comm.device.messages import mismatch
-from miraccl.comm.notices import from_words, of_abort, of_death, to_words
-from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
+from miraccl.comm.notices import from_words, of_abort, of_death, of_leave, to_words
+from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 from miraccl.executor.cuda import layout
 
 NOTICE = "gpu_abort"
@@ -105,7 +105,7 @@ class DeviceFaults:
             hint = "collective, dtype, elements, operator, root and window must be the same on all ranks; results since then are void"
             return CollectiveMismatch(text, rank=rank, peer=peer, op=op, hint=hint)
         if error == layout.ERROR_LEFT:
-            return PeerDied(f"rank {peer} has left the communicator (finalized) and will not take part", rank=rank, peer=peer, op=op)
+            return of_leave(peer, "finalized", rank=rank, op=op)
         what = layout.WHAT_TEXT.get(int(words[layout.HOST_WHAT]), "something")
         text = f"rank {rank} waited longer than {self._timeout:.3g} s for {what} from rank {peer}"
         boards, graph = self._look(number) if number else None, {}
