@@ -12,7 +12,7 @@ import numpy as np
 
 import miraccl
 from miraccl.bootstrap import Session, StatusRequest
-from miraccl.comm import faults, lookout
+from miraccl.comm import lookout, statuses
 from miraccl.errors import MiracclError
 from tests.comm.fault_ranks import seen
 from tests.comm.sweep_ranks import act_as_hosts
@@ -69,7 +69,7 @@ CALLS: dict[str, Callable[[Rank], Any]] = {
 def pairs(names: list[tuple[str, str]], timeout: float, ranks_per_host: int, answer_s: float | None = None) -> list[dict[str, Any]]:
     """What this rank saw of each pair (call of rank ODD, call of the others); ``answer_s``: how long ranks wait for answers of others."""
     if answer_s is not None:
-        lookout.ANSWER_S = faults.STATUS_WAIT_S = answer_s
+        lookout.ANSWER_S = statuses.STATUS_WAIT_S = answer_s
     act_as_hosts(ranks_per_host)
     with miraccl.init(timeout=60) as world:
         return [one(world, *pair, timeout) for pair in names]

@@ -29,7 +29,11 @@ class Told:
         self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32) if words is None else words
         self.words_when_told: list[Any] = []
         listen = functools.partial(setattr, self, "hear")
-        session: Any = types.SimpleNamespace(rank=0, nranks=4, on_event=listen, notify=self.notify)
+        self.answers: dict[int, dict[str, Any]] = {}
+        session: Any = types.SimpleNamespace(
+            rank=0, nranks=4, on_event=listen, notify=self.notify, gone=frozenset, request_status=lambda *_, **__: self.answers
+        )
+        self.session = session
         self.faults = DeviceFaults(
             session, self.words, 1.0, look=lambda _: self.boards, name=lambda number, _: f"launch #{number}", refused=lambda _: None
         )
@@ -88,7 +92,35 @@ def test_a_deadline_of_a_message() -> None:
     told.kernel(layout.ERROR_TIMEOUT, 1)
     with pytest.raises(CollectiveTimeout, match="from rank 1") as raised:
         told.faults.check("recv")
-    assert (raised.value.op, raised.value.graph) == ("recv", ())
+    assert (raised.value.op, raised.value.graph) == ("recv", ("rank 0: waits for a message from rank 1",))
+
+
+def test_a_deadline_says_where_programs_are() -> None:
+    """Also of ranks that have left nothing on a board."""
+    told = Told()
+    threads = [{"where": "train.py:7 step"}]
+    told.answers = {
+        0: {"answered": True, "threads": threads},
+        1: {"answered": True, "threads": threads},
+        2: {"answered": False, "reason": "it is late"},
+    }
+    told.kernel(layout.ERROR_TIMEOUT, 1)
+    with pytest.raises(CollectiveTimeout) as raised:
+        told.faults.check("recv")
+    assert raised.value.graph == (
+        "rank 0: waits for a message from rank 1; its program is at train.py:7 step",
+        "rank 1: its program is at train.py:7 step",
+        "rank 2: did not answer (it is late)",
+    )
+
+
+def test_a_death_that_is_heard_while_programs_are_asked_is_what_is_told() -> None:
+    told = Told()
+    told.kernel(layout.ERROR_TIMEOUT, 1)
+    told.session.request_status = lambda *_, **__: told.hear(LOST) or {}
+    with pytest.raises(PeerDied):
+        told.faults.check("recv")
+    assert told.notices == []
 
 
 def test_a_deadline_says_who_has_come() -> None:

@@ -161,8 +161,11 @@ def test_a_deadline_names_who_did_not_come_on_every_rank() -> None:
         assert answer["op"] == f"all_reduce #2 {what}"
         assert f"rank {rank}, all_reduce #2" in answer["text"]
         assert "rank 0 waited longer than" in answer["text"]
-        assert answer["graph"][0].endswith(f"in all_reduce #2 {what}")
-        assert answer["graph"][1:] == ["rank 1: has begun it", f"rank 2: never came to it; its last was all_reduce #1 {what}"]
+        does, where = zip(*(line.split("; its program is at ") for line in answer["graph"]), strict=True)
+        assert does[0].endswith(f"in all_reduce #2 {what}")
+        assert does[1:] == ("rank 1: has begun it", f"rank 2: never came to it; its last was all_reduce #1 {what}")
+        assert "emulated_faults.py" in where[2]
+        assert where[2].endswith(" never_comes")
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "recv", "send"])

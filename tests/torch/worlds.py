@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import miraccl.torch
-from miraccl.comm import faults
+from miraccl.comm import statuses
 
 LIMIT = datetime.timedelta(seconds=20)
 
@@ -25,7 +25,7 @@ def world(
 ) -> Iterator[tuple[int, int]]:
     """(rank, nranks) of the default group, which meets at a file; with ``device`` it is told its GPU."""
     torch.set_num_threads(1)
-    faults.STATUS_WAIT_S = LIMIT.total_seconds() / 2  # who is asked where it is may be late to say so
+    statuses.STATUS_WAIT_S = LIMIT.total_seconds() / 2  # who is asked where it is may be late to say so
     rank, nranks = int(os.environ["MIRACCL_RANK"]), int(os.environ["MIRACCL_NRANKS"])
     gpu = torch.device("cuda", rank % torch.cuda.device_count()) if device else None
     if gpu is not None:

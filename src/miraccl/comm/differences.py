@@ -124,12 +124,5 @@ def activity(board: dict[str, Any], newest: int) -> str:
     return f"has finished {what}"
 
 
-def place(answer: dict[str, Any]) -> str:
-    for thread in answer.get("threads", ()):
-        if isinstance(thread, dict) and thread.get("where"):
-            return f"; its program is at {thread['where']}"
-    return ""
-
-
 def _ranks(who: list[int]) -> str:
     return f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"

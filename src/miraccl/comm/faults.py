@@ -23,12 +23,12 @@ from miraccl.comm.differences import (
     in_vain,
     of_another_operation,
     parted,
-    place,
     unlike_messages,
 )
 from miraccl.comm.fabric import CATCH_UP_S, DEATH_NOTICE_S, NOTICE_FIRST_S, Fabric, after_notice
 from miraccl.comm.notices import from_words, of_death, of_leave, to_words
 from miraccl.comm.stages import Stages
+from miraccl.comm.statuses import ask, graph_line, place, silence
 from miraccl.deadline import Deadline
 from miraccl.errors import (
     BootstrapError,
@@ -44,7 +44,6 @@ from miraccl.executor.cpu.lower import describe_signature
 from miraccl.wire.proxy_records import CLOSED_WITHOUT_A_WORD, Loss, LossKind
 
 SEND_RECV = "send_recv"
-STATUS_WAIT_S = 1.5
 #: Seconds in which there is news of what is behind an error of the engine. The memory of a process that dies goes before its connections;
 #: whoever finds that a stream has ended has waited already.
 _BEHIND_S = {at.ERR_ABORTED: 2.0, at.ERR_CMA: DEATH_NOTICE_S, at.ERR_CUT: 0.0}
@@ -347,11 +346,8 @@ class Faults:
         return unlike_messages(self.rank, (want, count), peer, (got, count if same_count else -1))
 
     def statuses(self) -> dict[int, dict[str, Any]]:
-        """What all ranks are doing, as ``session.request_status`` has it. Takes up to ``STATUS_WAIT_S``; empty if they cannot be asked."""
-        try:
-            statuses = self.session.request_status(STATUS_WAIT_S, without={*self.left, *self.session.gone()})
-        except MiracclError:
-            return {}
+        """What all ranks are doing, as ``statuses.ask`` has it."""
+        statuses = ask(self.session, self.left)
         self._silent = {rank for rank, answer in statuses.items() if not answer.get("answered")}
         return statuses
 
@@ -364,9 +360,9 @@ class Faults:
             answer = statuses.get(rank, {"answered": False, "reason": "no answer"})
             board = answer.get("status")
             if rank in self.left:
-                lines.append(f"rank {rank}: left the communicator ({self.left[rank]})")
+                lines.append(graph_line(rank, f"left the communicator ({self.left[rank]})"))
             elif not answer.get("answered") or not isinstance(board, dict) or "seq" not in board:
-                lines.append(f"rank {rank}: did not answer ({answer.get('reason', 'no status')})")
+                lines.append(graph_line(rank, silence(answer)))
             else:
-                lines.append(f"rank {rank}: {activity(board, newest)}{place(answer)}")
+                lines.append(graph_line(rank, activity(board, newest), place(answer)))
         return tuple(lines)

@@ -23,7 +23,7 @@ from miraccl.bootstrap import Session
 from miraccl.bootstrap.host import process_token
 from miraccl.comm import whereabouts
 from miraccl.comm.control import COUNTED_RANKS, TELL_US
-from miraccl.comm.differences import place
+from miraccl.comm.statuses import place, together
 from miraccl.comm.whereabouts import Wait
 from miraccl.errors import CollectiveMismatch, MiracclError
 
@@ -173,7 +173,7 @@ def _describe(cycle: list[str], programs: dict[str, dict[str, Any]], places: dic
     lines = []
     for token, following in zip(turned, [*turned[1:], turned[0]], strict=True):
         rank, other = session.tokens.index(token), session.tokens.index(following)
-        lines.append(f"rank {rank} waits for rank {other} in {programs[token]['wait']['op']}{places[token]}")
+        lines.append(together(f"rank {rank} waits for rank {other} in {programs[token]['wait']['op']}", places[token]))
     return "ranks wait for one another, so none goes on: " + " | ".join(lines)
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.group import group
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
-from miraccl.torch.channel import check_gpu, wait_for_graph
+from miraccl.torch.channel import check_gpu
 from miraccl.torch.failures import BackendError
 from miraccl.torch.work import Action, Work, nothing, seconds
 
@@ -64,7 +64,6 @@ class Streams:
         self._fork: Any = None  # the event by which it waits for the current stream
         self._side: Any = None
         self._last: Any = None  # the event with which the group's stream ends
-        self._graph: tuple[str, ...] | None = None
         self._batch: list[tuple[_Part, Action, Action]] | None = None
 
     @property
@@ -232,21 +231,13 @@ class Streams:
         try:
             check_gpu(self.comm, name)
         except MiracclError as error:
-            raise self._told(error) from error
+            raise BackendError(error) from error
 
     def _enqueue(self, action: Callable[..., Any], *args: Any, **named: Any) -> None:
         try:
             action(*args, **named)
         except MiracclError as error:
-            raise self._told(error) from error
-
-    def _told(self, error: MiracclError) -> BackendError:
-        """A deadline that has passed on the GPU is told with what all ranks are doing now."""
-        if isinstance(error, CollectiveTimeout) and not error.graph:
-            if self._graph is None:
-                self._graph = wait_for_graph(self.comm)
-            error.graph = self._graph
-        return BackendError(error)
+            raise BackendError(error) from error
 
 
 class StreamWork(Work):

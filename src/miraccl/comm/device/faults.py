@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miraccl.bootstrap import Event, Notice, PeerLost, Session
 from miraccl.comm.device.boards import Boards
 from miraccl.comm.device.messages import mismatch
 from miraccl.comm.notices import from_words, of_abort, of_death, of_leave, to_words
+from miraccl.comm.statuses import ask, graph_line, place, silence
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 from miraccl.executor.cuda import layout
 
@@ -87,14 +88,22 @@ class DeviceFaults:
         error = int(self._words[layout.HOST_ERROR])
         if not error or self._found:
             return
+        if self._is_late(error):
+            return
+        answers = ask(self.session) if error == layout.ERROR_TIMEOUT else {}  # without the lock: answers come meanwhile
         with self._lock:
-            if self._found or (self._fault is not None and error not in _EXPLAINS):
+            if self._is_late(error):
                 return
-            fault = self._explain(error)
+            fault = self._explain(error, answers)
             self.spread(fault)  # before the program sees it, which may end at once
             self._found, self._fault = True, fault
 
-    def _explain(self, error: int) -> MiracclError:
+    def _is_late(self, error: int) -> bool:
+        """Whether there is a fault already, and it says as much as what kernels found."""
+        with self._lock:
+            return self._found or (self._fault is not None and error not in _EXPLAINS)
+
+    def _explain(self, error: int, answers: Mapping[int, Mapping[str, Any]]) -> MiracclError:
         words, rank, number = self._words, self.rank, int(self._words[layout.HOST_LAUNCH])
         peer = self._called[there := int(words[layout.HOST_PEER])]
         if error == layout.ERROR_SIZES:
@@ -108,16 +117,16 @@ class DeviceFaults:
             return of_leave(peer, "finalized", rank=rank, op=op)
         what = layout.WHAT_TEXT.get(int(words[layout.HOST_WHAT]), "something")
         text = f"rank {rank} waited longer than {self._timeout:.3g} s for {what} from rank {peer}"
-        boards, graph = self._look(number) if number else None, {}
-        if boards is not None:
-            graph = {self._called[r]: boards.describe(r, number, self._name) for r in boards.newest}
-            graph[rank] = f"waits for {what} from rank {peer} in {op}"
+        boards = self._look(number) if number else None
+        does = {r: boards.describe(r, number, self._name) for r in boards.newest} if boards is not None else {}
+        does[self.session.rank] = f"waits for {what} from rank {peer}{f' in {op}' if op else ''}"
         if boards is not None and boards.has_begun(there, number):
             hint = f"rank {peer} has begun this operation, too; its GPU did not go on, or this is a defect of miraccl: please report it"
         else:
             hint = f"rank {peer} has not come to this operation, or is stuck before it on its stream"
-        lines = tuple(f"rank {r}: {does}" for r, does in sorted(graph.items()))
-        return CollectiveTimeout(text, graph=lines, rank=rank, peer=peer, op=op, hint=hint)
+        where = {r: place(answer) if answer.get("answered") else silence(answer) for r, answer in answers.items()}
+        graph = sorted((self._called[r], does.get(r, ""), where.get(r, "")) for r in {*does, *where})
+        return CollectiveTimeout(text, graph=tuple(graph_line(*line) for line in graph), rank=rank, peer=peer, op=op, hint=hint)
 
     # ---- ending waits
 

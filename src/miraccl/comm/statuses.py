@@ -1,0 +1,43 @@
+"""What ranks answer whoever asks them where they are, and the lines of a wait-for graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from miraccl.bootstrap import Session
+from miraccl.errors import MiracclError
+
+STATUS_WAIT_S = 1.5
+
+
+def ask(session: Session, left: Collection[int] = ()) -> dict[int, dict[str, Any]]:
+    """What all ranks are doing, as ``session.request_status`` has it, but not those that have ``left``. Takes up to ``STATUS_WAIT_S``;
+    empty if they cannot be asked."""
+    with contextlib.suppress(MiracclError):
+        return session.request_status(STATUS_WAIT_S, without={*left, *session.gone()})
+    return {}
+
+
+def place(answer: Mapping[str, Any]) -> str:
+    """Where the program of a rank is, as far as its answer tells."""
+    for thread in answer.get("threads", ()):
+        if isinstance(thread, dict) and thread.get("where"):
+            return f"its program is at {thread['where']}"
+    return ""
+
+
+def silence(answer: Mapping[str, Any]) -> str:
+    """That a rank has not answered, and why."""
+    return f"did not answer ({answer.get('reason', 'no status')})"
+
+
+def together(*said: str) -> str:
+    """What is said of a rank, in one line; what is empty is left out."""
+    return "; ".join(filter(None, said))
+
+
+def graph_line(rank: int, *said: str) -> str:
+    """What a wait-for graph says of a rank."""
+    return f"rank {rank}: {together(*said)}"
