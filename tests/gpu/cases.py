@@ -32,6 +32,14 @@ def _all_reduce() -> Iterator[Case]:
             for count in (3, 100001, (5 << 20) + 3):
                 plan = {"algo": algo, "proto": proto, "blocks": 16, "threads": 256, "unroll": unroll}
                 yield {"collective": "all_reduce", "dtype": "bfloat16", "count": count, "plan": plan, "repeat": 3}
+    for count in (1001, 30001, 100001, (3 << 20) + 5):  # one part to many
+        for unroll, proto, dtype in ((1, "ll128", "float32"), (2, "ll128", "bfloat16"), (1, "ll128", "int32"), (1, "ll", "int8")):
+            plan = {"algo": "two_shot", "proto": proto, "blocks": 16, "threads": 64, "unroll": unroll, "in_parts": True}
+            yield {"collective": "all_reduce", "dtype": dtype, "count": count, "plan": plan, "repeat": 3}
+    plan = {"algo": "two_shot", "proto": "ll128", "blocks": 128, "threads": 512, "unroll": 1, "in_parts": True}
+    yield {"collective": "all_reduce", "dtype": "bfloat16", "count": (8 << 20) + 5, "plan": plan, "graph": 5, "in_place": True}
+    for dtype in ("bfloat16", "int32"):  # two parts where there are eight ranks
+        yield {"collective": "all_reduce", "dtype": dtype, "count": (16 << 20) // (2 if dtype == "bfloat16" else 4) - 3, "repeat": 5}
     for count in (1, 100001, (5 << 20) + 3):
         for unroll, proto, dtype in ((1, "ll128", "float32"), (2, "ll128", "bfloat16"), (1, "ll", "int32")):
             plan = {"algo": "ring", "proto": proto, "blocks": 16, "threads": 128, "unroll": unroll}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import resources
 
 import pytest
@@ -49,6 +50,7 @@ def few() -> list[KernelSpec]:
     """Every file, frame and type once."""
     found = [packets("two_shot", dtype, frame) for dtype, frame in FRAMES]
     found += [packets("all_reduce", DType.BFLOAT16, Frame.WORD, single=True), packets("all_to_all", DType.UINT8, Frame.PAIR, single=True)]
+    found += [replace(packets("two_shot", dtype, frame, 8), in_parts=True) for dtype, frame in FRAMES[-3:]]
     found += [fans("two_shot", DType.BFLOAT16, Frame.WORD, 4), fans("all_to_all", DType.UINT8, Frame.PAIR, 8)]
     found += [packets("broadcast_chain", DType.UINT8, Frame.MASK), packets("ring", DType.BFLOAT16, Frame.WORD)]
     found += [packets("all_reduce_tree", dtype, frame) for dtype, frame in ((DType.BFLOAT16, Frame.WORD), FRAMES[-1])]
@@ -105,6 +107,11 @@ def test_what_to_install_for_other_gpus(arch: int, words: str, monkeypatch: pyte
 def test_only_shots_have_a_kernel_of_one_piece() -> None:
     with pytest.raises(ValueError, match="no kernel of one piece for mode 'ring'"):
         packets("ring", DType.BFLOAT16, Frame.WORD, single=True)
+
+
+def test_only_two_shot_has_a_kernel_in_parts() -> None:
+    with pytest.raises(ValueError, match="only two_shot of several pieces has a kernel in parts"):
+        replace(packets("all_reduce", DType.BFLOAT16, Frame.WORD), in_parts=True)
 
 
 def test_an_error_shows_the_compilers_words() -> None:

@@ -15,7 +15,7 @@ import pytest
 from miraccl.executor.cuda import layout, lower, schedules
 from miraccl.executor.cuda.bank import least_slots, slot_packets
 from miraccl.executor.cuda.choice import choose
-from miraccl.executor.cuda.plan import ALGORITHMS, frame_of, kernel_spec, vectors_of
+from miraccl.executor.cuda.plan import ALGORITHMS, DevicePlan, frame_of, kernel_spec, vectors_of
 from miraccl.executor.cuda.source import Frame, KernelSpec, fan_of
 from miraccl.schedule import catalog, passes
 from miraccl.schedule.ir import Schedule
@@ -72,6 +72,28 @@ def test_one_piece(collective: Collective, algo: str, dtype: DType, proto: str) 
         assert kernel_spec(plan, request).single is single
         assert run(machine(3), request, plan, offset=offset, close=True) == [""] * 3
     assert machine(3).packets_are_cleared()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "proto", "unroll"),
+    [(DType.BFLOAT16, "ll128", 1), (DType.FLOAT64, "ll128", 2), (DType.INT32, "ll128", 1), (DType.INT8, "ll128", 2), (DType.INT8, "ll", 1)],
+)
+@pytest.mark.parametrize("nranks", [2, 3, 8])
+def test_parts(nranks: int, dtype: DType, proto: str, unroll: int) -> None:
+    """Two to five of them, of whatever sizes, in turns with launches of one piece and of several, which use the same banks."""
+    plan = DevicePlan(algo="two_shot", proto=proto, blocks=2, threads=64, unroll=unroll, in_parts=True)
+    part = plan.piece * (8 if proto == "ll" else 16) // dtype.itemsize * nranks
+    for count, launches in ((part + 1, 2), (2 * part, 2), (2 * part + 100, 3), (5 * part - 77, 5)):
+        request = asked(Collective.ALL_REDUCE, dtype, count, nranks, "two_shot", proto)
+        assert kernel_spec(plan, request).in_parts
+        before = machine(nranks).launches(0)
+        assert run(machine(nranks), request, plan, offset=count % 2) == [""] * nranks
+        assert machine(nranks).launches(0) == before + launches
+        for other in (203, 6001):
+            request = asked(Collective.ALL_REDUCE, dtype, other, nranks, "one_shot", proto)
+            assert run(machine(nranks), request, small(request)) == [""] * nranks
+    request = asked(Collective.ALL_REDUCE, dtype, part, nranks, "two_shot", proto)
+    assert kernel_spec(plan, request).single
 
 
 OTHERS = [
@@ -325,6 +347,23 @@ def test_words_that_the_mask_makes_ones(monkeypatch: pytest.MonkeyPatch, collect
             inputs[1:] = [np.zeros_like(x) for x in inputs[1:]]
         plan = small(request, 2 if algo in ("chain", "double_binary_tree") else 1)
         assert run(fresh, request, plan, inputs=inputs) == [""] * nranks
+
+
+@pytest.mark.parametrize("nranks", [2, 3])
+def test_words_that_the_mask_makes_ones_in_parts(nranks: int) -> None:
+    """Every chunk of a part is masked as its own launch."""
+    fresh, plan = Machine(nranks), DevicePlan(algo="two_shot", proto="ll128", blocks=2, threads=64, unroll=2, in_parts=True)
+    request = asked(Collective.ALL_REDUCE, DType.UINT32, 3 * 4 * plan.piece * nranks, nranks, "two_shot", "ll128")
+    for seed in range(3):
+        launch = fresh.launches(0)
+        x = np.concatenate([special(request.count // nranks, launch, seed + chunk) for chunk in range(nranks)])
+        for part in (1, 2):
+            places = slice(part * 4 * plan.piece, (part + 1) * 4 * plan.piece)
+            x.reshape(nranks, -1)[:, places] = special(request.count // nranks, launch + part, seed)[places]
+        inputs = [np.zeros_like(x) for _ in range(nranks)]
+        inputs[seed % nranks] = x
+        assert run(fresh, request, plan, inputs=inputs) == [""] * nranks
+        assert fresh.launches(0) == launch + 3
 
 
 @pytest.mark.parametrize(("algo", "proto"), [("one_shot", "ll128"), ("two_shot", "ll"), ("ring", "simple"), ("one_shot", "simple")])

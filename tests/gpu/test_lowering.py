@@ -14,7 +14,7 @@ from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.executor.cuda import driver, layout, lower, schedules, toolkit
 from miraccl.executor.cuda.bank import least_slots, slot_packets, word_packets
 from miraccl.executor.cuda.choice import choose
-from miraccl.executor.cuda.plan import ALGORITHMS, TREES, DevicePlan, Request, frame_of, kernel_spec, rounds_of
+from miraccl.executor.cuda.plan import ALGORITHMS, TREES, DevicePlan, Request, frame_of, kernel_spec, rounds_of, vectors_of
 from miraccl.schedule import catalog, passes
 from miraccl.schedule.verify import FIFO_DEPTH
 from miraccl.types import Collective, DType, RedOp
@@ -174,6 +174,30 @@ def test_eight_ranks_need_one_piece_up_to_8_mib(nbytes: int) -> None:
     plan = choose(asked)
     assert (plan.algo, plan.blocks, kernel_spec(plan, asked).single) == ("two_shot", 128, True)
     lower.lower_packets(plan, asked, comm_args(8, 3))
+
+
+@pytest.mark.parametrize(("nbytes", "parts"), [(9 << 20, 2), (16 << 20, 2), (20 << 20, 3), ((32 << 20) - 2, 4)])
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.INT32])
+def test_eight_ranks_need_parts_above(dtype: DType, nbytes: int, parts: int) -> None:
+    asked = request(count=nbytes // dtype.itemsize, dtype=dtype, nranks=8, multiprocessors=128)
+    plan = choose(asked)
+    assert (plan.algo, plan.threads, kernel_spec(plan, asked).in_parts) == ("two_shot", 512, True)
+    assert -(-vectors_of(asked, plan.algo, frame_of(asked, plan.proto)) // plan.piece) == parts
+    assert "in parts" in plan.reason
+    lower.lower_packets(plan, asked, comm_args(8, 3))
+
+
+def test_parts_are_for_many_gpus_and_for_most_multiprocessors() -> None:
+    assert not choose(request(count=8 << 20, nranks=4)).in_parts
+    assert not choose(request(count=8 << 20, nranks=8, multiprocessors=32)).in_parts
+    assert not choose(request(count=24 << 20, nranks=8, proto="ll128")).in_parts
+
+
+def test_parts_of_more_than_the_kernel_can_count_are_refused() -> None:
+    asked = request(count=1 << 30, nranks=8, algo="two_shot", proto="ll128")
+    plan = replace(choose(asked), blocks=128, threads=512, in_parts=True)
+    with pytest.raises(InvalidUsage, match="2147483648 bytes are too many for parts; allowed are 1073741824"):
+        lower.lower_packets(plan, asked, comm_args(8, 3))
 
 
 def test_steps_beyond_the_room_of_a_launch_are_refused() -> None:

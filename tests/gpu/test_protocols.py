@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from .protocols.program import System
 from .protocols.ring import ring
 from .protocols.rows import lane
 from .protocols.search import search
-from .protocols.shots import rooted, shots
+from .protocols.shots import parts, rooted, shots
 from .protocols.staged import Rules as Copies
 from .protocols.staged import staged
 from .protocols.steps import Rules as Simple
@@ -102,6 +102,19 @@ def test_shots_of_any_number_of_ranks_and_slots(rounds: int) -> None:
             for ahead in {usual, most}:
                 assert always(shots(nranks, pieces=2 * nslots + 1, nslots=nslots, ahead=ahead, rounds=rounds))
             assert not always(shots(nranks, pieces=2 * nslots + 1, nslots=nslots, ahead=most + 1, rounds=rounds))
+
+
+@pytest.mark.parametrize("nranks", RANKS)
+@pytest.mark.parametrize("counts", [(2,), (2, 2), (2, 1, 1, 2), (1, 2, 1, 3, 3), (5, 4, 1)])
+def test_parts_are_launches(counts: Sequence[int], nranks: int) -> None:
+    """Of whatever came before and whatever comes after (``Thread.begin``)."""
+    look = holds if nranks == 2 and sum(counts) < 5 else always
+    assert look(parts(nranks, counts))
+    assert always(parts(nranks, counts, threads=2))
+    assert len(counts) > 1 or not unkept(parts(nranks, counts))
+    assert look(parts(nranks, counts, settles=False)) == (counts == (2,)), "nobody uses these places again"
+    assert always(parts(nranks, counts, hears=False)) == (max(counts) == 2)
+    assert always(parts(nranks, counts, uneven=True, threads=2)) == (counts == (2,))
 
 
 @pytest.mark.parametrize("nranks", RANKS)

@@ -97,6 +97,30 @@ def test_places_that_were_not_seen_cleared_are_found(collective: Collective, alg
     assert next(wrong_packets(collective, algo, 2, MANY, timeout_s=1.0))
 
 
+def wrong_parts(nranks: int, between: int = 1, seeds: Sequence[int] = SEEDS, timeout_s: float = 60.0) -> Iterator[str]:
+    """What was wrong in launches in parts in a row, with so many of one piece in between."""
+    request = asked(Collective.ALL_REDUCE, DType.INT32, 128 * 2 * nranks + 5, nranks, "two_shot", "ll128")
+    plan = DevicePlan(algo="two_shot", proto="ll128", blocks=2, threads=32, unroll=1, in_parts=True)
+    less = asked(Collective.ALL_REDUCE, DType.INT32, 60 * nranks, nranks, "two_shot", "ll128")
+    more = asked(Collective.ALL_REDUCE, DType.INT32, 128 * 4 * nranks, nranks, "two_shot", "ll128")
+    for seed in seeds:
+        with weak_memory(seed):
+            once = [(less, plan)] * between
+            launches = [(request, plan), (request, plan), *once, (more, plan), *once, (request, plan)]
+            yield from filter(None, run_in_a_row(Machine(nranks, timeout_s), launches))
+
+
+@pytest.mark.parametrize("nranks", [2, 3])
+def test_parts(nranks: int) -> None:
+    assert not list(wrong_parts(nranks))
+
+
+@pytest.mark.parametrize("flaw", [Flaw("      settle(a, before, 0, watch);\n      settle(a, before, 1, watch);\n")], indirect=True)
+@pytest.mark.usefixtures("flaw")
+def test_parts_that_were_not_seen_cleared_are_found() -> None:
+    assert next(wrong_parts(2, 0, MANY, timeout_s=1.0))
+
+
 def wrong_steps(algo: str, seeds: Sequence[int] = SEEDS, timeout_s: float = 60.0) -> Iterator[str]:
     request = asked(Collective.ALL_REDUCE, DType.INT32, 9001, 2, algo, "simple")
     plan = DevicePlan(algo=algo, proto="simple", blocks=2, threads=32, unroll=1)

@@ -175,6 +175,11 @@ class Machine:
         with ThreadPoolExecutor(self.nranks) as ranks:
             list(ranks.map(follow, range(self.nranks)))
 
+    def launches(self, rank: int) -> int:
+        """How many a rank has counted."""
+        at = layout.STATE_OFFSET + 8 * layout.STATE_LAUNCH
+        return int(self.memory[rank][at : at + 8].view(np.uint64)[0])
+
     def errors(self) -> list[int]:
         return [int(words[layout.HOST_ERROR]) for words in self.host]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .program import Cell, Kind, System, Thread
 
 
@@ -97,3 +99,81 @@ def rooted(nranks: int, *, falls: bool, launches: int = 1, greets: bool = True, 
                         thread.take(place(rank, src, bank, number, 0), 0)
                 thread.end()
     return system
+
+
+def parts(
+    nranks: int,
+    counts: Sequence[int],
+    *,
+    settles: bool = True,
+    hears: bool = True,
+    uneven: bool = False,
+    threads: int = 1,
+) -> System:
+    """``source/parts.cuh``: two_shot in launches of so many parts each, where one of one part is ``once.cuh``. ``settles``: whether a
+    thread sees cleared what it cleared of a part before its sums of the next one go out; ``hears``: whether it has what the part before
+    brought before it pushes a part into the bank of the one before that; ``uneven``: thread 1 has no packets in the last part."""
+    system = System(nranks)
+    for rank in range(nranks):
+        for number in range(threads):
+            thread = system.thread(rank, f"thread {number}" if threads > 1 else "")
+            first = 0
+            for count in counts:
+                mine = count - 1 if uneven and number else count
+                _parts(thread, nranks, first, mine, settles, hears, number)
+                first += count
+                thread.launch = first - 1
+                thread.end()
+    return system
+
+
+def _parts(thread: Thread, nranks: int, first: int, count: int, settles: bool, hears: bool, slot: int) -> None:
+    rank = thread.rank
+    peers = [peer for peer in range(nranks) if peer != rank]
+    after = [(rank + d) % nranks for d in range(1, nranks)]
+
+    def at(k: int) -> int:
+        """Every part is a launch by its number, and so by its bank."""
+        thread.launch = first + k
+        return (first + k) % 2
+
+    def push(k: int) -> None:
+        bank = at(k)
+        for dst in after:
+            thread.store(place(dst, rank, bank, slot, 0), 0)
+
+    def take(k: int) -> None:
+        bank = at(k)
+        for src in peers:
+            thread.take(place(rank, src, bank, slot, 0), 0)
+        for dst in after:
+            thread.store(place(dst, rank, bank, slot, 1), 0)
+
+    def collect(k: int) -> None:
+        bank = at(k)
+        for src in peers:
+            thread.take(place(rank, src, bank, slot, 1), 0)
+
+    def settle(k: int) -> None:
+        bank = at(k)
+        for shot in (0, 1):
+            for src in peers:
+                thread.seen_empty(place(rank, src, bank, slot, shot))
+
+    thread.begin(first, first % 2)
+    if count:
+        push(0)
+        take(0)
+    for k in range(1, count):
+        if k == 1:  # this bank, too, may have been used in any way by the launch before
+            thread.begin(first + 1, (first + 1) % 2)
+        elif hears:
+            collect(k - 1)
+        push(k)
+        if k == 1 or not hears:
+            collect(k - 1)
+        if settles:
+            settle(k - 1)
+        take(k)
+    if count:
+        collect(count - 1)

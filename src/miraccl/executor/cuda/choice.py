@@ -46,7 +46,8 @@ def choose(request: Request) -> DevicePlan:
         proto, why_proto = "simple", f"packets of {algo} have no kernel, or no room"
     plan = packet_shape(request, algo, proto) if proto != "simple" else simple_shape(request, algo)
     few = f"; on at most {request.multiprocessors} multiprocessors (CTA policy, MIRACCL_SMS)" if request.packed else ""
-    return replace(plan, reason=f"{why_algo}; {proto}: {why_proto}{few}")
+    parts = "; in parts, which the banks have room for one by one" if plan.in_parts else ""
+    return replace(plan, reason=f"{why_algo}; {proto}: {why_proto}{parts}{few}")
 
 
 def _algorithm(request: Request) -> tuple[str, str]:

@@ -153,5 +153,5 @@ class Kernels:
             text = f"has more than {layout.STEP_ROOMS[0]} steps of a rank, which take a driver of CUDA 12.1"
             raise InvalidUsage(f"schedule {plan.algo!r} {text}")
         function = self.function(spec)
-        overlaps = spec.single and self.gpu.arch >= OVERLAP_FROM
+        overlaps = (spec.single or spec.in_parts) and self.gpu.arch >= OVERLAP_FROM
         return Launch(self.gpu, function, plan, schedules.grid_of(plan, schedule), args, overlaps)

@@ -57,6 +57,8 @@ TREE_SHAPES: Shapes = (  # as many threads as have registers for the packets of 
 #: algorithms whose shapes are the same for all collectives and frames
 _SHAPES = {"ring": RING_SHAPES, "chain": CHAIN_SHAPES, TREES: TREE_SHAPES}
 
+#: of an operation; beyond, slots are used again
+MOST_PARTS = 4
 #: threads of a block where they share packets, and blocks at most
 FAN_THREADS, FAN_BLOCKS = (64, 128, 256, 512), 128
 #: of the data for each block of protocol Simple at least
@@ -89,9 +91,27 @@ def packet_shape(request: Request, algo: str, proto: str) -> DevicePlan:
     slot, words, room = slot_packets(request, algo, own, frame), word_packets(request, algo, own), places()
     most = max(1, min(limit, min_blocks * request.multiprocessors, room // (slot + words)))
     blocks = -(-vectors // own)
+    if blocks > most and (parts := parts_shape(request, algo, proto, frame, vectors)):
+        return parts
     if blocks > most:  # several pieces
         blocks = max(1, min(most, room // (least_slots(algo, request.nranks) * slot + words)))
     return DevicePlan(algo=algo, proto=proto, blocks=blocks, threads=threads, unroll=unroll, min_blocks=min_blocks)
+
+
+def parts_shape(request: Request, algo: str, proto: str, frame: Frame, vectors: int) -> DevicePlan | None:
+    """The shape of the kernel in parts, where the banks have more of them in turns than slots for pieces."""
+    if algo != "two_shot" or request.nranks <= 4:
+        return None
+    for parts in range(2, MOST_PARTS + 1):
+        part = -(-vectors // parts)
+        _, limit, threads, unroll, min_blocks = next(row for row in MANY_TWO_SHOT_SHAPES if part <= row[0])
+        own = threads * unroll
+        most = min(limit, min_blocks * request.multiprocessors, places() // slot_packets(request, algo, own, frame))
+        if (blocks := -(-part // own)) <= most:
+            return DevicePlan(
+                algo=algo, proto=proto, blocks=blocks, threads=threads, unroll=unroll, min_blocks=min_blocks, in_parts=True
+            )
+    return None
 
 
 def fan_shape(request: Request, algo: str, proto: str, frame: Frame, vectors: int) -> DevicePlan | None:

@@ -21,6 +21,7 @@ from miraccl.schedule.algos import double_binary_tree
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import RedOp
 
+IN_PARTS_UP_TO = 1 << 30  # bytes, which the kernel counts in 32 bits
 PUSH_AHEAD = 2  # pieces, where a bank has room for all: more only delays the first read
 SCALE_RANKS = 2  # for which the kernel ``scale`` is compiled: kernels are for two ranks at least
 
@@ -52,7 +53,7 @@ def scalar_bits(request: Request) -> int:
 def signature_of(plan: DevicePlan, request: Request, place: tuple[int, ...] = ()) -> int:
     """32 bits of what all ranks must agree about: the operation and how it is run; ``place`` is where, in windows."""
     fields = (request.collective, request.dtype, request.op, request.count, request.root)
-    shape = (plan.algo, plan.proto, plan.blocks, plan.threads, plan.unroll, plan.fan)
+    shape = (plan.algo, plan.proto, plan.blocks, plan.threads, plan.unroll, plan.fan, plan.in_parts)
     return zlib.crc32(repr((*map(int, fields), *shape, *place)).encode())
 
 
@@ -104,13 +105,15 @@ def lower_packets(plan: DevicePlan, request: Request, comm_args: CommArgs) -> by
     pieces = -(-vectors_of(request, plan.algo, frame) // piece)
     slot = slot_packets(request, plan.algo, piece, frame)
     nslots = (places() - word_packets(request, plan.algo, piece)) // slot
-    least = min(pieces, least_slots(plan.algo, request.nranks))
+    least = 1 if plan.in_parts else min(pieces, least_slots(plan.algo, request.nranks))
     if nslots < least:
         each = f"{plan.threads // plan.fan} x {plan.unroll}"
         raise InvalidUsage(f"{plan.blocks} blocks of {each} packets do not fit into a bank {least} times")
     if request.collective.rooted and plan.algo == "one_shot" and pieces > nslots:
         raise InvalidUsage(f"{request.collective.label} on packets has room for {nslots} pieces, not {pieces}")
-    nslots = min(nslots, pieces)
+    if plan.in_parts and request.block_bytes > IN_PARTS_UP_TO:
+        raise InvalidUsage(f"{request.block_bytes} bytes are too many for parts; allowed are {IN_PARTS_UP_TO}")
+    nslots = 1 if plan.in_parts else min(nslots, pieces)
     return pack_args(
         comm_args,
         count=count,
@@ -125,6 +128,8 @@ def lower_packets(plan: DevicePlan, request: Request, comm_args: CommArgs) -> by
 
 def _ahead(plan: DevicePlan, request: Request, pieces: int, nslots: int) -> int:
     """Pieces that are pushed ahead of the one that is taken: in shots from the peers, in trees from above."""
+    if plan.in_parts:  # the kernel says when
+        return 0
     trees = plan.algo == TREES
     most = pieces - 1 if pieces <= nslots else nslots - 2 if trees else nslots // 2 - 1
     usual = PUSH_AHEAD if pieces <= nslots else most

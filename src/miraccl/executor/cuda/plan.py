@@ -30,7 +30,7 @@ ALGORITHMS = {
 class DevicePlan:
     """One way to run a collective. ``blocks`` of ``threads`` threads, ``min_blocks`` on a multiprocessor at least; each thread handles
     ``unroll`` vectors of 16 (LL: 8) bytes at a time; ``ahead`` pieces are pushed ahead where the operation has several (0: as many as
-    memory allows); ``fan`` threads share a packet."""
+    memory allows); ``fan`` threads share a packet; ``in_parts``: pieces are equal and lie in the two banks in turns (source/parts.cuh)."""
 
     algo: str
     proto: str
@@ -40,6 +40,7 @@ class DevicePlan:
     min_blocks: int = 1
     ahead: int = 0
     fan: int = 1
+    in_parts: bool = False
     reason: str = ""
 
     @property
@@ -129,6 +130,7 @@ def kernel_spec(plan: DevicePlan, request: Request) -> KernelSpec:
     """What to compile for a plan."""
     mode = mode_of(request, plan.algo) if plan.by_packets else ""
     frame = frame_of(request, plan.proto) if plan.by_packets else Frame.WORD
+    single = PACKET_MODES.get(mode) is SHOTS and vectors_of(request, plan.algo, frame) <= plan.piece
     return KernelSpec(
         family="packets" if plan.by_packets else "steps",
         mode=mode,
@@ -137,8 +139,9 @@ def kernel_spec(plan: DevicePlan, request: Request) -> KernelSpec:
         op=request.op if request.reduces else RedOp.SUM,
         reduces=request.reduces,
         frame=frame,
-        single=PACKET_MODES.get(mode) is SHOTS and vectors_of(request, plan.algo, frame) <= plan.piece,
+        single=single,
         fan=plan.fan,
+        in_parts=plan.in_parts and not single,
         threads=plan.threads,
         unroll=plan.unroll,
         min_blocks=plan.min_blocks,

@@ -45,6 +45,8 @@ PACKET_MODES = {
 }
 #: instead of SHOTS, where a launch has no more packets than one piece
 ONCE = ("shots.cuh", "once.cuh")
+#: and these, where its pieces are parts, each in the bank of its own number
+PARTS = ("shots.cuh", "parts.cuh")
 #: and these, where neighbouring threads share a packet
 FANS = ("shots.cuh", "fan.cuh")
 
@@ -81,7 +83,8 @@ class KernelSpec:
     schedule), ``p2p`` (messages, framed as lines or pairs), ``bulk`` (the same, with large ones among them), ``meet`` (before and after
     the work of copy engines) or ``scale`` (one rank's pre-multiplied sum, as if there were two ranks).  ``threads`` of a block, ``unroll``
     vectors of a thread at a time, ``min_blocks`` per multiprocessor (limits registers); ``single``: shots of one piece, with
-    ``fan`` > 1 by so many threads a packet, one for each rank; ``room``: bytes for messages, or steps, in the arguments.
+    ``fan`` > 1 by so many threads a packet, one for each rank; ``in_parts``: two_shot in parts; ``room``: bytes for messages, or steps, in
+    the arguments.
     """
 
     family: str
@@ -96,6 +99,7 @@ class KernelSpec:
     min_blocks: int = 1
     single: bool = False
     fan: int = 1
+    in_parts: bool = False
     room: int = 0
 
     def __post_init__(self) -> None:
@@ -107,6 +111,8 @@ class KernelSpec:
             raise ValueError(f"{self.fan} threads cannot share a packet among {self.nranks} ranks, {fan_of(self.nranks)} can")
         if self.single and PACKET_MODES.get(self.mode) is not SHOTS:
             raise ValueError(f"no kernel of one piece for mode {self.mode!r}")
+        if self.in_parts and (self.mode != "two_shot" or self.single):
+            raise ValueError("only two_shot of several pieces has a kernel in parts")
         if not 2 <= self.nranks <= layout.MAX_RANKS:
             raise InvalidUsage(f"kernels are for 2 to {layout.MAX_RANKS} GPUs, not {self.nranks}")
         if self.threads % 32:
@@ -121,13 +127,15 @@ class KernelSpec:
     def name(self) -> str:
         parts = [self.family, self.mode, self.dtype.label if self.reduces else "bytes", self.op.name.lower() if self.reduces else ""]
         parts += [self.frame.value if self.family != "steps" else "", f"n{self.nranks}", f"t{self.threads}u{self.unroll}b{self.min_blocks}"]
-        parts += ["fans" if self.fan > 1 else "once" if self.single else "", f"r{self.room}" if self.room else ""]
+        parts += ["fans" if self.fan > 1 else "once" if self.single else "parts" if self.in_parts else ""]
+        parts += [f"r{self.room}" if self.room else ""]
         return "-".join(part for part in parts if part)
 
     @property
     def files(self) -> tuple[str, ...]:
         """The files of its text."""
-        loop = FANS if self.fan > 1 else ONCE if self.single else PACKET_MODES.get(self.mode, ())
+        one = FANS if self.fan > 1 else ONCE if self.single else PARTS if self.in_parts else ()
+        loop = one or PACKET_MODES.get(self.mode, ())
         return (MACHINE, "common.cuh", *FAMILIES[self.family][1], *loop)
 
 
@@ -151,7 +159,8 @@ def write_source(spec: KernelSpec, arch: int, machine: str | None = None) -> str
         "MIN_BLOCKS": spec.min_blocks,
         f"FRAME_{spec.frame.name}": 1,
         "REDUCES": int(spec.reduces),
-        "SINGLE": int(spec.single),
+        "SINGLE": int(spec.single or spec.in_parts),
+        "PARTS": int(spec.in_parts),
         "FAN": spec.fan,
         f"TYPE_{dtype.name}": 1,
         f"OP_{spec.op.name}": 1,

@@ -161,7 +161,7 @@ union Vec {
   T e[ELEMS];
 };
 
-// Of elements, vectors and bytes. What one launch handles in one piece is short, and 32 bits are less work; what is out of the way of
+// Of elements, vectors and bytes. What one launch handles in one piece, or in parts, is short, and 32 bits are less work; what is out of the way of
 // nearly all vectors of it is out of the way of its text, too.
 #if SINGLE
 typedef u32 Index;

@@ -1,4 +1,4 @@
-// Packets that tell by themselves whether they have come, and the memory they lie in. The kernels are in once.cuh, fan.cuh, pieces.cuh, ring.cuh, chain.cuh and tree.cuh.
+// Packets that tell by themselves whether they have come, and the memory they lie in. The kernels are in once.cuh, fan.cuh, pieces.cuh, parts.cuh, ring.cuh, chain.cuh and tree.cuh.
 //
 // A packet is 16 bytes, written by one store. Memory that waits for packets is filled with ones. There are three kinds:
 //   FRAME_WORD  16 bytes of floats. Every word (for float64: every pair of words) is its own flag: all ones is a NaN, and a NaN of the user's with
@@ -106,8 +106,9 @@ __device__ __forceinline__ u32 draw_ticket(const Args& a, const Geometry& g) {
   return ticket;
 }
 
-__device__ __forceinline__ void count_launch(const Args& a, u32 ticket) {
-  if (threadIdx.x == 0 && ticket == gridDim.x - 1) count_up((u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH);
+// ``launches``: how many this one is, by their numbers (parts.cuh).
+__device__ __forceinline__ void count_launch(const Args& a, u32 ticket, u32 launches = 1) {
+  if (threadIdx.x == 0 && ticket == gridDim.x - 1) count_up((u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH, launches);
 }
 
 // A bank holds runs of packets: a piece from one source fills one. The place of packet ``i`` of a run.
@@ -253,7 +254,11 @@ __device__ __forceinline__ Work work_of(const Args& a, const Geometry& g) {
 #endif
   w.shift = w.limit >= SHIFT_FROM ? (w.limit * 5 / (16 * RANKS) + 2648) & ~(Index)7 : 0;
 #endif
-#if SINGLE
+#if PARTS
+  w.pieces = (w.limit + g.piece - 1) / g.piece;
+  w.limit = ((w.limit + w.pieces - 1) / w.pieces + 32 * UNROLL - 1) / (32 * UNROLL) * (32 * UNROLL) * w.pieces;  // equal ones, of whole warps
+  w.reuse = false;
+#elif SINGLE
   w.pieces = 1;
   w.reuse = false;
 #else

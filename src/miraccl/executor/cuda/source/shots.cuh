@@ -9,7 +9,7 @@
 //   two_shot  all_reduce      chunk p of in -> p, which adds up in the order of the ranks and sends the sum to all
 //                             (schedule.algos.two_shot; chunks are whole packets)
 //
-// Here is what a thread does with its packets of a piece; once.cuh and fan.cuh are the kernels of one piece, pieces.cuh is that of many.
+// Here is what a thread does with its packets of a piece; once.cuh and fan.cuh are the kernels of one piece, pieces.cuh and parts.cuh those of many.
 
 #if defined(MODE_TWO_SHOT)
 #define SHOTS 2
