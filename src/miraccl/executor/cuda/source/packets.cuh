@@ -209,13 +209,18 @@ __device__ __forceinline__ Vec open_packet(const Args& a, const Geometry& g, Wat
   return from_packet(g, i, p);
 }
 
-// The same once it has come; ``p`` is what was read there already.
-__device__ __forceinline__ Vec take(const Args& a, const Geometry& g, Watch& watch, uint4* q, u32 here, u64 i, uint4 p, u32 src, u32 what) {
+// Returns when the packet has come; ``p`` is what was read there already.
+__device__ __forceinline__ void await_packet(const Args& a, Watch& watch, const uint4* q, uint4& p, u32 src, u32 what) {
   watch.spins = 0;
   while (!arrived(p)) {
     if (give_up(a, watch, src, what)) break;
     p = load_packet(q);
   }
+}
+
+// What it holds, then.
+__device__ __forceinline__ Vec take(const Args& a, const Geometry& g, Watch& watch, uint4* q, u32 here, u64 i, uint4 p, u32 src, u32 what) {
+  await_packet(a, watch, q, p, src, what);
   return open_packet(a, g, watch, q, here, i, p, src, what);
 }
 

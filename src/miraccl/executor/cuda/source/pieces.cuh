@@ -16,6 +16,7 @@ __device__ __forceinline__ void settle(const Args& a, const Geometry& g, const W
     for (int r = 0; r < RANKS; r++)
       if (r != a.rank && at + u * g.stride < w.limit)
         wait_empty(a, watch, place(a, g, a.rank, r, slot, shot, g.first + u * g.stride), p[r][u]);
+  __syncwarp();  // as after ``await_vector``
 }
 
 // First shot: to every peer what it needs, the next rank first.

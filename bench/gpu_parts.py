@@ -1,0 +1,81 @@
+"""What two_shot takes in one piece, in pieces and in parts (source/parts.cuh), with banks of whatever size.
+
+``python bench/gpu_parts.py [--bank 3.28] [--sizes 2M,4M]`` (two GPUs).  With a seventh of the usual bank two ranks have the slots, pieces
+and threads of eight, but a seventh of the traffic: what is left is what waits cost.  With the usual bank the links are what counts.  The
+median of three rounds of CUDA graphs, the slowest rank; results that change from call to call are reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from gpu_ranks import Timer, spawn
+
+from miraccl import params
+
+MIB = 1 << 20
+#: blocks, threads, unroll, in parts
+SHAPES = ((128, 512, 1, True), (128, 512, 1, False), (105, 256, 1, False), (128, 256, 1, True), (128, 512, 4, True), (128, 512, 4, False))
+CALLS = 60
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bank", type=float, default=23.0, help="MiB of a bank, of which kernels and ranks know")
+    parser.add_argument("--sizes", default="8M,16M,32M", help="of the array")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        sys.exit(spawn(__file__, 2, sys.argv[1:]))
+    from miraccl.executor.cuda import layout
+
+    layout.BANK_BYTES = int(options.bank * MIB) // 1024 * 1024
+    layout.FILLS = ((layout.PACKETS_OFFSET, 2 * layout.BANK_BYTES, 0xFFFFFFFF),)
+    import torch
+
+    from miraccl.bootstrap.launch import detect_launch, meet
+    from miraccl.comm.device.communicator import DeviceCommunicator
+    from miraccl.types import DType
+
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    comm = DeviceCommunicator(meet(detect_launch(os.environ)), rank)
+    timer = Timer(torch, comm)
+    warm = torch.randn(4096, 4096, device="cuda")
+    for _ in range(60):  # clocks rise with work
+        warm = (warm @ warm).clamp(-1, 1)
+    for name in ("bfloat16", "int32"):
+        for size in map(params.parse_size, options.sizes.split(",")):
+            dtype = DType[name.upper()]
+            x = torch.randint(-1000, 1000, (size // dtype.itemsize,), device="cuda").to(getattr(torch, name))
+            cells = [measure(torch, comm, timer, dtype, x, shape) for shape in SHAPES]
+            if rank == 0:
+                print(f"{name:>8} {size:>9}  {' | '.join(filter(None, cells))}", flush=True)
+    comm.close()
+
+
+def measure(torch: Any, comm: Any, timer: Timer, dtype: Any, x: Any, shape: tuple[int, int, int, bool]) -> str:
+    from miraccl.errors import InvalidUsage
+    from miraccl.executor.cuda.plan import DevicePlan
+    from miraccl.types import Collective
+
+    blocks, threads, unroll, in_parts = shape
+    plan = DevicePlan(algo="two_shot", proto="ll128", blocks=blocks, threads=threads, unroll=unroll, in_parts=in_parts)
+    y = torch.empty_like(x)
+    comm.use_plan(Collective.ALL_REDUCE, dtype, x.numel(), plan)
+    try:
+        comm.all_reduce(x, y)
+    except InvalidUsage:  # no room
+        return ""
+    torch.cuda.synchronize()
+    first = y.clone()
+    times = sorted(timer.slowest(timer.graph(lambda: comm.all_reduce(x, y), CALLS)) for _ in range(3))
+    comm.check()
+    changed = "" if torch.equal(first, y) else " CHANGES"
+    return f"{blocks} x {threads} x {unroll}{' in parts' if in_parts else ''} {times[1]:.2f}{changed}"
+
+
+if __name__ == "__main__":
+    main()
