@@ -50,7 +50,7 @@ def few() -> list[KernelSpec]:
     """Every file, frame and type once."""
     found = [packets("two_shot", dtype, frame) for dtype, frame in FRAMES]
     found += [packets("all_reduce", DType.BFLOAT16, Frame.WORD, single=True), packets("all_to_all", DType.UINT8, Frame.PAIR, single=True)]
-    found += [replace(packets("two_shot", dtype, frame, 8), in_parts=True) for dtype, frame in FRAMES[-3:]]
+    found += [replace(packets("two_shot", dtype, frame, 3), in_parts=True) for dtype, frame in FRAMES[-3:]]
     found += [fans("two_shot", DType.BFLOAT16, Frame.WORD, 4), fans("all_to_all", DType.UINT8, Frame.PAIR, 8)]
     found += [packets("broadcast_chain", DType.UINT8, Frame.MASK), packets("ring", DType.BFLOAT16, Frame.WORD)]
     found += [packets("all_reduce_tree", dtype, frame) for dtype, frame in ((DType.BFLOAT16, Frame.WORD), FRAMES[-1])]
@@ -68,6 +68,7 @@ def many() -> list[KernelSpec]:
         found += [packets(mode, dtype, frame) for dtype, frame in frames]
         found += [packets(mode, *frames[0], single=True), fans(mode, *frames[0], 3)] if files is SHOTS else []
     found += [packets("two_shot", DType.BFLOAT16, Frame.WORD, 3, RedOp.PREMUL_SUM), packets("two_shot", DType.BFLOAT16, Frame.WORD, 8)]
+    found.append(replace(packets("two_shot", DType.BFLOAT16, Frame.WORD, 8), in_parts=True))
     found.append(packets("all_reduce_tree", DType.BFLOAT16, Frame.WORD, 8, RedOp.AVG))
     found += [KernelSpec(family="steps", nranks=2, dtype=DType.INT64, op=op) for op in (RedOp.SUM, RedOp.PREMUL_SUM)]
     found.append(KernelSpec(family="steps", nranks=8, dtype=DType.UINT8, reduces=False))
