@@ -75,7 +75,10 @@ def test_slots_are_used_again_only_where_it_is_safe(count: int, nranks: int, alg
     pieces = -(-vectors // plan.piece)
     nslots, ahead = field(block, "nslots"), field(block, "ahead")
     assert nslots >= 1
-    if pieces > nslots:
+    if plan.in_parts and pieces > 1:  # each has a bank
+        assert (pieces <= 4, nslots, ahead) == (True, 1, 0)
+        assert slot_packets(asked, algo, plan.piece, frame_of(asked, "ll128")) <= layout.BANK_BYTES // 16
+    elif pieces > nslots:
         assert nslots >= least_slots(algo, nranks)
         assert algo == "ring" or nslots >= (ahead if algo == TREES else 2 * ahead) + 2
 

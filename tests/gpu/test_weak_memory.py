@@ -115,7 +115,12 @@ def test_parts(nranks: int) -> None:
     assert not list(wrong_parts(nranks))
 
 
-@pytest.mark.parametrize("flaw", [Flaw("      settle(a, before, 0, watch);\n      settle(a, before, 1, watch);\n")], indirect=True)
+@pytest.mark.parametrize(
+    "flaw",
+    [Flaw("      settle(a, before, w, k - 1, 0, 0, watch);\n      settle(a, before, w, k - 1, 0, 1, watch);\n")],
+    indirect=True,
+    ids=["settle"],
+)
 @pytest.mark.usefixtures("flaw")
 def test_parts_that_were_not_seen_cleared_are_found() -> None:
     assert next(wrong_parts(2, 0, MANY, timeout_s=1.0))

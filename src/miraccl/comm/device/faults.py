@@ -86,9 +86,7 @@ class DeviceFaults:
     def _take_in(self) -> None:
         """Make what kernels wrote the fault, and tell the others."""
         error = int(self._words[layout.HOST_ERROR])
-        if not error or self._found:
-            return
-        if self._is_late(error):
+        if not error or self._is_late(error):
             return
         answers = ask(self.session) if error == layout.ERROR_TIMEOUT else {}  # without the lock: answers come meanwhile
         with self._lock:

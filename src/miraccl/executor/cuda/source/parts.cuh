@@ -7,21 +7,6 @@
 //   - so has every peer for the part before the last when this thread has the last one's sums: the next launch may use that bank, and the one
 //     after it the last one's, as after any launch (packets.cuh).
 
-// Returns when what this thread cleared lies cleared in L2.
-__device__ __forceinline__ void settle(const Args& a, const Geometry& g, int shot, Watch& watch) {
-  uint4 p[RANKS][UNROLL];
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-    for (int r = 0; r < RANKS; r++)
-      if (r != a.rank) p[r][u] = load_packet(place(a, g, a.rank, r, 0, shot, g.first + u * g.stride));
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-    for (int r = 0; r < RANKS; r++)
-      if (r != a.rank) wait_empty(a, watch, place(a, g, a.rank, r, 0, shot, g.first + u * g.stride), p[r][u]);
-}
-
 __device__ __forceinline__ void send_part(const Args& a, const Geometry& g, const Work& w, u32 k) {
   Vec v[RANKS - 1][UNROLL];  // all loads are under way before the first is waited for
 #pragma unroll
@@ -57,8 +42,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
       send_part(a, g, w, k);
       judge(a, g, announce(a, g));
       if (k == 1) collect_piece(a, before, w, 0, 0, watch);
-      settle(a, before, 0, watch);
-      settle(a, before, 1, watch);
+      settle(a, before, w, k - 1, 0, 0, watch);
+      settle(a, before, w, k - 1, 0, 1, watch);
       sum_part(a, g, w, k, watch);
     }
     collect_piece(a, g, w, w.pieces - 1, 0, watch);

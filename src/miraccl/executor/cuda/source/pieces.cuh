@@ -1,24 +1,6 @@
 // Shots of many pieces (shots.cuh). Slots are used again in operations of more pieces than slots: a thread pushes at most ``ahead`` pieces ahead
 // of the one it read, cleared and saw cleared (``settle``), and nslots >= 2 * ahead + 2 >= 4 gives the argument of packets.cuh thread by thread.
 
-// Returns when what this thread cleared of a piece lies cleared in L2 (``wait_empty``).
-__device__ __forceinline__ void settle(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, u32 shot, Watch& watch) {
-  u64 at = (u64)k * g.piece + g.first;
-  uint4 p[RANKS][UNROLL];
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-    for (int r = 0; r < RANKS; r++)
-      if (r != a.rank && at + u * g.stride < w.limit) p[r][u] = load_packet(place(a, g, a.rank, r, slot, shot, g.first + u * g.stride));
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-    for (int r = 0; r < RANKS; r++)
-      if (r != a.rank && at + u * g.stride < w.limit)
-        wait_empty(a, watch, place(a, g, a.rank, r, slot, shot, g.first + u * g.stride), p[r][u]);
-  __syncwarp();  // as after ``await_vector``
-}
-
 // First shot: to every peer what it needs, the next rank first.
 __device__ __forceinline__ void send_piece(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot) {
   Vec v[UNROLL];

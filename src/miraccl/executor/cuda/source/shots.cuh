@@ -221,3 +221,20 @@ __device__ __forceinline__ void collect_piece(const Args& a, const Geometry& g, 
 }
 #endif
 
+// Returns when what this thread cleared of a piece lies cleared in L2 (``wait_empty``).
+__device__ __forceinline__ void settle(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, u32 shot, Watch& watch) {
+  u64 at = (u64)k * g.piece + g.first;
+  uint4 p[RANKS][UNROLL];
+#pragma unroll
+  for (int u = 0; u < UNROLL; u++)
+#pragma unroll
+    for (int r = 0; r < RANKS; r++)
+      if (r != a.rank && at + u * g.stride < w.limit) p[r][u] = load_packet(place(a, g, a.rank, r, slot, shot, g.first + u * g.stride));
+#pragma unroll
+  for (int u = 0; u < UNROLL; u++)
+#pragma unroll
+    for (int r = 0; r < RANKS; r++)
+      if (r != a.rank && at + u * g.stride < w.limit)
+        wait_empty(a, watch, place(a, g, a.rank, r, slot, shot, g.first + u * g.stride), p[r][u]);
+  __syncwarp();  // as after ``await_vector``
+}
