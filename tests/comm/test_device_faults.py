@@ -103,6 +103,7 @@ def test_a_deadline_says_where_programs_are() -> None:
         0: {"answered": True, "threads": threads},
         1: {"answered": True, "threads": threads},
         2: {"answered": False, "reason": "it is late"},
+        3: {"answered": True, "closed": True},
     }
     told.kernel(layout.ERROR_TIMEOUT, 1)
     with pytest.raises(CollectiveTimeout) as raised:
@@ -111,6 +112,7 @@ def test_a_deadline_says_where_programs_are() -> None:
         "rank 0: waits for a message from rank 1; its program is at train.py:7 step",
         "rank 1: its program is at train.py:7 step",
         "rank 2: did not answer (it is late)",
+        "rank 3: did not answer (no status)",
     )
 
 
@@ -118,6 +120,7 @@ def test_a_death_that_is_heard_while_programs_are_asked_is_what_is_told() -> Non
     told = Told()
     told.kernel(layout.ERROR_TIMEOUT, 1)
     told.session.request_status = lambda *_, **__: told.hear(LOST) or {}
+    assert isinstance(told.faults.untold(), PeerDied), "what finalize raises, if nobody has asked before"
     with pytest.raises(PeerDied):
         told.faults.check("recv")
     assert told.notices == []

@@ -111,7 +111,7 @@ def test_only_shots_have_a_kernel_of_one_piece() -> None:
 
 
 def test_only_two_shot_has_a_kernel_in_parts() -> None:
-    with pytest.raises(ValueError, match="only two_shot of several pieces has a kernel in parts"):
+    with pytest.raises(ValueError, match="only two_shot on packets, of several pieces, has a kernel in parts"):
         replace(packets("all_reduce", DType.BFLOAT16, Frame.WORD), in_parts=True)
 
 

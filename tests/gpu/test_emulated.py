@@ -16,12 +16,13 @@ from miraccl.executor.cuda import layout, lower, schedules
 from miraccl.executor.cuda.bank import least_slots, slot_packets
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import ALGORITHMS, DevicePlan, frame_of, kernel_spec, vectors_of
-from miraccl.executor.cuda.source import Frame, KernelSpec, fan_of
+from miraccl.executor.cuda.source import Frame, KernelSpec, fan_of, write_source
 from miraccl.schedule import catalog, passes
 from miraccl.schedule.ir import Schedule
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.schedule.steps import inp, one_channel, out, recv_reduce_copy, send
 from miraccl.types import Collective, DType, RedOp
+from tests.gpu import emulator
 from tests.gpu.emulator import Clock, Machine, needs_compiler
 from tests.gpu.emulator.collective import asked, launch_each, machine, run, small, special
 
@@ -364,6 +365,38 @@ def test_words_that_the_mask_makes_ones_in_parts(nranks: int) -> None:
         inputs[seed % nranks] = x
         assert run(fresh, request, plan, inputs=inputs) == [""] * nranks
         assert fresh.launches(0) == launch + 3
+
+
+def _late(condition: str, seconds: float) -> str:
+    return f"if ({condition}) {{ u64 until = now_ns() + {int(seconds * 1e9)}ull; while (now_ns() < until) between_polls(); }}\n"
+
+
+@pytest.mark.parametrize(
+    ("begins", "sends"),
+    [
+        ("a.rank == 0 && blockIdx.x == 1", "k == 3 && a.rank == 0 && blockIdx.x == 0"),
+        ("a.rank == 1 && blockIdx.x == 0", "k == 1 && a.rank == 0"),
+    ],
+    ids=["a block that is parts behind", "a block that is ahead of the boards"],
+)
+def test_parts_whose_blocks_are_apart_agree(monkeypatch: pytest.MonkeyPatch, begins: str, sends: str) -> None:
+    """Blocks that wait look at what their own rank has run, which block 0 writes down part by part."""
+
+    def write_delayed(spec: KernelSpec, arch: int, machine: str = "") -> str:
+        text = write_source(spec, arch, machine)
+        if spec.in_parts:
+            text = text.replace("#define SPINS_BEFORE_CHECK 16384u", "#define SPINS_BEFORE_CHECK 64u")
+            text = text.replace("  if (works) send_part(a, g, w, 0);\n", _late(begins, 0.4) + "  if (works) send_part(a, g, w, 0);\n")
+            text = text.replace("      send_part(a, g, w, k);\n", _late(sends, 0.15) + "      send_part(a, g, w, k);\n")
+        return text
+
+    monkeypatch.setattr(emulator, "write_source", write_delayed)
+    fresh, plan = Machine(2), DevicePlan(algo="two_shot", proto="ll128", blocks=2, threads=64, unroll=1, in_parts=True)
+    before = asked(Collective.ALL_REDUCE, DType.FLOAT32, 203, 2, "one_shot", "ll128")
+    for _ in range(layout.BOARD_ENTRIES + 1):
+        assert run(fresh, before, small(before)) == ["", ""]
+    request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 4 * 2 * 4 * plan.piece, 2, "two_shot", "ll128")
+    assert run(fresh, request, plan) == ["", ""]
 
 
 @pytest.mark.parametrize(("algo", "proto"), [("one_shot", "ll128"), ("two_shot", "ll"), ("ring", "simple"), ("one_shot", "simple")])

@@ -91,6 +91,7 @@ class DeviceFaults:
         answers = ask(self.session) if error == layout.ERROR_TIMEOUT else {}  # without the lock: answers come meanwhile
         with self._lock:
             if self._is_late(error):
+                self._found = True
                 return
             fault = self._explain(error, answers)
             self.spread(fault)  # before the program sees it, which may end at once
@@ -122,7 +123,7 @@ class DeviceFaults:
             hint = f"rank {peer} has begun this operation, too; its GPU did not go on, or this is a defect of miraccl: please report it"
         else:
             hint = f"rank {peer} has not come to this operation, or is stuck before it on its stream"
-        where = {r: place(answer) if answer.get("answered") else silence(answer) for r, answer in answers.items()}
+        where = {r: place(answer) or silence(answer) for r, answer in answers.items()}
         graph = sorted((self._called[r], does.get(r, ""), where.get(r, "")) for r in {*does, *where})
         return CollectiveTimeout(text, graph=tuple(graph_line(*line) for line in graph), rank=rank, peer=peer, op=op, hint=hint)
 

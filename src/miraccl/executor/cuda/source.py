@@ -112,7 +112,7 @@ class KernelSpec:
         if self.single and PACKET_MODES.get(self.mode) is not SHOTS:
             raise ValueError(f"no kernel of one piece for mode {self.mode!r}")
         if self.in_parts and (self.mode != "two_shot" or self.single):
-            raise ValueError("only two_shot of several pieces has a kernel in parts")
+            raise ValueError("only two_shot on packets, of several pieces, has a kernel in parts")
         if not 2 <= self.nranks <= layout.MAX_RANKS:
             raise InvalidUsage(f"kernels are for 2 to {layout.MAX_RANKS} GPUs, not {self.nranks}")
         if self.threads % 32:
@@ -159,7 +159,7 @@ def write_source(spec: KernelSpec, arch: int, machine: str | None = None) -> str
         "MIN_BLOCKS": spec.min_blocks,
         f"FRAME_{spec.frame.name}": 1,
         "REDUCES": int(spec.reduces),
-        "SINGLE": int(spec.single or spec.in_parts),
+        "SINGLE": int(spec.single),
         "PARTS": int(spec.in_parts),
         "FAN": spec.fan,
         f"TYPE_{dtype.name}": 1,

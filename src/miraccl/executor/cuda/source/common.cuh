@@ -163,7 +163,7 @@ union Vec {
 
 // Of elements, vectors and bytes. What one launch handles in one piece, or in parts, is short, and 32 bits are less work; what is out of the way of
 // nearly all vectors of it is out of the way of its text, too.
-#if SINGLE
+#if SINGLE || PARTS
 typedef u32 Index;
 #define RARELY __noinline__
 #else
@@ -283,6 +283,8 @@ __device__ __noinline__ void report(u32* host_words, u32 error, u32 peer, u32 wh
 // the launch before counts, too, and both are looked at before the abort word. Takes and gives values, so that the counters of the caller stay in
 // registers.
 //
+// What this rank ran before stands with its number: in a launch in parts block 0, which writes that down, may be parts ahead or behind.
+//
 // Time is in units of 2^20 ns: in the upper half of ``waited`` how long, in the lower half when this thread looked last. Between two looks not
 // more than LONGEST_GAP counts. Clocks of GPUs may jump, and a GPU that others share stands still for this kernel: neither may end a wait.
 //
@@ -298,8 +300,11 @@ __device__ __noinline__ u64 check_wait(u32* host_words, u64 timeout_ns, u64 wait
   for (u32 back = 0; back < 2 && launch > back; back++) {
     u32 number = launch - back;
     uint4 said = load_packet(board(box, peer, number));
-    u32 mine = back == 0 ? signature : (u32)load_word((u64*)(own + STATE_OFFSET) + STATE_SIGNATURES + number % BOARD_ENTRIES);
-    if (said.x == number && said.y != mine) { report(host_words, ERROR_MISMATCH, peer, what, number, mine); return NEVER; }
+    u64 mine = back == 0 ? (u64)number << 32 | signature : load_word((u64*)(own + STATE_OFFSET) + STATE_SIGNATURES + number % BOARD_ENTRIES);
+    if (said.x == number && (u32)(mine >> 32) == number && said.y != (u32)mine) {
+      report(host_words, ERROR_MISMATCH, peer, what, number, (u32)mine);
+      return NEVER;
+    }
   }
   u64 words = load_word((const u64*)(host_words + HOST_ABORT));
   if ((u32)words != 0) return NEVER;

@@ -84,7 +84,7 @@ __device__ __forceinline__ Past announce(const Args& a, const Geometry& g) {
   u64* signatures = (u64*)(a.own + STATE_OFFSET) + STATE_SIGNATURES;
   if (blockIdx.x != 0 || t >= RANKS) return past;
   if (t == a.rank) {
-    signatures[launch % BOARD_ENTRIES] = a.signature;
+    signatures[launch % BOARD_ENTRIES] = (u64)launch << 32 | (u32)a.signature;
   } else {
     store_packet(board(a.outbox[t], a.rank, launch), make_uint4(launch, (u32)a.signature, 0, 0));
     past.said = load_packet(board(a.inbox[t], t, launch - 1));

@@ -73,9 +73,9 @@ __device__ __forceinline__ void push_piece(const Args& a, const Geometry& g, con
 // The rank ``d`` places after this one.
 __device__ __forceinline__ u32 rank_after(const Args& a, u32 d) { return a.rank + d < RANKS ? a.rank + d : a.rank + d - RANKS; }
 
-// Small operations look at all packets that have not come at once: one rank's after the other's, each would cost a latency of its own
-// (a quarter of a microsecond per peer on H200). Large ones wait for one at a time, and leave the memory to the packets that come.
-#define TOGETHER (SINGLE && RANKS > 2)
+// Operations of one piece, and parts of such a size, look at all packets that have not come at once: one rank's after the other's, each would cost
+// a latency of its own (a quarter of a microsecond per peer on H200). Others wait for one at a time, and leave the memory to the packets that come.
+#define TOGETHER ((SINGLE || PARTS) && RANKS > 2)
 __device__ __forceinline__ void await_packets(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, int shot, uint4 (&p)[RANKS][UNROLL], Watch& watch) {
   Index at = (Index)k * g.piece + g.first;
   watch.spins = 0;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void await_packets(const Args& a, const Geometry& g, 
 }
 // Lanes that waited each for its own packets go on apart: what the warp stores next goes out in shreds, over NVLink, too. Where it stores much after
 // it has waited, they are brought together before (two_shot of 16 MiB between two H200: 57 to 52 us); small operations go without (1.7 to 1.8 us).
-#define BY_WARPS (PARTS || !SINGLE)
+#define BY_WARPS (!SINGLE)
 // Returns when all packets of this thread's vector ``u`` have come, for a whole warp; ``p`` is what was read there already.
 __device__ __forceinline__ void await_vector(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, int shot, int u, uint4 (&p)[RANKS][UNROLL], Watch& watch) {
 #if BY_WARPS
