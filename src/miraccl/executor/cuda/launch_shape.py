@@ -91,9 +91,9 @@ def packet_shape(request: Request, algo: str, proto: str) -> DevicePlan:
     slot, words, room = slot_packets(request, algo, own, frame), word_packets(request, algo, own), places()
     most = max(1, min(limit, min_blocks * request.multiprocessors, room // (slot + words)))
     blocks = -(-vectors // own)
-    if blocks > most and (parts := parts_shape(request, algo, proto, frame, vectors)):
-        return parts
     if blocks > most:  # several pieces
+        if parts := parts_shape(request, algo, proto, frame, vectors):
+            return parts
         blocks = max(1, min(most, room // (least_slots(algo, request.nranks) * slot + words)))
     return DevicePlan(algo=algo, proto=proto, blocks=blocks, threads=threads, unroll=unroll, min_blocks=min_blocks)
 

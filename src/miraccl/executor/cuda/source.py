@@ -134,8 +134,7 @@ class KernelSpec:
     @property
     def files(self) -> tuple[str, ...]:
         """The files of its text."""
-        one = FANS if self.fan > 1 else ONCE if self.single else PARTS if self.in_parts else ()
-        loop = one or PACKET_MODES.get(self.mode, ())
+        loop = FANS if self.fan > 1 else ONCE if self.single else PARTS if self.in_parts else PACKET_MODES.get(self.mode, ())
         return (MACHINE, "common.cuh", *FAMILIES[self.family][1], *loop)
 
 

@@ -262,6 +262,10 @@ __device__ __forceinline__ uint4* board(char* box, u32 src, u32 launch) {
   return (uint4*)(box + BOARD_OFFSET) + src * BOARD_ENTRIES + launch % BOARD_ENTRIES;
 }
 
+// Where a rank, whose memory is ``own``, notes what it runs in a launch, and what stands there.
+__device__ __forceinline__ u64* note_of(char* own, u32 launch) { return (u64*)(own + STATE_OFFSET) + STATE_SIGNATURES + launch % BOARD_ENTRIES; }
+__device__ __forceinline__ u64 noted(u32 launch, u32 signature) { return (u64)launch << 32 | signature; }
+
 // The first error stays; everybody who waits ends. The host reads what belongs to it once it has seen the error.
 __device__ __forceinline__ bool is_first_report(u32* host_words) { return atomicCAS_system(host_words + HOST_CLAIM, 0u, 1u) == 0u; }
 __device__ __forceinline__ void publish_report(u32* host_words, u32 error, u32 peer, u32 what, u32 launch, u32 signature) {
@@ -300,7 +304,7 @@ __device__ __noinline__ u64 check_wait(u32* host_words, u64 timeout_ns, u64 wait
   for (u32 back = 0; back < 2 && launch > back; back++) {
     u32 number = launch - back;
     uint4 said = load_packet(board(box, peer, number));
-    u64 mine = back == 0 ? (u64)number << 32 | signature : load_word((u64*)(own + STATE_OFFSET) + STATE_SIGNATURES + number % BOARD_ENTRIES);
+    u64 mine = back == 0 ? noted(number, signature) : load_word(note_of(own, number));
     if (said.x == number && (u32)(mine >> 32) == number && said.y != (u32)mine) {
       report(host_words, ERROR_MISMATCH, peer, what, number, (u32)mine);
       return NEVER;

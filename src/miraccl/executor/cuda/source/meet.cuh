@@ -8,7 +8,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) meet_peers(con
   u32 launch = (u32)g.launch + 1, t = threadIdx.x;
   Watch watch = {0, 0, launch};
   fence();  // what copy engines and kernels before this one wrote is there before the entry
-  if (t == a.rank) ((u64*)(a.own + STATE_OFFSET))[STATE_SIGNATURES + launch % BOARD_ENTRIES] = (u64)launch << 32 | (u32)a.signature;
+  if (t == a.rank) *note_of(a.own, launch) = noted(launch, (u32)a.signature);
   if (t < RANKS && t != a.rank) {
     u32 mine = launch << 17 | 1u << 16, low = (u32)a.count, high = mine | (u32)(a.count >> 32);  // places have less than 48 bits; never zero
     store_packet(board(a.outbox[t], a.rank, launch), make_uint4(launch, (u32)a.signature, low, high));

@@ -81,14 +81,13 @@ struct Past {
 __device__ __forceinline__ Past announce(const Args& a, const Geometry& g) {
   Past past = {{0, 0, 0, 0}, 0};
   u32 launch = (u32)g.launch + 1, t = threadIdx.x;
-  u64* signatures = (u64*)(a.own + STATE_OFFSET) + STATE_SIGNATURES;
   if (blockIdx.x != 0 || t >= RANKS) return past;
   if (t == a.rank) {
-    signatures[launch % BOARD_ENTRIES] = (u64)launch << 32 | (u32)a.signature;
+    *note_of(a.own, launch) = noted(launch, (u32)a.signature);
   } else {
     store_packet(board(a.outbox[t], a.rank, launch), make_uint4(launch, (u32)a.signature, 0, 0));
     past.said = load_packet(board(a.inbox[t], t, launch - 1));
-    past.signature = (u32)load_word(signatures + (launch - 1) % BOARD_ENTRIES);
+    past.signature = (u32)load_word(note_of(a.own, launch - 1));
   }
   return past;
 }

@@ -193,16 +193,22 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
   }
 }
 
+// What lies in the places of this thread's packets from everybody; all loads are under way before the first is looked at.
+__device__ __forceinline__ void load_packets(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, u32 shot, uint4 (&p)[RANKS][UNROLL]) {
+  Index at = (Index)k * g.piece + g.first;
+#pragma unroll
+  for (int u = 0; u < UNROLL; u++)
+#pragma unroll
+    for (int r = 0; r < RANKS; r++)
+      if (r != a.rank && at + u * g.stride < w.limit) p[r][u] = load_packet(place(a, g, a.rank, r, slot, shot, g.first + u * g.stride));
+}
+
 #if defined(MODE_TWO_SHOT)
 // Second shot: the sums of the others.
 __device__ __forceinline__ void collect_piece(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, Watch& watch) {
   Index at = (Index)k * g.piece + g.first;
   uint4 p[RANKS][UNROLL];
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-    for (int r = 0; r < RANKS; r++)
-      if (r != a.rank && at + u * g.stride < w.limit) p[r][u] = load_packet(place(a, g, a.rank, r, slot, 1, g.first + u * g.stride));
+  load_packets(a, g, w, k, slot, 1, p);
 #if TOGETHER
   await_packets(a, g, w, k, slot, 1, p, watch);
 #endif
@@ -223,13 +229,9 @@ __device__ __forceinline__ void collect_piece(const Args& a, const Geometry& g, 
 
 // Returns when what this thread cleared of a piece lies cleared in L2 (``wait_empty``).
 __device__ __forceinline__ void settle(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, u32 shot, Watch& watch) {
-  u64 at = (u64)k * g.piece + g.first;
+  Index at = (Index)k * g.piece + g.first;
   uint4 p[RANKS][UNROLL];
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-    for (int r = 0; r < RANKS; r++)
-      if (r != a.rank && at + u * g.stride < w.limit) p[r][u] = load_packet(place(a, g, a.rank, r, slot, shot, g.first + u * g.stride));
+  load_packets(a, g, w, k, slot, shot, p);
 #pragma unroll
   for (int u = 0; u < UNROLL; u++)
 #pragma unroll
