@@ -1,6 +1,6 @@
 """What two_shot takes in one piece, in pieces and in parts (source/parts.cuh), with banks of whatever size.
 
-``python bench/gpu_parts.py [--bank 3.28] [--sizes 2M,4M]`` (two GPUs).  With a seventh of the usual bank two ranks have the slots, pieces
+``python bench/gpu_parts.py [--bank 3.29] [--sizes 2M,4M]`` (two GPUs).  With a seventh of the usual bank two ranks have the slots, pieces
 and threads of eight, but a seventh of the traffic: what is left is what waits cost.  With the usual bank the links are what counts.  The
 median of three rounds of CUDA graphs, the slowest rank; results that change from call to call are reported.
 """

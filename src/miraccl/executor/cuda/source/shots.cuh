@@ -45,6 +45,11 @@ __device__ __forceinline__ bool moves(const Args& a, u32 src, u32 dst, u64 i) {
 #endif
 }
 
+// Whether packet ``i`` of what this rank works on comes to it from ``src``.
+__device__ __forceinline__ bool comes(const Args& a, const Work& w, u32 src, int shot, Index i) {
+  return src != a.rank && i < w.limit && (shot == 1 || moves(a, src, a.rank, i));
+}
+
 // What goes out in the first shot: the same to all, or to every rank its own.
 #if defined(MODE_ALL_REDUCE) || defined(MODE_ALL_GATHER) || ROOTED
 #define SAME 1
@@ -73,6 +78,19 @@ __device__ __forceinline__ void push_piece(const Args& a, const Geometry& g, con
 // The rank ``d`` places after this one.
 __device__ __forceinline__ u32 rank_after(const Args& a, u32 d) { return a.rank + d < RANKS ? a.rank + d : a.rank + d - RANKS; }
 
+// What lies in the places of this thread's packets from everybody; all loads are under way before the first is looked at.
+__device__ __forceinline__ void load_packets(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, u32 shot, uint4 (&p)[RANKS][UNROLL]) {
+  Index at = (Index)k * g.piece + g.first;
+#pragma unroll
+  for (int u = 0; u < UNROLL; u++) {
+    if (at + u * g.stride >= w.limit) continue;
+#pragma unroll
+    for (int r = 0; r < RANKS; r++)
+      if (r != a.rank && (shot == 1 || moves(a, r, a.rank, at + u * g.stride)))
+        p[r][u] = load_packet(place(a, g, a.rank, r, slot, shot, g.first + u * g.stride));
+  }
+}
+
 // Operations of one piece, and parts of such a size, look at all packets that have not come at once: one rank's after the other's, each would cost
 // a latency of its own (a quarter of a microsecond per peer on H200). Others wait for one at a time, and leave the memory to the packets that come.
 #define TOGETHER ((SINGLE || PARTS) && RANKS > 2)
@@ -86,7 +104,7 @@ __device__ __forceinline__ void await_packets(const Args& a, const Geometry& g, 
 #pragma unroll
       for (int r = 0; r < RANKS; r++) {
         Index i = at + u * g.stride;
-        if (r == a.rank || i >= w.limit || (shot == 0 && !moves(a, r, a.rank, i)) || arrived(p[r][u])) continue;
+        if (!comes(a, w, r, shot, i) || arrived(p[r][u])) continue;
         p[r][u] = load_packet(place(a, g, a.rank, r, slot, shot, g.first + u * g.stride));
         late = r;
       }
@@ -103,7 +121,7 @@ __device__ __forceinline__ void await_vector(const Args& a, const Geometry& g, c
   Index i = (Index)k * g.piece + g.first + u * g.stride;
 #pragma unroll
   for (int r = 0; r < RANKS; r++)
-    if (r != a.rank && i < w.limit && (shot == 1 || moves(a, r, a.rank, i)))
+    if (comes(a, w, r, shot, i))
       await_packet(a, watch, place(a, g, a.rank, r, slot, shot, g.first + u * g.stride), p[r][u], r, shot == 0 ? WHAT_PACKET : WHAT_RESULT);
 #endif
   __syncwarp();
@@ -120,15 +138,8 @@ __device__ __forceinline__ Vec receive(const Args& a, const Geometry& g, Watch& 
 // What came in the first shot: added up in the order of the ranks, or put in its place. ``own`` are this rank's vectors for itself.
 __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, const Vec* own, Watch& watch) {
   Index at = (Index)k * g.piece + g.first;
-  uint4 p[RANKS][UNROLL];  // all loads are under way before the first is looked at
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++) {
-    if (at + u * g.stride >= w.limit) continue;
-#pragma unroll
-    for (int r = 0; r < RANKS; r++)
-      if (r != a.rank && moves(a, r, a.rank, at + u * g.stride))
-        p[r][u] = load_packet(place(a, g, a.rank, r, slot, 0, g.first + u * g.stride));
-  }
+  uint4 p[RANKS][UNROLL];
+  load_packets(a, g, w, k, slot, 0, p);
 #if TOGETHER
   await_packets(a, g, w, k, slot, 0, p, watch);
 #endif
@@ -137,48 +148,25 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
     Index i = at + u * g.stride;
     await_vector(a, g, w, k, slot, 0, u, p, watch);
     if (i >= w.limit) continue;
-#if ROOTED
     Sum sum;
 #pragma unroll
     for (int r = 0; r < RANKS; r++) {
       Vec v = own[u];
       if (r != a.rank) {
-        if (!moves(a, r, a.rank, i)) continue;
+        if (!comes(a, w, r, 0, i)) continue;
         uint4* q = place(a, g, a.rank, r, slot, 0, g.first + u * g.stride);
         v = receive(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, WHAT_PACKET);
       }
-#if defined(MODE_BROADCAST)
+#if defined(MODE_ALL_GATHER) || defined(MODE_ALL_TO_ALL)
+      store_vec(w.out + r * w.count, i, w.count, w.aligned, v);
+#elif defined(MODE_BROADCAST)
       if (r == a.root && r != a.rank) store_vec(w.out, i, w.count, w.aligned, v);
 #else
       if (r == 0) sum.begin(v); else sum.add(v);
 #endif
     }
-#if defined(MODE_REDUCE)
-    if (a.rank == a.root) store_vec(w.out, i, w.count, w.aligned, sum.end());
-#endif
-#elif defined(MODE_ALL_GATHER) || defined(MODE_ALL_TO_ALL)
-#pragma unroll
-    for (int r = 0; r < RANKS; r++) {
-      Vec v = own[u];
-      if (r != a.rank) {
-        uint4* q = place(a, g, a.rank, r, slot, 0, g.first + u * g.stride);
-        v = receive(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, WHAT_PACKET);
-      }
-      store_vec(w.out + r * w.count, i, w.count, w.aligned, v);
-    }
-#else
-    Sum sum;
-#pragma unroll
-    for (int r = 0; r < RANKS; r++) {
-      Vec v = own[u];
-      if (r != a.rank) {
-        uint4* q = place(a, g, a.rank, r, slot, 0, g.first + u * g.stride);
-        v = receive(a, g, watch, q, g.first + u * g.stride, i, p[r][u], r, WHAT_PACKET);
-      }
-      if (r == 0) sum.begin(v); else sum.add(v);
-    }
-    Vec total = sum.end();
 #if defined(MODE_TWO_SHOT)
+    Vec total = sum.end();
     uint4 packet = to_packet(g, i, total);
 #pragma unroll
     for (int d = 1; d < RANKS; d++) {
@@ -186,21 +174,12 @@ __device__ __forceinline__ void take_piece(const Args& a, const Geometry& g, con
       push(g, place(a, g, dst, a.rank, slot, 1, g.first + u * g.stride), g.first + u * g.stride, packet);
     }
     store_vec(w.out, spot(w, a.rank, i), w.count, w.aligned, total);
-#else
-    store_vec(w.out, i, w.count, w.aligned, total);
-#endif
+#elif defined(MODE_ALL_REDUCE) || defined(MODE_REDUCE_SCATTER)
+    store_vec(w.out, i, w.count, w.aligned, sum.end());
+#elif defined(MODE_REDUCE)
+    if (a.rank == a.root) store_vec(w.out, i, w.count, w.aligned, sum.end());
 #endif
   }
-}
-
-// What lies in the places of this thread's packets from everybody; all loads are under way before the first is looked at.
-__device__ __forceinline__ void load_packets(const Args& a, const Geometry& g, const Work& w, u32 k, u32 slot, u32 shot, uint4 (&p)[RANKS][UNROLL]) {
-  Index at = (Index)k * g.piece + g.first;
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-    for (int r = 0; r < RANKS; r++)
-      if (r != a.rank && at + u * g.stride < w.limit) p[r][u] = load_packet(place(a, g, a.rank, r, slot, shot, g.first + u * g.stride));
 }
 
 #if defined(MODE_TWO_SHOT)
@@ -236,7 +215,7 @@ __device__ __forceinline__ void settle(const Args& a, const Geometry& g, const W
   for (int u = 0; u < UNROLL; u++)
 #pragma unroll
     for (int r = 0; r < RANKS; r++)
-      if (r != a.rank && at + u * g.stride < w.limit)
+      if (comes(a, w, r, shot, at + u * g.stride))
         wait_empty(a, watch, place(a, g, a.rank, r, slot, shot, g.first + u * g.stride), p[r][u]);
   __syncwarp();  // as after ``await_vector``
 }
