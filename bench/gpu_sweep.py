@@ -1,8 +1,7 @@
 """Which shape of launch is fastest at which size: the measurement behind ``executor/cuda/choice.py`` and ``launch_shape.py``.
 
 ``python bench/gpu_sweep.py --ranks 2 [--out FILE]`` runs every candidate at every size, next to NCCL, and prints the best few.
-``--limits`` first measures what the links give: copy engine, stores and bulk copies of the multiprocessors.  ``--sms 16,24,32,64,128``
-measures instead what plans lose with so many multiprocessors: the measurement behind ``comm/device/ctas.py``.
+``--sms 16,24,32,64,128`` measures instead what plans lose with so many multiprocessors: the measurement behind ``comm/device/ctas.py``.
 """
 
 from __future__ import annotations
@@ -19,51 +18,6 @@ from gpu_ranks import Timer, iterations_for, spawn, start_nccl
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [16, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1 << 30]
-
-PROBE = """
-typedef unsigned long long u64;
-extern "C" __global__ void push(uint4* dst, const uint4* src, u64 n, u64 window) {
-  u64 stride = (u64)gridDim.x * blockDim.x;
-  for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += 4 * stride) {
-    uint4 v[4];
-    #pragma unroll
-    for (int u = 0; u < 4; u++) if (i + u * stride < n) v[u] = src[i + u * stride];
-    #pragma unroll
-    for (int u = 0; u < 4; u++) if (i + u * stride < n) dst[(i + u * stride) % window] = v[u];
-  }
-}
-#define ST 8
-#define AHEAD 4
-extern "C" __global__ void bulk(char* dst, const char* src, u64 n, u64 window) {
-  extern __shared__ __align__(128) char buf[];
-  __shared__ __align__(8) u64 bars[ST];
-  if (threadIdx.x) return;
-  unsigned b0 = (unsigned)__cvta_generic_to_shared(buf), m0 = (unsigned)__cvta_generic_to_shared(bars);
-  for (int s = 0; s < ST; s++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(m0 + 8 * s));
-  asm volatile("fence.proxy.async;" ::: "memory");
-  u64 chunks = n / CHUNK, mine = 0;
-  auto load = [&](u64 k) {
-    u64 c = blockIdx.x + k * gridDim.x; if (c >= chunks) return;
-    unsigned s = k % ST, m = m0 + 8 * s;
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(m), "r"(CHUNK) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(b0 + s * CHUNK), "l"(src + c * CHUNK), "r"(CHUNK), "r"(m) : "memory");
-  };
-  for (u64 k = 0; k < AHEAD; k++) load(k);
-  for (u64 k = 0; blockIdx.x + k * gridDim.x < chunks; k++) {
-    unsigned s = k % ST, m = m0 + 8 * s, ok = 0, parity = (k / ST) & 1;
-    while (!ok) asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                             : "=r"(ok) : "r"(m), "r"(parity) : "memory");
-    u64 c = blockIdx.x + k * gridDim.x;
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                 :: "l"(dst + (c * CHUNK) % window), "r"(b0 + s * CHUNK), "r"(CHUNK) : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-    asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(ST - AHEAD) : "memory");
-    load(k + AHEAD);
-  }
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
-"""
 
 
 def plans(nbytes: int, nranks: int) -> Iterator[dict[str, Any]]:
@@ -121,7 +75,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sizes", default="")
-    parser.add_argument("--limits", action="store_true")
     parser.add_argument("--sms", default="", help="numbers of multiprocessors")
     parser.add_argument("--no-nccl", action="store_true")
     parser.add_argument("--show", type=int, default=3)
@@ -149,8 +102,6 @@ def run(options: argparse.Namespace) -> None:
     for _ in range(60):  # clocks rise with work
         warm = (warm @ warm).clamp(-1, 1)
     torch.cuda.synchronize()
-    if options.limits:
-        limits(torch, comm, timer)
     record = []
     sizes = [int(s) for s in options.sizes.split(",")] if options.sizes else SIZES
     for size in sizes if options.sms else ():
@@ -252,56 +203,6 @@ def host_cost(torch: Any, comm: Any, timer: Timer, dist: Any) -> None:
         rows["torch nccl all_reduce"] = cost(lambda: dist.all_reduce(x))
     if comm.rank == 0:
         print("host cost, us per call:", {name: round(us, 2) for name, us in rows.items()}, flush=True)
-
-
-def limits(torch: Any, comm: Any, timer: Timer) -> None:
-    """What one direction between neighbours gives while all ranks do the same: copy engine, stores, bulk copies."""
-    from miraccl.executor.cuda import toolkit
-    from miraccl.executor.cuda.driver import check
-
-    gpu, rank, nranks = comm.gpu, comm.rank, comm.nranks
-    window = 256 * MIB
-    own = gpu.allocate(window)
-    handles = comm.session.all_gather(gpu.export(own), "probe")
-    peer = gpu.map_peer(handles[(rank + 1) % nranks])
-    source = torch.randn(window // 4, device="cuda")
-    stream = timer.stream.cuda_stream
-    cuda = gpu.cuda
-    bases = source.data_ptr()
-    rows, total = {}, 256 * MIB
-    rows["copy engine"] = timer.slowest(timer.plain(lambda: cuda.cuMemcpyDtoDAsync(peer, bases, total, stream), 8))
-    for chunk in (4096, 16384):
-        function = gpu.load(toolkit.compile_cubin(f"#define CHUNK {chunk}\n" + PROBE, gpu.arch, "probe"), "bulk")
-        attribute = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        check(cuda.cuFuncSetAttribute(function, attribute, 8 * chunk), "cuFuncSetAttribute")
-        for blocks in (16, 32, 64, 128):
-            call = launcher(cuda, function, blocks, 32, 8 * chunk, stream, (peer, bases, total, window))
-            rows[f"bulk {chunk} x{blocks}"] = timer.slowest(timer.plain(call, 8))
-    function = gpu.load(toolkit.compile_cubin("#define CHUNK 4096\n" + PROBE, gpu.arch, "probe"), "push")
-    for blocks, threads in ((16, 1024), (32, 1024), (64, 1024), (128, 512), (128, 1024), (256, 1024)):
-        call = launcher(cuda, function, blocks, threads, 0, stream, (peer, bases, total // 16, window // 16))
-        rows[f"stores {blocks}x{threads}"] = timer.slowest(timer.plain(call, 8))
-    if rank == 0:
-        print("limits, GB/s:", {name: round(256 * MIB / us / 1e3, 1) for name, us in rows.items()}, flush=True)
-    timer.barrier()
-    gpu.unmap_peer(peer)
-    gpu.free(own)
-
-
-def launcher(cuda: Any, function: Any, blocks: int, threads: int, shared: int, stream: int, values: tuple[int, ...]) -> Any:
-    """A call that launches a kernel of 64-bit arguments."""
-    import ctypes
-
-    from miraccl.executor.cuda.driver import check
-
-    words = (ctypes.c_uint64 * len(values))(*values)
-    pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(words) + 8 * i for i in range(len(values))))
-
-    def call() -> None:
-        check(cuda.cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared, stream, ctypes.addressof(pointers), 0), "launch")
-        _ = words
-
-    return call
 
 
 if __name__ == "__main__":
