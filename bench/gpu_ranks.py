@@ -20,7 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def spawn(script: str, nranks: int, arguments: Sequence[str], timeout: float = 560.0) -> int:
-    """Run ``script`` once per rank with the variables of torchrun; the exit status of the first that failed."""
+    """Run ``script`` once per rank with the variables of torchrun; the exit status of the first that failed. Ends where no GPU is."""
+    sys.path.insert(0, str(ROOT / "src"))
+    from miraccl.tools.gpu_facts import read_facts
+
+    facts = read_facts()
+    if not facts.gpus:
+        sys.exit(f"{facts.problem} ({facts.advice})")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

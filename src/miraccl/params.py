@@ -20,6 +20,8 @@ T = TypeVar("T")
 #: seconds (three years): a deadline beyond it means this; nanoseconds still fit into 64 bits
 FOREVER = 1e8
 CTA_POLICIES = ("default", "efficiency", "zero")
+PROTOCOLS = ("simple", "ll", "ll128")
+DEBUG_LEVELS = ("none", "warn", "info", "trace", "version", "abort")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,19 @@ def parse_integer(text: str) -> int:
         return int(text, 0)
     except ValueError:
         raise ValueError("allowed is a whole number such as 4 or 0x10") from None
+
+
+def _parse_debug(text: str) -> str:
+    if text.lower() not in DEBUG_LEVELS:
+        raise ValueError(f"allowed are {', '.join(DEBUG_LEVELS)}")
+    return text.lower()
+
+
+def _parse_multiprocessors(text: str) -> int:
+    value = parse_integer(text)
+    if value < -1:
+        raise ValueError("allowed are a number of multiprocessors, 0 (copy engines) and -1 (as many as fit)")
+    return value
 
 
 def _parse_threshold(text: str) -> str:
@@ -215,7 +230,7 @@ CTA_POLICY = declare(
 SMS = declare(
     "SMS",
     -1,
-    parse_integer,
+    _parse_multiprocessors,
     "Multiprocessors that kernels of miraccl may occupy; -1: as many as fit, 0: copy engines only, where possible.",
     kind="count",
 )
@@ -252,7 +267,7 @@ CACHE_DIR = declare(
     "Folder of compiled code, measured constants and plans; empty: miraccl below XDG_CACHE_HOME or ~/.cache.",
     kind="path",
 )
-DEBUG = declare("DEBUG", "warn", str.lower, "What to log: none, warn, info or trace.", kind="text", nccl="DEBUG")
+DEBUG = declare("DEBUG", "warn", _parse_debug, "What to log: none, warn, info or trace.", kind="text", nccl="DEBUG")
 DEBUG_SUBSYS = declare(
     "DEBUG_SUBSYS",
     "",

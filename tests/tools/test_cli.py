@@ -302,6 +302,7 @@ def test_a_simulated_run_is_a_trace(tmp_path: Path) -> None:
         (["--bandwidth", "0"], "x>0"),
         (["--bandwidth", "nan"], "finite"),
         (["--slot", "0"], "--slot is at least 1 byte"),
+        (["--sizes", "8,0"], "a size is at least 1 byte"),
         (["--slot", "1", "--sizes", "1G"], "take larger slots"),
     ],
 )

@@ -37,11 +37,17 @@ def test_a_default_can_be_written(param: Param[object]) -> None:
         ("MIN_NCHANNELS", "9" * 5000),
         ("NSOCKS_PERTHREAD", "\N{SUPERSCRIPT TWO}"),
         ("P2P_LEVEL", "-2"),
+        ("SMS", "-2"),
+        ("DEBUG", "loud"),
     ],
 )
 def test_a_value_that_cannot_be_is_an_error_that_names_the_variable(name: str, text: str) -> None:
     with pytest.raises(InvalidUsage, match=re.escape(f"MIRACCL_{name}={text!r}: ")):
         PARAMS[name].read({f"MIRACCL_{name}": text})
+
+
+def test_every_level_is_logged_somehow() -> None:
+    assert tuple(trace.LEVELS) == params.DEBUG_LEVELS
 
 
 def test_deadlines_beyond_all_clocks_are_a_long_time() -> None:

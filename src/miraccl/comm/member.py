@@ -89,8 +89,9 @@ class Options:
             raise InvalidUsage(f"cta_policy is {cta_policy!r}; allowed are {', '.join(params.CTA_POLICIES)}")
         algorithm, wishes = nccl_wishes.read_algorithms() if algo is None else (algo.lower(), {})
         protocol, protocols = nccl_wishes.read_protocols() if proto is None else (proto.lower(), {})
-        if protocol not in ("", "simple", "ll", "ll128"):
-            raise InvalidUsage(f"protocol {protocol!r} does not exist; allowed are simple, ll and, on GPU memory, ll128")
+        if protocol not in ("", *params.PROTOCOLS):
+            source = "MIRACCL_PROTO: " if proto is None else ""
+            raise InvalidUsage(f"{source}protocol {protocol!r} does not exist; allowed are simple, ll and, on GPU memory, ll128")
         return cls(
             timeout=params.TIMEOUT.read() if timeout is None else float(min(timeout, params.FOREVER)),
             algo=algorithm,

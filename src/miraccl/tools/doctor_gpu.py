@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from miraccl.errors import MiracclError
+from miraccl.params import PROTOCOLS
 from miraccl.tools import gpu_facts
 from miraccl.tools.env import LAUNCH_VARIABLES, collect, unknown_variables
 from miraccl.tools.findings import Check, Finding, read_text
@@ -218,6 +219,7 @@ def judge_fabric(text: str) -> Finding:
 
 _P2P_OFF = "the GPUs may not address each other's memory: unset it unless that is what you want to try"
 _PICKED = "the choice of plans is overridden, for every size"
+_NO_PROTOCOL = "no protocol is called so, and every program ends with that: allowed are"
 _WISHED = "where it leaves a single choice of ours, that is taken, for every size"
 #: variable -> what is wrong with this value, or nothing
 _OPINIONS: dict[str, Callable[[str], str]] = {
@@ -227,7 +229,7 @@ _OPINIONS: dict[str, Callable[[str], str]] = {
     "NCCL_P2P_DISABLE": lambda value: _P2P_OFF if value not in ("", "0") else "",
     "MIRACCL_ALGO": lambda value: _PICKED,
     "NCCL_ALGO": lambda value: _WISHED,
-    "MIRACCL_PROTO": lambda value: _PICKED,
+    "MIRACCL_PROTO": lambda value: _PICKED if value.strip().lower() in ("", *PROTOCOLS) else f"{_NO_PROTOCOL} {', '.join(PROTOCOLS)}",
     "NCCL_PROTO": lambda value: _WISHED,
 }
 _PREFIXES = ("MIRACCL_", "NCCL_")

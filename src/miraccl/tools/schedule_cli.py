@@ -209,6 +209,8 @@ def simulate(algo: str, collective: str, ranks: int | None, root: int, plugin: s
         links = simulation.uniform(built.nranks, options["bandwidth"] or 100.0, options["latency"], direct=options["mesh"])
     if options["slot"] < 1:
         raise InvalidUsage("--slot is at least 1 byte")
+    if min(options["sizes"]) < 1:
+        raise InvalidUsage("--sizes: a size is at least 1 byte")
     prove(built, fifo_depth=options["fifo_depth"])
     memory = options["memory"] or math.inf
     depth = options["fifo_depth"]

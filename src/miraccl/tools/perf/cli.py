@@ -39,8 +39,13 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
 )
 @click.option("-o", "--redop", type=click.Choice(REDOPS), metavar="NAME", help=f"One of {', '.join(REDOPS)}.  [default: sum]")
 @click.option("--root", type=click.IntRange(0), help="Root of broadcast, reduce, gather and scatter.  [default: 0]")
-@click.option("-n", "--iters", type=click.IntRange(1), help="Calls in a batch; without it as many as take 20 ms, at most 5000.")
-@click.option("-w", "--warmup", type=click.IntRange(0), help="Untimed calls; without it 3, or 1 above 4M.")
+@click.option(
+    "-n",
+    "--iters",
+    type=click.IntRange(1),
+    help="Calls in a batch; without it as many as take 20 ms, at most 5000; GPUs: 5 to 200.",
+)
+@click.option("-w", "--warmup", type=click.IntRange(0), help="Untimed calls; without it 3, or 1 above 4M; GPUs: 2.")
 @click.option("--batches", type=click.IntRange(1), default=5, show_default=True, help="Batches; the time is the median of them.")
 @click.option("--fresh", is_flag=True, help="CPU memory: every rank rewrites its input before each call, and each call is timed alone.")
 @click.option("--no-check", is_flag=True, help="Do not check results.")
@@ -68,8 +73,16 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
 @click.option(
     "--threads", is_flag=True, help="GPUs: one process drives all of them, with a thread for each, instead of a process for each."
 )
-@click.option("--sms", type=click.IntRange(-1), help="GPUs: multiprocessors that kernels may occupy; 0: copy engines, where possible.")
-@click.option("--bind/--no-bind", default=None, help="Keep each own rank on a core, if there are enough.  [default: only with --compare]")
+@click.option(
+    "--sms",
+    type=click.IntRange(-1),
+    help="GPUs: multiprocessors that kernels may occupy; -1: as many as fit, 0: copy engines, where possible.",
+)
+@click.option(
+    "--bind/--no-bind",
+    default=None,
+    help="Keep each own rank on a core, if there are enough.  [default: only with --compare gloo or mpi]",
+)
 @click.option("--explain", is_flag=True, help="Print, for each size, all candidates with predicted times and the reason; GPUs: the plan.")
 @click.option(
     "--compare", type=click.Choice(("gloo", "mpi", "nccl")), help="Measure this library too, in turns with miraccl, and print the ratio."

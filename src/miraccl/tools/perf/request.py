@@ -74,8 +74,7 @@ def check(op: str, options: dict[str, Any]) -> Request:
         raise click.UsageError("--peer-python belongs to --compare")
     if options["persistent"] and op in ("sendrecv", "barrier"):
         raise click.UsageError(f"--persistent: {op} has no persistent form")
-    if not options["devices"].on_gpu:
-        _check_choice(op, nranks, options)
+    _check_choice(op, nranks, options)
     cases = [
         build_case(op, size, nranks=nranks, dtype=options["dtype"], redop=options["redop"] or "sum", root=root) for size in _sizes(options)
     ]
@@ -91,19 +90,22 @@ def check(op: str, options: dict[str, Any]) -> Request:
 
 
 def _check_choice(op: str, nranks: int, options: dict[str, Any]) -> None:
-    """What CPU ranks would refuse, or leave aside for want of such a schedule, after they have been started."""
-    from miraccl.comm.planner import check_protocol
+    """What ranks would refuse, or leave aside for want of such a schedule, after they have been started. Among GPUs of several hosts
+    algorithms run in parts of the ranks, too, which is left to them."""
+    from miraccl.comm import planner
+    from miraccl.executor.cuda import plan
     from miraccl.schedule import catalog
     from miraccl.types import Collective
 
-    check_protocol(options["proto"] or "")
+    on_gpu = options["devices"].on_gpu
+    (plan if on_gpu else planner).check_protocol((options["proto"] or "").lower())
     if not options["algo"]:
         return
     algorithm = catalog.get(options["algo"].lower())
     if op == "sendrecv":
         raise click.UsageError("--algo is for collectives; a sendrecv is a message")
     collective = Collective[op.upper()]
-    if not algorithm.supports(collective, nranks):
+    if not algorithm.supports(collective, nranks) and not (on_gpu and options["hosts"] > 1):
         others = catalog.which_have(collective, nranks)
         raise click.UsageError(f"--algo {algorithm.name} has no {op} over {nranks} ranks; these have: {others}")
 
