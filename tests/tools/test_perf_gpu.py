@@ -91,6 +91,8 @@ def test_devices_are_looked_up() -> None:
         (("--devices", "cuda", "--fresh"), "--fresh is for CPU memory"),
         (("--devices", "cuda", "--deterministic"), "in the order of the ranks"),
         (("--devices", "cuda:4"), "there is no cuda:4"),
+        (("--devices", "cuda", "--sizes", "600M"), "the buffers take 1258291200 bytes of a GPU, which has 1073741824"),
+        (("--devices", "cuda:0", "--sizes", "300M", "--ranks", "2"), "the buffers of 2 ranks take 1258291200 bytes"),
         (("--devices", "cuda", "--proto", "ll129"), "allowed are simple, ll and ll128"),
         (("--devices", "cuda", "--algo", "rings"), "no algorithm is called 'rings'"),
         (("--devices", "cuda", "--algo", "bruck"), "--algo bruck has no all_reduce over 2 ranks"),

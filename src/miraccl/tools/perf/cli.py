@@ -141,14 +141,14 @@ def _job(request: Request) -> Any:
 def _device_job(request: Request) -> Any:
     from miraccl.bootstrap.launch import detect_launch
     from miraccl.tools.perf.device_measure import Cell
-    from miraccl.tools.perf.device_ranks import DeviceJob, check_peer
+    from miraccl.tools.perf.device_ranks import DeviceJob, check_memory, check_peer
     from miraccl.tools.perf.measure import Options
 
     o = request.options
+    here = detect_launch(os.environ).local_nranks if request.joins_launcher else request.nranks
     if request.peer:
-        here = detect_launch(os.environ).local_nranks if request.joins_launcher else None
         check_peer(request.ordinals, here or request.nranks)
-    return DeviceJob(
+    job = DeviceJob(
         cells=tuple(Cell(case=case, graph=o["graph"]) for case in request.cases),
         options=Options(iters=o["iters"], warmup=o["warmup"], batches=o["batches"], check=not o["no_check"], bind=bool(o["bind"])),
         ordinals=request.ordinals,
@@ -160,6 +160,8 @@ def _device_job(request: Request) -> Any:
         threads=o["threads"],
         hosts=o["hosts"],
     )
+    check_memory(job, here or 1, request.gpu_bytes)
+    return job
 
 
 # ---------------------------------------------------------------------- own ranks

@@ -371,3 +371,13 @@ def check_peer(ordinals: Sequence[int], nranks: int) -> None:
         gpus = f"{len(ordinals)} GPU{'s' * (len(ordinals) != 1)}"
         text = f"--compare nccl: {nranks} ranks would share {gpus}, which NCCL refuses"
         raise InvalidUsage(text, hint="as many GPUs as ranks, or no comparison")
+
+
+def check_memory(job: DeviceJob, nranks: int, gpu_bytes: int) -> None:
+    """Buffers that no GPU of so many bytes can hold are refused before anything starts; ``nranks`` are those of this host, as far as
+    they are known."""
+    sharing = -(-nranks // len(job.ordinals))
+    needed = sharing * arena_bytes(job)
+    if needed > gpu_bytes:
+        ranks = f" of {sharing} ranks" if sharing > 1 else ""
+        raise InvalidUsage(f"--sizes: the buffers{ranks} take {needed} bytes of a GPU, which has {gpu_bytes}", hint="smaller sizes")

@@ -19,7 +19,7 @@ DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
 
 @dataclass(kw_only=True)
 class Request:
-    """The options, checked; ``lines`` and ``rows`` collect results."""
+    """The options, checked; ``rows`` collects results. ``gpu_bytes``: memory of the smallest GPU that is meant."""
 
     op: str
     options: dict[str, Any]
@@ -28,6 +28,7 @@ class Request:
     cases: tuple[Case, ...]
     ordinals: tuple[int, ...] = ()
     device: str = ""
+    gpu_bytes: int = 0
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -57,7 +58,7 @@ def check(op: str, options: dict[str, Any]) -> Request:
     if options["root"] is not None and op not in ROOTED:
         raise click.UsageError(f"--root is for {', '.join(ROOTED)}; {op} has none")
     joined = None if options["ranks"] else launch.detect_ranks()
-    ordinals, device = _gpus(options["devices"])
+    ordinals, device, gpu_bytes = _gpus(options["devices"])
     nranks = options["ranks"] or joined or len(ordinals) or DEFAULT_RANKS
     root = options["root"] or 0
     if root >= nranks:
@@ -86,6 +87,7 @@ def check(op: str, options: dict[str, Any]) -> Request:
         cases=tuple(dict.fromkeys(cases)),
         ordinals=ordinals,
         device=device,
+        gpu_bytes=gpu_bytes,
     )
 
 
@@ -110,15 +112,17 @@ def _check_choice(op: str, nranks: int, options: dict[str, Any]) -> None:
         raise click.UsageError(f"--algo {algorithm.name} has no {op} over {nranks} ranks; these have: {others}")
 
 
-def _gpus(wanted: devices.Devices) -> tuple[tuple[int, ...], str]:
-    """The numbers of the GPUs that are meant and their names; nothing on CPUs. CUDA is asked in another process: this one may fork."""
+def _gpus(wanted: devices.Devices) -> tuple[tuple[int, ...], str, int]:
+    """The numbers of the GPUs that are meant, their names and the memory of the smallest; nothing on CPUs. CUDA is asked in another
+    process: this one may fork."""
     if not wanted.on_gpu:
-        return (), ""
+        return (), "", 0
     from miraccl.tools import gpu_facts
 
     facts = gpu_facts.read_facts()
     ordinals = devices.resolve(wanted, facts)
-    return ordinals, facts.of(ordinals).names
+    meant = facts.of(ordinals)
+    return ordinals, meant.names, min(gpu.memory_bytes for gpu in meant.gpus)
 
 
 def _sizes(options: dict[str, Any]) -> list[int]:
