@@ -25,6 +25,7 @@ from typing import Any
 
 import common
 import numpy as np
+from gpu_ranks import need_gpus
 
 import miraccl
 from miraccl.tools import launch
@@ -215,6 +216,8 @@ def main() -> None:
     machine = common.describe_machine()
     launch.warm_up()
     on_gpus = args.devices == "cuda"
+    if on_gpus:
+        need_gpus()
     counts = [int(n) for n in (args.ranks or ("2" if on_gpus else "1,2")).split(",")]
     calls = args.calls or (400 if on_gpus else 20000)
     results = {n: measure(args.devices, n, args.rounds, calls) for n in counts}

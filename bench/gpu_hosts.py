@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpu_ranks import Timer, spawn, start_nccl
+from gpu_ranks import Timer, need_gpus, spawn, start_nccl
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--out", help="name of the result files, below bench/results or with a folder; none are written without it")
     options = parser.parse_args()
     if "RANK" not in os.environ:
+        need_gpus()
         sys.exit(spawn(__file__, options.ranks, sys.argv[1:], timeout=options.seconds + 60))
     run(options)
 

@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-from gpu_ranks import Timer, spawn
+from gpu_ranks import Timer, need_gpus, spawn
 
 from miraccl import params
 
@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="8M,16M,32M", help="of the array")
     options = parser.parse_args()
     if "RANK" not in os.environ:
+        need_gpus()
         sys.exit(spawn(__file__, 2, sys.argv[1:]))
     from miraccl.executor.cuda import layout
 

@@ -19,14 +19,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def spawn(script: str, nranks: int, arguments: Sequence[str], timeout: float = 560.0) -> int:
-    """Run ``script`` once per rank with the variables of torchrun; the exit status of the first that failed. Ends where no GPU is."""
+def need_gpus() -> None:
+    """End with what is missing where there are none."""
     sys.path.insert(0, str(ROOT / "src"))
     from miraccl.tools.gpu_facts import read_facts
 
     facts = read_facts()
     if not facts.gpus:
         sys.exit(f"{facts.problem} ({facts.advice})")
+
+
+def spawn(script: str, nranks: int, arguments: Sequence[str], timeout: float = 560.0) -> int:
+    """Run ``script`` once per rank with the variables of torchrun; the exit status of the first that failed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_ranks import Timer, iterations_for, spawn, start_nccl
+from gpu_ranks import Timer, iterations_for, need_gpus, spawn, start_nccl
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [16, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1 << 30]
@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--out", default="")
     options = parser.parse_args()
     if "RANK" not in os.environ:
+        need_gpus()
         sys.exit(spawn(__file__, options.ranks, sys.argv[1:]))
     run(options)
 

@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from common import add_output_option, describe_machine, heading, markdown_table, save
-from gpu_ranks import Timer, iterations_for, spawn, start_nccl
+from gpu_ranks import Timer, iterations_for, need_gpus, spawn, start_nccl
 
 SIZES = (16, 1 << 10, 16 << 10, 64 << 10, 256 << 10)
 
@@ -31,6 +31,7 @@ def main() -> None:
     if "RANK" in os.environ:
         rank_main(options)
         return
+    need_gpus()
     with tempfile.TemporaryDirectory() as empty:
         os.environ["TRITON_CACHE_DIR"], os.environ["MIRACCL_CACHE_DIR"] = f"{empty}/triton", f"{empty}/miraccl"
         for _ in range(2):  # the second finds everything in the caches

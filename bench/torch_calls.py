@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from common import add_output_option, describe_machine, heading, markdown_table, median, save
-from gpu_ranks import spawn
+from gpu_ranks import need_gpus, spawn
 
 OTHERS = {"cpu": "gloo", "cuda": "nccl"}
 OURS = "miraccl"
@@ -49,6 +49,8 @@ def main() -> None:
     if "RANK" in os.environ:
         measure_here(options)
         return
+    if options.device == "cuda":
+        need_gpus()
     machine = describe_machine()
     machine["versions"]["torch"] = importlib.metadata.version("torch")
     records = {nranks: measure_on(int(nranks)) for nranks in options.ranks.split(",")}

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from common import add_output_option, describe_machine, heading, markdown_table, save
-from gpu_ranks import spawn
+from gpu_ranks import need_gpus, spawn
 
 LIMIT_S = 120.0
 RANK_ORDER = ("one_shot", "two_shot", "rank_order")
@@ -67,6 +67,8 @@ def main() -> None:
     if "RANK" in os.environ:
         train_here(options)
     else:
+        if options.device == "cuda":
+            need_gpus()
         machine = describe_machine()
         machine["versions"]["torch"] = importlib.metadata.version("torch")
         report(options, machine, [record for nranks in options.ranks.split(",") for record in train_on(options, int(nranks))])

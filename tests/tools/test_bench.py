@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -35,3 +36,14 @@ def test_a_benchmark_writes_its_results(script: str, args: list[str], tmp_path: 
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "result.json").read_text())["machine"]["cores"] >= 1
     assert "|" in (tmp_path / "result.md").read_text()
+
+
+@pytest.mark.parametrize("command", ["gpu_hosts.py", "gpu_parts.py", "gpu_sweep.py", "call_overhead.py --devices cuda"])
+def test_without_a_gpu_a_line_says_what_is_missing(command: str) -> None:
+    script, *words = command.split()
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [warm_python(), str(ROOT / "bench" / script), *words], capture_output=True, text=True, timeout=120, check=False, env=environ
+    )
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
