@@ -224,13 +224,13 @@ _WISHED = "where it leaves a single choice of ours, that is taken, for every siz
 #: variable -> what is wrong with this value, or nothing
 _OPINIONS: dict[str, Callable[[str], str]] = {
     "CUDA_LAUNCH_BLOCKING": lambda value: "every launch waits for its kernel: unset it" if value not in ("", "0") else "",
-    "CUDA_VISIBLE_DEVICES": lambda value: "it hides every GPU" if value.strip() in ("", "-1") else "",
+    "CUDA_VISIBLE_DEVICES": lambda value: "it hides every GPU" if value in ("", "-1") else "",
     "MIRACCL_P2P_DISABLE": lambda value: _P2P_OFF if value not in ("", "0") else "",
     "NCCL_P2P_DISABLE": lambda value: _P2P_OFF if value not in ("", "0") else "",
-    "MIRACCL_ALGO": lambda value: _PICKED,
-    "NCCL_ALGO": lambda value: _WISHED,
-    "MIRACCL_PROTO": lambda value: _PICKED if value.strip().lower() in ("", *PROTOCOLS) else f"{_NO_PROTOCOL} {', '.join(PROTOCOLS)}",
-    "NCCL_PROTO": lambda value: _WISHED,
+    "MIRACCL_ALGO": lambda value: value and _PICKED,
+    "NCCL_ALGO": lambda value: value and _WISHED,
+    "MIRACCL_PROTO": lambda value: value and (_PICKED if value.lower() in PROTOCOLS else f"{_NO_PROTOCOL} {', '.join(PROTOCOLS)}"),
+    "NCCL_PROTO": lambda value: value and _WISHED,
 }
 _PREFIXES = ("MIRACCL_", "NCCL_")
 _NAMES = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER", "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")
@@ -248,7 +248,7 @@ def judge_settings(environ: Mapping[str, str]) -> Finding:
     if not names:
         return Finding(name="settings", status="ok", found="none is set")
     shown = ", ".join(name if name in _SECRET else f"{name}={environ[name][:_MAX_SHOWN]}" for name in names)
-    opinions = [f"{name}: {text}" for name in names if name in _OPINIONS and (text := _OPINIONS[name](environ[name]))]
+    opinions = [f"{name}: {text}" for name in names if name in _OPINIONS and (text := _OPINIONS[name](environ[name].strip()))]
     opinions += [f"{name} means nothing" + (f", did you mean {close}?" if close else "") for name, close in unknown_variables(environ)]
     opinions += [record["error"] for record in collect(environ) if "error" in record]
     return Finding(name="settings", status="note" if opinions else "ok", found=shown, advice="; ".join(opinions))
