@@ -13,6 +13,8 @@ import multiprocessing
 import time
 from pathlib import Path
 
+from gpu_ranks import need_cupy
+
 MACHINE = Path(__file__).resolve().parents[1] / "src/miraccl/executor/cuda/source/machine.cuh"
 READINGS, BLOCKS, THREADS = 1 << 20, 264, 256
 KERNEL = """
@@ -55,6 +57,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="how long each reads")
     parser.add_argument("--gpu", type=int, default=0, help="its number")
     options = parser.parse_args()
+    need_cupy(options.gpu + 1)
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         rows = pool.starmap(read_for, [(options.seconds, options.gpu)] * options.processes)
     for launches, forward, back, times in rows:

@@ -12,8 +12,10 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-import cupy
 import numpy as np
+from gpu_ranks import need_cupy
+
+cupy = need_cupy(2)
 
 MIB = 1 << 20
 SIZES, SLOTS_BYTES, TURNS = (256 * MIB, 1024 * MIB), 32 * MIB, 7

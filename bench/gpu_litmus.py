@@ -12,8 +12,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cupy
 import numpy as np
+from gpu_ranks import need_cupy
+
+cupy = need_cupy(2)
 
 MACHINE = Path(__file__).resolve().parents[1] / "src/miraccl/executor/cuda/source/machine.cuh"
 KERNEL = """

@@ -19,14 +19,26 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def need_gpus() -> None:
-    """End with what is missing where there are none."""
+def need_gpus(number: int = 1) -> None:
+    """End with what is missing where there are fewer."""
     sys.path.insert(0, str(ROOT / "src"))
     from miraccl.tools.gpu_facts import read_facts
 
     facts = read_facts()
     if not facts.gpus:
         sys.exit(f"{facts.problem} ({facts.advice})")
+    if len(facts.gpus) < number:
+        sys.exit(f"needs {number} GPUs, here is {facts.names}")
+
+
+def need_cupy(number: int) -> Any:
+    """CuPy, by which one process drives ``number`` GPUs, or the end with what is missing."""
+    need_gpus(number)
+    try:
+        import cupy
+    except ImportError:
+        sys.exit("CuPy is not installed: pip install cupy-cuda13x, or cupy-cuda12x")
+    return cupy
 
 
 def spawn(script: str, nranks: int, arguments: Sequence[str], timeout: float = 560.0) -> int:

@@ -112,6 +112,14 @@ def parse_integer(text: str) -> int:
         raise ValueError("allowed is a whole number such as 4 or 0x10") from None
 
 
+def _parse_flag(text: str) -> int:
+    """As NCCL's flags, which are numbers."""
+    try:
+        return parse_integer(text)
+    except ValueError:
+        return int(parse_bool(text))
+
+
 def _parse_debug(text: str) -> str:
     if text.lower() not in DEBUG_LEVELS:
         raise ValueError(f"allowed are {', '.join(DEBUG_LEVELS)}")
@@ -319,7 +327,7 @@ THREAD_THRESHOLDS = declare(
     nccl="THREAD_THRESHOLDS",
 )
 LL128_C2C = declare(
-    "LL128_C2C", 1, parse_integer, "From Hopper on, LL128 may use paths up to PXN; 0 stops at PXB.", kind="flag", nccl="LL128_C2C"
+    "LL128_C2C", 1, _parse_flag, "From Hopper on, LL128 may use paths up to PXN; 0 stops at PXB.", kind="flag", nccl="LL128_C2C"
 )
 PAT_ENABLE = declare("PAT_ENABLE", 2, parse_integer, "PAT: 0 off, 1 on, 2 where each node has one rank.", kind="choice", nccl="PAT_ENABLE")
 NET_OVERHEAD = declare(
@@ -360,7 +368,7 @@ TOPO_DUMP_FILE = declare(
     nccl="TOPO_DUMP_FILE",
 )
 ACCELERATORS = declare("ACCELERATORS", "", str, "TOML files that describe accelerators, separated by colons.", kind="path")
-P2P_DISABLE = declare("P2P_DISABLE", 0, parse_integer, "1: GPUs never access each other's memory.", kind="flag", nccl="P2P_DISABLE")
+P2P_DISABLE = declare("P2P_DISABLE", 0, _parse_flag, "1: GPUs never access each other's memory.", kind="flag", nccl="P2P_DISABLE")
 P2P_LEVEL = declare(
     "P2P_LEVEL",
     -1,
@@ -369,9 +377,9 @@ P2P_LEVEL = declare(
     kind="path type",
     nccl="P2P_LEVEL",
 )
-NVB_DISABLE = declare("NVB_DISABLE", 0, parse_integer, "1: no route over the NVLinks of another GPU.", kind="flag", nccl="NVB_DISABLE")
-PXN_DISABLE = declare("PXN_DISABLE", 0, parse_integer, "1: never reach a NIC through another GPU.", kind="flag", nccl="PXN_DISABLE")
-PXN_C2C = declare("PXN_C2C", 1, parse_integer, "1: PXN may use a NIC that is reached over C2C.", kind="flag", nccl="PXN_C2C")
+NVB_DISABLE = declare("NVB_DISABLE", 0, _parse_flag, "1: no route over the NVLinks of another GPU.", kind="flag", nccl="NVB_DISABLE")
+PXN_DISABLE = declare("PXN_DISABLE", 0, _parse_flag, "1: never reach a NIC through another GPU.", kind="flag", nccl="PXN_DISABLE")
+PXN_C2C = declare("PXN_C2C", 1, _parse_flag, "1: PXN may use a NIC that is reached over C2C.", kind="flag", nccl="PXN_C2C")
 NET_GDR_LEVEL = declare(
     "NET_GDR_LEVEL",
     -1,
@@ -383,9 +391,9 @@ NET_GDR_LEVEL = declare(
 NET_GDR_READ = declare(
     "NET_GDR_READ", -2, parse_integer, "GPUDirect for sends: 0 off, 1 on; negative chooses.", kind="choice", nccl="NET_GDR_READ"
 )
-NET_GDR_C2C = declare("NET_GDR_C2C", 1, parse_integer, "1: GPUDirect over C2C to NICs at the CPU.", kind="flag", nccl="NET_GDR_C2C")
+NET_GDR_C2C = declare("NET_GDR_C2C", 1, _parse_flag, "1: GPUDirect over C2C to NICs at the CPU.", kind="flag", nccl="NET_GDR_C2C")
 NET_DISABLE_INTRA = declare(
-    "NET_DISABLE_INTRA", 0, parse_integer, "1: no network inside a node, even where it is faster.", kind="flag", nccl="NET_DISABLE_INTRA"
+    "NET_DISABLE_INTRA", 0, _parse_flag, "1: no network inside a node, even where it is faster.", kind="flag", nccl="NET_DISABLE_INTRA"
 )
 NETDEVS_POLICY = declare(
     "NETDEVS_POLICY",

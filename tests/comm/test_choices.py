@@ -247,6 +247,11 @@ def test_what_nccl_algo_wishes(text: str, expected: dict[Collective, str], caplo
     assert nccl_wishes.read_algorithms({"MIRACCL_ALGO": "Ring", "NCCL_ALGO": text}) == ("ring", {})
 
 
+def test_an_algorithm_that_does_not_exist_is_told_with_the_variable() -> None:
+    with pytest.raises(InvalidUsage, match=r"^MIRACCL_ALGO: .*'rings'"):
+        nccl_wishes.read_algorithms({"MIRACCL_ALGO": "rings"})
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

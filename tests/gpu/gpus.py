@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import pytest
 
 from miraccl.executor.cuda.driver import device_count
 
 GPUS = device_count()
-NEEDS_GPU = pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU, no driver, or cuda-bindings is not installed")
+NO_GPU = "no NVIDIA GPU, no driver, or cuda-bindings is not installed"
+NEEDS_GPU = pytest.mark.skipif(GPUS == 0, reason=NO_GPU)
 #: for tests whose ranks are processes of ``tests.gpu.ranks``
 ON_GPUS = [
     pytest.mark.gpu,
@@ -17,3 +19,9 @@ ON_GPUS = [
     NEEDS_GPU,
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the ranks of these tests make their tensors with PyTorch"),
 ]
+
+
+def need_gpus() -> None:
+    """For commands: end with what is missing."""
+    if GPUS == 0:
+        sys.exit(NO_GPU)

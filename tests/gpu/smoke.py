@@ -7,6 +7,7 @@ import re
 import time
 
 from tests.gpu.cases import CASES, name_of
+from tests.gpu.gpus import need_gpus
 from tests.gpu.ranks import run_cases
 
 SHOWN = 12
@@ -19,6 +20,7 @@ def main() -> None:
     parser.add_argument("--elements", type=int, help="only cases of at most so many elements")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for all of them")
     options = parser.parse_args()
+    need_gpus()
     cases = [case for case in CASES if re.search(options.match, name_of(case))]
     if options.elements is not None:
         cases = [case for case in cases if case["count"] <= options.elements]

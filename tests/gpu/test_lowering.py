@@ -193,7 +193,8 @@ def test_eight_ranks_need_parts_above(dtype: DType, nbytes: int, parts: int) -> 
 def test_parts_are_for_many_gpus_and_for_most_multiprocessors() -> None:
     assert not choose(request(count=8 << 20, nranks=4)).in_parts
     assert not choose(request(count=8 << 20, nranks=8, multiprocessors=32)).in_parts
-    assert not choose(request(count=24 << 20, nranks=8, proto="ll128")).in_parts
+    assert choose(request(count=24 << 20, nranks=8, proto="ll128")).in_parts
+    assert not choose(request(count=40 << 20, nranks=8, proto="ll128")).in_parts
 
 
 def test_parts_of_more_than_the_kernel_can_count_are_refused() -> None:

@@ -210,6 +210,7 @@ def test_without_a_fabric_there_is_nothing_to_say() -> None:
         ({"NCCL_P2P_DISABLE": "0"}, "ok", "NCCL_P2P_DISABLE=0"),
         ({"MIRACCL_ALGO": "ring"}, "note", "overridden"),
         ({"MIRACCL_ALGO": "", "MIRACCL_PROTO": " ", "NCCL_ALGO": "", "NCCL_PROTO": ""}, "ok", "MIRACCL_ALGO="),
+        ({"MIRACCL_ALGO": "rings"}, "note", "no algorithm is called so"),
         ({"MIRACCL_PROTO": "LL128"}, "note", "overridden"),
         ({"MIRACCL_PROTO": "ll129"}, "note", "allowed are simple, ll, ll128"),
         ({"MIRACCL_DEBUG": "loud"}, "note", "MIRACCL_DEBUG='loud': allowed are none, warn"),

@@ -18,6 +18,7 @@ from miraccl.comm.device.memory import device_view, lies_on_gpu, ordinal_of
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import toolkit
 from miraccl.tools import cli, gpu_facts
+from miraccl.tools.perf import cli as perf_cli
 from miraccl.tools.perf import data, device_check
 from miraccl.tools.perf.card import Card
 from miraccl.tools.perf.device_array import Arena, DeviceArray
@@ -89,7 +90,6 @@ def test_devices_are_looked_up() -> None:
         (("--compare", "nccl"), "NCCL has no CPU side"),
         (("--devices", "cuda", "--compare", "gloo"), "is for CPU memory"),
         (("--devices", "cuda", "--fresh"), "--fresh is for CPU memory"),
-        (("--devices", "cuda", "--deterministic"), "in the order of the ranks"),
         (("--devices", "cuda:4"), "there is no cuda:4"),
         (("--devices", "cuda", "--sizes", "600M"), "the buffers take 1258291200 bytes of a GPU, which has 1073741824"),
         (("--devices", "cuda:0", "--sizes", "300M", "--ranks", "2"), "the buffers of 2 ranks take 1258291200 bytes"),
@@ -105,6 +105,15 @@ def test_options_that_do_not_fit_are_refused(args: tuple[str, ...], told: str, m
     result = CliRunner().invoke(cli.cli, ["perf", "all_reduce", *args])
     assert result.exit_code == 2 or isinstance(result.exception, InvalidUsage)
     assert told in f"{result.output} {result.exception}"
+
+
+def test_choices_reach_the_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = []
+    monkeypatch.setattr(gpu_facts, "read_facts", lambda: fake_gpu.facts(2))
+    monkeypatch.setattr(perf_cli, "_run_own", lambda request: jobs.append(perf_cli._device_job(request)))
+    result = CliRunner().invoke(cli.cli, ["perf", "reduce", "--devices", "cuda", "--deterministic", "--algo", "chain", "--proto", "ll"])
+    assert result.exit_code == 0, result.output
+    assert jobs[0].init == {"deterministic": True, "algo": "chain", "proto": "ll"}
 
 
 # ---------------------------------------------------------------------- arrays, patterns, checks

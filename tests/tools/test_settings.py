@@ -38,12 +38,18 @@ def test_a_default_can_be_written(param: Param[object]) -> None:
         ("NSOCKS_PERTHREAD", "\N{SUPERSCRIPT TWO}"),
         ("P2P_LEVEL", "-2"),
         ("SMS", "-2"),
+        ("P2P_DISABLE", "perhaps"),
         ("DEBUG", "loud"),
     ],
 )
 def test_a_value_that_cannot_be_is_an_error_that_names_the_variable(name: str, text: str) -> None:
     with pytest.raises(InvalidUsage, match=re.escape(f"MIRACCL_{name}={text!r}: ")):
         PARAMS[name].read({f"MIRACCL_{name}": text})
+
+
+def test_flags_of_nccl_are_numbers_or_words() -> None:
+    values = {text: params.P2P_DISABLE.read({"NCCL_P2P_DISABLE": text}) for text in ("1", "0x2", "yes", "off")}
+    assert values == {"1": 1, "0x2": 2, "yes": 1, "off": 0}
 
 
 def test_every_level_is_logged_somehow() -> None:

@@ -37,6 +37,11 @@ E = TypeVar("E", Algorithm, Protocol)
 def read_algorithms(environ: Mapping[str, str] | None = None) -> tuple[str, dict[Collective, str]]:
     """The algorithm that ``MIRACCL_ALGO`` commands for everything, and what ``NCCL_ALGO`` wishes where there is no command."""
     value, source = params.ALGO.resolve(environ)
+    if source == "MIRACCL_ALGO" and value:
+        try:
+            catalog.get(value)
+        except InvalidUsage as error:
+            raise InvalidUsage(f"MIRACCL_ALGO: {error}") from None
     return (value, {}) if source != "NCCL_ALGO" else ("", algorithms(value))
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from miraccl.errors import MiracclError
 from miraccl.params import PROTOCOLS
+from miraccl.schedule import catalog
 from miraccl.tools import gpu_facts
 from miraccl.tools.env import LAUNCH_VARIABLES, collect, unknown_variables
 from miraccl.tools.findings import Check, Finding, read_text
@@ -219,6 +220,7 @@ def judge_fabric(text: str) -> Finding:
 
 _P2P_OFF = "the GPUs may not address each other's memory: unset it unless that is what you want to try"
 _PICKED = "the choice of plans is overridden, for every size"
+_NO_ALGORITHM = "no algorithm is called so, and every program ends with that, unless it brings one of that name"
 _NO_PROTOCOL = "no protocol is called so, and every program ends with that: allowed are"
 _WISHED = "where it leaves a single choice of ours, that is taken, for every size"
 #: variable -> what is wrong with this value, or nothing
@@ -227,7 +229,7 @@ _OPINIONS: dict[str, Callable[[str], str]] = {
     "CUDA_VISIBLE_DEVICES": lambda value: "it hides every GPU" if value in ("", "-1") else "",
     "MIRACCL_P2P_DISABLE": lambda value: _P2P_OFF if value not in ("", "0") else "",
     "NCCL_P2P_DISABLE": lambda value: _P2P_OFF if value not in ("", "0") else "",
-    "MIRACCL_ALGO": lambda value: value and _PICKED,
+    "MIRACCL_ALGO": lambda value: value and (_PICKED if value.lower() in catalog.names() else _NO_ALGORITHM),
     "NCCL_ALGO": lambda value: value and _WISHED,
     "MIRACCL_PROTO": lambda value: value and (_PICKED if value.lower() in PROTOCOLS else f"{_NO_PROTOCOL} {', '.join(PROTOCOLS)}"),
     "NCCL_PROTO": lambda value: value and _WISHED,

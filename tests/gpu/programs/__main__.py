@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 
+from tests.gpu.gpus import need_gpus
 from tests.gpu.programs.conductor import Job, conduct
 from tests.gpu.programs.draw import draw
 
@@ -48,6 +49,8 @@ def main() -> int:
                 sep="\n",
             )
         return 0
+    if given.device == "cuda":
+        need_gpus()
     begin = time.monotonic()
     outcome = conduct(job, lambda text: print(text, flush=True))
     seconds = time.monotonic() - begin

@@ -58,7 +58,7 @@ TREE_SHAPES: Shapes = (  # as many threads as have registers for the packets of 
 _SHAPES = {"ring": RING_SHAPES, "chain": CHAIN_SHAPES, TREES: TREE_SHAPES}
 
 #: of an operation; beyond, slots are used again
-MOST_PARTS = 4
+MOST_PARTS = 8
 #: threads of a block where they share packets, and blocks at most
 FAN_THREADS, FAN_BLOCKS = (64, 128, 256, 512), 128
 #: of the data for each block of protocol Simple at least

@@ -51,7 +51,7 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
 @click.option("--no-check", is_flag=True, help="Do not check results.")
 @click.option("--algo", metavar="NAME", help="Algorithm to use for everything, one of those that `schedule list` names.")
 @click.option("--proto", metavar="NAME", help="Protocol to use for everything: simple, ll or, on GPUs, ll128.")
-@click.option("--deterministic", is_flag=True, help="CPU memory: results that depend on neither size, algorithm nor layout.")
+@click.option("--deterministic", is_flag=True, help="Results that depend on neither size, algorithm nor layout.")
 @click.option("--window", is_flag=True, help="Take buffers from comm.empty(), memory that the ranks share.")
 @click.option("--persistent", is_flag=True, help="CPU memory: time operations that were prepared once, as all_reduce_init() does.")
 @click.option(
@@ -129,13 +129,18 @@ def _job(request: Request) -> Any:
         options=Options(
             iters=o["iters"], warmup=o["warmup"], batches=o["batches"], check=not o["no_check"], fresh=o["fresh"], bind=request.binds
         ),
-        init={name: o[name] for name in ("algo", "proto", "deterministic") if o[name]},
+        init=_choices(o),
         window=o["window"],
         persistent=o["persistent"],
         explain=o["explain"],
         in_turns=bool(o["compare"]),
         hosts=o["hosts"],
     )
+
+
+def _choices(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``miraccl.init``."""
+    return {name: options[name] for name in ("algo", "proto", "deterministic") if options[name]}
 
 
 def _device_job(request: Request) -> Any:
@@ -152,7 +157,7 @@ def _device_job(request: Request) -> Any:
         cells=tuple(Cell(case=case, graph=o["graph"]) for case in request.cases),
         options=Options(iters=o["iters"], warmup=o["warmup"], batches=o["batches"], check=not o["no_check"], bind=bool(o["bind"])),
         ordinals=request.ordinals,
-        init={name: o[name] for name in ("algo", "proto") if o[name]},
+        init=_choices(o),
         libraries=("miraccl", request.peer) if request.peer else ("miraccl",),
         sms=o["sms"],
         window=o["window"],

@@ -16,9 +16,6 @@ from miraccl.tools.gpu_facts import CudaFacts
 _CPU_ONLY = {
     "fresh": "it rewrites inputs from the CPU",
     "persistent": "calls on GPU memory keep their plans, so there is nothing to prepare",
-    "deterministic": "sums on GPU memory are added in the order of the ranks, except on 3 or more GPUs by ring (large all_reduce and "
-    "reduce_scatter), chain and double_binary_tree (reduce above 64 KiB), which round 16- and 8-bit floats at every hop; --algo one_shot "
-    "and two_shot never do",
 }
 _GPU_ONLY = ("graph", "threads")
 

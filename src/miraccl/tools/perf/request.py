@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +80,8 @@ def check(op: str, options: dict[str, Any]) -> Request:
     cases = [
         build_case(op, size, nranks=nranks, dtype=options["dtype"], redop=options["redop"] or "sum", root=root) for size in _sizes(options)
     ]
+    if not options["devices"].on_gpu:
+        _check_memory(cases, 1 if joined else nranks)
     return Request(
         op=op,
         options=options,
@@ -141,7 +144,13 @@ def _sizes(options: dict[str, Any]) -> list[int]:
             raise click.UsageError(f"no size lies between --min-bytes {smallest} and --max-bytes {largest}")
     if min(sizes) < 1:
         raise click.UsageError("a size is at least 1 byte")
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if max(sizes) > memory:
-        raise click.UsageError(f"a buffer of {max(sizes)} bytes is larger than the memory of this machine, {memory} bytes")
     return sizes
+
+
+def _check_memory(cases: Sequence[Case], nranks: int) -> None:
+    """Buffers of ``nranks`` ranks of this machine, input and output, that it cannot hold."""
+    needed = nranks * max((case.input_count + case.output_count) * case.itemsize for case in cases)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        ranks = f" of {nranks} ranks" if nranks > 1 else ""
+        raise click.UsageError(f"--sizes: the buffers{ranks} take {needed} bytes, and this machine has {memory}")
