@@ -219,3 +219,33 @@ def death_between_copies() -> None:
         me.comm.all_gather(x, out, stream=0)
         with pytest.raises(PeerDied):
             me.synchronize()
+
+
+def never_comes_to_copies() -> dict[str, Any]:
+    """Rank 1 does not come to copies through staging memory, and nobody else looks at rank 0's GPU, which waits for them."""
+    from miraccl.executor.cuda import staged_copies
+    from tests.gpu import fake_cuda
+
+    staged_copies.STAGE_BYTES, fake_cuda.WAIT_LIMIT_S = 64 << 10, 15.0
+    with rank(timeout=600.0) as me:
+        out, x = me.zeros(1000 * me.nranks), me.put(np.ones(1000))
+        me.comm.all_gather(x, out, stream=0)
+        me.synchronize()
+        device = me.comm._device
+        assert isinstance(device, DeviceCommunicator)
+        device._engines._comm_args = dataclasses.replace(device._engines._comm_args, timeout_ns=int(0.3e9))  # only now: compilers have run
+        device._engines._launches.clear()
+        try:
+            if me.rank == 0:
+                me.comm.all_gather(x, out, stream=0)
+                me.cuda.cuCtxSynchronize()
+                me.comm.barrier(stream=0)
+            else:
+                stay_until_told(me)
+                me.synchronize()
+        except MiracclError as error:
+            return told_by(error)
+        finally:
+            if me.rank == 0:
+                stay_until_told(me)
+        return {"type": "none"}

@@ -201,3 +201,12 @@ def test_streams_that_copy_are_let_go_of_when_a_peer_dies() -> None:
     env = {"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}
     outcomes = rank_outcomes(emulated_faults.death_between_copies, 2, env=env)
     assert outcomes[0].ok, outcomes[0]
+
+
+def test_streams_that_copy_are_let_go_of_when_a_deadline_has_passed() -> None:
+    """The kernel in which ranks meet ends then, and behind it streams wait for data that never come: so would the host."""
+    env = {"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}
+    for answer in run_ranks(emulated_faults.never_comes_to_copies, 2, env=env):
+        assert answer["type"] == "CollectiveTimeout", answer
+        assert answer["op"] == "all_gather #3 (1000 x float32; one_shot, copy)"
+        assert "rank 1: never came to it; its last was all_gather #2 (1000 x float32; one_shot, copy)" in answer["graph"][1]

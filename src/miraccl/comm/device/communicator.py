@@ -404,8 +404,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
 
     def _name_of_launch(self, number: int, signature: int) -> str:
         """As of CPU operations, with the number of the launch: ``all_reduce #17 (1024 x float32, sum; ring, simple)``."""
-        for (collective, dtype, count, op, root), launch in list(self._launches.items()):
-            if isinstance(launch, Launch) and launch.signature == signature:
+        launches = [*self._launches.items(), *self._engines.launches()]
+        for (collective, dtype, count, op, root), launch in launches:
+            if signature in launch.signatures:
                 what = [f"{count} x {dtype.label}"]
                 what += [operator(op, dtype, collective.label)[0].name.lower()] if collective.reduces else []
                 what += [f"root {root}"] if collective.rooted else []

@@ -15,7 +15,7 @@ from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.plan import Request
 from miraccl.executor.cuda.staged_copies import ALGORITHMS, Directions, StagedLaunch
 from miraccl.transport.cuda_p2p import SymmetricMemory
-from miraccl.types import Collective, DType
+from miraccl.types import Collective, DType, RedOp
 
 
 class CopyEngines:
@@ -55,6 +55,10 @@ class CopyEngines:
                     else StagedLaunch(self._gpu, self._kernels, request(), self._comm_args, self._directions)
                 )
         return self._launches[key]
+
+    def launches(self) -> list[tuple[tuple[Collective, DType, int, RedOp, int], CopyLaunch | StagedLaunch]]:
+        """Those that were made, by what they are of, as the communicator has its own."""
+        return [((*key[:3], RedOp.SUM, key[3]), launch) for key, launch in list(self._launches.items())]
 
     def let_go(self) -> None:
         """Of streams that wait for words which will not come."""

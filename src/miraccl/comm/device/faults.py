@@ -24,6 +24,7 @@ from miraccl.executor.cuda import layout
 NOTICE = "gpu_abort"
 LEFT = "gpu_left"
 REPEAT_S = 0.002
+LOOK_S = 0.02  # at what kernels found, where streams wait for words
 _EXPLAINS = (layout.ERROR_MISMATCH, layout.ERROR_SIZES)  # also why the peer has left or aborted since
 
 
@@ -162,10 +163,23 @@ class DeviceFaults:
                     self._words[layout.HOST_LEFT] |= 1 << event.from_rank
 
     def on_abort(self, release: Callable[[], None]) -> None:
-        """``release`` lets go of streams that wait for words; it is called again and again once waits are to end."""
+        """``release`` lets go of streams that wait for words; it is called again and again once waits are to end.
+
+        A kernel that ends because of what it found lets go of no stream, and the host may wait for one: a thread looks for that.
+        """
         self._releases.append(release)
         if self.broken:
             self._end(None)
+        else:
+            threading.Thread(target=self._look_for_errors, name="miraccl gpu look", daemon=True).start()
+
+    def _look_for_errors(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            with self._lock:  # the words are there until the end
+                if self._ended.is_set() or self._releasing:
+                    return
+                if self._words[layout.HOST_ERROR]:
+                    self._end(None)
 
     def _end(self, fault: MiracclError | None, *, found_here: bool = False) -> None:
         """End all waits, now and later. The first fault stays; what kernels have found says more than one that was ``found_here``.

@@ -135,6 +135,11 @@ class CopyLaunch:
         self._sides = sides
         self._before, self._after = (meeting(gpu, kernels, self.plan, request, comm_args, place) for _ in range(2))
 
+    @property
+    def signatures(self) -> tuple[int, ...]:
+        """What it says on boards that it runs."""
+        return self._before.signatures
+
     def run(self, source: int, target: int, stream: int) -> None:
         """Enqueue in ``stream``: read at ``source``; ``target`` is this rank's own place in the window."""
         gpu, side = self._gpu, find_side(self._sides, self._gpu, stream)

@@ -76,10 +76,10 @@ class Launch:
         return self.plan
 
     @property
-    def signature(self) -> int:
+    def signatures(self) -> tuple[int, ...]:
         """What it says on boards that it runs."""
         field = layout.ARGS["signature"]
-        return int(struct.unpack_from(f"<{field.code}", self._keep, field.offset)[0]) & 0xFFFFFFFF
+        return (int(struct.unpack_from(f"<{field.code}", self._keep, field.offset)[0]) & 0xFFFFFFFF,)
 
     def run(self, source: int, target: int, stream: int) -> None:
         """Enqueue in ``stream`` (a CUstream as a number): read at ``source``, write at ``target``."""

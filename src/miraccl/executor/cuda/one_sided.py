@@ -38,6 +38,11 @@ class OneSidedLaunch:
         self._bytes = [count * request.block_bytes if Buffer(buffer) in schedule.addressed else 0 for buffer, count in enumerate(blocks)]
         self._launches: dict[tuple[int, int], Launch] = {}
 
+    @property
+    def signatures(self) -> tuple[int, ...]:
+        """What it says on boards that it runs: one for each place."""
+        return tuple(signature for launch in list(self._launches.values()) for signature in launch.signatures)
+
     def run(self, source: int, target: int, stream: int) -> None:
         """Enqueue in ``stream``: read at ``source``, write at ``target``, of which those that peers address lie in windows (else
         ``InvalidUsage``)."""

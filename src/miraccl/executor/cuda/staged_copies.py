@@ -149,6 +149,11 @@ class StagedLaunch:
         self._done: Counter[tuple[int, bool]] = Counter()  # chunks of each direction that a run has enqueued
         self._fork = gpu.make_event()
 
+    @property
+    def signatures(self) -> tuple[int, ...]:
+        """What it says on boards that it runs."""
+        return self._before.signatures
+
     def run(self, source: int, target: int, stream: int) -> None:
         """Enqueue in ``stream``: read at ``source``, write at ``target``."""
         gpu = self._gpu
