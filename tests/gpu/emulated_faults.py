@@ -15,6 +15,7 @@ import miraccl
 from miraccl.comm.device.boards import read_boards
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
+from miraccl.types import RedOp
 from tests.comm.fault_ranks import seen as told_by
 from tests.gpu.emulated_ranks import Rank, rank
 from tests.gpu.fake_ranks import session
@@ -248,4 +249,22 @@ def never_comes_to_copies() -> dict[str, Any]:
         finally:
             if me.rank == 0:
                 stay_until_told(me)
+        return {"type": "none"}
+
+
+def differs_at_the_end(how: str) -> dict[str, Any]:
+    """The last operation is another one on rank 1, and nobody waits for it; no call follows but ``how``."""
+    with rank(timeout=60.0) as me:
+        x = me.put(np.ones(1000))
+        for op in (RedOp.SUM, RedOp.MAX):
+            me.comm.all_reduce(x, op=op, stream=0)
+            me.synchronize()
+        stay_until_told(me)
+        me.comm.all_reduce(x, op=RedOp.MAX if me.rank == 1 else RedOp.SUM, stream=0)
+        me.cuda.cuCtxSynchronize()
+        stay_until_told(me)
+        try:
+            me.comm.synchronize() if how == "synchronize" else me.comm.finalize()
+        except MiracclError as error:
+            return told_by(error)
         return {"type": "none"}

@@ -14,6 +14,7 @@ from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.lower import CommArgs
 
+_STATE = struct.Struct(f"<{layout.STATE_SIGNATURES + layout.BOARD_ENTRIES}Q")
 _ENTRY = struct.Struct("<IIII")
 _ENTRIES = _ENTRY.size * layout.BOARD_ENTRIES
 _HALF = 1 << 31
@@ -45,6 +46,33 @@ class Boards:
         newest = self.newest.get(rank)
         last = f"its last was {name(newest.number, newest.signature)}" if newest else "it has run nothing yet"
         return f"never came to it; {last}"
+
+
+@dataclass(frozen=True)
+class Last:
+    """A rank's last launch; ``peer`` ran another operation in its place, if not None."""
+
+    number: int
+    signature: int
+    peer: int | None
+
+
+def read_last(gpu: Gpu, args: CommArgs, judged: int) -> Last | None:
+    """This rank's last launch, whose GPU has ended its work, as a launch after it would compare it (``judge`` of packets.cuh); None if
+    that is launch ``judged``, or if there was none."""
+    words = _STATE.unpack(gpu.read(args.own + layout.STATE_OFFSET, _STATE.size))
+    number = words[layout.STATE_LAUNCH] % (1 << 32)
+    noted = words[layout.STATE_SIGNATURES + number % layout.BOARD_ENTRIES]
+    if number == judged or noted >> 32 != number:
+        return None
+    mine = BoardEntry(number, noted % (1 << 32))
+    for peer, inbox in enumerate(args.inboxes):
+        if peer != args.rank:
+            at = inbox + layout.BOARD_OFFSET + peer * _ENTRIES + number % layout.BOARD_ENTRIES * _ENTRY.size
+            said = BoardEntry(*_ENTRY.unpack(gpu.read(at, _ENTRY.size))[:2])
+            if said.number == number and said != mine:
+                return Last(number, mine.signature, peer)
+    return Last(number, mine.signature, None)
 
 
 def read_boards(gpu: Gpu, args: CommArgs, number: int) -> Boards:

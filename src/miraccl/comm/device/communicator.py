@@ -23,7 +23,7 @@ from miraccl.comm import group as groups
 from miraccl.comm import nccl_wishes, summary
 from miraccl.comm.arguments import operator
 from miraccl.comm.control import SET_UP, Bare, Plane
-from miraccl.comm.device.boards import read_boards
+from miraccl.comm.device.boards import read_boards, read_last
 from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
 from miraccl.comm.device.ctas import Ctas
 from miraccl.comm.device.engines import CopyEngines
@@ -148,6 +148,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self._messages = MessageLaunches(self.gpu, self._kernels, self._comm_args, rules, self._doors)
         self._current_stream: Callable[[int], int] | None = None
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
+        self._judged = 0  # the number of the last launch that was compared with those of others
         if self.ctas.none and self.nranks > 1:
             self.faults.on_abort(self._engines.let_go)
         self.closed = False
@@ -433,7 +434,17 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         """Wait for this rank's GPU, then ``check``."""
         self.gpu.make_current()
         self.gpu.synchronize()
+        if not self.closed:
+            self._judge_last()
         self.check()
+
+    def _judge_last(self) -> None:
+        """Find a mismatch in the last launch that left nobody waiting: the next launch would tell of it. The GPU has ended its work."""
+        last = self._look(read_last, self._judged) if self.nranks > 1 else None
+        if last is not None:
+            self._judged = last.number
+            if last.peer is not None:
+                self.faults.found_mismatch(last.peer, last.number, last.signature)
 
     def close(self) -> MiracclError | None:
         """Free everything, after all ranks have come here and their kernels have ended; may be called twice.
@@ -445,12 +456,13 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
             return None
         self.closed = True
         self._doors.close()
-        self._launches.clear()
         self._order.leave(self)
         with contextlib.suppress(MiracclError):
             self.gpu.make_current()
             self.gpu.synchronize()
+            self._judge_last()
         together, untold = not self.faults.broken, self.faults.untold()
+        self._launches.clear()
         if together:
             self.faults.leave()
         self.faults.end()

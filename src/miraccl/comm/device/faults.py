@@ -84,6 +84,17 @@ class DeviceFaults:
 
     # ---- what kernels found
 
+    def found_mismatch(self, peer: int, number: int, signature: int) -> None:
+        """As a kernel reports it that finds another operation of ``peer`` in the place of launch ``number``. None runs."""
+        with self._lock:
+            if self._ended.is_set() or self._words[layout.HOST_CLAIM]:
+                return
+            self._words[layout.HOST_CLAIM] = 1
+            self._words[layout.HOST_PEER], self._words[layout.HOST_WHAT] = peer, layout.WHAT_MEETING
+            self._words[layout.HOST_LAUNCH], self._words[layout.HOST_SIGNATURE] = number, signature
+            self._words[layout.HOST_ERROR] = layout.ERROR_MISMATCH
+            self._words[layout.HOST_ABORT] = 1
+
     def _take_in(self) -> None:
         """Make what kernels wrote the fault, and tell the others."""
         error = int(self._words[layout.HOST_ERROR])
