@@ -268,3 +268,21 @@ def differs_at_the_end(how: str) -> dict[str, Any]:
         except MiracclError as error:
             return told_by(error)
         return {"type": "none"}
+
+
+def fails_when_others_are_ready() -> dict[str, Any]:
+    """Rank 1's driver refuses the last thing that its GPU side needs. All have time."""
+    with session() as world:
+        me = Rank(world, 600.0)
+        x = me.put(np.ones(1000))
+        if me.rank == 1:
+            me.cuda.refuse.add("cuEventCreate")
+        try:
+            me.comm.all_reduce(x, stream=0)
+            me.synchronize()
+        except MiracclError as error:
+            return told_by(error)
+        finally:
+            stay_until_told(me)
+            me.comm.finalize()
+        return {"type": "none"}

@@ -219,3 +219,10 @@ def test_a_mismatch_in_the_last_operation_is_told(how: str) -> None:
         assert answer["type"] == "CollectiveMismatch", answer
         assert "called another operation in the same place (number 3 of" in answer["text"]
         assert answer["op"] in [f"all_reduce #3 (1000 x float32, {op}; one_shot, ll128)" for op in ("sum", "max")]
+
+
+def test_kernels_end_that_wait_for_a_rank_whose_gpu_side_was_not_made() -> None:
+    answers = run(emulated_faults.fails_when_others_are_ready, 3)
+    assert [answer["type"] for answer in answers] == ["PeerDied", "SystemFailure", "PeerDied"]
+    for answer in (answers[0], answers[2]):
+        assert "rank 1 has left the communicator (gave the first operation on GPU memory up: cuEventCreate" in answer["text"]

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from miraccl.bootstrap import Event, Notice, PeerLost, Session
+from miraccl.bootstrap import HUB, Event, Notice, PeerLeft, PeerLost, Session
 from miraccl.comm.device.boards import Boards
 from miraccl.comm.device.messages import mismatch
 from miraccl.comm.notices import from_words, of_abort, of_death, of_leave, to_words
@@ -51,6 +51,7 @@ class DeviceFaults:
         self.spread: Callable[[MiracclError], None] = self._notify
         self._words, self._timeout = words, timeout_s
         self._look, self._name, self._refused = look, name, refused
+        self._why_left: dict[int, str] = {}
         self._fault: MiracclError | None = None
         self._found = False  # what kernels wrote is the fault, or came too late to be
         self._told = False
@@ -125,7 +126,7 @@ class DeviceFaults:
             hint = "collective, dtype, elements, operator, root and window must be the same on all ranks; results since then are void"
             return CollectiveMismatch(text, rank=rank, peer=peer, op=op, hint=hint)
         if error == layout.ERROR_LEFT:
-            return of_leave(peer, "finalized", rank=rank, op=op)
+            return of_leave(peer, self._why_left.get(there, "finalized"), rank=rank, op=op)
         what = layout.WHAT_TEXT.get(int(words[layout.HOST_WHAT]), "something")
         text = f"rank {rank} waited longer than {self._timeout:.3g} s for {what} from rank {peer}"
         boards = self._look(number) if number else None
@@ -169,9 +170,16 @@ class DeviceFaults:
             told = from_words(event.payload[NOTICE], rank=self.rank, source=peer)
             self._end(told or CommunicatorAborted("the communicator was aborted", rank=self.rank, peer=peer))
         elif isinstance(event, Notice) and LEFT in event.payload:
-            with self._lock:
-                if not self._ended.is_set():
-                    self._words[layout.HOST_LEFT] |= 1 << event.from_rank
+            self._left(event.from_rank, "finalized")
+        elif isinstance(event, PeerLeft) and event.rank != HUB:  # it may have failed when others took it for ready
+            self._left(event.rank, event.reason)
+
+    def _left(self, peer: int, why: str) -> None:
+        """What ``peer`` has not stored by now never comes."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._why_left.setdefault(peer, why)
+                self._words[layout.HOST_LEFT] |= 1 << peer
 
     def on_abort(self, release: Callable[[], None]) -> None:
         """``release`` lets go of streams that wait for words; it is called again and again once waits are to end.
