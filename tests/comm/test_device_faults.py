@@ -12,12 +12,26 @@ import numpy as np
 import pytest
 
 from miraccl.bootstrap import HUB, Notice, PeerLost
-from miraccl.comm.device.boards import BoardEntry, Boards
+from miraccl.comm.device.boards import Boards, Move, Said
 from miraccl.comm.device.faults import LEFT, NOTICE, DeviceFaults
 from miraccl.comm.device.hosts.faults import HostsFaults
 from miraccl.comm.notices import to_words
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, PeerDied
-from miraccl.executor.cuda import layout
+from miraccl.executor.cuda import layout, moves
+from miraccl.types import Collective
+
+SCATTER, GATHER = moves.move_signature(Collective.SCATTER, 1, (4, 4)), moves.move_signature(Collective.GATHER, 2, (4, 4))
+
+
+def name(number: int, signature: int) -> str:
+    return f"launch #{number}" if number else moves.describe(signature)
+
+
+def said(launch: int = 0, move: int = 0, before: int = 0, what: int = SCATTER, signature: int = 0) -> Said:
+    """What a rank says whose last operations are these; the collective of messages came after ``before`` launches."""
+    launches = dict.fromkeys(range(launch, max(0, launch - 4), -1), signature)
+    entries = {move: Move(moves.tag_of(move, before, what), what, before)} if move else {}
+    return Said(launches, entries, launch, move)
 
 
 class Told:
@@ -35,7 +49,7 @@ class Told:
         )
         self.session = session
         self.faults = DeviceFaults(
-            session, self.words, 1.0, look=lambda _: self.boards, name=lambda number, _: f"launch #{number}", refused=lambda _: None
+            session, self.words, 1.0, look=lambda: self.boards, name=name, refused=lambda _: None
         )
 
     def notify(self, notice: Any) -> None:
@@ -128,7 +142,7 @@ def test_a_death_that_is_heard_while_programs_are_asked_is_what_is_told() -> Non
 
 def test_a_deadline_says_who_has_come() -> None:
     told = Told()
-    told.boards = Boards({1: BoardEntry(8, 0), 2: BoardEntry(6, 0), 3: None})
+    told.boards = Boards(said(7), {1: said(8), 2: said(6), 3: said()})
     told.words[layout.HOST_LAUNCH] = 7
     told.kernel(layout.ERROR_TIMEOUT, 2)
     with pytest.raises(CollectiveTimeout, match="rank 2 has not come") as raised:
@@ -144,7 +158,7 @@ def test_a_deadline_says_who_has_come() -> None:
 
 def test_what_a_kernel_found_is_told_to_all_once() -> None:
     told, other = Told(), Told()
-    told.boards = Boards({1: BoardEntry(7, 0)})
+    told.boards = Boards(said(7), {1: said(7)})
     told.words[layout.HOST_LAUNCH] = 7
     told.kernel(layout.ERROR_TIMEOUT, 1)
     for _ in range(2):
@@ -160,9 +174,68 @@ def test_what_a_kernel_found_is_told_to_all_once() -> None:
 
 
 def test_boards_of_numbers_that_have_gone_round() -> None:
-    boards = Boards({1: BoardEntry(3, 0), 2: BoardEntry(2**32 - 3, 0)})
+    boards = Boards(said(), {1: said(3), 2: said(2**32 - 3)})
     assert boards.has_begun(1, 2**32 - 2)
     assert not boards.has_begun(2, 1)
+
+
+def test_a_deadline_in_a_collective_that_is_messages() -> None:
+    told = Told()
+    told.boards = Boards(said(3, 2, 3), {1: said(3, 2, 3), 2: said(3, 1, 0, GATHER), 3: said(1)})
+    told.words[layout.HOST_SIGNATURE] = SCATTER
+    told.kernel(layout.ERROR_TIMEOUT, 2)
+    with pytest.raises(CollectiveTimeout, match="rank 2 has not come to this operation") as raised:
+        told.faults.check()
+    assert raised.value.op == "scatter (root 1)"
+    assert raised.value.graph == (
+        "rank 0: waits for a message from rank 2 in scatter (root 1)",
+        "rank 1: has begun it",
+        "rank 2: never came to it; its last was launch #3",
+        "rank 3: never came to it; its last was launch #1",
+    )
+
+
+def test_a_deadline_of_a_message_says_what_others_ran_last() -> None:
+    told = Told()
+    told.boards = Boards(said(3, 2, 3), {1: said(4, 2, 3), 2: said(3, 2, 3)})
+    told.kernel(layout.ERROR_TIMEOUT, 1)
+    with pytest.raises(CollectiveTimeout, match="rank 1 has not come to this message") as raised:
+        told.faults.check("recv")
+    assert raised.value.graph[1:] == ("rank 1: its last was launch #4", "rank 2: its last was scatter (root 1)")
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "found"),
+    [
+        (said(7, 3, 7), said(7, 3, 7), None),
+        (said(7, 3, 7), said(7, 3, 7, GATHER), (0, SCATTER)),
+        (said(7, 3, 7), said(7, 3, 6), (0, SCATTER)),  # one launch earlier
+        (said(7), said(7, signature=5), (7, 0)),
+        (said(7), said(6, signature=5), (6, 0)),
+        (said(7), said(1, signature=5), None),  # nobody remembers
+        (said(7, 3, 7), said(7, 2, 7), None),  # not there yet
+        (said(7, 3, 7), said(8, 2, 7), (0, SCATTER)),  # past it
+        (said(8, 2, 7), said(7, 3, 7), (8, 0)),  # the other way round
+        (said(9, 2, 7), said(7, 3, 7), (8, 0)),
+        (said(20, 2, 7), said(7, 3, 7), (20, 0)),
+        (said(8, 3, 7), said(7, 2, 6), None),  # two behind
+        (said(8, 2, 6), said(9, 4, 9), None),
+        (said(), said(), None),
+    ],
+)
+def test_operations_in_another_order_are_found(mine: Said, theirs: Said, found: tuple[int, int] | None) -> None:
+    boards = Boards(mine, {2: said(7), 3: theirs}) if mine.move == 0 else Boards(mine, {3: theirs})
+    assert boards.unlike() == (None if found is None else (3, *found))
+
+
+def test_a_deadline_that_boards_explain_is_a_mismatch() -> None:
+    told = Told()
+    told.boards = Boards(said(8, 2, 7), {1: said(7, 3, 7), 2: said(8, 2, 7)})
+    told.words[layout.HOST_LAUNCH] = 8
+    told.kernel(layout.ERROR_TIMEOUT, 2)
+    with pytest.raises(CollectiveMismatch, match=r"rank 1 called another operation in the same place \(number 8") as raised:
+        told.faults.check()
+    assert (raised.value.op, raised.value.peer) == ("launch #8", 1)
 
 
 class LateWords(np.ndarray[Any, Any]):

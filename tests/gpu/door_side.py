@@ -69,23 +69,25 @@ class Side:
         self.doors.remember(collective, dtype, count, op, root, made, fills)
         return made
 
-    def remember_messages(self, number: int, *messages: tuple[bool, int, int, DType], fills: bool = False) -> Any:
+    def remember_messages(
+        self, number: int, *messages: tuple[bool, int, int, DType], fills: bool = False, signature: int = 0
+    ) -> Any:
         """A launch with this function for messages (received, peer, elements, type), whose addresses stand in its argument the other way
         around."""
         made: Any = types.SimpleNamespace(block=self.driver.block(number, len(messages)))
         argument = ctypes.c_uint64.from_address(made.block + 8 * at.ARGUMENT).value
         places = [argument + 8 * (len(messages) - 1 - place) for place in range(len(messages))]
         rows = [Message(receives, peer, 0, count * dtype.itemsize, int(dtype)) for receives, peer, count, dtype in messages]
-        self.doors.remember_messages(rows, places, made, fills)
+        self.doors.remember_messages(rows, places, made, fills, signature)
         return made
 
-    def remember_shape(self, number: int, messages: list[Message], comm_args: CommArgs, rules: LaneRules) -> Any:
+    def remember_shape(self, number: int, messages: list[Message], comm_args: CommArgs, rules: LaneRules, signature: int = 0) -> Any:
         """A launch with this function, lowered for these messages, for all that differ from them in sizes only."""
-        lowered = lower_messages(messages, comm_args, rules)
+        lowered = lower_messages(messages, comm_args, rules, signature)
         made: Any = types.SimpleNamespace(block=self.driver.block(number, len(lowered.args) // 8))
         argument = ctypes.c_uint64.from_address(made.block + 8 * at.ARGUMENT).value
         ctypes.memmove(argument, bytes(lowered.args), len(lowered.args))
-        self.doors.remember_shape(messages, lowered, comm_args.rank, rules, argument, made)
+        self.doors.remember_shape(messages, lowered, comm_args.rank, rules, argument, made, signature)
         return made
 
     def all_reduce(self, x: Any, out: Any = None, op: Any = RedOp.SUM, stream: Any = None) -> int:

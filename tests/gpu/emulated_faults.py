@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -103,9 +104,9 @@ def never_comes() -> dict[str, Any]:
         device = me.comm._device
         assert isinstance(device, DeviceCommunicator)
         if me.rank == 0:  # only now: compilers run before the first operation
-            boards = device._look(read_boards, 2)
+            boards = device._look(read_boards)
             while boards is None or not all(boards.has_begun(peer, 2) for peer in range(1, last)):
-                boards = device._look(read_boards, 2)
+                boards = device._look(read_boards)
             device._comm_args = dataclasses.replace(device._comm_args, timeout_ns=int(0.3e9))
             device._forget()
         if me.rank == last:
@@ -266,6 +267,52 @@ def differs_at_the_end(how: str) -> dict[str, Any]:
         try:
             me.comm.synchronize() if how == "synchronize" else me.comm.finalize()
         except MiracclError as error:
+            return told_by(error)
+        return {"type": "none"}
+
+
+def unlike_messages(case: str) -> dict[str, Any]:
+    """The ranks call different operations, of which some are messages; right ones before and after. All have time."""
+    with rank(timeout=600.0) as me:
+        comm, mine = me.comm, me.rank
+        one, all_ones = me.put(np.ones(1)), me.put(np.ones(3))
+
+        def scatter(value: float, root: int) -> Any:
+            return comm.scatter(me.put(np.full(3, value)), root, out=one, stream=0)
+
+        def gather(root: int) -> Any:
+            return comm.gather(one, root, out=me.zeros(3) if mine == root else None, stream=0)
+
+        swapped: list[Callable[[], Any]] = [lambda: gather(0), lambda: comm.all_reduce(all_ones, stream=0)]
+        calls: dict[str, Callable[[], Any]] = {
+            "roots of scatter": lambda: scatter(mine + 100, 1 if mine == 1 else 0),
+            "roots of gather": lambda: gather(mine),
+            "counts": lambda: comm.all_gather_v(
+                me.put(np.ones((1, 2, 1)[mine])), [1, 0, 1] if mine == 2 else [1, 2, 1], me.zeros(2 if mine == 2 else 4), stream=0
+            ),
+            "gather and scatter": lambda: gather(0) if mine == 1 else scatter(5, 1),
+            "gather and barrier": lambda: gather(0) if mine == 1 else comm.barrier(stream=0),
+            "gather and all_reduce": lambda: gather(0) if mine == 1 else comm.all_reduce(all_ones, stream=0),
+            "barrier and all_reduce": lambda: comm.barrier(stream=0) if mine == 1 else comm.all_reduce(all_ones, stream=0),
+            "gather and send": lambda: comm.send(one, 0, stream=0) if mine == 1 else gather(0),
+            "gather and recv": lambda: comm.recv(one, 1, stream=0) if mine == 0 else gather(0),
+            "order": lambda: [call() for call in swapped[:: -1 if mine == 1 else 1]],
+        }
+        try:
+            for value in (1, 2):
+                scatter(value, 1)
+                comm.all_reduce(all_ones, stream=0)
+            me.synchronize()
+            stay_until_told(me)
+            calls[case]()
+            for value in (200, 300):
+                scatter(value, 1)
+            me.synchronize()
+            stay_until_told(me)
+            comm.finalize()
+        except MiracclError as error:
+            with contextlib.suppress(MiracclError):
+                stay_until_told(me)
             return told_by(error)
         return {"type": "none"}
 

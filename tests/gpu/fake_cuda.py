@@ -457,7 +457,7 @@ class FakeLocal:
         self._stream = -1
         self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32)  # what kernels would write
         self.faults = DeviceFaults(
-            session, self.words, options.timeout, look=lambda _: None, name=lambda *_: "", refused=lambda _: None, called=called
+            session, self.words, options.timeout, look=lambda: None, name=lambda *_: "", refused=lambda _: None, called=called
         )
         self.calls: list[Collective] = []
         self.symmetric, self.ways = types.SimpleNamespace(nbytes=0), list

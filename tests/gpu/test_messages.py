@@ -13,19 +13,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miraccl.comm.device.boards import read_boards, read_place
 from miraccl.comm.device.messages import frame_of, read_refused
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.messages import LaneRules, Message, lower_messages
+from miraccl.executor.cuda.moves import describe, move_signature
 from miraccl.executor.cuda.source import Frame
 from miraccl.topo.records import PathType
 from miraccl.transport.cuda_pairs import HOST, IPC, Choice
-from miraccl.types import DType
+from miraccl.types import Collective, DType
 from tests.gpu.emulator import Machine, needs_compiler
+from tests.gpu.emulator.collective import asked, launch_each
 from tests.gpu.emulator.exchange import Send, run
 
 FRAMES = [Frame.LINE, Frame.PAIR]
+GPU: Any = types.SimpleNamespace(read=ctypes.string_at)  # whose memory is the processor's
 
 
 @functools.cache
@@ -129,7 +133,7 @@ def test_messages_may_be_distributed_over_launches_differently() -> None:
 
 def refused(where: Machine) -> int | None:
     """The size of the message of rank 0 that rank 1 has refused."""
-    return read_refused(types.SimpleNamespace(read=ctypes.string_at), where.comm_args(0), 1)  # type: ignore[arg-type]
+    return read_refused(GPU, where.comm_args(0), 1)
 
 
 @needs_compiler
@@ -149,6 +153,90 @@ def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Frame) 
     # whoever did not wait hears of it with the next message that needs room
     run(where, rules(2, frame), [Send(0, 1, 1 << 17)], only=[0])
     assert where.host[0][layout.HOST_ERROR] == layout.ERROR_SIZES
+
+
+# ---- collectives that are messages
+
+GATHER, SCATTER = move_signature(Collective.GATHER, 0, (40, 40)), move_signature(Collective.SCATTER, 0, (40, 40))
+
+
+def moves_of(where: Machine, rank: int) -> tuple[int, dict[int, int]]:
+    """How many collectives that are messages a rank has begun, and by peer what it has been told."""
+    (_, count), boards = read_place(GPU, where.comm_args(rank)), read_boards(GPU, where.comm_args(rank))
+    assert count == boards.mine.move
+    return count, {peer: said.move for peer, said in boards.theirs.items()}
+
+
+@needs_compiler
+@pytest.mark.parametrize("frame", FRAMES)
+def test_collectives_that_are_messages_are_counted(frame: Frame) -> None:
+    """Ranks without a message, and large ones, too; plain messages in between are not counted."""
+    where = Machine(3)
+    for number in range(1, 2 * layout.MOVE_ENTRIES):
+        sends = [Send(1, 0, 40), Send(2, 0, 5000), Send(0, 0, 9)][: number % 4]
+        assert run(where, rules(3, frame), sends, seed=number, signatures=[GATHER] * 3) == [""] * len(sends)
+        assert run(where, rules(3, frame), [Send(0, 1, 100), Send(1, 2, 3)], seed=number) == ["", ""]
+        for rank in range(3):
+            assert moves_of(where, rank) == (number, {peer: number for peer in range(3) if peer != rank})
+    assert where.errors() == [0] * 3
+
+
+@needs_compiler
+@pytest.mark.parametrize("frame", FRAMES)
+@pytest.mark.parametrize("theirs", [SCATTER, 0])
+@pytest.mark.parametrize("nbytes", [40, 0, 5000])
+def test_a_message_of_another_operation_is_refused(nbytes: int, theirs: int, frame: Frame) -> None:
+    """Its size is right. The sender, which did not wait, hears of it with the next message that needs room."""
+    where = Machine(2)
+    run(where, rules(2, frame), [Send(1, 0, nbytes)], only=[1], signatures=[0, theirs])
+    run(where, rules(2, frame), [Send(1, 0, nbytes)], only=[0], signatures=[GATHER, 0])
+    host = where.host[0]
+    assert (host[layout.HOST_ERROR], host[layout.HOST_PEER]) == (layout.ERROR_MISMATCH, 1)
+    assert (host[layout.HOST_LAUNCH], host[layout.HOST_SIGNATURE]) == (0, GATHER)
+    run(where, rules(2, frame), [Send(1, 0, 1 << 17)], only=[1])
+    assert where.errors() == [layout.ERROR_MISMATCH] * 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("frame", FRAMES)
+def test_a_message_that_nobody_took_is_not_taken_later(frame: Frame) -> None:
+    where = Machine(2)
+    run(where, rules(2, frame), [Send(1, 0, 40)], only=[1], signatures=[0, GATHER])
+    run(where, rules(2, frame), [], only=[0], signatures=[GATHER, 0])
+    run(where, rules(2, frame), [Send(1, 0, 40)], signatures=[GATHER] * 2)
+    assert where.errors()[0] == layout.ERROR_MISMATCH
+
+
+@needs_compiler
+@pytest.mark.parametrize("other", ["another", "later", "launch"])
+def test_waits_end_that_are_in_another_collective(other: str) -> None:
+    """The peer has announced another one, or gone on to a later one, or to a launch."""
+    where = Machine(2, timeout_s=600)
+    for _ in range({"another": 1, "later": layout.MOVE_ENTRIES + 2, "launch": 0}[other]):
+        run(where, rules(2), [], only=[1], signatures=[0, SCATTER])
+    if other == "launch":
+        run(where, rules(2), [], signatures=[SCATTER] * 2)
+        where.host[1][layout.HOST_ABORT] = 1  # it does not wait for rank 0
+        launch_each(where, [None, asked(Collective.BROADCAST, DType.UINT8, 64, 2, "one_shot", "ll", root=1)])
+    run(where, rules(2), [Send(1, 0, 40)], only=[0], signatures=[SCATTER if other == "later" else GATHER, 0])
+    assert where.errors() == [layout.ERROR_MISMATCH, 0]
+
+
+@needs_compiler
+def test_a_peer_that_is_ahead_has_sent_its_message() -> None:
+    """What it announces of later collectives ends no wait for one that is right."""
+    where = Machine(2, timeout_s=600)
+    for number in range(12):
+        run(where, rules(2), [Send(1, 0, 40)], seed=number, only=[1], signatures=[0, GATHER])
+    for number in range(12):
+        assert run(where, rules(2), [Send(1, 0, 40)], seed=number, only=[0], signatures=[GATHER, 0]) == [""]
+    assert where.errors() == [0, 0]
+
+
+def test_a_collective_in_words() -> None:
+    assert [describe(GATHER), describe(move_signature(Collective.BARRIER))] == ["gather (root 0)", "barrier"]
+    assert describe(move_signature(Collective.ALL_TO_ALL)) == "all_to_all_v"
+    assert move_signature(Collective.ALL_GATHER, 3, (1, 2)) != move_signature(Collective.ALL_GATHER, 3, (2, 1))
 
 
 @needs_compiler

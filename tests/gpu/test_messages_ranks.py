@@ -119,6 +119,16 @@ def test_a_mismatch_names_both_messages(later: bool) -> None:
     assert f"rank 0 sends {sent} where rank 1 receives 100 x float32 (400 bytes)" in first
 
 
+MESSAGES = ["roots of scatter", "roots of gather", "counts", "gather and scatter", "gather and barrier", "gather and all_reduce"]
+
+
+@pytest.mark.parametrize("case", [*MESSAGES, "barrier and all_reduce", "gather and send", "gather and recv", "order"])
+def test_collectives_that_are_messages_are_told_apart(case: str) -> None:
+    """A message that nobody has taken is not taken for one of the next collective, and no rank waits for its deadline."""
+    answers = run(emulated_faults.unlike_messages, 3, case)
+    assert [answer["type"] for answer in answers] == ["CollectiveMismatch"] * 3, answers
+
+
 CONTROL_PLANE = {"set-up": "the first operation on GPU memory", "window": "empty on GPUs"}
 
 

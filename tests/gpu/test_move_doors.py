@@ -12,9 +12,13 @@ import miraccl
 from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.device.uneven import Uneven, moves
 from miraccl.executor.cuda.doors import layout as at
+from miraccl.executor.cuda.messages import LaneRules, Message
+from miraccl.executor.cuda.moves import move_signature
 from miraccl.types import Collective, DType
 from tests.gpu.door_side import Side, torch_with_doors
 from tests.gpu.fake_launch import SHAPE
+from tests.gpu.test_messages import comm_args
+from tests.gpu.test_shape_doors import launched
 
 torch = torch_with_doors()
 
@@ -73,13 +77,17 @@ def test_doors_find_what_python_would_send(
         target=memory(out),
         sends=() if not gives else sends if splits_in else (x.numel(),),
         receives=() if not takes else receives if splits_out else (out.numel(),),
+        counts=() if collective is Collective.ALL_TO_ALL else sends if splits_in else receives,
         root=root,
     )
     sent, received = moves(asked, rank, nranks)
     side = Side(rank, nranks)
     parts = [(False, *part) for part in sent] + [(True, *part) for part in received]
     if parts:
-        side.remember_messages(1, *((receive, peer, part.count, F32) for receive, peer, part in parts))
+        rows = [(receive, peer, part.count, F32) for receive, peer, part in parts]
+        side.remember_messages(1, *rows, signature=move_signature(asked.collective, asked.root, asked.counts))
+        side.remember_messages(2, *rows)  # the same messages as a group of sends and receives, and of another collective
+        side.remember_messages(3, *rows, signature=move_signature(asked.collective, asked.root, [*asked.counts, 1]))
     uneven = name.endswith("_v")
     arrays = x if gives else None, out if takes else None
     sizes = kind(sends) if uneven and splits_in else None, kind(receives) if uneven and splits_out else None
@@ -93,8 +101,9 @@ def test_doors_find_what_python_would_send(
 def test_what_goes_the_long_way() -> None:
     side = Side()
     x, out, whole = torch.zeros(5), torch.zeros(4), torch.zeros(9)
-    side.remember_messages(1, (False, 0, 2, F32), (False, 1, 3, F32), (True, 0, 2, F32), (True, 1, 2, F32))
-    side.remember_messages(2, (False, 0, 2, F32), (False, 1, 2, F32), (True, 0, 2, F32))
+    varying, even = move_signature(Collective.ALL_TO_ALL), move_signature(Collective.SCATTER, 0, (2, 2))
+    side.remember_messages(1, (False, 0, 2, F32), (False, 1, 3, F32), (True, 0, 2, F32), (True, 1, 2, F32), signature=varying)
+    side.remember_messages(2, (False, 0, 2, F32), (False, 1, 2, F32), (True, 0, 2, F32), signature=even)
     door = side.door["all_to_all_v"]
 
     def call(x: Any = x, out: Any = out, sends: Any = (2, 3), receives: Any = (2, 2), async_op: Any = False, stream: Any = None) -> int:
@@ -124,3 +133,24 @@ def test_what_goes_the_long_way() -> None:
         assert scatter(whole[:4], out[:2], root, None, None, False, None) == 1
     assert scatter(None, None, 1, None, None, False, None) == scatter(whole[:4], None, 0, None, None, False, None) == 1
     assert len(side.driver.seen) == 7
+
+
+def test_sizes_and_signatures_are_written_together() -> None:
+    """A launch of this shape of another size; that of plain messages of the same shape is none."""
+    side, place, rules = Side(1, 3), comm_args(3, 1), LaneRules(nranks=3, multiprocessors=132)
+
+    def made(x: Any, root: int) -> list[Message]:
+        return [Message(False, root, x.data_ptr(), 4 * x.numel(), int(F32))]
+
+    first, x = torch.zeros(7), torch.zeros(900)
+    side.remember_shape(1, made(first, 2), place, rules)
+    gather = side.door["gather"]
+    assert gather(x, None, 2, None, None, False, None) == 1
+    side.remember_shape(2, made(first, 2), place, rules, move_signature(Collective.GATHER, 2, [7] * 3))
+    assert gather(x, None, 2, None, None, False, None) == 0
+    assert side.driver.seen.pop() == launched(2, made(x, 2), place, rules, move_signature(Collective.GATHER, 2, [900] * 3))
+    assert side.door["gather_v"](x, None, 2, None, [5, 900, 0], False, None) == 0
+    assert side.driver.seen.pop() == launched(2, made(x, 2), place, rules, move_signature(Collective.GATHER, 2, [5, 900, 0]))
+    assert gather(x, None, 0, None, None, False, None) == 1
+    assert side.door["send"](x, 2, False, None) == 0
+    assert side.driver.seen.pop() == launched(1, made(x, 2), place, rules)

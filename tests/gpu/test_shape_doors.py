@@ -47,8 +47,8 @@ def call(side: Side, shape: Any, arrays: Any) -> None:
             assert (side.recv if receives else side.send)(x, peer) == 0
 
 
-def launched(number: int, made: list[Message], place: CommArgs, rules: LaneRules) -> tuple[int, ...]:
-    lowered = lower_messages(made, place, rules)
+def launched(number: int, made: list[Message], place: CommArgs, rules: LaneRules, signature: int = 0) -> tuple[int, ...]:
+    lowered = lower_messages(made, place, rules, signature)
     words = struct.unpack(f"<{len(lowered.args) // 8}Q", lowered.args)
     return (number, 0, lowered.blocks, *SHAPE[1:3], lowered.threads, *SHAPE[4:], 0, *words)
 

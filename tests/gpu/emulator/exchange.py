@@ -37,8 +37,16 @@ def _placed(nbytes: int, offset: int, fill: Any) -> Any:
     return room[start : start + nbytes], room
 
 
-def run(machine: Machine, rules: LaneRules, sends: Sequence[Send], seed: int = 0, only: Sequence[int] | None = None) -> list[str]:
-    """What was wrong, per message; ranks take their messages in the order of ``sends``. ``only``: other ranks do not come."""
+def run(
+    machine: Machine,
+    rules: LaneRules,
+    sends: Sequence[Send],
+    seed: int = 0,
+    only: Sequence[int] | None = None,
+    signatures: Sequence[int] = (),
+) -> list[str]:
+    """What was wrong, per message; ranks take their messages in the order of ``sends``. ``only``: other ranks do not come; ``signatures``:
+    by rank that of the collective that these messages are."""
     rng = np.random.default_rng(seed)
     sources = [_placed(s.nbytes, s.offset, rng.integers(0, 256, s.nbytes, np.uint8)) for s in sends]
     targets = [_placed(s.nbytes if s.expected is None else s.expected, s.out_offset, 0x5A) for s in sends]
@@ -50,7 +58,8 @@ def run(machine: Machine, rules: LaneRules, sends: Sequence[Send], seed: int = 0
                 messages.append(Message(False, s.dst, source.ctypes.data, source.size, int(DType.UINT8)))
             if s.dst == rank:
                 messages.append(Message(True, s.src, target.ctypes.data, target.size, int(DType.UINT8)))
-        lowered = lower_messages(messages, machine.comm_args(rank), rules)
+        signature = signatures[rank] if signatures else 0
+        lowered = lower_messages(messages, machine.comm_args(rank), rules, signature)
         for message, position in zip(messages, lowered.positions, strict=True):
             block = lowered.args if lowered.table is None else lowered.table
             assert struct.unpack_from("<Q", block, position) == (message.address,)
@@ -59,7 +68,7 @@ def run(machine: Machine, rules: LaneRules, sends: Sequence[Send], seed: int = 0
             keep.append(table)
             lowered.set_table(ctypes.addressof(table))
         args.append(lowered.args)
-        comes = messages and (only is None or rank in only)
+        comes = (messages or signature) and (only is None or rank in only)
         lanes = (lowered.blocks - lowered.bulk) * lowered.threads
         blocks.append(lowered.bulk + -(-lanes // THREADS) if comes else 0)
         bulk, room = bulk or lowered.bulk > 0, max(room, lowered.room)

@@ -137,6 +137,7 @@ inline u32 draw(u32* p, u32 last) {
   while (!__atomic_compare_exchange_n(p, &v, v >= last ? 0 : v + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {}
   return v;
 }
+inline u64 fetch_add(u64* p, u64 by) { return __atomic_fetch_add(p, by, __ATOMIC_ACQ_REL); }
 inline void count_up(u64* p, u64 by) { __atomic_fetch_add(p, by, __ATOMIC_ACQ_REL); }
 inline u32 atomicCAS_system(u32* p, u32 old, u32 v) { __atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); return old; }
 inline void between_polls() { yield(); }

@@ -1,90 +1,139 @@
-"""What the ranks of a host say that they run on GPU memory: who has come to a launch, and what the others ran last.
+"""What the ranks of a host say that they run on GPU memory: who has come to an operation, what others ran last, who ran another one.
 
 A kernel that all ranks take part in writes the number and the signature of its launch to the boards of all peers when it begins
-(executor/cuda/source/packets.cuh).  Boards are read when a wait has passed its deadline.
+(executor/cuda/source/packets.cuh); so does a collective that is messages, with a number of its own and with how many launches there were
+before it (source/p2p.cuh).  Kernels compare what is there while they wait.  The host does once a wait has passed its deadline, and when the
+GPU has ended its work.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.lower import CommArgs
+from miraccl.executor.cuda.moves import tag_of
 
-_STATE = struct.Struct(f"<{layout.STATE_SIGNATURES + layout.BOARD_ENTRIES}Q")
+_STATE = struct.Struct(f"<{layout.STATE_MOVES + 1}Q")
 _ENTRY = struct.Struct("<IIII")
 _ENTRIES = _ENTRY.size * layout.BOARD_ENTRIES
-_HALF = 1 << 31
+_MOVE = struct.Struct(layout.MOVE)
+_MOVES = _MOVE.size * layout.MOVE_ENTRIES
+_ALL, _HALF = 1 << 32, 1 << 31  # numbers wrap
+
+
+def _is_after(number: int, other: int) -> bool:
+    return 0 < (number - other) % _ALL < _HALF
 
 
 @dataclass(frozen=True)
-class BoardEntry:
-    """What a rank says of a launch: its number, from 1, and 32 bits of what it runs."""
+class Move:
+    """A collective that is messages, as a rank says: ``launches`` are those of other collectives before it."""
 
-    number: int
+    tag: int
     signature: int
+    launches: int
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a rank says of its last operations: by number the signatures of launches, and collectives that are messages. ``launch`` and
+    ``move`` are the numbers of the last ones, 0 before the first."""
+
+    launches: Mapping[int, int]
+    moves: Mapping[int, Move]
+    launch: int = 0
+    move: int = 0
+
+    @property
+    def last(self) -> tuple[int, int] | None:
+        """Number and signature of the last operation, the number 0 for messages; None before the first."""
+        if self.move and not _is_after(self.launch, self.moves[self.move].launches):
+            return 0, self.moves[self.move].signature
+        return (self.launch, self.launches[self.launch]) if self.launch in self.launches else None
+
+
+def _said(launches: Mapping[int, int], moves: bytes) -> Said:
+    entries = _MOVE.iter_unpack(moves)
+    found = {n: Move(tag, what, before) for n, tag, what, before in entries if n and tag == tag_of(n, before, what)}  # whole ones
+    return Said(launches, found, _last(launches), _last(found))
+
+
+def _last(numbers: Mapping[int, object]) -> int:
+    """The one after all others; they are close to one another."""
+    return next((number for number in numbers if not any(_is_after(other, number) for other in numbers)), 0)
+
+
+def _unlike(mine: Said, theirs: Said) -> tuple[int, int] | None:
+    """Number and signature, as ``Said.last`` has them, of an operation of ``mine`` in whose place the other rank ran another one."""
+    for number, signature in mine.launches.items():
+        if theirs.launches.get(number, signature) != signature:
+            return number, signature
+    for number, move in mine.moves.items():
+        if number in theirs.moves and theirs.moves[number].tag != move.tag:
+            return 0, move.signature
+    if mine.move and _is_after(mine.move, theirs.move) and _is_after(theirs.launch, mine.moves[mine.move].launches):
+        return 0, mine.moves[mine.move].signature  # it is past the launches before this one without it
+    if theirs.move and _is_after(theirs.move, mine.move) and _is_after(mine.launch, before := theirs.moves[theirs.move].launches):
+        number = (before + 1) % _ALL
+        return (number, mine.launches[number]) if number in mine.launches else mine.last
+    return None
 
 
 @dataclass(frozen=True)
 class Boards:
-    """By peer what it says of its newest launch, None before the first."""
+    """What this rank has run, and what its peers say."""
 
-    newest: Mapping[int, BoardEntry | None]
+    mine: Said
+    theirs: Mapping[int, Said]
 
     def has_begun(self, rank: int, number: int) -> bool:
-        """Whether a peer has begun launch ``number``; numbers wrap at 2^32."""
-        newest = self.newest.get(rank)
-        return newest is not None and (newest.number - number) % (1 << 32) < _HALF
+        """Whether a peer has begun launch ``number``, 0: the last collective of this rank that is messages."""
+        said = self.theirs.get(rank, Said({}, {}))
+        if number:
+            return said.launch != 0 and not _is_after(number, said.launch)
+        return said.move != 0 and not _is_after(self.mine.move, said.move)
 
     def describe(self, rank: int, number: int, name: Callable[[int, int], str]) -> str:
-        """What a peer does about launch ``number``; ``name(number, signature)`` is what a launch is called."""
-        if self.has_begun(rank, number):
-            return "has begun it"
-        newest = self.newest.get(rank)
-        last = f"its last was {name(newest.number, newest.signature)}" if newest else "it has run nothing yet"
-        return f"never came to it; {last}"
+        """What a peer does about an operation; ``name(number, signature)`` is what one is called."""
+        return "has begun it" if self.has_begun(rank, number) else f"never came to it; {self.last(rank, name)}"
 
+    def last(self, rank: int, name: Callable[[int, int], str]) -> str:
+        """What a peer ran last."""
+        said = self.theirs[rank].last if rank in self.theirs else None
+        return f"its last was {name(*said)}" if said is not None else "it has run nothing yet"
 
-@dataclass(frozen=True)
-class Last:
-    """A rank's last launch; ``peer`` ran another operation in its place, if not None."""
-
-    number: int
-    signature: int
-    peer: int | None
-
-
-def read_last(gpu: Gpu, args: CommArgs, judged: int) -> Last | None:
-    """This rank's last launch, whose GPU has ended its work, as a launch after it would compare it (``judge`` of packets.cuh); None if
-    that is launch ``judged``, or if there was none."""
-    words = _STATE.unpack(gpu.read(args.own + layout.STATE_OFFSET, _STATE.size))
-    number = words[layout.STATE_LAUNCH] % (1 << 32)
-    noted = words[layout.STATE_SIGNATURES + number % layout.BOARD_ENTRIES]
-    if number == judged or noted >> 32 != number:
+    def unlike(self) -> tuple[int, int, int] | None:
+        """A peer that ran another operation in the place of one of this rank's, and number and signature of that one."""
+        for peer, said in self.theirs.items():
+            found = _unlike(self.mine, said)
+            if found is not None:
+                return peer, *found
         return None
-    mine = BoardEntry(number, noted % (1 << 32))
+
+
+def read_place(gpu: Gpu, args: CommArgs) -> tuple[int, int]:
+    """How many launches, and collectives that are messages, there were on this rank's GPU."""
+    words = _STATE.unpack(gpu.read(args.own + layout.STATE_OFFSET, _STATE.size))
+    return words[layout.STATE_LAUNCH] % _ALL, words[layout.STATE_MOVES] >> 32
+
+
+def read_boards(gpu: Gpu, args: CommArgs) -> Boards:
+    """The boards of all peers, and what this rank has noted of its own operations."""
+    words = _STATE.unpack(gpu.read(args.own + layout.STATE_OFFSET, _STATE.size))
+    noted = words[layout.STATE_SIGNATURES : layout.STATE_SIGNATURES + layout.BOARD_ENTRIES]
+    mine = _said({word >> 32: word % _ALL for word in noted if word}, _read_moves(gpu, args.own, args.rank))
+    theirs = {}
     for peer, inbox in enumerate(args.inboxes):
-        if peer != args.rank:
-            at = inbox + layout.BOARD_OFFSET + peer * _ENTRIES + number % layout.BOARD_ENTRIES * _ENTRY.size
-            said = BoardEntry(*_ENTRY.unpack(gpu.read(at, _ENTRY.size))[:2])
-            if said.number == number and said != mine:
-                return Last(number, mine.signature, peer)
-    return Last(number, mine.signature, None)
+        if peer != args.rank:  # launches first: what a peer did before it began one is there then
+            entries = gpu.read(inbox + layout.BOARD_OFFSET + peer * _ENTRIES, _ENTRIES)
+            launches = {number: signature for number, signature, *_ in _ENTRY.iter_unpack(entries) if number}
+            theirs[peer] = _said(launches, _read_moves(gpu, inbox, peer))
+    return Boards(mine, theirs)
 
 
-def read_boards(gpu: Gpu, args: CommArgs, number: int) -> Boards:
-    """The boards of all peers, when this rank is at launch ``number``."""
-    newest = {}
-    for peer, inbox in enumerate(args.inboxes):
-        if peer != args.rank:
-            newest[peer] = _newest(gpu.read(inbox + layout.BOARD_OFFSET + peer * _ENTRIES, _ENTRIES), number)
-    return Boards(newest)
-
-
-def _newest(entries: bytes, number: int) -> BoardEntry | None:
-    """The entry furthest on, seen from launch ``number``; entries are zeros where nothing was said."""
-    said: Sequence[BoardEntry] = [BoardEntry(*entry[:2]) for entry in _ENTRY.iter_unpack(entries) if entry[0]]
-    return max(said, key=lambda entry: (entry.number - number + _HALF) % (1 << 32), default=None)
+def _read_moves(gpu: Gpu, box: int, src: int) -> bytes:
+    return gpu.read(box + layout.MOVES_OFFSET + src * _MOVES, _MOVES)

@@ -23,7 +23,7 @@ from miraccl.comm import group as groups
 from miraccl.comm import nccl_wishes, summary
 from miraccl.comm.arguments import operator
 from miraccl.comm.control import SET_UP, Bare, Plane
-from miraccl.comm.device.boards import read_boards, read_last
+from miraccl.comm.device.boards import read_boards, read_place
 from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
 from miraccl.comm.device.ctas import Ctas
 from miraccl.comm.device.engines import CopyEngines
@@ -49,7 +49,7 @@ from miraccl.errors import (
     PeerDied,
     SystemFailure,
 )
-from miraccl.executor.cuda import layout
+from miraccl.executor.cuda import layout, moves
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.copies import CopyLaunch, Place
 from miraccl.executor.cuda.doors.table import CALLS, Door, Doors, group_builtins
@@ -148,7 +148,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self._messages = MessageLaunches(self.gpu, self._kernels, self._comm_args, rules, self._doors)
         self._current_stream: Callable[[int], int] | None = None
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
-        self._judged = 0  # the number of the last launch that was compared with those of others
+        self._judged = 0, 0  # how far operations were compared with those of others (``boards.read_place``)
         if self.ctas.none and self.nranks > 1:
             self.faults.on_abort(self._engines.let_go)
         self.closed = False
@@ -397,14 +397,17 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
 
     # ---- failure and end
 
-    def _look(self, read: Callable[[Gpu, CommArgs, int], Seen], number: int) -> Seen | None:
+    def _look(self, read: Callable[..., Seen], *what: int) -> Seen | None:
         with contextlib.suppress(MiracclError):  # the GPU may be what is broken
             self.gpu.make_current()
-            return read(self.gpu, self._comm_args, number)
+            return read(self.gpu, self._comm_args, *what)
         return None
 
     def _name_of_launch(self, number: int, signature: int) -> str:
-        """As of CPU operations, with the number of the launch: ``all_reduce #17 (1024 x float32, sum; ring, simple)``."""
+        """As of CPU operations, with the number of the launch: ``all_reduce #17 (1024 x float32, sum; ring, simple)``; ``number`` 0: a
+        collective that is messages."""
+        if not number:
+            return moves.describe(signature)
         launches = [*self._launches.items(), *self._engines.launches()]
         for (collective, dtype, count, op, root), launch in launches:
             if signature in launch.signatures:
@@ -439,12 +442,13 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls):
         self.check()
 
     def _judge_last(self) -> None:
-        """Find a mismatch in the last launch that left nobody waiting: the next launch would tell of it. The GPU has ended its work."""
-        last = self._look(read_last, self._judged) if self.nranks > 1 else None
-        if last is not None:
-            self._judged = last.number
-            if last.peer is not None:
-                self.faults.found_mismatch(last.peer, last.number, last.signature)
+        """Find a mismatch in the last operations that left nobody waiting: the next ones would tell of it. The GPU has ended its work."""
+        place = self._look(read_place) if self.nranks > 1 else None
+        if place is not None and place != self._judged:
+            self._judged, boards = place, self._look(read_boards)
+            found = boards.unlike() if boards is not None else None
+            if found is not None:
+                self.faults.found_mismatch(*found)
 
     def close(self) -> MiracclError | None:
         """Free everything, after all ranks have come here and their kernels have ended; may be called twice.

@@ -29,9 +29,9 @@ _EXPLAINS = (layout.ERROR_MISMATCH, layout.ERROR_SIZES)  # also why the peer has
 
 
 class DeviceFaults:
-    """``words`` are the host words of ``executor.cuda.layout``; ``look(number)`` reads what all ranks run, seen from a launch,
-    ``name(number, signature)`` says what a launch is, and ``refused(peer)`` reads which message a peer has refused.  ``called`` are the
-    numbers of the ranks in errors."""
+    """``words`` are the host words of ``executor.cuda.layout``; ``look()`` reads what all ranks run, ``name(number, signature)`` says what
+    a launch is (number 0: a collective that is messages), and ``refused(peer)`` reads which message a peer has refused.  ``called`` are
+    the numbers of the ranks in errors."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class DeviceFaults:
         words: Any,
         timeout_s: float,
         *,
-        look: Callable[[int], Boards | None],
+        look: Callable[[], Boards | None],
         name: Callable[[int, int], str],
         refused: Callable[[int], int | None],
         called: Sequence[int] = (),
@@ -86,7 +86,7 @@ class DeviceFaults:
     # ---- what kernels found
 
     def found_mismatch(self, peer: int, number: int, signature: int) -> None:
-        """As a kernel reports it that finds another operation of ``peer`` in the place of launch ``number``. None runs."""
+        """As a kernel reports it that finds another operation of ``peer`` in the place of launch ``number`` (0: of messages). None runs."""
         with self._lock:
             if self._ended.is_set() or self._words[layout.HOST_CLAIM]:
                 return
@@ -116,23 +116,31 @@ class DeviceFaults:
             return self._found or (self._fault is not None and error not in _EXPLAINS)
 
     def _explain(self, error: int, answers: Mapping[int, Mapping[str, Any]]) -> MiracclError:
-        words, rank, number = self._words, self.rank, int(self._words[layout.HOST_LAUNCH])
-        peer = self._called[there := int(words[layout.HOST_PEER])]
+        words, rank, there = self._words, self.rank, int(self._words[layout.HOST_PEER])
+        number, signature = int(words[layout.HOST_LAUNCH]), int(words[layout.HOST_SIGNATURE])
+        peer, op = self._called[there], self._name(number, signature) if number or signature else None
         if error == layout.ERROR_SIZES:
-            return mismatch(words, rank, peer, self._refused(there))
-        op = self._name(number, int(words[layout.HOST_SIGNATURE])) if number else None
-        if error == layout.ERROR_MISMATCH:
-            text = f"rank {peer} called another operation in the same place (number {number} of this communicator on GPU memory)"
-            hint = "collective, dtype, elements, operator, root and window must be the same on all ranks; results since then are void"
-            return CollectiveMismatch(text, rank=rank, peer=peer, op=op, hint=hint)
+            return mismatch(words, rank, peer, self._refused(there), op)
         if error == layout.ERROR_LEFT:
             return of_leave(peer, self._why_left.get(there, "finalized"), rank=rank, op=op)
+        boards = self._look()
+        unlike = boards.unlike() if boards is not None and error == layout.ERROR_TIMEOUT else None
+        if unlike is not None:
+            there, number, signature = unlike
+            peer, op = self._called[there], self._name(number, signature)
+        if unlike is not None or error == layout.ERROR_MISMATCH:
+            count = f" (number {number} of this communicator on GPU memory)" if number else ""
+            text = f"rank {peer} called another operation in the same place{count}"
+            what = "collective, dtype, elements, counts, operator, root and window"
+            hint = f"{what} must be the same on all ranks, in the same order; results since then are void"
+            return CollectiveMismatch(text, rank=rank, peer=peer, op=op, hint=hint)
         what = layout.WHAT_TEXT.get(int(words[layout.HOST_WHAT]), "something")
         text = f"rank {rank} waited longer than {self._timeout:.3g} s for {what} from rank {peer}"
-        boards = self._look(number) if number else None
-        does = {r: boards.describe(r, number, self._name) for r in boards.newest} if boards is not None else {}
+        does = {r: boards.describe(r, number, self._name) if op else boards.last(r, self._name) for r in boards.theirs} if boards else {}
         does[self.session.rank] = f"waits for {what} from rank {peer}{f' in {op}' if op else ''}"
-        if boards is not None and boards.has_begun(there, number):
+        if boards is None or not op:
+            hint = f"rank {peer} has not come to this message, or is stuck before it on its stream"
+        elif boards.has_begun(there, number):
             hint = f"rank {peer} has begun this operation, too; its GPU did not go on, or this is a defect of miraccl: please report it"
         else:
             hint = f"rank {peer} has not come to this operation, or is stuck before it on its stream"

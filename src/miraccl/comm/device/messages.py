@@ -19,6 +19,7 @@ from miraccl.errors import CollectiveMismatch, InvalidUsage, MiracclError
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.lanes import fills_gpu
 from miraccl.executor.cuda.messages import MAX_BYTES, Message, describe
+from miraccl.executor.cuda.moves import move_signature
 from miraccl.executor.cuda.source import Frame
 from miraccl.topo.records import PathType
 from miraccl.transport.cuda_p2p import SymmetricMemory
@@ -56,7 +57,7 @@ def read_refused(gpu: Gpu, args: CommArgs, peer: int) -> int | None:
     return int(word) - _REFUSED if word >= _REFUSED else None
 
 
-def mismatch(host: Any, rank: int, peer: int, refused: int | None) -> MiracclError:
+def mismatch(host: Any, rank: int, peer: int, refused: int | None, op: str | None) -> MiracclError:
     """The error of ``layout.ERROR_SIZES``. ``refused``: see ``read_refused``; a kernel that sends knows only the message it is at."""
     sends = int(host[layout.HOST_WHAT]) == layout.WHAT_SEND
     words = [int(host[layout.HOST_SIZES + i]) for i in range(4)]
@@ -64,7 +65,8 @@ def mismatch(host: Any, rank: int, peer: int, refused: int | None) -> MiracclErr
     mine, theirs = _in_words(refused if sends and refused is not None else sizes[0]), _in_words(sizes[1])
     verb, other = ("sends", "receives") if sends else ("receives", "sends")
     text = f"rank {rank} {verb} {mine} where rank {peer} {other} {theirs}"
-    return CollectiveMismatch(text, rank=rank, peer=peer, hint="a send and its receive have the same count and dtype")
+    hint = "counts, dtype and root must be the same on all ranks" if op else "a send and its receive have the same count and dtype"
+    return CollectiveMismatch(text, rank=rank, peer=peer, op=op, hint=hint)
 
 
 def _in_words(size: int) -> str:
@@ -121,12 +123,12 @@ class MessageCalls(UnevenCollectives):
             raise InvalidUsage(f"{where}: arrays of type {type(x).__name__} cannot be written", rank=self.rank)
         return memory, _message(receives, peer_rank(peer, "src" if receives else "dst", self.nranks, where), memory)
 
-    def _go(self, parts: list[tuple[DeviceMemory, Message]], name: str, stream: Any) -> None:
-        """Enqueue one launch."""
+    def _go(self, parts: list[tuple[DeviceMemory, Message]], name: str, stream: Any, signature: int = 0) -> None:
+        """Enqueue one launch; ``signature``: of the collective that it is, if any."""
         messages = [message for _, message in parts]
         fills = fills_gpu(sum([m.nbytes for m in messages]), len(messages))
         number = self._enter(name, stream, fills)
-        self._messages.run(messages, number, fills)
+        self._messages.run(messages, number, fills, signature)
         self.last_plan = self._messages.last_plan
         for memory, _ in parts:
             if memory.keep is not None:
@@ -140,16 +142,18 @@ class MessageCalls(UnevenCollectives):
         """What follows in the stream begins when every rank's stream has come here."""
         number = self._enter("barrier", stream, False)
         others = [r for r in range(self.nranks) if r != self.rank]
-        self._messages.run([Message(receives, r, 0, 0, int(DType.UINT8)) for r in others for receives in (False, True)], number, False)
+        words = [Message(receives, r, 0, 0, int(DType.UINT8)) for r in others for receives in (False, True)]
+        self._messages.run(words, number, False, move_signature(Collective.BARRIER))
 
     # ---- collectives with a root or with counts
 
     def _run_rooted(
         self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
     ) -> None:
-        every = [count] * self.nranks if self.rank == root else []
-        sends, receives = ([count], every) if collective is Collective.GATHER else (every, [count])
-        asked = Uneven(collective=collective, source=source, target=target, sends=sends, receives=receives, root=root)
+        counts = [count] * self.nranks
+        every = counts if self.rank == root else ()
+        sends, receives = ((count,), every) if collective is Collective.GATHER else (every, (count,))
+        asked = Uneven(collective=collective, source=source, target=target, sends=sends, receives=receives, counts=counts, root=root)
         self._run_messages(asked, collective.label, stream)
 
     def _run_uneven(self, asked: Uneven, stream: Any) -> None:
@@ -173,7 +177,7 @@ class MessageCalls(UnevenCollectives):
                 raise self._constant(name)
         parts = [(m, _message(False, r, m)) for r, m in sent]
         parts += [(m, _message(True, r, m)) for r, m in received]
-        self._go(parts, name, stream)
+        self._go(parts, name, stream, move_signature(asked.collective, asked.root, asked.counts))
 
 
 def _message(receives: bool, peer: int, memory: DeviceMemory) -> Message:

@@ -5,11 +5,13 @@ The symmetric memory is one allocation per rank, mapped by every other rank:
 ======== ============================================================ ======================
 part     holds                                                        written by
 ======== ============================================================ ======================
-state    number of the launch, ticket of its blocks, signatures       its rank
+state    number of the launch, ticket of its blocks, signatures,      its rank
+         number of collectives that are messages
 board    what peers say they run, per (peer, launch modulo 4)         the peer
 flags    of staged copies: what has come, what is free again          peers; cleared by its rank
 lanes    rows sent, rows taken, per (peer, lane)                      its rank
 credit   rows that the peer has taken, per (peer, lane)               the peer
+moves    which collectives that are messages peers say they run       the peer
 packets  two banks of packets, full of ones when nothing is there;    peers; cleared by its rank
          FIFOs of protocol Simple during a launch of it; between two
          meetings staging memory of copies
@@ -35,7 +37,7 @@ FEW_ARGUMENT_BYTES, MANY_ARGUMENT_BYTES, MANY_ARGUMENTS_DRIVER = 4096, 32764, 12
 
 KIB, MIB = 1 << 10, 1 << 20
 STATE_OFFSET = 0
-STATE_LAUNCH, STATE_TICKET, STATE_SIGNATURES = 0, 8, 16  # words (of 8 bytes) from STATE_OFFSET, on lines of their own
+STATE_LAUNCH, STATE_TICKET, STATE_SIGNATURES, STATE_MOVES = 0, 8, 16, 24  # words (of 8 bytes) from STATE_OFFSET, on lines of their own
 BOARD_OFFSET = 1 * KIB
 BOARD_ENTRIES = 4  # launches that are remembered; blocks 0 of peers are at most one apart
 COPY_FLAGS_OFFSET = 2 * KIB  # words (of 4 bytes) of staged copies: ready[src][slot], then free[dst][slot]
@@ -47,6 +49,8 @@ _LANE_WORDS = 128 * KIB
 LANE_SENT_OFFSET = 4 * KIB
 LANE_TAKEN_OFFSET = LANE_SENT_OFFSET + _LANE_WORDS
 LANE_CREDIT_OFFSET = LANE_TAKEN_OFFSET + _LANE_WORDS
+MOVES_OFFSET = LANE_CREDIT_OFFSET + _LANE_WORDS  # by rank the last MOVE_ENTRIES collectives that are messages, as MOVE; its own too
+MOVE_ENTRIES = 8
 PACKETS_OFFSET = 1 * MIB
 BANK_BYTES = 23 * MIB
 RINGS_OFFSET = PACKETS_OFFSET + 2 * BANK_BYTES
@@ -71,7 +75,7 @@ LARGEST_SLOT = 128 * KIB
 FILLS = ((PACKETS_OFFSET, 2 * BANK_BYTES, 0xFFFFFFFF),)
 assert COPY_FLAGS_OFFSET + COPY_FLAGS_BYTES <= REFUSED_OFFSET
 assert REFUSED_OFFSET + MAX_RANKS * WORD_STRIDE <= LANE_SENT_OFFSET
-assert LANE_CREDIT_OFFSET + _LANE_WORDS <= BULK_COUNTS_OFFSET
+assert MOVES_OFFSET + MAX_RANKS * MOVE_ENTRIES * 16 <= BULK_COUNTS_OFFSET
 assert BULK_FREED_OFFSET + MAX_RANKS * (BULK_BYTES // CHUNK_BYTES) * BULK_STRIDE <= PACKETS_OFFSET
 
 # Words (of 4 bytes) in host memory that the GPU reads and writes while it waits.
@@ -156,8 +160,11 @@ QUEUE = "<BBHIIIHHxxxx"
 TO_PEER, FROM_PEER, TO_SELF, TO_BULK, FROM_BULK = 0, 1, 2, 3, 4
 MAX_QUEUES = 4 * MAX_RANKS - 3  # every peer has up to four
 MAX_MESSAGES = 192  # in the arguments of a launch, which have 4 KiB
-#: what follows Args in struct Exchange: table, queues, lanes, blocks of large messages, -; then ``room`` bytes: the queues, the messages
-EXCHANGE_HEAD = "<QIIIxxxx"
+#: what follows Args in struct Exchange: table, queues, lanes, blocks of large messages, warps that draw the number of a collective (0: none
+#: do, messages are plain); then ``room`` bytes: the queues, the messages
+EXCHANGE_HEAD = "<QIIII"
+#: an entry of moves: number, tag (``tag_of`` of source/p2p.cuh), signature, launches before
+MOVE = "<IIII"
 
 
 def few_bytes(nranks: int) -> int:
@@ -197,6 +204,7 @@ def message_defines(nranks: int, frame: str) -> dict[str, int]:
     """Those of source/p2p.cuh and bulk.cuh."""
     names = (
         "TO_PEER FROM_PEER TO_SELF TO_BULK FROM_BULK LANE_SENT_OFFSET LANE_TAKEN_OFFSET LANE_CREDIT_OFFSET "
+        "STATE_MOVES MOVES_OFFSET MOVE_ENTRIES "
         "REFUSED_OFFSET RINGS_OFFSET RING_ROWS ROW_BYTES HOST_SIZES ERROR_SIZES WHAT_SEND WHAT_RECV BULK_FROM CHUNK_BYTES "
         "BULK_OFFSET BULK_STRIDE BULK_COUNTS_OFFSET BULK_GRANTS_OFFSET BULK_ARRIVED_OFFSET BULK_FREED_OFFSET"
     )

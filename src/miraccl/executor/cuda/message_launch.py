@@ -79,15 +79,15 @@ class MessageLaunches:
         self._tables: list[_Table] = []
         self.last_plan: DevicePlan | None = None
 
-    def run(self, messages: Sequence[Message], stream: int, fills: bool) -> None:
+    def run(self, messages: Sequence[Message], stream: int, fills: bool, signature: int = 0) -> None:
         """Enqueue one launch for all messages in ``stream``; it neither waits nor, but for tables, allocates. ``fills``: it may take the
-        whole GPU."""
-        if not messages:
+        whole GPU; ``signature``: of the collective that they are, if any (``moves``), which without messages still counts."""
+        if not messages and not signature:
             return
         if self.rules.nranks == 1:
             self._copy(messages, stream)
             return
-        key = tuple([(receives, peer, nbytes, code) for receives, peer, _, nbytes, code in messages])
+        key = (signature, *[(receives, peer, nbytes, code) for receives, peer, _, nbytes, code in messages])
         launch = self._patterns.get(key) or self._prepare(key, messages, fills)
         lowered, table = launch.lowered, None
         target = lowered.args if lowered.table is None else lowered.table
@@ -104,7 +104,8 @@ class MessageLaunches:
 
     def _prepare(self, key: tuple[Any, ...], messages: Sequence[Message], fills: bool) -> _Pattern:
         self.gpu.make_current()
-        lowered = lower_messages(messages, self._comm_args, self.rules)
+        signature = key[0]
+        lowered = lower_messages(messages, self._comm_args, self.rules, signature)
         bulk = lowered.bulk > 0
         function = self._kernels.function(self.rules.spec(bulk, lowered.room))
         proto = "simple" if bulk else "ll128" if self.rules.frame is Frame.LINE else "ll"
@@ -117,11 +118,11 @@ class MessageLaunches:
             self._doors.forget_messages()
         launch = self._patterns[key] = _Pattern(self.gpu, function, plan, lowered)
         if lowered.table is None:
-            self._doors.remember_messages(messages, launch.places(), launch, fills)
-            if launch.block and not bulk and not self._doors.knows_shape(messages):
+            self._doors.remember_messages(messages, launch.places(), launch, fills, signature)
+            if launch.block and not bulk and not self._doors.knows_shape(messages, signature):
                 own = replace(lowered, args=lowered.args.copy())
                 shaped = _Shaped(self.gpu, function, plan, own)
-                self._doors.remember_shape(messages, own, self._comm_args.rank, self.rules, shaped.argument, shaped)
+                self._doors.remember_shape(messages, own, self._comm_args.rank, self.rules, shaped.argument, shaped, signature)
         return launch
 
     def _copy(self, messages: Sequence[Message], stream: int) -> None:

@@ -99,8 +99,9 @@ class Lowered:
         return len(self.args) - self.room + queue * _QUEUE.size
 
 
-def lower_messages(messages: Sequence[Message], comm_args: CommArgs, rules: LaneRules) -> Lowered:
-    """One launch for all messages, in which those of a queue keep their order.
+def lower_messages(messages: Sequence[Message], comm_args: CommArgs, rules: LaneRules, signature: int = 0) -> Lowered:
+    """One launch for all messages; those of a queue keep their order. ``signature`` is that of a collective (``moves``), in which a
+    rank takes part that has no messages, too.
 
     Raises ``InvalidUsage`` for messages to this rank itself that do not pair up.
     """
@@ -111,13 +112,13 @@ def lower_messages(messages: Sequence[Message], comm_args: CommArgs, rules: Lane
         if message.peer != comm_args.rank:
             queues.setdefault((layout.FROM_PEER if message.receives else layout.TO_PEER, message.peer), []).append(number)
     to_self = _pairs([(n, m) for n, m in enumerate(messages) if m.peer == comm_args.rank], comm_args.rank)
-    if to_self:
+    if to_self or (signature and not queues):
         queues[layout.TO_SELF, comm_args.rank] = to_self
     heads, large, warp, first = [], [], 0, 0
     for (kind, peer), numbers in queues.items():
         sizes = [messages[n].nbytes for n in numbers]
         if kind == layout.TO_SELF:
-            lanes = copy_lanes_of(max(sizes), rules.copy_lanes)
+            lanes = copy_lanes_of(max(sizes, default=0), rules.copy_lanes)
         else:
             lanes = max(map(rules.lanes_of, sizes))
             if max(sizes) >= rules.bulk_from:
@@ -125,7 +126,8 @@ def lower_messages(messages: Sequence[Message], comm_args: CommArgs, rules: Lane
         heads.append(_QUEUE.pack(kind, peer, lanes, warp, first, len(numbers), 0, 0))
         warp, first = warp + lanes, first + len(numbers)
     blocks = _bulk_queues(large, 2 * rules.multiprocessors - -(-warp // WARPS))
-    return _pack(messages, list(queues.values()), heads + blocks, warp, comm_args, rules)
+    draws = len(heads) if signature else 0
+    return _pack(messages, list(queues.values()), heads + blocks, warp, pack_args(comm_args, count=0, signature=signature), draws, rules)
 
 
 def _bulk_queues(large: Sequence[tuple[int, int, int, int]], blocks: int) -> list[bytes]:
@@ -141,14 +143,13 @@ def _bulk_queues(large: Sequence[tuple[int, int, int, int]], blocks: int) -> lis
 
 
 def _pack(
-    messages: Sequence[Message], queues: list[list[int]], heads: list[bytes], warps: int, comm_args: CommArgs, rules: LaneRules
+    messages: Sequence[Message], queues: list[list[int]], heads: list[bytes], warps: int, args: bytearray, draws: int, rules: LaneRules
 ) -> Lowered:
     order = [number for numbers in queues for number in numbers]
     bulk = sum(_QUEUE.unpack(head)[2] for head in heads if head[0] in (layout.TO_BULK, layout.FROM_BULK))
     ordered = [messages[number] for number in order]
     records = bytearray().join(_MESSAGE.pack(m.address, m.nbytes | m.code << layout.TYPE_SHIFT) for m in ordered)
-    args = pack_args(comm_args, count=0)
-    args += _HEAD.pack(0, len(heads), rules.lanes, bulk)
+    args += _HEAD.pack(0, len(heads), rules.lanes, bulk, draws)
     inline, head = len(messages) <= layout.MAX_MESSAGES, b"".join(heads)
     start = len(args) + len(head) if inline else 0
     body, few = head + records if inline else head, layout.few_bytes(rules.nranks)

@@ -141,7 +141,7 @@ def message(self: int, args: int, nargs: int) -> int:
     plain = is_known(state, x) and may_begin(door, state) and is_plain(state, args + 16)
     if plain and write_message(state, 0, x, peer, receives):
         if load32(load(state + at.STATE_GROUPS)) == 0:
-            code = go(state, find_messages(state, state + at.STATE_CALL, 1))
+            code = go(state, find_messages(state, state + at.STATE_CALL, 1, 0))
         elif can_be_noted(door, state, 1):
             if not join(state) or not note(state, 0, x):
                 return 0
@@ -159,7 +159,7 @@ def pair(self: int, args: int, nargs: int) -> int:
         return answer(door, code, args, nargs)
     if write_message(state, 0, x, dst, 0) and write_message(state, 1, out, src, 1) and not overlap(sent, got):
         if load32(load(state + at.STATE_GROUPS)) == 0:
-            code = go(state, find_messages(state, sent, 2))
+            code = go(state, find_messages(state, sent, 2, 0))
         elif can_be_noted(door, state, 2):
             if not join(state) or not note(state, 0, x) or not note(state, 1, out):
                 return 0

@@ -113,7 +113,7 @@ def find_noted(state: int) -> int:
         return 0
     if PyList_Size(load(state + at.STATE_NOTED_OWNERS)) != 0 and captures(state, load(state + at.STATE_STREAM)):
         return 0
-    return find_messages(state, state + at.STATE_GROUP, load(state + at.STATE_NOTED))
+    return find_messages(state, state + at.STATE_GROUP, load(state + at.STATE_NOTED), 0)
 
 
 @inline

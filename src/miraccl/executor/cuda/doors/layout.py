@@ -48,8 +48,8 @@ THIRD_NOTHING, THIRD_OPERATOR, THIRD_ROOT, THIRD_BOTH = 0, 1, 2, 3  # what the t
 # the door of a send or a receive
 DOOR_RECEIVES = 32
 # the door of a collective that is a list of messages: whether only the root takes ``out`` or gives ``x``; whether ``x`` and ``out`` have a
-# block for each rank, and whether these are alike
-DOOR_ROOTED, DOOR_SPLITS_IN, DOOR_SPLITS_OUT, DOOR_EVEN = 32, 40, 48, 56
+# block for each rank, and whether these are alike; the collective
+DOOR_ROOTED, DOOR_SPLITS_IN, DOOR_SPLITS_OUT, DOOR_EVEN, DOOR_MOVES = 32, 40, 48, 56, 64
 ROOTED_NOWHERE, ROOTED_OUT, ROOTED_IN = 0, 1, 2
 # the door of reduce_scatter_v: the collective that it is with equal counts, and the one that each part is with others
 DOOR_WHOLE, DOOR_PART = 32, 40
@@ -78,9 +78,10 @@ MESSAGE_WHAT, MESSAGE_COUNT, MESSAGE_ADDRESS = 0, 8, 16
 MESSAGE_BYTES = 24
 MOST_MESSAGES = 64  # of a launch
 
-# a row of the table of launches; MESSAGES is the address of those of a launch that has some, else 0. Their number is COUNT then.
-ROW_KEY, ROW_COUNT, ROW_BLOCK, ROW_FILLS, ROW_MESSAGES = 0, 8, 16, 24, 32
-ROW_BYTES = 40
+# a row of the table of launches; MESSAGES is the address of those of a launch that has some, else 0. Their number is COUNT then, and
+# SIGNATURE that of the collective that they are, 0 for plain ones.
+ROW_KEY, ROW_COUNT, ROW_BLOCK, ROW_FILLS, ROW_MESSAGES, ROW_SIGNATURE = 0, 8, 16, 24, 32, 40
+ROW_BYTES = 48
 TABLE_SLOTS = 1024  # a power of two
 PROBES = 8  # rows in which a launch may stand
 
@@ -154,12 +155,13 @@ STREAM_LEGACY = 1  # the legacy default stream, in DLPack and the interface
 
 # ---- records elsewhere
 
-# a shape, which is what messages are but for their sizes, of a launch into whose argument sizes are written: ``LaneRules`` in words, then a
-# row for each message: what, its record in the argument (address, then bytes and type), the type there, the number of its queue, that of
-# the other half of a message of this rank to itself (-1: to or from a peer); then a row for each queue: its record, whose first word has
-# kind and peer, lanes << 16, first lane << 32; that word without lanes; its lanes in the call under way
-SHAPE_QUEUES, SHAPE_GROUP, SHAPE_FIRST, SHAPE_LANES, SHAPE_COPY_LANES, SHAPE_BLOCKS, SHAPE_BULK_FROM = range(0, 56, 8)
-SHAPE_BYTES = 56
+# a shape, which is what messages are but for their sizes, of a launch into whose argument sizes are written: ``LaneRules`` in words, and
+# where the signature of the collective that they are is written (0: they are plain ones); then a row for each message: what, its record in
+# the argument (address, then bytes and type), the type there, the number of its queue, that of the other half of a message of this rank to
+# itself (-1: to or from a peer); then a row for each queue: its record, whose first word has kind and peer, lanes << 16, first lane << 32;
+# that word without lanes; its lanes in the call under way
+SHAPE_QUEUES, SHAPE_GROUP, SHAPE_FIRST, SHAPE_LANES, SHAPE_COPY_LANES, SHAPE_BLOCKS, SHAPE_BULK_FROM, SHAPE_SIGNATURE = range(0, 64, 8)
+SHAPE_BYTES = 64
 SHAPED_WHAT, SHAPED_RECORD, SHAPED_TYPE, SHAPED_QUEUE, SHAPED_PARTNER = range(0, 40, 8)
 SHAPED_BYTES = 40
 QUEUE_RECORD, QUEUE_HEAD, QUEUE_LANES = range(0, 24, 8)

@@ -3,13 +3,17 @@ their launch. The messages are those of ``comm.device.uneven.moves``, in its ord
 
 from __future__ import annotations
 
+from miraccl.executor.cuda import moves
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.arrays import item_size
-from miraccl.executor.cuda.doors.rows import find_messages, what_of
+from miraccl.executor.cuda.doors.rows import find_messages, mix, what_of
 from miraccl.executor.cuda.doors.streams import is_plain
 from miraccl.executor.cuda.doors.tensors import address, data_type, number_of, rank_of
 from miraccl.executor.cuda.doors.views import elements
+from miraccl.executor.cuda.moves import NO_ROOT
 from miraccl.native.intrinsics import PyList_GetItem, PyList_Size, PyTuple_GetItem, PyTuple_Size, inline, load, load32, store
+
+signature_of = inline(moves.signature_of)
 
 
 @inline
@@ -134,4 +138,11 @@ def find_moves(door: int, args: int) -> int:
         stays = rank
     number = put_all(state, 0, 0, view, count, shares, root, stays) if gives else 0
     number = put_all(state, number, 1, other, out_count, out_shares, root, stays) if takes else number
-    return find_messages(state, state + at.STATE_CALL, number)
+    if number == 0:
+        return 0
+    hashed, known = 0, shares if out_shares == 0 else out_shares if shares == 0 else 0
+    if known != 0:
+        for peer in range(nranks):
+            hashed = mix(hashed, load(known + 8 * peer))
+    signature = signature_of(load(door + at.DOOR_MOVES), root if root >= 0 else NO_ROOT, hashed)
+    return find_messages(state, state + at.STATE_CALL, number, signature)

@@ -164,9 +164,9 @@ def same_messages(messages: int, launch: int, count: int) -> bool:
 
 
 @inline
-def find_messages(state: int, messages: int, count: int) -> int:
-    """The block for ``count`` messages; 0 where Python is to do it."""
-    hashed = 0
+def find_messages(state: int, messages: int, count: int, signature: int) -> int:
+    """The block for ``count`` messages, which are a collective if ``signature`` is not 0; 0 where Python is to do it."""
+    hashed = signature
     for offset in range(0, count * at.MESSAGE_BYTES, at.MESSAGE_BYTES):
         hashed = mix(mix(hashed, load(messages + offset + at.MESSAGE_WHAT)), load(messages + offset + at.MESSAGE_COUNT))
     key = at.KEY_OF_MESSAGES | hashed
@@ -175,10 +175,10 @@ def find_messages(state: int, messages: int, count: int) -> int:
         row = state + at.STATE_TABLE + slot_of(hashed, probe) * at.ROW_BYTES
         if load(row + at.ROW_KEY) == key and load(row + at.ROW_COUNT) == count:
             launch = load(row + at.ROW_MESSAGES)
-            if same_messages(messages, launch, count):
+            if load(row + at.ROW_SIGNATURE) == signature and same_messages(messages, launch, count):
                 block = block_in(state, row)
                 if block != 0:
                     for offset in range(at.MESSAGE_ADDRESS, count * at.MESSAGE_BYTES, at.MESSAGE_BYTES):
                         store(load(launch + offset), load(messages + offset))
                 return block
-    return find_shape(state, messages, count)
+    return find_shape(state, messages, count, signature)

@@ -28,7 +28,9 @@ def bytes_of(messages: int, number: int) -> int:
 
 
 @inline
-def has_shape(messages: int, count: int, shape: int) -> bool:
+def has_shape(messages: int, count: int, signature: int, shape: int) -> bool:
+    if (load(shape + at.SHAPE_SIGNATURE) != 0) != (signature != 0):
+        return False
     for number in range(count):
         what = load(messages + number * at.MESSAGE_BYTES + at.MESSAGE_WHAT)
         if load(shape + at.SHAPE_BYTES + number * at.SHAPED_BYTES + at.SHAPED_WHAT) != what:
@@ -61,8 +63,10 @@ def give_lanes(messages: int, count: int, shape: int) -> int:
 
 
 @inline
-def write_launch(messages: int, count: int, shape: int, config: int) -> None:
+def write_launch(messages: int, count: int, signature: int, shape: int, config: int) -> None:
     """Lanes into the records of queues, sizes and addresses into those of messages, the grid into the configuration."""
+    if signature != 0:
+        store(load(shape + at.SHAPE_SIGNATURE), signature)
     rows = shape + at.SHAPE_BYTES
     queues, warps = rows + count * at.SHAPED_BYTES, 0
     for number in range(load(shape + at.SHAPE_QUEUES)):
@@ -82,9 +86,9 @@ def write_launch(messages: int, count: int, shape: int, config: int) -> None:
 
 
 @inline
-def find_shape(state: int, messages: int, count: int) -> int:
+def find_shape(state: int, messages: int, count: int, signature: int) -> int:
     """The block for messages of a shape that has been launched before; 0 where Python is to do it."""
-    hashed = 0
+    hashed = 1 if signature != 0 else 0
     for number in range(count):
         hashed = mix(hashed, load(messages + number * at.MESSAGE_BYTES + at.MESSAGE_WHAT))
     key = at.KEY_OF_SHAPE | hashed
@@ -92,13 +96,13 @@ def find_shape(state: int, messages: int, count: int) -> int:
     for probe in range(at.PROBES):
         row = state + at.STATE_TABLE + slot_of(hashed, probe) * at.ROW_BYTES
         shape = load(row + at.ROW_MESSAGES)
-        if load(row + at.ROW_KEY) == key and load(row + at.ROW_COUNT) == count and has_shape(messages, count, shape):
+        if load(row + at.ROW_KEY) == key and load(row + at.ROW_COUNT) == count and has_shape(messages, count, signature, shape):
             total = give_lanes(messages, count, shape)
             if total < 0 or (fills_gpu(total, count) and load(load(state + at.STATE_ORDER)) != load(state + at.STATE_SELF)):
                 return 0
             block = load(row + at.ROW_BLOCK)
             config = load(block + 8 * at.CONFIG)
-            write_launch(messages, count, shape, config)
+            write_launch(messages, count, signature, shape, config)
             store(config + at.CONFIG_STREAM, load(state + at.STATE_STREAM))
             return block
     return 0

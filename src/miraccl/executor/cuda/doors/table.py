@@ -19,7 +19,7 @@ from miraccl import native
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.kinds import DL_DTYPES, WORDS, Kind, words_of
 from miraccl.executor.cuda.launch import Launch
-from miraccl.executor.cuda.layout import GROUPS, TYPE_SHIFT
+from miraccl.executor.cuda.layout import ARGS, GROUPS, TYPE_SHIFT
 from miraccl.executor.cuda.messages import LaneRules, Lowered, Message
 from miraccl.native.capsules import pointer_of
 from miraccl.native.hashing import mix
@@ -42,12 +42,12 @@ _MESSAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "send": ("message", (0,)),
     "recv": ("message", (1,)),
     "sendrecv": ("pair", ()),
-    "gather": ("moves", (at.ROOTED_OUT, 0, 1, 1)),
-    "gather_v": ("moves", (at.ROOTED_OUT, 0, 1, 0)),
-    "scatter": ("moves", (at.ROOTED_IN, 1, 0, 1)),
-    "scatter_v": ("moves", (at.ROOTED_IN, 1, 0, 0)),
-    "all_gather_v": ("moves", (at.ROOTED_NOWHERE, 0, 1, 0)),
-    "all_to_all_v": ("moves", (at.ROOTED_NOWHERE, 1, 1, 0)),
+    "gather": ("moves", (at.ROOTED_OUT, 0, 1, 1, int(Collective.GATHER))),
+    "gather_v": ("moves", (at.ROOTED_OUT, 0, 1, 0, int(Collective.GATHER))),
+    "scatter": ("moves", (at.ROOTED_IN, 1, 0, 1, int(Collective.SCATTER))),
+    "scatter_v": ("moves", (at.ROOTED_IN, 1, 0, 0, int(Collective.SCATTER))),
+    "all_gather_v": ("moves", (at.ROOTED_NOWHERE, 0, 1, 0, int(Collective.ALL_GATHER))),
+    "all_to_all_v": ("moves", (at.ROOTED_NOWHERE, 1, 1, 0, int(Collective.ALL_TO_ALL))),
     "reduce_scatter_v": ("reductions", (int(Collective.REDUCE_SCATTER), int(Collective.REDUCE))),
 }
 _COLLECTIVES = {collective.label: collective for collective in SHAPES}
@@ -265,36 +265,43 @@ class Doors:
         third = at.both_of(int(op), root) if collective.reduces else root
         self._enter(at.key_of(int(collective), third, DL_DTYPES[dtype]), count, launch, fills, None)
 
-    def remember_messages(self, messages: Sequence[Message], places: Sequence[int], launch: Launch, fills: bool) -> None:
-        """Enter a launch for messages like these; ``places`` are where their addresses belong."""
+    def remember_messages(
+        self, messages: Sequence[Message], places: Sequence[int], launch: Launch, fills: bool, signature: int = 0
+    ) -> None:
+        """Enter a launch for messages like these; ``places`` are where their addresses belong, ``signature`` is that of the collective that
+        they are, if any."""
         dtypes = [DType(message.code) for message in messages]
         if len(messages) > at.MOST_MESSAGES or any(dtype not in DL_DTYPES for dtype in dtypes):
             return
-        record, hashed = np.zeros((len(messages), at.MESSAGE_BYTES // 8), np.int64), 0
+        record, hashed = np.zeros((len(messages), at.MESSAGE_BYTES // 8), np.int64), signature
         for row, message, dtype, place in zip(record, messages, dtypes, places, strict=True):
             what = at.what_of(int(message.receives), message.peer, DL_DTYPES[dtype])
             count = message.nbytes // dtype.itemsize
             hashed = mix(mix(hashed, what), count)
             row[:] = (what, count, place)
-        self._enter(at.KEY_OF_MESSAGES | hashed, len(messages), launch, fills, record)
+        self._enter(at.KEY_OF_MESSAGES | hashed, len(messages), launch, fills, record, signature)
 
-    def knows_shape(self, messages: Sequence[Message]) -> bool:
+    def knows_shape(self, messages: Sequence[Message], signature: int = 0) -> bool:
         """Whether there is a launch into which the sizes of messages like these can be written, or can be none."""
         whats = _whats(messages)
         if len(messages) > at.MOST_MESSAGES or not all(whats):
             return True
-        for row in self._rows(_shape_key(whats), len(messages)):
-            if int(self._state[row + at.ROW_KEY // 8]) == _shape_key(whats) and self._block_at(row):
+        key = _shape_key(whats, signature)
+        for row in self._rows(key, len(messages)):
+            if int(self._state[row + at.ROW_KEY // 8]) == key and self._block_at(row):
                 shape = self._launches[self._block_at(row)][1]
                 rows = shape[at.SHAPE_BYTES // 8 :][: len(whats) * at.SHAPED_BYTES // 8].reshape(len(whats), -1)
-                if rows[:, at.SHAPED_WHAT // 8].tolist() == whats:
+                if rows[:, at.SHAPED_WHAT // 8].tolist() == whats and bool(shape[at.SHAPE_SIGNATURE // 8]) == bool(signature):
                     return True
         return False
 
     def remember_shape(
-        self, messages: Sequence[Message], lowered: Lowered, rank: int, rules: LaneRules, argument: int, launch: Launch
+        self, messages: Sequence[Message], lowered: Lowered, rank: int, rules: LaneRules, argument: int, launch: Launch, signature: int = 0
     ) -> None:
-        """Enter a launch for messages like these of any size: one of its own, whose ``argument`` (an address) is ``lowered``'s."""
+        """Enter a launch for messages like these of any size, plain ones or a collective of any signature: one of its own, whose
+        ``argument`` (an address) is ``lowered``'s."""
+        if not messages:
+            return
         queue_of = {number: queue for queue, numbers in enumerate(lowered.queues) for number in numbers}
         partners: dict[int, int] = {}
         heads = []
@@ -308,16 +315,17 @@ class Doors:
             for number, (message, what) in enumerate(zip(messages, _whats(messages), strict=True))
         ]
         group, first = GROUPS[rules.frame.value]
-        head = (len(heads), group, first, rules.lanes, rules.copy_lanes, rules.multiprocessors, rules.bulk_from)
+        place = argument + ARGS["signature"].offset if signature else 0
+        head = (len(heads), group, first, rules.lanes, rules.copy_lanes, rules.multiprocessors, rules.bulk_from, place)
         shape = np.array([*head, *(word for row in (*rows, *heads) for word in row)], np.int64)
-        self._enter(_shape_key(_whats(messages)), len(messages), launch, False, shape)
+        self._enter(_shape_key(_whats(messages), signature), len(messages), launch, False, shape)
 
     def _rows(self, key: int, count: int) -> list[int]:
         """The words at which the rows begin in which a launch may stand."""
         hashed = mix(mix(0, key), count)
         return [(at.STATE_TABLE + at.slot_of(hashed, probe) * at.ROW_BYTES) // 8 for probe in range(at.PROBES)]
 
-    def _enter(self, key: int, count: int, launch: Launch, fills: bool, messages: Any) -> None:
+    def _enter(self, key: int, count: int, launch: Launch, fills: bool, messages: Any, signature: int = 0) -> None:
         """An older entry in the places of a new one is replaced."""
         if not launch.block:
             return
@@ -325,7 +333,7 @@ class Doors:
         row = next((row for row in rows if not self._block_at(row)), rows[0])
         self._launches.pop(self._block_at(row), None)
         self._launches[launch.block] = launch, messages
-        words = (key, count, launch.block, int(fills), 0 if messages is None else int(messages.ctypes.data))
+        words = (key, count, launch.block, int(fills), 0 if messages is None else int(messages.ctypes.data), signature)
         for number, word in enumerate(words):
             self._state[row + number] = word
 
@@ -371,5 +379,5 @@ def _whats(messages: Sequence[Message]) -> list[int]:
     return [at.what_of(int(m.receives), m.peer, DL_DTYPES[DType(m.code)]) if DType(m.code) in DL_DTYPES else 0 for m in messages]
 
 
-def _shape_key(whats: Sequence[int]) -> int:
-    return at.KEY_OF_SHAPE | functools.reduce(mix, whats, 0)
+def _shape_key(whats: Sequence[int], signature: int) -> int:
+    return at.KEY_OF_SHAPE | functools.reduce(mix, whats, int(signature != 0))

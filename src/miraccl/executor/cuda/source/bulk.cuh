@@ -52,7 +52,7 @@ __device__ __forceinline__ u64 chunks_of(const Cut& c) { return (c.bytes - FIRST
 // Thread 0: whether the receiver has refused a header, and so poisoned the credits of the lanes. It grants and frees no more.
 __device__ __forceinline__ bool refused(const Args& a, u32 peer, u64 size) {
   u64 taken = load_word(lane_word(a.inbox[peer], LANE_CREDIT_OFFSET, peer, 0));
-  if (taken & POISON) report_sizes(a.host, peer, WHAT_SEND, size, taken & ~POISON);
+  if (taken & POISON) report_refusal(a, peer, size, taken);
   return (taken & POISON) != 0;
 }
 

@@ -38,6 +38,9 @@ __device__ __forceinline__ u64 now_ns() { u64 t; asm volatile("mov.u64 %0, %glob
 __device__ __forceinline__ u32 draw(u32* p, u32 last) {
   u32 v; asm volatile("atom.relaxed.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(v) : "l"(p), "r"(last) : "memory"); return v;
 }
+__device__ __forceinline__ u64 fetch_add(u64* p, u64 by) {
+  u64 v; asm volatile("atom.relaxed.gpu.global.add.u64 %0,[%1],%2;" : "=l"(v) : "l"(p), "l"(by) : "memory"); return v;
+}
 __device__ __forceinline__ void count_up(u64* p, u64 by) { asm volatile("red.relaxed.gpu.global.add.u64 [%0],%1;" :: "l"(p), "l"(by) : "memory"); }
 
 __device__ __forceinline__ void between_polls() {}

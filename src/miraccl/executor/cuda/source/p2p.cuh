@@ -14,6 +14,10 @@
 // Counts of rows are kept in device memory from launch to launch, so captured launches can be replayed, and it does not matter how messages are
 // distributed over launches. A message begins with a header, its size and type; a receiver that expects another one reports both sizes and poisons
 // the credits, so that the sender hears of it. The sender may be at a later message by then: which one was refused is left in its memory.
+//
+// Collectives that are messages (gather, scatter, those with counts that only move data, the barrier) are numbered. What number and which one is in the
+// header, too, so that a message which nobody took is not taken for one of a later collective; and all peers are told of it when it begins, so that ranks
+// which wait for one another in different collectives hear of that.
 
 struct Message {         // layout.MESSAGE
   u64 address;
@@ -21,6 +25,7 @@ struct Message {         // layout.MESSAGE
 };
 #define SIZE_BYTES(size) ((size) & 0x00ffffffffffffffull)
 #define POISON (1ull << 63)
+#define ANOTHER (1ull << 48)  // with it: the size is right, but the message belongs to another operation
 __device__ __forceinline__ bool is_bulk(const Message& m) { return SIZE_BYTES(m.size) >= BULK_FROM; }
 
 struct Queue {           // layout.QUEUE
@@ -37,7 +42,7 @@ struct Exchange {        // layout.EXCHANGE_HEAD
   Args a;
   const Message* table;  // null: the messages follow the queues
   u32 nqueues, lanes;    // lanes of a message at most, the same on all ranks
-  u32 bulk, unused;      // blocks for large messages; they are the first ones
+  u32 bulk, draws;       // blocks for large messages, which are the first ones; warps that draw the number of a collective, 0: plain messages
   u64 room[ROOM / 8];    // the queues, then the messages
 };
 static_assert(sizeof(Exchange) == HEAD_BYTES + ROOM, "layout.EXCHANGE_HEAD");
@@ -114,7 +119,9 @@ __device__ __forceinline__ void unframe(uint4* d, const uint4* row, u32 t) {
     d[2] = make_uint4(row[2].z, row[3].x, row[3].y, row[3].z);
   }
 }
-__device__ __forceinline__ u64 header_of(const uint4& row) { return (u64)row.y << 32 | row.x; }  // from the first row
+__device__ __forceinline__ u64 size_in(const uint4* row) { return (u64)row[0].y << 32 | row[0].x; }  // the header's, from the first rows
+__device__ __forceinline__ u32 tag_in(const uint4* row) { return row[0].z; }
+#define HEADER_ROWS 1
 __device__ __forceinline__ void store_row(uint4* p, uint4 v, u32 flag, u32 t) { if ((t & 7) == 7) v.w = flag; store_line(p, v); }
 __device__ __forceinline__ uint4 load_row(const uint4* p) { return load_line(p); }
 __device__ __forceinline__ bool is_there(const uint4& v, u32 flag, u32 t) { return (t & 7) != 7 || v.w == flag; }
@@ -131,7 +138,9 @@ __device__ __forceinline__ void unframe(uint4* d, const uint4* row, u32 t) {
 #pragma unroll
   for (int u = 0; u < 2; u++) d[u] = make_uint4(row[2 * u].x, row[2 * u].z, row[2 * u + 1].x, row[2 * u + 1].z);
 }
-__device__ __forceinline__ u64 header_of(const uint4& row) { return (u64)row.z << 32 | row.x; }
+__device__ __forceinline__ u64 size_in(const uint4* row) { return (u64)row[0].z << 32 | row[0].x; }
+__device__ __forceinline__ u32 tag_in(const uint4* row) { return row[1].x; }
+#define HEADER_ROWS 2
 __device__ __forceinline__ void store_row(uint4* p, uint4 v, u32 flag, u32 t) { v.y = v.w = flag; store_packet(p, v); }
 __device__ __forceinline__ uint4 load_row(const uint4* p) { return load_packet(p); }
 __device__ __forceinline__ bool is_there(const uint4& v, u32 flag, u32 t) { return v.y == flag && v.w == flag; }
@@ -212,25 +221,93 @@ __device__ __forceinline__ u32 rows_at(const Cut& c, u64 group) {
   return rows_of(c.bytes - first_byte(group), group == 0);
 }
 
+// ---- collectives that are messages: their numbers, and what peers say of theirs
+
+// The entry of rank ``src`` for a number: layout.MOVE. Each half may arrive before the other.
+__device__ __forceinline__ uint4* move_entry(char* box, u32 src, u32 number) { return (uint4*)(box + MOVES_OFFSET) + src * MOVE_ENTRIES + number % MOVE_ENTRIES; }
+
+// What all ranks must agree about, and where in the order of all collectives; never 0.
+__device__ __forceinline__ u32 tag_of(u32 number, u32 launches, u32 signature) {
+  u32 tag = signature ^ number * 0x9e3779b1u ^ launches * 0x85ebca6bu;
+  return tag ? tag : 1u;
+}
+
+__shared__ u32 tags[THREADS / 32];  // of warps: what their messages bear, 0 for plain ones
+
+// A warp draws the number of this launch's collective. The word counts collectives in its upper half, and who has drawn
+// in this launch in the lower one. Who draws first tells the peers.
+__device__ __noinline__ void draw_move(const Exchange& x, u32 t) {
+  const Args& a = x.a;
+  u64* state = (u64*)(a.own + STATE_OFFSET);
+  u64 drawn = 0;
+  if (t == 0) {
+    drawn = fetch_add(state + STATE_MOVES, 1);
+    if ((u32)drawn == x.draws - 1) count_up(state + STATE_MOVES, (1ull << 32) - x.draws);
+  }
+  drawn = __shfl_sync(WHOLE_WARP, drawn, 0);
+  u32 number = (u32)(drawn >> 32) + 1, launches = (u32)load_word(state + STATE_LAUNCH), tag = tag_of(number, launches, (u32)a.signature);
+  if ((u32)drawn == 0 && t < RANKS)
+    store_packet(move_entry(t == a.rank ? a.own : a.outbox[t], a.rank, number), make_uint4(number, tag, (u32)a.signature, launches));
+  if (t == 0) tags[threadIdx.x / 32] = tag;
+}
+
 // ---- waiting and failing, as a warp
 
-// Messages are no operation of all ranks, so nothing is compared with what peers run.
+// Rarely called, by one thread: as ``check_wait``. The wait ends also where the peer has run another collective in the place of this one or of one of the
+// last, and where it is past this one: it has begun a later one, so all that it sent before has landed. The poll before a look may have been too early for
+// that: the second look at a peer that is past ends the wait.
+#define SEEN_PAST (1ull << 62)
+__device__ __noinline__ u64 check_message(const Args& a, u64 waited, u32 peer, u32 what) {
+  u32 tag = tags[threadIdx.x / 32];
+  if (tag == 0) return check_wait(a.host, a.timeout_ns, waited, peer, what, nullptr, nullptr, 0, (u32)a.signature);
+  u32 launches = (u32)load_word((const u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH), number = 0;
+  bool past = false, another = false, known = false;
+#pragma unroll 1
+  for (u32 i = 0; i < MOVE_ENTRIES; i++) {
+    uint4 said = load_packet(move_entry(a.inbox[peer], peer, i)), mine = load_packet(move_entry(a.own, a.rank, i));
+    another |= said.x == mine.x && said.y != mine.y;
+    if (mine.y == tag) { known = true; number = mine.x; }
+  }
+  if (known) {
+#pragma unroll 1
+    for (u32 i = 0; i < MOVE_ENTRIES; i++) past |= (int)(load_packet(move_entry(a.inbox[peer], peer, i)).x - number) > 0;
+#pragma unroll 1
+    for (u32 i = 0; i < BOARD_ENTRIES; i++) past |= (int)(load_packet(board(a.inbox[peer], peer, i)).x - launches) > 0;
+  }
+  if (another || (past && (waited & SEEN_PAST))) {
+    report(a.host, ERROR_MISMATCH, peer, what, 0, (u32)a.signature);
+    return NEVER;
+  }
+  waited = check_wait(a.host, a.timeout_ns, waited & ~SEEN_PAST, peer, what, nullptr, nullptr, 0, (u32)a.signature);
+  return past ? waited | SEEN_PAST : waited;
+}
+
+// Plain messages are no operation of all ranks, so nothing is compared with what peers run.
 __device__ __forceinline__ bool warp_gives_up(const Args& a, Watch& w, u32 t, u32 peer, u32 what) {
   bool over = false;
   if (t == 0) {
     between_polls();
-    if (++w.spins >= WARP_SPINS_BEFORE_CHECK) { w.spins = 0; w.waited = check_wait(a.host, a.timeout_ns, w.waited, peer, what, nullptr, nullptr, 0, 0); over = w.waited == NEVER; }
+    if (++w.spins >= WARP_SPINS_BEFORE_CHECK) {
+      w.spins = 0;
+      w.waited = check_message(a, w.waited, peer, what);
+      over = w.waited == NEVER;
+    }
   }
   return __any_sync(WHOLE_WARP, over);
 }
 
 // One thread: this rank has a message of ``mine`` where the peer has one of ``theirs`` (both as Message.size).
-__device__ __noinline__ void report_sizes(u32* host_words, u32 peer, u32 what, u64 mine, u64 theirs) {
-  if (!is_first_report(host_words)) return;
-  volatile u32* host = host_words;
+__device__ __noinline__ void report_sizes(const Args& a, u32 peer, u32 what, u64 mine, u64 theirs) {
+  if (!is_first_report(a.host)) return;
+  volatile u32* host = a.host;
   host[HOST_SIZES] = (u32)mine; host[HOST_SIZES + 1] = (u32)(mine >> 32);
   host[HOST_SIZES + 2] = (u32)theirs; host[HOST_SIZES + 3] = (u32)(theirs >> 32);
-  publish_report(host_words, ERROR_SIZES, peer, what, 0, 0);
+  publish_report(a.host, ERROR_SIZES, peer, what, 0, (u32)a.signature);
+}
+// One thread: the peer has refused a message, as the poisoned credit ``taken`` says.
+__device__ __noinline__ void report_refusal(const Args& a, u32 peer, u64 mine, u64 taken) {
+  if (taken & ANOTHER) report(a.host, ERROR_MISMATCH, peer, WHAT_SEND, 0, (u32)a.signature);
+  else report_sizes(a, peer, WHAT_SEND, mine, taken & ~POISON);
 }
 
 // ---- what a warp does with a queue
@@ -253,12 +330,12 @@ __device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, con
       uint4 d[2 * LOADS], v[ROWS];
       load_group(d, c, g, t);
       if (two) load_group(d + LOADS, c, g + c.lanes, t);
-      if (g == 0 && t == HEADER_THREAD) { u64 size = list[m].size; d[0] = make_uint4((u32)size, (u32)(size >> 32), 0, 0); }
+      if (g == 0 && t == HEADER_THREAD) { u64 size = list[m].size; d[0] = make_uint4((u32)size, (u32)(size >> 32), tags[threadIdx.x / 32], 0); }
       watch.spins = 0; watch.waited = 0;
       while (__any_sync(WHOLE_WARP, row + rows > room)) {
         taken = load_word(credit);
         if (__any_sync(WHOLE_WARP, (taken & POISON) != 0)) {  // by now a credit that was under way may be there instead: who saw it reports
-          if (taken & POISON) report_sizes(a.host, q.peer, WHAT_SEND, list[m].size, taken & ~POISON);
+          if (taken & POISON) report_refusal(a, q.peer, list[m].size, taken);
           return;
         }
         room = taken + RING_ROWS;
@@ -276,15 +353,24 @@ __device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, con
   if (t == 0) *counter = row;
 }
 
-// The receiver has a message of size ``mine``; thread HEADER_THREAD knows the size that came.
+// The receiver has a message of size ``mine``; thread HEADER_THREAD knows the size that came, which is the same where tags differ.
 __device__ __noinline__ void refuse(const Exchange& x, const Queue& q, u64 mine, u64 theirs, u32 t) {
   if (t == HEADER_THREAD) {
-    report_sizes(x.a.host, q.peer, WHAT_RECV, mine, theirs);
+    if (mine == theirs) report(x.a.host, ERROR_MISMATCH, q.peer, WHAT_RECV, 0, (u32)x.a.signature);
+    else report_sizes(x.a, q.peer, WHAT_RECV, mine, theirs);
     store_word((u64*)(x.a.outbox[q.peer] + REFUSED_OFFSET + x.a.rank * WORD_STRIDE), POISON | theirs);
   }
-  __syncwarp();
+  u64 poison = POISON | mine | (__any_sync(WHOLE_WARP, t == HEADER_THREAD && mine == theirs) ? ANOTHER : 0);
   fence();
-  for (u32 l = t; l < x.lanes; l += 32) store_word(lane_word(x.a.outbox[q.peer], LANE_CREDIT_OFFSET, x.a.rank, l), POISON | mine);
+  for (u32 l = t; l < x.lanes; l += 32) store_word(lane_word(x.a.outbox[q.peer], LANE_CREDIT_OFFSET, x.a.rank, l), poison);
+}
+
+// Whether this thread sees a header that is not the one of the message.
+__device__ __forceinline__ bool is_refused(const uint4* v, u64 row, u64 size, u32 t) {
+  if (t != HEADER_THREAD) return false;
+#pragma unroll
+  for (int u = 0; u < HEADER_ROWS; u++) if (!is_there(v[u], flag_of(row + u), t)) return false;
+  return size_in(v) != size || tag_in(v) != tags[threadIdx.x / 32];
 }
 
 __device__ __forceinline__ void receive_lane(const Exchange& x, const Queue& q, const Message* list, u32 lane, u32 t) {
@@ -312,8 +398,8 @@ __device__ __forceinline__ void receive_lane(const Exchange& x, const Queue& q, 
         for (int u = 0; u < ROWS; u++)
           if (u < rows && !is_there(v[u], flag_of(row + u), t)) missing = true;
         // the header is looked at as soon as it is there: the rows that this rank expects may never come
-        if (g == 0 && __any_sync(WHOLE_WARP, t == HEADER_THREAD && is_there(v[0], flag_of(row), t) && header_of(v[0]) != list[m].size)) {
-          refuse(x, q, list[m].size, header_of(v[0]), t);
+        if (g == 0 && __any_sync(WHOLE_WARP, is_refused(v, row, list[m].size, t))) {
+          refuse(x, q, list[m].size, size_in(v), t);
           return;
         }
         if (!__any_sync(WHOLE_WARP, missing)) break;
@@ -381,6 +467,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) p2p(const __gr
 #endif
     if (warp < q.begin || warp - q.begin >= q.lanes) continue;
     u32 lane = warp - q.begin;
+    if (t == 0) tags[threadIdx.x / 32] = 0;
+    if (lane == 0 && x.draws) draw_move(x, t);  // headers are the first lane's
     if (q.kind == TO_PEER) send_lane(x, q, list, lane, t);
     else if (q.kind == FROM_PEER) receive_lane(x, q, list, lane, t);
     else copy_lane(q, list, lane, t);

@@ -1,0 +1,41 @@
+"""Which collective a launch of messages is: 32 bits that all ranks must agree about, in headers and on boards (source/p2p.cuh)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from miraccl.native.hashing import mix
+from miraccl.types import Collective
+
+NO_ROOT = 15
+#: those that are messages on GPUs, as errors call them. Of blocks of one size and of others, gather and scatter are the same.
+_LABELS = {
+    Collective.GATHER: "gather",
+    Collective.SCATTER: "scatter",
+    Collective.ALL_GATHER: "all_gather_v",
+    Collective.ALL_TO_ALL: "all_to_all_v",
+    Collective.BARRIER: "barrier",
+}
+
+
+def signature_of(collective: int, root: int, hashed: int) -> int:
+    """``root`` is a rank or ``NO_ROOT``, ``hashed`` the counts that all ranks know; never 0. Compiled code computes it, too."""
+    return collective << 28 | root << 24 | hashed & 0xFFFFFF
+
+
+def move_signature(collective: Collective, root: int = NO_ROOT, counts: Sequence[int] = ()) -> int:
+    """Of a collective whose ranks have ``counts`` elements, none where ranks do not know those of others."""
+    return signature_of(int(collective), root if collective.rooted else NO_ROOT, functools.reduce(mix, counts, 0))
+
+
+def tag_of(number: int, launches: int, signature: int) -> int:
+    """What stands in headers and on boards: of which number a collective is, after how many launches (``tag_of`` of source/p2p.cuh)."""
+    return (signature ^ number * 0x9E3779B1 ^ launches * 0x85EBCA6B) & 0xFFFFFFFF or 1
+
+
+def describe(signature: int) -> str:
+    """A collective in words: ``gather (root 1)``."""
+    code, root = signature >> 28 & 15, signature >> 24 & 15
+    label = _LABELS[Collective(code)] if code in Collective._value2member_map_ and code in _LABELS else "an unknown collective"
+    return label if root == NO_ROOT else f"{label} (root {root})"
