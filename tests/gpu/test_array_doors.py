@@ -161,8 +161,10 @@ def test_arrays_that_go_the_long_way(side: Without, make: Callable[..., Any]) ->
         {"data": None},
         {"data": Memory(None, 0)},
         {"data": Memory(-8, 0)},
-        {"data": Memory(64, None)},
-        {"data": Memory(64, 1 << 32)},
+        {"data": Memory(0, 0)},
+        {"data": Memory(64, 0)},  # an offset into memory that is no more
+        {"data": Memory(1 << 40, None)},
+        {"data": Memory(1 << 40, 1 << 32)},
     ],
 )
 def test_attributes_of_another_kind(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]) -> None:

@@ -17,8 +17,10 @@ from miraccl.comm.device.windows import DeviceArray
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.kinds import Kind
+from miraccl.native.capsules import pointer_of
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DType
+from tests.gpu.door_side import torch_with_doors
 
 
 class Gpu:
@@ -133,6 +135,85 @@ def test_masks_and_odd_addresses_are_refused() -> None:
         with pytest.raises(InvalidUsage, match="x is not aligned to its element size of 4 bytes"):
             view(thing)
     assert not memory.kinds
+
+
+class Freed(Packed):
+    """Without the memory that it had."""
+
+    def __dlpack__(self, *, stream: Any, max_version: Any) -> Any:
+        capsule = super().__dlpack__(stream=stream, max_version=max_version)
+        tensor = DLTensor.from_address(pointer_of(capsule, b"dltensor_versioned") + at.VERSIONED_TENSOR)
+        tensor.data, tensor.byte_offset = None, 8
+        return capsule
+
+
+def test_arrays_without_memory_are_refused() -> None:
+    for thing in (Described(data=(0, False)), Described(data=(None, False)), Freed(np.zeros(4, np.float32))):
+        with pytest.raises(InvalidUsage, match="a test: x has 4 elements, but no memory"):
+            view(thing)
+    assert not memory.kinds
+    for empty in (Described(data=(0, False), shape=(3, 0)), Described(data=(None, False), shape=(0,)), Freed(np.zeros(0, np.float32))):
+        assert view(empty).count == 0
+
+
+def test_tensors_whose_storage_was_freed_are_refused() -> None:
+    """A part of one has its offset for an address. These lie in CPU memory, whose device is -1."""
+    torch = torch_with_doors()
+    gpu = Gpu()
+    gpu.ordinal = -1
+    whole = torch.zeros(1 << 20)
+    parts = [whole, whole[:12], whole[3:], whole[1 << 19 :]]
+    assert [view(part, gpu=gpu).address for part in parts] == [part.data_ptr() for part in parts]
+    whole.untyped_storage().resize_(0)
+    for part in parts:
+        with pytest.raises(InvalidUsage, match=f"a test: x has {part.numel()} elements, but no memory .has its storage been freed"):
+            view(part, gpu=gpu)
+    assert view(whole[:0], gpu=gpu).count == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"data": None}, "data is None; it is a tuple of an address and whether"),
+        ({"data": 4096}, "data is 4096; it is"),
+        ({"data": (4096,)}, "data is .4096,.; it is"),
+        ({"data": ("4096", False)}, "data is .'4096', False.; it is"),
+        ({"data": (-4096, False)}, "data is .-4096, False.; it is"),
+        ({"shape": None}, "shape is None; it is a tuple of lengths"),
+        ({"shape": 4}, "shape is 4; it is"),
+        ({"shape": (4.0,)}, "shape is .4.0,.; it is"),
+        ({"shape": (-4,)}, "shape is .-4,.; it is"),
+        ({"shape": (-2, -2)}, "shape is .-2, -2.; it is"),
+        ({"strides": (None,)}, "strides is .None,.; it is None or a tuple of steps"),
+        ({"strides": 4}, "strides is 4; it is"),
+        ({"strides": (4, 4)}, "1 lengths in shape, and 2 strides"),
+        ({"typestr": None}, "typestr is None; it is a str"),
+        ({"typestr": np.float32}, "typestr is <class 'numpy.float32'>; it is"),
+        ({"stream": "main"}, "stream is 'main'; it is None or"),
+        ({"stream": -1}, "stream is -1; it is"),
+    ],
+)
+def test_malformed_interfaces_are_refused(said: dict[str, Any], words: str) -> None:
+    given, lacking = Described(**said), Described(stream=None, strides=None)
+    for key in said:
+        del lacking.__cuda_array_interface__[key]
+    with pytest.raises(InvalidUsage, match=f"a test: x has a __cuda_array_interface__ .*{words}"):
+        view(given)
+    with pytest.raises(InvalidUsage, match=f"an array has a __cuda_array_interface__ .*{words}"):
+        memory.ordinal_of(given)
+    if not said.keys() & {"strides", "stream"}:  # may be left out
+        with pytest.raises(InvalidUsage, match=f"x has a __cuda_array_interface__ whose {next(iter(said))} is None"):
+            view(lacking)
+    assert not memory.kinds
+
+
+def test_what_is_no_interface_is_refused() -> None:
+    thing = Described()
+    thing.__cuda_array_interface__ = [4096]  # type: ignore[assignment]
+    with pytest.raises(InvalidUsage, match="x has a __cuda_array_interface__ that is a list; it is a dict"):
+        view(thing)
+    with pytest.raises(InvalidUsage, match="x has type '<f4,'"):
+        view(Described(typestr="<f4,"))
 
 
 class Odd(Packed):

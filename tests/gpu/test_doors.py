@@ -105,6 +105,26 @@ def test_what_goes_the_long_way(side: Side) -> None:
     assert len(side.driver.seen) == 5
 
 
+def test_tensors_whose_storage_was_freed_go_the_long_way(side: Side) -> None:
+    """Also a part of one, whose address is its offset; empty ones need no memory."""
+    for collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.BROADCAST):
+        side.remember(collective, F32, 12)
+    side.remember_messages(1, (False, 1, 12, F32))
+    side.remember_messages(2, (False, 1, 12, F32), (True, 1, 12, F32))
+    side.remember_messages(3, (False, 1, 0, F32))
+    x, both, freed = torch.zeros(12), torch.zeros(24), torch.zeros(36)
+    parts, wholes, empty = (freed[:12], freed[12:24]), (freed[:24], freed[12:]), freed[:0]
+    freed.untyped_storage().resize_(0)
+    answers = []  # pytest would look at the elements of what it finds in an assertion
+    for thing, whole in zip(parts, wholes, strict=True):
+        answers += [side.all_reduce(thing), side.all_reduce(x, thing), side.broadcast(thing, 0)]
+        answers += [side.all_gather(thing, both), side.all_gather(x, whole)]
+        answers += [side.send(thing), side.sendrecv(thing, x), side.sendrecv(x, thing)]
+    assert answers == [1] * len(answers)
+    assert not side.driver.seen
+    assert side.send(empty) == side.all_reduce(x) == side.sendrecv(x, torch.zeros(12)) == 0
+
+
 def test_more_launches_than_the_table_holds(side: Side) -> None:
     x, counts = torch.zeros(2 * at.TABLE_SLOTS), range(1, 2 * at.TABLE_SLOTS)
     for count in counts:

@@ -686,6 +686,26 @@ def test_what_is_no_capsule(side: Side) -> None:
         assert apart.doors.held == []
 
 
+class Freed(Packed):
+    """Without the memory that it had."""
+
+    def __dlpack__(self, **given: Any) -> Any:
+        capsule = self.capsule(max_version=given["max_version"])
+        place = pointer_of(capsule, b"dltensor_versioned") + at.VERSIONED_TENSOR + at.DL_DATA
+        ctypes.c_uint64.from_address(place).value = 0
+        ctypes.c_uint64.from_address(place - at.DL_DATA + at.DL_OFFSET).value = 1 << 20
+        return capsule
+
+
+def test_capsules_without_memory(side: Side) -> None:
+    side.doors.learn_kinds({Described: Kind(dlpack=False), Packed: Kind(dlpack=True), Freed: Kind(dlpack=True)})
+    side.remember_messages(1, (False, 1, 12, F32))
+    x = Freed(zeros())
+    assert side.all_reduce(x) == side.all_reduce(Packed(zeros()), x) == side.send(x) == 1
+    assert x.capsules == 0
+    assert not side.driver.seen
+
+
 def test_types_and_devices_of_capsules(side: Side) -> None:
     for dtype in (np.complex64, np.bool_, np.float64):
         assert side.all_reduce(Packed(zeros(12, dtype))) == 1

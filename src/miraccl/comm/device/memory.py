@@ -62,6 +62,8 @@ def lies_on_gpu(thing: Any) -> bool:
 
 
 _DL_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
+#: more bytes than any GPU has: of the address of a tensor whose storage was freed nothing is left but its offset into that
+FREED_BELOW = 1 << 40
 
 
 def _dlpack_device(thing: Any) -> tuple[int, int]:
@@ -90,6 +92,7 @@ def ordinal_of(thing: Any) -> int:
         return 0
     from miraccl.executor.cuda.driver import ordinal_at  # programs without a GPU need none of it
 
+    _check_interface(interface, "an array")
     return ordinal_at(int(interface["data"][0] or 0)) or 0
 
 
@@ -180,6 +183,8 @@ def _view_dlpack(thing: Any, name: str, where: str, stream: int) -> DeviceMemory
         shape, strides = list(tensor.shape[: tensor.ndim]), list(tensor.strides[: tensor.ndim])
         raise InvalidUsage(f"{where}: {name} is not contiguous (shape {shape}, strides {strides} elements)")
     address = (tensor.data or 0) + tensor.byte_offset
+    if not tensor.data and count:
+        raise _without_memory(name, where, count)
     if address % dtype.itemsize:
         raise _unaligned(name, where, dtype)
     return DeviceMemory(address, count, dtype, capsule, read_only)
@@ -187,6 +192,10 @@ def _view_dlpack(thing: Any, name: str, where: str, stream: int) -> DeviceMemory
 
 def _unaligned(name: str, where: str, dtype: DType) -> InvalidUsage:
     return InvalidUsage(f"{where}: {name} is not aligned to its element size of {dtype.itemsize} bytes")
+
+
+def _without_memory(name: str, where: str, count: int) -> InvalidUsage:
+    return InvalidUsage(f"{where}: {name} has {count} elements, but no memory", hint="has its storage been freed?")
 
 
 def _elsewhere(name: str, where: str, ordinal: int, gpu: Gpu) -> InvalidUsage:
@@ -208,12 +217,15 @@ def _view_tensor(tensor: Any, torch: Any, name: str, where: str, gpu: Gpu | None
     if not tensor.is_contiguous():
         text = f"{where}: {name} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()})"
         raise InvalidUsage(text, hint="pass x.contiguous()")
-    return DeviceMemory(tensor.data_ptr(), tensor.numel(), dtype)
+    address, count = tensor.data_ptr(), tensor.numel()
+    if address < FREED_BELOW and count and address == tensor.storage_offset() * dtype.itemsize:
+        raise _without_memory(name, where, count)
+    return DeviceMemory(address, count, dtype)
 
 
 def _named(thing: Any, typestr: str) -> DType | None:
     """The dtype of an array that gives it as ``typestr``; for bfloat16 and 8-bit floats NumPy has no code that says what they are."""
-    with contextlib.suppress(TypeError):
+    with contextlib.suppress(TypeError, ValueError, SyntaxError):
         dtype = np.dtype(typestr)
         if dtype.kind != "V" or dtype.name in DTYPE_NAMES:
             found = DTYPE_NAMES.get(dtype.name) if dtype.isnative else None
@@ -223,7 +235,49 @@ def _named(thing: Any, typestr: str) -> DType | None:
     return DTYPE_NAMES.get(getattr(getattr(thing, "dtype", None), "name", ""))
 
 
+_NUMBERS, _TUPLES = (int, np.integer), (tuple, list)
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, _NUMBERS) and bool(given >= 0)
+
+
+def _is_shape(given: Any) -> bool:
+    return isinstance(given, _TUPLES) and all(map(_is_number, given))
+
+
+def _are_strides(given: Any) -> bool:
+    return given is None or (isinstance(given, _TUPLES) and all(isinstance(step, _NUMBERS) for step in given))
+
+
+def _is_data(given: Any) -> bool:
+    return isinstance(given, _TUPLES) and len(given) == 2 and (given[0] is None or _is_number(given[0]))
+
+
+#: keys of ``__cuda_array_interface__`` that are looked at -> whether a value is right, what it is then
+_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "shape": (_is_shape, "a tuple of lengths from 0 on"),
+    "strides": (_are_strides, "None or a tuple of steps in bytes"),
+    "typestr": (lambda given: isinstance(given, str), "a str"),
+    "data": (_is_data, "a tuple of an address and whether the memory is read-only"),
+    "stream": (lambda given: given is None or _is_number(given), "None or the number of a stream"),
+}
+
+
+def _check_interface(interface: Any, which: str) -> None:
+    """Refuse what is no ``__cuda_array_interface__``; ``which`` are the call and its array."""
+    if not isinstance(interface, dict):
+        raise InvalidUsage(f"{which} has a __cuda_array_interface__ that is a {type(interface).__name__}; it is a dict")
+    for key, (is_right, form) in _KEYS.items():
+        if not is_right(given := interface.get(key)):
+            raise InvalidUsage(f"{which} has a __cuda_array_interface__ whose {key} is {given!r}; it is {form}")
+    shape, strides = interface["shape"], interface.get("strides")
+    if strides is not None and len(strides) != len(shape):
+        raise InvalidUsage(f"{which} has a __cuda_array_interface__ with {len(shape)} lengths in shape, and {len(strides)} strides")
+
+
 def _view_interface(thing: Any, interface: dict[str, Any], name: str, where: str) -> DeviceMemory:
+    _check_interface(interface, f"{where}: {name}")
     shape, typestr = interface["shape"], interface["typestr"]
     dtype = _typestrs.get(typestr)
     if dtype is None and (dtype := _named(thing, typestr)) is None:
@@ -238,11 +292,14 @@ def _view_interface(thing: Any, interface: dict[str, Any], name: str, where: str
     for length in shape:
         count *= int(length)
     address, read_only = interface["data"]
+    if not address and count:
+        raise _without_memory(name, where, count)
+    address = int(address or 0)
     if address % size:
         raise _unaligned(name, where, dtype)
     if interface.get("mask") is not None:
         raise InvalidUsage(f"{where}: {name} has a mask, which operations do not look at")
-    return DeviceMemory(int(address or 0), count, dtype, None, bool(read_only))
+    return DeviceMemory(address, count, dtype, None, bool(read_only))
 
 
 def empty_like(thing: Any, count: int, where: str) -> Any:

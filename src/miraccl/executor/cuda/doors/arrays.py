@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from miraccl.executor.cuda.doors import layout as at
+from miraccl.executor.cuda.doors.tensors import is_there
 from miraccl.native.intrinsics import Py_DecRef, PyErr_Clear, PyLong_AsLong, PyObject_GetAttr, inline, load, load32, store
 
 
@@ -56,4 +57,5 @@ def view_array(state: int, array: int, view: int) -> int:
     store(view + at.DL_DATA, address)
     store(view + at.DL_NDIM, dtype << 32)  # two fields
     store(view + at.DL_OFFSET, 0)
-    return taken(PyObject_GetAttr(array, load(state + at.NAME_SIZE)))
+    count = taken(PyObject_GetAttr(array, load(state + at.NAME_SIZE)))
+    return count if is_there(address, count) else -1

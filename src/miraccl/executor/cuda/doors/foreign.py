@@ -12,7 +12,7 @@ from __future__ import annotations
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.arrays import item_size
 from miraccl.executor.cuda.doors.streams import captures
-from miraccl.executor.cuda.doors.tensors import address, call_int4, count_of, data_type, number_of
+from miraccl.executor.cuda.doors.tensors import address, call_int4, count_of, data_type, is_there, number_of
 from miraccl.native.intrinsics import (
     Py_DecRef,
     PyCapsule_GetPointer,
@@ -219,7 +219,7 @@ def read_interface(state: int, interface: int, view: int) -> int:
     if known == 0:
         return -1
     dtype, memory, read_only = PyLong_AsLong(known), number_of(state, PyTuple_GetItem(data, 0)), PyTuple_GetItem(data, 1)
-    if memory <= 0 or memory % item_size(dtype) != 0:
+    if not is_there(memory, 1) or memory % item_size(dtype) != 0:
         return -1
     if read_only != load(state + at.STATE_FALSE) and read_only != load(state + at.STATE_TRUE):
         return -1

@@ -11,6 +11,9 @@ from numba.extending import intrinsic
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.native.intrinsics import I64, PyErr_Clear, PyLong_AsLong, inline, load, load32
 
+#: Linux maps nothing below (vm.mmap_min_addr); a tensor whose storage was freed has for an address its offset, most often 0
+LEAST_ADDRESS = 1 << 16
+
 
 def _emit_call(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     """The C function at the first address, which takes the words that follow and returns an int."""
@@ -58,6 +61,12 @@ def view_tensor(state: int, thing: int, view: int) -> int:
 
 
 @inline
+def is_there(memory: int, count: int) -> bool:
+    """Whether so many elements may lie at an address."""
+    return memory >= LEAST_ADDRESS or count == 0
+
+
+@inline
 def count_of(state: int, view: int) -> int:
     """Elements of a DLTensor on this GPU that is contiguous; -1 for anything else."""
     if load(view + at.DL_DEVICE) != load(state + at.STATE_DEVICE):
@@ -68,7 +77,7 @@ def count_of(state: int, view: int) -> int:
         if strides != 0 and length != 1 and load(strides + 8 * axis) != count:
             return -1
         count *= length
-    return count
+    return count if is_there(load(view + at.DL_DATA), count) else -1
 
 
 @inline
