@@ -13,6 +13,7 @@ from miraccl.comm.arguments import DLTensor, capsule_of
 from miraccl.comm.device import memory
 from miraccl.comm.device.arguments import DeviceArguments
 from miraccl.comm.device.memory import DeviceMemory, device_view
+from miraccl.comm.device.stream import number_of
 from miraccl.comm.device.windows import DeviceArray
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.doors import layout as at
@@ -110,6 +111,17 @@ def test_arrays_of_cupy_name_the_current_stream(monkeypatch: pytest.MonkeyPatch)
     view(Described(stream=5), 6, gpu)
     assert gpu.ordered == []
     assert memory.kinds == {}
+
+
+@pytest.mark.parametrize("stream", [True, False, -1, -(1 << 62), 1 << 63, 1 << 70, 1.0, "0", types.SimpleNamespace(cuda_stream=-1)])
+def test_streams_that_are_none_are_refused(stream: Any) -> None:
+    with pytest.raises(InvalidUsage, match="allowed are a CUstream as a number from 0 on, and objects that have one"):
+        number_of(stream)
+
+
+def test_streams_of_all_makes() -> None:
+    named = [types.SimpleNamespace(cuda_stream=5), types.SimpleNamespace(ptr=5), types.SimpleNamespace(__cuda_stream__=lambda: (0, 5))]
+    assert [number_of(stream) for stream in (0, 1, 5, (1 << 63) - 1, *named)] == [0, 1, 5, (1 << 63) - 1, 5, 5, 5]
 
 
 def test_outputs_wait_in_the_stream_of_the_operation() -> None:

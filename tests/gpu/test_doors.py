@@ -87,7 +87,7 @@ def test_what_goes_the_long_way(side: Side) -> None:
     side.order.value = 8  # another communicator has filled the GPU since
     assert side.all_reduce(torch.zeros(8)) == 1
     assert side.all_reduce(x) == 0
-    for stream in (1, -1, 1 << 70, 0.0, torch.Stream(device="cpu")):
+    for stream in (1, -1, 1 << 70, 0.0, False, True, torch.Stream(device="cpu")):
         assert side.all_reduce(x, stream=stream) == 1
     side.doors.stream = 5
     assert side.all_reduce(x) == 1

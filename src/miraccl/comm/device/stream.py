@@ -8,6 +8,8 @@ from typing import Any
 
 from miraccl.errors import InvalidUsage
 
+_TOO_LARGE = 1 << 63  # for an address, which a stream is, or one of the small numbers that stand for a default one
+
 
 def find_current_stream() -> Callable[[int], int]:
     """How to ask for the current stream of a device: PyTorch's, CuPy's, or the legacy default stream."""
@@ -23,15 +25,19 @@ def find_current_stream() -> Callable[[int], int]:
 
 def number_of(stream: Any) -> int:
     """A stream as the driver's number: a number, a stream of PyTorch or CuPy, anything with ``__cuda_stream__``."""
-    if isinstance(stream, int):
-        return stream
+    number = stream if isinstance(stream, int) and not isinstance(stream, bool) else _number_in(stream)
+    if number is None or not 0 <= number < _TOO_LARGE:
+        raise InvalidUsage(f"stream is {stream!r}; allowed are a CUstream as a number from 0 on, and objects that have one")
+    return number
+
+
+def _number_in(stream: Any) -> int | None:
+    """The number that an object has; None without."""
     for name in ("cuda_stream", "ptr"):
         number = getattr(stream, name, None)
         if number is not None:
             return int(number)
-    if hasattr(stream, "__cuda_stream__"):
-        return int(stream.__cuda_stream__()[1])
-    raise InvalidUsage(f"stream is {stream!r}; allowed are a CUstream as a number and objects that have one")
+    return int(stream.__cuda_stream__()[1]) if hasattr(stream, "__cuda_stream__") else None
 
 
 def dlpack_stream(stream: Any, ordinal: int) -> int:
