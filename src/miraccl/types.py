@@ -98,6 +98,8 @@ class PreMulSum:
             float(self.scalar)
         except (TypeError, ValueError):
             raise InvalidUsage(f"PreMulSum: the scalar is {self.scalar!r}; it is a number") from None
+        except OverflowError:
+            raise InvalidUsage("PreMulSum: the scalar is a number that float64 does not reach") from None
 
 
 class Collective(enum.IntEnum):

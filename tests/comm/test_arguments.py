@@ -256,6 +256,12 @@ WRONG: list[tuple[str, Any]] = [
     ("the scalar nan of a pre-multiplied sum is no int32", lambda c: c.all_reduce(np.zeros(3, np.int32), op=PreMulSum(float("nan")))),
     ("the scalar inf of a pre-multiplied sum is no int64", lambda c: c.all_reduce(np.zeros(3, np.int64), op=PreMulSum(float("inf")))),
     ("the scalar -2 of a pre-multiplied sum is no uint8", lambda c: c.all_reduce(np.zeros(3, np.uint8), op=PreMulSum(-2))),
+    ("the scalar 9223372036854775807 of a", lambda c: c.all_reduce(np.zeros(3, np.int64), op=PreMulSum((1 << 63) - 1))),
+    ("the scalar 1e+300 of a pre-multiplied sum is beyond 3.4028235e+38", lambda c: c.all_reduce(LINE, op=PreMulSum(1e300))),
+    ("the scalar -1e+39 of", lambda c: c.reduce(LINE, op=PreMulSum(-1e39))),
+    ("the most that float32 holds, in which float16 is added up", lambda c: c.all_reduce(np.zeros(3, np.float16), op=PreMulSum(1e39))),
+    ("in which bfloat16 is", lambda c: c.reduce_scatter(np.zeros(3, ml_dtypes.bfloat16), op=PreMulSum(1e300))),
+    ("a number that float64 does not reach", lambda c: c.all_reduce(LINE, op=PreMulSum(10**400))),
     ("the scalar is 'a'; it is a number", lambda c: c.all_reduce(LINE, op=PreMulSum(NOTHING["text"]))),
     ("the scalar is None", lambda c: c.all_reduce(LINE, op=PreMulSum(NOTHING["none"]))),
     ("counts needs 1 counts", lambda c: c.all_gather_v(LINE, [6, 6])),
@@ -286,6 +292,18 @@ WRONG: list[tuple[str, Any]] = [
     ("send: async_op has no meaning inside a group", lambda c: grouped(c.send, LINE, 0, async_op=True)),
     ("sendrecv: async_op has no meaning inside a group", lambda c: grouped(c.sendrecv, LINE[:6], 0, LINE[6:], 0, async_op=True)),
 ]
+
+
+def test_scalars_that_are_not_finite_or_just_so_are_taken(comm: Communicator) -> None:
+    """What the user gives is his; a scalar that rounds to the largest number is that."""
+    largest = np.finfo(np.float32).max
+    for scalar, want in ((float("inf"), np.inf), (float("-inf"), -np.inf), (float("nan"), np.nan), (3.4028235e38, largest)):
+        for dtype in (np.float32, ml_dtypes.bfloat16):
+            x = np.ones(3, dtype)
+            comm.all_reduce(x, op=PreMulSum(scalar))
+            np.testing.assert_array_equal(x.astype(np.float32), np.full(3, want).astype(dtype).astype(np.float32))
+    x = np.ones(3)
+    assert (comm.all_reduce(x, op=PreMulSum(1e300)) == 1e300).all()
 
 
 def grouped(call: Any, *args: Any, **options: Any) -> None:

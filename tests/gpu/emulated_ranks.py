@@ -65,6 +65,15 @@ class Part:
     __cuda_array_interface__: Any = None  # the class is asked first
 
 
+class Without:
+    """An array whose memory was freed; ``said`` is said otherwise."""
+
+    def __init__(self, array: FakeArray, address: int | None = 0, **said: Any) -> None:
+        self.__cuda_array_interface__ = array.__cuda_array_interface__ | {"data": (address, False)} | said
+
+    __cuda_array_interface__: Any = None
+
+
 class OnlyDlpack:
     """An array that offers nothing but DLPack, as dlpack.h before 1.0 has it; notes the streams that it is asked for."""
 
@@ -348,6 +357,7 @@ def refusals() -> None:
     with rank() as me:
         comm, x, host = me.comm, me.put(np.ones(4)), np.ones(4, np.float32)
         comm.barrier(stream=0)
+        before = me.cuda.launches
 
         def part(first: int) -> Part:
             return Part(place_of(x).part(first, 2), x.array.dtype)
@@ -373,12 +383,29 @@ def refusals() -> None:
             (lambda: comm.broadcast(x, me.nranks), "broadcast: root is"),
             (lambda: comm.gather(x, True), "gather: root is True"),
             (lambda: comm.empty(4, "complex64", device="cuda"), "cannot be communicated"),
+            (lambda: comm.empty(1 << 62, device="cuda"), "float32 take 18446744073709551616 bytes"),
+            (lambda: comm.empty((1 << 40, 1 << 40), "int8", device="cuda"), "int8 take"),
+            (lambda: comm.all_reduce(x, stream=-1), "stream is -1; allowed are a CUstream as a number from 0 on"),
+            (lambda: comm.send(x, 0, stream=True), "stream is True; allowed"),
+            (lambda: comm.barrier(stream=False), "stream is False; allowed"),
+            (lambda: comm.all_reduce(x, stream=-2, async_op=True), "stream is -2; allowed"),
+            (lambda: comm.all_reduce(x, op=PreMulSum(1e300)), "all_reduce: the scalar 1e.300 of a .* is beyond 3.4028235e.38"),
+            (lambda: comm.reduce_scatter_v(x, [2, 2], me.zeros(2), PreMulSum(-1e39)), "the scalar -1e.39 of"),
+            (lambda: comm.all_reduce(me.zeros(0), op=PreMulSum(1e300)), "the scalar 1e.300 of"),
+            (lambda: comm.all_reduce(me.put([1], "int64"), op=PreMulSum((1 << 63) - 1)), "of a pre-multiplied sum is no int64"),
+            (lambda: comm.all_reduce(Without(x)), "all_reduce: x has 4 elements, but no memory"),
+            (lambda: comm.all_reduce(x, Without(x)), "all_reduce: out has 4 elements, but no memory"),
+            (lambda: comm.sendrecv(x, 0, Without(x), 0), "sendrecv: out has 4 elements, but no memory"),
+            (lambda: grouped(lambda: comm.broadcast(Without(x))), "broadcast: x has 4 elements, but no memory"),
+            (lambda: comm.all_reduce(Without(x, None)), "all_reduce: x has 4 elements, but no memory"),
+            (lambda: comm.all_reduce(Without(x, data=None)), "__cuda_array_interface__ whose data is None"),
             (lambda: comm.all_gather_v(x, [1] * me.nranks, x), "x has 4 elements, but needs 1"),
             (lambda: comm.all_to_all_v(x, [4] + [0] * (me.nranks - 1), [0] * me.nranks, x), "" if me.rank else "sends itself"),
             (lambda: comm.scatter(None, (me.rank + 1) % me.nranks, None, stream=0), "stream is for"),
         ):
             with pytest.raises(InvalidUsage, match=words):
                 call()
+        assert me.cuda.launches == before
         comm.all_reduce(x)
         root: Any = np.int64(1)
         comm.broadcast(x, root)
@@ -400,6 +427,11 @@ def one_rank() -> None:
             me.synchronize()
             same(out, me.data(1, 1001, dtype))
             same(x, me.data(1, 1001).astype(dtype) * np.asarray(factor, dtype), dtype)
+        x, out = me.put(np.ones(5)), me.zeros(5)
+        for factor, want in ((np.inf, np.inf), (np.nan, np.nan), (3.4028235e38, np.finfo(np.float32).max)):
+            me.comm.all_reduce(x, out, op=PreMulSum(factor))
+            me.synchronize()
+            same(out, np.full(5, want))
 
 
 def alone_with_capsules() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 from dataclasses import dataclass
 from operator import index as whole_number
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.arrays import dtype_of
 from miraccl.native.capsules import name_of, pointer_of
-from miraccl.schedule.reduction import DTYPE_OF, NUMPY_DTYPE
+from miraccl.schedule.reduction import DTYPE_OF, NUMPY_DTYPE, accumulator
 from miraccl.types import DL_TYPES, DType, PreMulSum, RedOp
 
 Array = np.ndarray
@@ -169,13 +170,18 @@ class _Exporter:
 
 # ---- operators, peers, shapes
 
+_WITHOUT_DOUBT = 1e38  # is finite in all types in which elements are added up
+
 
 def operator(op: Any, dtype: DType, where: str) -> tuple[RedOp, float]:
     """(kind, scalar of a pre-multiplied sum)."""
     if isinstance(op, PreMulSum):
         if not dtype.is_float and not _is_integer(op.scalar, dtype):
             raise InvalidUsage(f"{where}: the scalar {op.scalar} of a pre-multiplied sum is no {dtype.label}")
-        return RedOp.PREMUL_SUM, float(op.scalar)
+        scalar = float(op.scalar)
+        if dtype.is_float and _WITHOUT_DOUBT < abs(scalar) < math.inf:
+            _expect_finite(scalar, dtype, where)
+        return RedOp.PREMUL_SUM, scalar
     if isinstance(op, RedOp) and op is not RedOp.PREMUL_SUM:
         return op, 1.0
     names = ", ".join(o.name for o in RedOp if o is not RedOp.PREMUL_SUM)
@@ -183,8 +189,18 @@ def operator(op: Any, dtype: DType, where: str) -> tuple[RedOp, float]:
 
 
 def _is_integer(scalar: float, dtype: DType) -> bool:
-    limits = np.iinfo(NUMPY_DTYPE[dtype])
-    return float(scalar).is_integer() and int(limits.min) <= scalar <= int(limits.max)
+    limits, value = np.iinfo(NUMPY_DTYPE[dtype]), float(scalar)
+    return value.is_integer() and int(limits.min) <= int(value) <= int(limits.max)
+
+
+def _expect_finite(scalar: float, dtype: DType, where: str) -> None:
+    """A scalar must not become infinite in the type in which elements are added up."""
+    wide = accumulator(NUMPY_DTYPE[dtype])
+    with np.errstate(over="ignore"):
+        if np.isfinite(wide.type(scalar)):
+            return
+    limit = f"{np.finfo(wide).max:.8g}, the most that {wide} holds, in which {dtype.label} is added up"
+    raise InvalidUsage(f"{where}: the scalar {scalar:g} of a pre-multiplied sum is beyond {limit}")
 
 
 def data_type(value: Any) -> DType:

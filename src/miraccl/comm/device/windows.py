@@ -23,6 +23,8 @@ from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.transport.cuda_p2p import SymmetricMemory, WindowMemory
 from miraccl.types import DType
 
+MOST_BYTES = 1 << 57  # beyond the addresses of a process (x86-64, five levels of page tables); less is for the driver to refuse
+
 
 class DeviceArray:
     """Window memory as an array of GPU memory: ``__cuda_array_interface__`` for CuPy, Numba and others, ``torch()`` for PyTorch.
@@ -76,11 +78,14 @@ class Windows:
     def empty(self, shape: Any, dtype: Any, plane: Plane, stages: Stages) -> Any:
         """Zeroed memory on every rank; a tensor if ``dtype`` is one of PyTorch's, else a ``DeviceArray``. All ranks call alike."""
         kind, dims = _element_type(dtype), dimensions(shape)
+        nbytes = max(1, math.prod(dims)) * kind.itemsize
+        if nbytes > MOST_BYTES:
+            raise InvalidUsage(f"empty: {dims} {kind.label} take {nbytes} bytes; a process addresses {MOST_BYTES}")
         asked = f"{dims} {kind.label}"
         for rank, theirs in enumerate(plane.meet(stages.what, "gpu empty", asked.encode(), stages.deadline)):
             if theirs.decode() != asked:
                 raise InvalidUsage(f"empty: rank {rank} asks for {theirs.decode()}, this rank for {asked}", peer=rank)
-        window = self._memory.window(max(1, math.prod(dims)) * kind.itemsize, stages)
+        window = self._memory.window(nbytes, stages)
         bisect.insort(self._starts, (window.own, len(self._windows)))
         self._windows.append(window)
         array = DeviceArray(window.own, dims, kind, window)
