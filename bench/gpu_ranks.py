@@ -19,8 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def need_gpus(number: int = 1) -> None:
-    """End with what is missing where there are fewer."""
+def need_gpus(number: int = 1) -> Any:
+    """What is known of the GPUs (``tools.gpu_facts.CudaFacts``), or the end with what is missing where there are fewer."""
     sys.path.insert(0, str(ROOT / "src"))
     from miraccl.tools.gpu_facts import read_facts
 
@@ -29,6 +29,7 @@ def need_gpus(number: int = 1) -> None:
         sys.exit(f"{facts.problem} ({facts.advice})")
     if len(facts.gpus) < number:
         sys.exit(f"needs {number} GPUs, here is {facts.names}")
+    return facts
 
 
 def need_cupy(number: int) -> Any:

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_ranks import need_gpus
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
@@ -193,13 +195,8 @@ def base_of(out: str | None) -> Path | None:
 
 def measure(wanted: Sequence[Any], options: argparse.Namespace, results: Results) -> None:
     """Measure cells in order until all are done or the time is over. Ranks that end are started again behind the cell that ended them."""
-    from miraccl.tools.gpu_facts import read_facts
-
     end = time.monotonic() + options.budget
-    facts = read_facts()
-    if not facts.gpus:
-        sys.exit(f"{facts.problem} ({facts.advice})")
-    ordinals = tuple(gpu.ordinal for gpu in facts.gpus)[: options.ranks]
+    ordinals = tuple(gpu.ordinal for gpu in need_gpus().gpus)[: options.ranks]
     with_nccl = not options.no_nccl and len(ordinals) >= options.ranks
     if not with_nccl and not options.no_nccl:
         print(f"{options.ranks} ranks share {len(ordinals)} GPUs: NCCL is left out", flush=True)

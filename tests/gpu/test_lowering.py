@@ -14,6 +14,7 @@ from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.executor.cuda import driver, layout, lower, schedules, toolkit
 from miraccl.executor.cuda.bank import least_slots, slot_packets, word_packets
 from miraccl.executor.cuda.choice import choose
+from miraccl.executor.cuda.launch_shape import MOST_PARTS
 from miraccl.executor.cuda.plan import ALGORITHMS, TREES, DevicePlan, Request, frame_of, kernel_spec, rounds_of, vectors_of
 from miraccl.schedule import catalog, passes
 from miraccl.schedule.verify import FIFO_DEPTH
@@ -76,7 +77,7 @@ def test_slots_are_used_again_only_where_it_is_safe(count: int, nranks: int, alg
     nslots, ahead = field(block, "nslots"), field(block, "ahead")
     assert nslots >= 1
     if plan.in_parts and pieces > 1:  # each has a bank
-        assert (pieces <= 4, nslots, ahead) == (True, 1, 0)
+        assert (pieces <= MOST_PARTS, nslots, ahead) == (True, 1, 0)
         assert slot_packets(asked, algo, plan.piece, frame_of(asked, "ll128")) <= layout.BANK_BYTES // 16
     elif pieces > nslots:
         assert nslots >= least_slots(algo, nranks)
