@@ -414,6 +414,60 @@ def refusals() -> None:
         assert comm.empty(4, bool, device="cuda").dtype is miraccl.DType.UINT8
 
 
+def refused_when_prepared() -> None:
+    """What an operation refuses is refused when it is prepared, on CPU memory and on GPUs alike, and when a group notes it."""
+    with rank() as me:
+        comm, n, mine = me.comm, me.nranks, np.ones(4, np.float32)
+        comm.barrier(stream=0)
+        wrong: list[tuple[str, tuple[Any, ...], str]] = [
+            *((name, (mine, root), f"{name}: root is") for name in ("broadcast", "reduce", "gather", "scatter") for root in (n, True, 1.0)),
+            *(("all_reduce", (mine, None, op), "all_reduce: op is") for op in (7, "sum", RedOp.PREMUL_SUM)),
+            ("reduce_scatter", (mine, np.ones(4 // n, np.float32), None), "reduce_scatter: op is None"),
+            ("reduce", (mine, 0, None, sum), "reduce: op is"),
+            ("all_reduce", (mine.astype("int32"), None, PreMulSum(0.5)), "the scalar 0.5 of a pre-multiplied sum is no int32"),
+            ("reduce", (mine, 0, None, PreMulSum(1e300)), "the scalar 1e.300 of"),
+            ("all_reduce", (mine, np.ones(5, np.float32)), "all_reduce: (out has 5|input and out)"),
+            ("all_reduce", (mine, np.ones(4)), "all_reduce: (out has 4 x float64|input and out have different dtypes)"),
+            ("all_gather", (mine, mine.copy()), "all_gather: out has 4"),
+            ("reduce_scatter", (np.ones(5, np.float32),), "ranks cannot share evenly"),
+            ("all_to_all", (np.ones(5, np.float32),), "ranks cannot share evenly"),
+            ("all_to_all", (mine, np.ones(8, np.float32)), "all_to_all: out has 8"),
+            ("reduce", (mine, me.rank, np.ones(3, np.float32)), "reduce: out has 3"),
+            ("gather", (mine, me.rank, np.ones(3, np.float32)), "gather: out has 3"),
+            ("scatter", (mine, me.rank, np.ones(3, np.float32)), "scatter: out has 3"),
+        ]
+        before = me.cuda.launches
+        for name, args, words in wrong:
+            there = [me.put(given, given.dtype.name) if isinstance(given, np.ndarray) else given for given in args]
+            for given in (args, there):
+                with pytest.raises(InvalidUsage, match=words):
+                    getattr(comm, f"{name}_init")(*given)
+            with miraccl.group(), pytest.raises(InvalidUsage, match=words):
+                getattr(comm, name)(*there)
+        whole = me.put(np.ones(4 * n))
+        part, never = Part(place_of(whole).part(1, 4), whole.array.dtype), Immutable(place_of(whole))
+        for call, words in (
+            (lambda: comm.all_gather_init(part, whole), "overlap"),
+            (lambda: comm.all_to_all_init(whole, whole), "must not overlap"),
+            (lambda: comm.all_reduce_init(never), "the result's array cannot be written"),
+            (lambda: comm.broadcast_init(never, (me.rank + 1) % n), "the result's array cannot be written"),
+            (lambda: comm.gather_init(part, me.rank, Immutable(place_of(me.zeros(4 * n)))), "the result's array cannot be written"),
+            (lambda: comm.scatter_init(part, (me.rank + 1) % n), "gives out, the array for its share"),
+        ):
+            with pytest.raises(InvalidUsage, match=words):
+                call()
+        assert me.cuda.launches == before
+        root: Any = np.int64(0)
+        x = me.put([me.rank])
+        for prepared in (comm.reduce_init(x, root, me.zeros(1)), comm.gather_init(x, root, me.zeros(n)), comm.broadcast_init(x, root)):
+            result = prepared()
+            assert result is prepared.result
+            me.synchronize()
+            if me.rank == 0 and prepared.name != "broadcast":
+                same(result, [n * (n - 1) / 2] if prepared.name == "reduce" else np.arange(n))
+        same(x, [0])
+
+
 def one_rank() -> None:
     """What one rank computes by itself."""
     with rank() as me:

@@ -477,6 +477,16 @@ def public_way() -> None:
         comm._device.synchronize()  # type: ignore[union-attr]
         assert (x.array == 3).all()
         assert (cpu == 2).all()
+        for refused in (lambda: comm.broadcast_init(x, 2), lambda: comm.all_reduce_init(x, op=7), lambda: comm.all_reduce_init(x, cpu)):
+            try:
+                refused()
+            except InvalidUsage:
+                continue
+            raise AssertionError("was prepared")
+        prepared = comm.all_reduce_init(x, op=RedOp.MAX)
+        assert prepared() is x
+        comm._device.synchronize()  # type: ignore[union-attr]
+        assert (x.array == 3).all()
         comm.finalize()
         try:
             comm.all_reduce(x)

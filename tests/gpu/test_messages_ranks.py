@@ -48,6 +48,10 @@ def test_refusals() -> None:
     run(emulated_ranks.refusals, 2)
 
 
+def test_refusals_of_prepared_operations() -> None:
+    run(emulated_ranks.refused_when_prepared, 2)
+
+
 def test_arrays_on_another_gpu() -> None:
     run(emulated_ranks.on_another_gpu, 2)
 

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from miraccl.comm.device.arguments import DeviceArguments
-from miraccl.comm.device.grouped import Grouped
 from miraccl.comm.device.memory import DeviceMemory, device_view, empty_like
-from miraccl.comm.group import Group
 from miraccl.comm.no_doors import NoDoors
 from miraccl.executor.cuda.doors.table import Door
 from miraccl.types import Collective, PreMulSum, RedOp
@@ -26,10 +24,6 @@ class DeviceCollectives(NoDoors, DeviceArguments):
         ``cpu_plan`` is the address of a word that each call sets to 0.
         """
         return {}
-
-    def grouped(self, group: Group) -> Grouped:
-        """What takes calls while a group is open."""
-        return group.part(self, Grouped)
 
     def _run(
         self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any

@@ -29,6 +29,7 @@ from miraccl.comm.device.ctas import Ctas
 from miraccl.comm.device.engines import CopyEngines
 from miraccl.comm.device.explain import DeviceCandidate, candidates
 from miraccl.comm.device.faults import DeviceFaults
+from miraccl.comm.device.grouped import Groupable
 from miraccl.comm.device.kept import Kept
 from miraccl.comm.device.memory import DeviceMemory, kinds
 from miraccl.comm.device.messages import MessageCalls, frame_of, read_refused
@@ -72,7 +73,7 @@ CLOSE_WAIT_S = 10.0
 MAX_LAUNCHES = 4096  # prepared ones that are kept; scalars of pre-multiplied sums may be new in every call
 
 
-class DeviceCommunicator(DeviceCollectives, MessageCalls):
+class DeviceCommunicator(DeviceCollectives, MessageCalls, Groupable):
     """The GPU side of a communicator; made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU."""
 
     def __init__(

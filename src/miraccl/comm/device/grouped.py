@@ -7,6 +7,7 @@ from typing import Any
 
 from miraccl.comm.device.persistent import result_of
 from miraccl.comm.device.work import stream_of
+from miraccl.comm.group import Group
 
 _POINT_TO_POINT = ("send", "recv", "sendrecv")
 
@@ -77,3 +78,10 @@ class Grouped:
     def drop(self) -> None:
         """An exception has left the group."""
 
+
+class Groupable:
+    """A communicator whose calls a group may take."""
+
+    def grouped(self, group: Group) -> Grouped:
+        """What takes calls while a group is open."""
+        return group.part(self, Grouped)

@@ -21,6 +21,7 @@ from miraccl.comm.control import SET_UP, Bare, Plane
 from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.explain import DeviceCandidate
+from miraccl.comm.device.grouped import Groupable
 from miraccl.comm.device.hosts.faults import HostsFaults
 from miraccl.comm.device.hosts.jobs import HostsJobs, HostsPlan, OpenCpu
 from miraccl.comm.device.hosts.layout import HostsLayout, host_name
@@ -63,7 +64,7 @@ def make_device_communicator(
         raise
 
 
-class HostsCommunicator(DeviceCollectives, UnevenCollectives):
+class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     """Ranks of several hosts, each with a GPU. ``hosts[r]`` is the name of rank r's host."""
 
     def __init__(

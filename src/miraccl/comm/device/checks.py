@@ -1,0 +1,31 @@
+"""The collectives of a communicator without what they run: prepared operations and groups have their arguments checked before that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miraccl.comm.arguments import operator
+from miraccl.comm.device.collectives import DeviceCollectives, Operator
+from miraccl.comm.device.memory import DeviceMemory
+from miraccl.comm.device.uneven import Uneven, UnevenCollectives
+from miraccl.types import Collective
+
+
+class Checks(DeviceCollectives, UnevenCollectives):
+    """Methods refuse what those of ``gpu`` refuse, and return what they return, with new arrays for results where none is given."""
+
+    def __init__(self, gpu: Any) -> None:
+        self.rank, self.nranks, self.gpu = gpu.rank, gpu.nranks, gpu.gpu
+
+    def _run(
+        self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
+    ) -> None:
+        operator(op, source.dtype, collective.label)
+        if target.read_only and self._writes(collective, root):
+            raise self._constant(collective.label)
+
+    _run_rooted = _run
+
+    def _run_uneven(self, asked: Uneven, stream: Any) -> None:
+        if asked.target.read_only and self._writes(asked.collective, asked.root):
+            raise self._constant(asked.name)
