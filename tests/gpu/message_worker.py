@@ -20,7 +20,8 @@ from miraccl.comm.member import Options
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 
 SIZES = (0, 1, 15, 16, 17, 448, 449, 1792, 1793, 1984, 3776, 5000, 100_003, 3_000_001, 40_000_007)
-BROKEN = ("mismatch", "timeout", "abort")
+UNLIKE = ("roots of scatter", "roots of gather", "gather and all_reduce", "gather and send")
+BROKEN = ("mismatch", "timeout", "abort", *UNLIKE)
 
 
 class OnlyDlpack:
@@ -225,6 +226,29 @@ class Rank:
         if gathered is not None:
             self.same(gathered, torch.arange(n, device="cuda").repeat_interleave(4), "gather")
 
+    def captured_by_some(self) -> None:
+        """Collectives that are messages are counted where they run: rank 0 replays what the others call."""
+        torch, comm, out = self.torch, self.comm, self.torch.zeros(3, device="cuda")
+        every = torch.zeros(3 * self.nranks, device="cuda") if self.rank == 0 else None
+
+        def once() -> None:
+            comm.scatter(every, 0, out)
+            comm.gather(out, 0, every)
+
+        once()
+        self.device.synchronize()
+        replay, times = once, 5
+        if self.rank == 0:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                once()
+            every.copy_(torch.arange(3 * self.nranks))  # type: ignore[union-attr]
+            replay = graph.replay
+        for _ in range(times):
+            replay()
+        self.device.synchronize()
+        self.same(out, torch.arange(3, device="cuda") + 3.0 * self.rank, "scatter")
+
     def background(self) -> None:
         """async_op beside other work; its order after the current stream, and the current stream's after ``wait``."""
         torch, comm, n = self.torch, self.comm, self.nranks
@@ -348,6 +372,38 @@ class Rank:
             assert "10000000 x float32" in str(error)
             assert "100 x bfloat16" in str(error)
 
+    def unlike(self, case: str) -> None:
+        """Ranks that call different operations, one of which is messages: what nobody took is not taken by the next one."""
+        torch, comm, mine = self.torch, self.comm, self.rank
+        one, many = torch.ones(1, device="cuda"), torch.ones(3, device="cuda")
+
+        def scatter(value: float, root: int) -> None:
+            comm.scatter(torch.full((self.nranks,), value, device="cuda") if mine == root else None, root, one)
+
+        def gather(root: int) -> None:
+            comm.gather(one, root)
+
+        scatter(1, 1)
+        comm.all_reduce(many)
+        self.device.synchronize()
+        match case:
+            case "roots of scatter":
+                scatter(mine + 100, 1 if mine == 1 else 0)
+            case "roots of gather":
+                gather(mine)
+            case "gather and all_reduce":
+                gather(0) if mine == 1 else comm.all_reduce(many)
+            case "gather and send":
+                comm.send(one, 0) if mine == 1 else gather(0)
+        try:
+            for value in (200, 300):
+                scatter(value, 1)
+            error = self.failure()
+        except MiracclError as found:
+            error = found
+        self.session.barrier("told")
+        assert isinstance(error or self.failure(), CollectiveMismatch), error
+
     def failure(self) -> MiracclError | None:
         """What the GPU's work ends with."""
         try:
@@ -370,6 +426,9 @@ class Rank:
     def run(self, name: str) -> str:
         if name in ("timeout", "abort"):
             self.alone(name)
+            return ""
+        if name in UNLIKE:
+            self.unlike(name)
             return ""
         return getattr(self, name)() or ""
 

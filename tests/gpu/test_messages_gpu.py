@@ -7,11 +7,13 @@ import functools
 import pytest
 
 from tests.gpu.gpus import GPUS, ON_GPUS
+from tests.gpu.message_worker import UNLIKE
 from tests.gpu.ranks import run_cases
 
 pytestmark = ON_GPUS
 RANKS = sorted({2, min(4, GPUS), GPUS if GPUS <= 8 else 8} - {0, 1})
-CASES = ["sizes", "all_pairs", "many", "graphs", "large", "mixed", "uneven", "background", "groups", "prepared", "dlpack"]
+CASES = ["sizes", "all_pairs", "many", "graphs", "large", "mixed", "uneven"]
+CASES += ["captured_by_some", "background", "groups", "prepared", "dlpack"]
 WORKER = "tests.gpu.message_worker"
 
 
@@ -25,6 +27,11 @@ def answers(nranks: int) -> list[list[str]]:
 @pytest.mark.parametrize("number", range(len(CASES)), ids=CASES)
 def test_messages(number: int, nranks: int) -> None:
     assert answers(nranks)[number] == [""] * nranks
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_collectives_that_are_messages_are_told_apart(case: str) -> None:
+    assert run_cases([{"case": case}], 3, module=WORKER) == [[""] * 3]
 
 
 @pytest.mark.parametrize("how", ["mismatch", "timeout", "abort"])
