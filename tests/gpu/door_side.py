@@ -34,6 +34,7 @@ class Side:
         self.abort, self.order, self.cpu_plan = ctypes.c_uint32(0), ctypes.c_int64(7), ctypes.c_int64(9)
         self.held: list[tuple[list[Any], int]] = []
         self.handed_over: list[tuple[int, list[tuple[Any, int, bool]]]] = []
+        self.signatures: list[int] = []  # of what was handed over
         address = groups.address()
         groups.hasten(*group_builtins(address))
         abort, order = ctypes.addressof(self.abort), ctypes.addressof(self.order)
@@ -52,7 +53,9 @@ class Side:
 
     def hand_over(self, group: groups.Group) -> None:
         """What Python makes of calls that are noted."""
-        self.handed_over.append(self.doors.take_notes())
+        stream, messages, signature = self.doors.take_notes()
+        self.handed_over.append((stream, messages))
+        self.signatures.append(signature)
 
     def remember(
         self,

@@ -22,7 +22,7 @@ from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.member import Options
 from miraccl.errors import InvalidUsage
-from miraccl.types import PreMulSum, RedOp
+from miraccl.types import Collective, PreMulSum, RedOp
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import FakeArray, place, seen
 from tests.gpu.fake_ranks import session
@@ -302,6 +302,21 @@ def uneven() -> None:
         same(share, np.arange(4) + 4 * me.rank)
         if me.rank == 1:
             same(out, np.concatenate([me.data(r, 6) for r in range(n)]))
+        parts = [me.zeros(6) for _ in range(n)]
+        for more in (False, True):  # the root has an array for each rank; a send and a receive of the same group
+            with miraccl.group():
+                if more:
+                    comm.sendrecv(me.put(me.data(me.rank, 3)), (me.rank + 1) % n, me.zeros(3), (me.rank - 1) % n)
+                if me.rank == 1:
+                    comm.send(me.put(me.data(1, 6)), 1)
+                    for peer, part in enumerate(parts):
+                        comm.recv(part, peer)
+                    comm._are_collective(Collective.GATHER, 1, [6] * n, n + 1)
+                else:
+                    comm.gather(me.put(me.data(me.rank, 6)), 1)
+            me.synchronize()
+            for peer, part in enumerate(parts if me.rank == 1 else ()):
+                same(part, me.data(peer, 6))
 
 
 def place_of(array: FakeArray) -> Any:

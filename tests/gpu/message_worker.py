@@ -378,7 +378,7 @@ class Rank:
         one, many = torch.ones(1, device="cuda"), torch.ones(3, device="cuda")
 
         def scatter(value: float, root: int) -> None:
-            comm.scatter(torch.full((self.nranks,), value, device="cuda") if mine == root else None, root, one)
+            comm.scatter(torch.full((self.nranks,), float(value), device="cuda") if mine == root else None, root, one)
 
         def gather(root: int) -> None:
             comm.gather(one, root)

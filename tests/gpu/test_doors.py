@@ -251,6 +251,30 @@ def test_messages_find_their_launch(side: Side) -> None:
     assert len(side.driver.seen) == before
 
 
+def test_messages_of_a_group_may_be_a_collective(grouping: Side) -> None:
+    side = grouping
+    x, y = torch.zeros(12), torch.zeros(12)
+    rows = (False, 1, 12, F32), (True, 1, 12, F32)
+    side.remember_messages(1, *rows)
+    side.remember_messages(2, *rows, signature=77)
+    for signature in (77, 0, 77):
+        with miraccl.group():
+            assert side.send(x) == side.recv(y) == 0
+            assert groups.is_compiled_alone()
+            assert not side.doors.are_collective(signature, 3)  # others are among them
+            assert side.doors.are_collective(signature, 2)
+        assert side.driver.seen.pop()[0] == (2 if signature else 1)
+    with miraccl.group(), miraccl.group():
+        assert not groups.is_compiled_alone()
+    with miraccl.group():
+        assert side.send(x) == side.recv(y) == 0
+        assert side.doors.are_collective(77, 2)
+        groups.current()
+    assert side.signatures == [77]
+    assert side.sendrecv(x, y) == 0
+    assert side.driver.seen.pop()[0] == 1
+
+
 def test_messages_that_go_the_long_way(side: Side) -> None:
     x, whole = torch.zeros(12), torch.zeros(24)
     for receives in (False, True):

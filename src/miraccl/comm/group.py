@@ -188,6 +188,11 @@ def _take_over() -> None:
         hand_over(whole)
 
 
+def is_compiled_alone() -> bool:
+    """Whether this thread's group is one block, and only compiled code knows of it."""
+    return bool(_is_compiled()) and _record[at.GROUPS_DEPTH // 8] == 1
+
+
 def current() -> Group | None:
     """The group that this thread has open."""
     if _is_compiled():

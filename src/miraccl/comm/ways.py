@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from miraccl.bootstrap import Session
@@ -16,6 +16,7 @@ from miraccl.comm.member import Member
 from miraccl.comm.persistent import Persistent
 from miraccl.comm.stages import Stages
 from miraccl.errors import InvalidUsage
+from miraccl.types import Collective
 
 if TYPE_CHECKING:
     from miraccl.comm.communicator import Communicator
@@ -64,6 +65,11 @@ class Ways:
             text = f"{name}: device is {device!r}, but this communicator works on GPU {side.gpu.ordinal}"
             raise InvalidUsage(text, rank=self.rank, hint="a rank works on one GPU: that of the first array it passed")
         return side
+
+    def _are_collective(self, collective: Collective, root: int, counts: Sequence[int], count: int) -> None:
+        """The last ``count`` sends and receives of a group, of GPU memory on one host, are a collective
+        (``comm.device.communicator.DeviceCommunicator.are_collective``)."""
+        self._device.are_collective(collective, root, counts, count)  # type: ignore[union-attr]
 
     def _gpu_calls(self, async_op: bool, ordinal: int) -> Any:
         """The GPU side, or what has its methods: to note calls for the end of a group, or to start them in the background."""

@@ -20,6 +20,7 @@ from miraccl.torch.profiled import profiling
 from miraccl.torch.streams import Streams
 from miraccl.torch.tensors import is_everyday_on
 from miraccl.torch.work import Work
+from miraccl.types import Collective
 
 #: of these PyTorch copies many tensors with one kernel
 _TOGETHER = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8))
@@ -115,7 +116,7 @@ class Everyday(Collectives):
         if usual and len(outputs) == len(inputs) == nranks and self._are_everyday_on_gpu(together := (*outputs, *inputs)):
             one_type = len({x.dtype for x in together}) == 1
             if one_type and self._are_messages(outputs, inputs):
-                return self._exchange("all_to_all", outputs, rest[0], enumerate(inputs), enumerate(outputs))
+                return self._exchange("all_to_all", outputs, rest[0], enumerate(inputs), enumerate(outputs), Collective.ALL_TO_ALL)
         return super().alltoall(outputs, inputs, *rest)
 
     def gather(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], *rest: Any, **named: Any) -> Work:
@@ -124,7 +125,8 @@ class Everyday(Collectives):
             if root != self.communicator.rank:
                 return self._call("gather", [], inputs, rest[0], self.communicator.gather, x, root)
             if _is_one(output_lists) and self._is_of_each_rank(output_lists[0], x) and self._are_messages(output_lists[0], inputs):
-                return self._exchange("gather", output_lists[0], rest[0], [(root, x)], enumerate(output_lists[0]))
+                of = Collective.GATHER, root, x
+                return self._exchange("gather", output_lists[0], rest[0], [(root, x)], enumerate(output_lists[0]), *of)
         return super().gather(output_lists, inputs, *rest, **named)
 
     def scatter(self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], *rest: Any, **named: Any) -> Work:
@@ -133,7 +135,8 @@ class Everyday(Collectives):
             if root != self.communicator.rank:
                 return self._call("scatter", outputs, outputs, rest[0], self.communicator.scatter, None, root, out)
             if _is_one(input_lists) and self._is_of_each_rank(input_lists[0], out) and self._are_messages(outputs, input_lists[0]):
-                return self._exchange("scatter", outputs, rest[0], enumerate(input_lists[0]), [(root, out)])
+                of = Collective.SCATTER, root, out
+                return self._exchange("scatter", outputs, rest[0], enumerate(input_lists[0]), [(root, out)], *of)
         return super().scatter(outputs, input_lists, *rest, **named)
 
     # ---- running
@@ -151,10 +154,19 @@ class Everyday(Collectives):
         return self._here.run(name, tensors, memory, action, asynchronous=opts.asyncOp)
 
     def _exchange(
-        self, name: str, tensors: Sequence[Any], opts: Any, sends: Iterable[tuple[int, Any]], receives: Iterable[tuple[int, Any]]
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        opts: Any,
+        sends: Iterable[tuple[int, Any]],
+        receives: Iterable[tuple[int, Any]],
+        collective: Collective,
+        root: int = 0,
+        share: Any = None,
     ) -> Work:
-        """Messages to and from ranks, all at once."""
+        """A collective as messages to and from ranks, all at once; of one with a root ``share`` is what each rank has."""
         outgoing, incoming = list(sends), list(receives)
+        counts = () if share is None else (share.numel(),) * self.communicator.nranks
 
         def operation(stream: Any = None) -> None:
             with group():
@@ -162,6 +174,7 @@ class Everyday(Collectives):
                     self.communicator.send(x, rank, stream=stream)
                 for rank, x in incoming:
                     self.communicator.recv(x, rank, stream=stream)
+                self.communicator._are_collective(collective, root, counts, len(outgoing) + len(incoming))
 
         return self._call(name, tensors, [x for _, x in (*outgoing, *incoming)], opts, operation)
 

@@ -190,7 +190,19 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, Groupable):
 
     def _hand_over(self, group: Group) -> None:
         """What doors have noted is Python's to run."""
-        self.grouped(group).add(*self._doors.take_notes())
+        stream, messages, signature = self._doors.take_notes()
+        self.grouped(group).add(stream, messages)
+        if signature:
+            self.grouped(group).are_collective(signature, len(messages))
+
+    def are_collective(self, collective: Collective, root: int, counts: Sequence[int], count: int) -> None:
+        """The last ``count`` messages of this thread's group are a collective of separate arrays, as ``gather`` and others are one of parts
+        of an array: arguments as of ``executor.cuda.moves.move_signature``."""
+        signature = moves.move_signature(collective, root, counts)
+        if not (groups.is_compiled_alone() and self._doors.are_collective(signature, count)):
+            whole = groups.current()
+            assert whole is not None
+            self.grouped(whole).are_collective(signature, count)
 
     # ---- running
 

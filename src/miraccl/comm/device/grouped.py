@@ -56,6 +56,13 @@ class Grouped:
         for x, peer, receives in messages:
             self._add(stream, x, self._gpu.transfer(x, peer, receives, "recv" if receives else "send", stream))
 
+    def are_collective(self, signature: int, count: int) -> None:
+        """The last ``count`` sends and receives are a collective with this signature."""
+        items = self._items[-count:]
+        del self._items[-count:]
+        number, transfers = items[0][0], [transfer for _, transfer in items]
+        self._items.append((number, lambda: self._gpu.exchange(transfers, stream=number, signature=signature)))
+
     def _add(self, stream: int, array: Any, transfer: Any) -> None:
         self._items.append((stream, transfer))
         self._arrays.append(array)

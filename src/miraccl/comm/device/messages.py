@@ -134,9 +134,10 @@ class MessageCalls(UnevenCollectives):
             if memory.keep is not None:
                 self._hold([memory], number)
 
-    def exchange(self, transfers: Sequence[DeviceTransfer], *, stream: Any = None, name: str = "group") -> None:
-        """Sends and receives that go on together; between two ranks they match in their order."""
-        self._go([(t.memory, _message(t.receives, t.peer, t.memory)) for t in transfers], name, stream)
+    def exchange(self, transfers: Sequence[DeviceTransfer], *, stream: Any = None, name: str = "group", signature: int = 0) -> None:
+        """Sends and receives that go on together; between two ranks they match in their order. ``signature``: of the collective that they
+        are, if any."""
+        self._go([(t.memory, _message(t.receives, t.peer, t.memory)) for t in transfers], name, stream, signature)
 
     def barrier(self, *, stream: Any = None) -> None:
         """What follows in the stream begins when every rank's stream has come here."""

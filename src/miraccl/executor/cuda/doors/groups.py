@@ -113,7 +113,7 @@ def find_noted(state: int) -> int:
         return 0
     if PyList_Size(load(state + at.STATE_NOTED_OWNERS)) != 0 and captures(state, load(state + at.STATE_STREAM)):
         return 0
-    return find_messages(state, state + at.STATE_GROUP, load(state + at.STATE_NOTED), 0)
+    return find_messages(state, state + at.STATE_GROUP, load(state + at.STATE_NOTED), load(state + at.STATE_NOTED_SIGNATURE))
 
 
 @inline
@@ -150,5 +150,6 @@ def close(groups: int, state: int) -> None:
     if state != 0:
         noted = load(state + at.STATE_NOTED)
         store(state + at.STATE_NOTED, 0)
+        store(state + at.STATE_NOTED_SIGNATURE, 0)
         clear(load(groups + at.GROUPS_NOTED), 1)
         clear(load(state + at.STATE_NOTES), noted)

@@ -105,6 +105,7 @@ STATE_CPU_PLAN = _state.word()  # address of a word that becomes 0 with each ope
 STATE_CLOSED = _state.word()  # the word that ABORT points to in the end
 STATE_NOTED, STATE_NOTED_STREAM = _state.word(), _state.word()  # how many messages of a group are noted, and for which stream
 STATE_NOTES = _state.word()  # a list of their arrays
+STATE_NOTED_SIGNATURE = _state.word()  # of the collective that they are, 0 for plain ones
 STATE_HAND_OVER = _state.word()  # an object, which GROUPS_NOTED is to have while any are noted
 # a Python function for the current stream, 0 where none is needed yet, and its argument
 STATE_ASK, STATE_ORDINAL = _state.word(), _state.word()

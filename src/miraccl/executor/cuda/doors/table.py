@@ -243,16 +243,25 @@ class Doors:
 
     # ---- groups
 
-    def take_notes(self) -> tuple[int, list[tuple[Any, int, bool]]]:
-        """(stream, what was noted: array, peer, whether it is received); nothing is noted any more."""
+    def are_collective(self, signature: int, count: int) -> bool:
+        """Let the messages that are noted be launched as a collective; False if they are not ``count``, and nothing has happened."""
+        if self._state[at.STATE_NOTED // 8] != count:
+            return False
+        self._put(at.STATE_NOTED_SIGNATURE, signature)
+        return True
+
+    def take_notes(self) -> tuple[int, list[tuple[Any, int, bool]], int]:
+        """(stream, what was noted: array, peer, whether it is received; signature of the collective that it is, if any); nothing is noted
+        any more."""
         arrays, words = self._notes.copy(), self._state[at.STATE_GROUP // 8 :: at.MESSAGE_BYTES // 8]
         self._notes.clear()
         self._noted_owners.clear()
         self._put(at.STATE_NOTED, 0)
         self._put(at.STATE_NOTED_BYTES, 0)
         whats = [word & (1 << 32) - 1 for word in words[: len(arrays)]]
-        stream = int(self._state[at.STATE_NOTED_STREAM // 8])
-        return stream, [(x, what >> 1, bool(what & 1)) for x, what in zip(arrays, whats, strict=True)]
+        stream, signature = (int(self._state[word // 8]) for word in (at.STATE_NOTED_STREAM, at.STATE_NOTED_SIGNATURE))
+        self._put(at.STATE_NOTED_SIGNATURE, 0)
+        return stream, [(x, what >> 1, bool(what & 1)) for x, what in zip(arrays, whats, strict=True)], signature
 
     # ---- the table
 
