@@ -122,18 +122,20 @@ def read_place(gpu: Gpu, args: CommArgs) -> tuple[int, int]:
 
 
 def read_boards(gpu: Gpu, args: CommArgs) -> Boards:
-    """The boards of all peers, and what this rank has noted of its own operations."""
+    """The boards of all peers, and what this rank has noted of its own operations. Memory that peers share is read once."""
     words = _STATE.unpack(gpu.read(args.own + layout.STATE_OFFSET, _STATE.size))
     noted = words[layout.STATE_SIGNATURES : layout.STATE_SIGNATURES + layout.BOARD_ENTRIES]
-    mine = _said({word >> 32: word % _ALL for word in noted if word}, _read_moves(gpu, args.own, args.rank))
+    peers = {peer: inbox for peer, inbox in enumerate(args.inboxes) if peer != args.rank}
+    # launches first: what a peer did before it began one is there then
+    launches = {box: gpu.read(box + layout.BOARD_OFFSET, layout.MAX_RANKS * _ENTRIES) for box in set(peers.values())}
+    moves = {box: gpu.read(box + layout.MOVES_OFFSET, layout.MAX_RANKS * _MOVES) for box in {args.own, *peers.values()}}
+    mine = _said({word >> 32: word % _ALL for word in noted if word}, _part(moves[args.own], args.rank, _MOVES))
     theirs = {}
-    for peer, inbox in enumerate(args.inboxes):
-        if peer != args.rank:  # launches first: what a peer did before it began one is there then
-            entries = gpu.read(inbox + layout.BOARD_OFFSET + peer * _ENTRIES, _ENTRIES)
-            launches = {number: signature for number, signature, *_ in _ENTRY.iter_unpack(entries) if number}
-            theirs[peer] = _said(launches, _read_moves(gpu, inbox, peer))
+    for peer, box in peers.items():
+        entries = _ENTRY.iter_unpack(_part(launches[box], peer, _ENTRIES))
+        theirs[peer] = _said({number: signature for number, signature, *_ in entries if number}, _part(moves[box], peer, _MOVES))
     return Boards(mine, theirs)
 
 
-def _read_moves(gpu: Gpu, box: int, src: int) -> bytes:
-    return gpu.read(box + layout.MOVES_OFFSET + src * _MOVES, _MOVES)
+def _part(entries: bytes, rank: int, nbytes: int) -> bytes:
+    return entries[rank * nbytes : (rank + 1) * nbytes]
