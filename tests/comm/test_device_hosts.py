@@ -137,6 +137,39 @@ def test_both_ends_of_unlike_messages_are_told(count: int, dtype: DType, text: s
         assert f"ranks called different operations: {text}" in error
 
 
+WITH_EMULATOR = {"MIRACCL_EMULATOR_CACHE": str(folder())}
+
+
+@pytest.mark.parametrize("hosts_and_kernels", ["AB", "AAB", "ABB", pytest.param("AABB kernels", marks=needs_compiler)])
+def test_collectives_of_messages_that_come_again(hosts_and_kernels: str) -> None:
+    hosts, _, kernels = hosts_and_kernels.partition(" ")
+    run_ranks(fake_hosts.uneven_again, len(hosts), hosts, bool(kernels), env=SMALL | WITH_EMULATOR, timeout=180.0)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "case", "texts"),
+    [
+        ("AB", "roots", ("scatter_v #9 (root 0) on rank 0, scatter_v #9 (root 1) on rank 1",)),
+        ("AB", "collectives", ("gather_v #9 (root 1) on rank 0, scatter_v #9 (root 1) on rank 1",)),
+        ("AB", "counts", ("rank 0 sent more in all_to_all_v #9 than rank 1 took",)),
+        ("AB", "send", ("collective is send_recv on rank 0",)),
+        ("AB", "graph", ("gather_v #9 (root 1) on rank 0, scatter_v #9 (root 1) on rank 1",)),
+        ("ABC", "roots", ("(root 1)",)),
+    ],
+)
+def test_messages_that_nobody_took_are_not_taken_for_those_of_the_next_collective(hosts: str, case: str, texts: tuple[str, ...]) -> None:
+    for error in run_ranks(fake_hosts.unlike_collectives, len(hosts), hosts, False, case, env=SMALL):
+        assert error.startswith("CollectiveMismatch: ")
+        assert all(text in error for text in texts)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("hosts", "case"), [("AABB", "roots"), ("AABB", "collectives"), ("AAB", "counts"), ("AAB", "one message")])
+def test_nor_are_those_inside_a_host(hosts: str, case: str) -> None:
+    for error in run_ranks(fake_hosts.unlike_collectives, len(hosts), hosts, True, case, env=SMALL | WITH_EMULATOR, timeout=180.0):
+        assert error.startswith("CollectiveMismatch: ")
+
+
 @needs_compiler
 def test_a_fault_that_is_heard_in_the_middle_of_a_call_is_told_as_what_it_is() -> None:
     for text in run_ranks(fake_hosts.told_between_checks, 2, env={"MIRACCL_EMULATOR_CACHE": str(folder())}):

@@ -476,7 +476,7 @@ class FakeLocal:
     def _hold(self, views: Sequence[DeviceMemory], number: int) -> None:
         assert all(view.keep is None for view in views)
 
-    def exchange(self, transfers: Sequence[Any], *, stream: int, name: str) -> None:
+    def exchange(self, transfers: Sequence[Any], *, stream: int, name: str, signature: int = 0) -> None:
         def run() -> None:
             works = []
             for t in transfers:

@@ -32,6 +32,7 @@ from miraccl.errors import (
     PeerDied,
     SystemFailure,
 )
+from miraccl.executor.cpu.kernels.unlocked import layout as ex
 from miraccl.executor.cuda import layout
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
@@ -578,6 +579,106 @@ def unlike_messages(hosts: str, count: int, dtype: DType) -> str:
                 w.comm.recv(memory, 0)
         w.cuda.cuCtxSynchronize()
         return _fault(w, x, (CollectiveMismatch,))
+
+
+def unlike_collectives(hosts: str, kernels: bool, case: str) -> str:
+    """The ranks call different collectives that are messages, or with other roots or counts, between others that are right."""
+    with session() as world:
+        w = World(world, hosts, kernels=kernels, apart=True, timeout=600.0)
+        comm, n, r = w.comm, w.nranks, w.rank
+        one, every = w.put(np.full(1, float(r))), w.zeros(n, DType.FLOAT64)
+        ones, own = [1] * n, int(r == 0)
+        _begin_at(w, ex.MARK_MASK + 1)
+
+        def scatter(root: int) -> None:
+            comm.scatter_v(every if r == root else None, ones, root, one, stream=stream)
+
+        def gather(root: int) -> None:
+            comm.gather_v(one, ones, root, every if r == root else None, stream=stream)
+
+        def captured() -> None:
+            w.cuda.streams[stream].replay(graph)
+
+        stream = w.cuda.cuStreamCreate(0)[1]
+        w.cuda.begin_capture(stream)
+        comm.gather_v(one, ones, 1, every if r == 1 else None, stream=stream)
+        graph = w.cuda.end_capture(stream)
+        comm.synchronize()
+        calls: dict[str, Callable[[], Any]] = {
+            "roots": lambda: scatter(1 if r == 1 else 0),
+            "collectives": lambda: gather(1) if r == 0 else scatter(1),
+            "counts": lambda: comm.all_to_all_v(every.part(0, n * own), [own] * n, [own] + [0] * (n - 1), one.part(0, own), stream=stream),
+            "one message": lambda: comm.all_to_all_v(every.part(0, own), [0, own] + [0] * (n - 2), [0] * n, one.part(0, 0), stream=stream),
+            "send": lambda: comm.send(one, n - 1, stream=stream) if r == 0 else None,
+            "graph": lambda: captured() if r == 0 else scatter(1),
+        }
+        for root in (1, 1, 1, 0):  # also as graphs
+            scatter(root)
+            captured()
+        comm.synchronize()
+        world.barrier("before they differ")
+        with contextlib.suppress(CollectiveMismatch):  # it may be known by now
+            calls[case]()
+            for root in (1, 1, n - 1):
+                gather(root)
+                scatter(root)
+        w.cuda.cuCtxSynchronize()
+        return _fault(w, w.zeros(10, DType.FLOAT32), (CollectiveMismatch,))
+
+
+def uneven_again(hosts: str, kernels: bool) -> None:
+    """Collectives with counts that are messages, with the same arrays, as graphs and captured, where some ranks have nothing to move."""
+    with session() as world:
+        w = World(world, hosts, kernels=kernels, apart=True)
+        comm, n, r = w.comm, w.nranks, w.rank
+        counts = [0 if i == n - 1 else 3 + i for i in range(n)]
+        counts[0] = 40_000  # several rounds of the smallest slots
+        begin, total = sum(counts[:r]), sum(counts)
+        whole, mine, spread = w.zeros(total, DType.FLOAT32), w.zeros(counts[r], DType.FLOAT32), w.zeros(counts[r], DType.FLOAT32)
+        sends, receives = [2 * (r == 0 and j == n - 1) for j in range(n)], [2 * (r == n - 1 and i == 0) for i in range(n)]
+        few, got = w.put(np.full(sum(sends), 7, np.int32)), w.zeros(sum(receives), DType.INT32)
+        gathered = w.zeros(total, DType.FLOAT32)
+        _begin_at(w, ex.MARK_MASK - 6)
+
+        def run(root: int, stream: int) -> None:
+            comm.gather_v(mine, counts, root, whole if r == root else None, stream=stream)
+            comm.scatter_v(whole if r == root else None, counts, root, spread, stream=stream)
+            comm.all_to_all_v(few, sends, receives, got, stream=stream)
+            comm.all_gather_v(spread, counts, gathered, stream=stream)
+
+        stream = w.cuda.cuStreamCreate(0)[1]
+        w.cuda.begin_capture(stream)
+        run(n - 1, stream)
+        graph = w.cuda.end_capture(stream)
+        comm.synchronize()
+        for round in range(4):
+            for root in (0, n - 1, -1):
+                seen(mine)[:], seen(whole)[:], seen(got)[:] = r + round, -1, 0
+                for memory in (spread, gathered):
+                    seen(memory)[:] = -1
+                if root < 0:
+                    w.cuda.streams[stream].replay(graph)
+                else:
+                    run(root, 0)
+                comm.synchronize()
+                want = np.repeat(np.arange(n) + round, counts)
+                what = f"round {round}, root {root}"
+                if r == (root if root >= 0 else n - 1):
+                    check(whole, want, what)
+                check(spread, want[begin : begin + counts[r]], what)
+                check(gathered, want, what)
+                check(got, np.full(sum(receives), 7), what)
+        alone = comm.layout.width == 1 and comm.layout.even
+        assert _begin_at(w, 0) == ex.MARK_MASK - 6 + 4 * 3 * (4 if alone else 3)
+        w.finish()
+
+
+def _begin_at(w: World, number: int) -> int:
+    """Let collectives of messages be counted from here on; how many there were."""
+    streams = w.comm.jobs.messages
+    assert streams is not None
+    counted, streams._collectives[0] = int(streams._collectives[0]), number
+    return counted
 
 
 def death(hosts: str, apart: bool, sends: bool) -> str:

@@ -236,6 +236,10 @@ def test_a_peer_that_is_ahead_has_sent_its_message() -> None:
 def test_a_collective_in_words() -> None:
     assert [describe(GATHER), describe(move_signature(Collective.BARRIER))] == ["gather (root 0)", "barrier"]
     assert describe(move_signature(Collective.ALL_TO_ALL)) == "all_to_all_v"
+    many = [move_signature(Collective.SCATTER, root, (1, 2)) for root in range(1000)]  # over several hosts
+    assert len(set(many)) == len(many)
+    assert {describe(signature) for signature in many[15:]} == {"scatter (root 15 or above)"}
+    assert describe(many[14]) == "scatter (root 14)"
     assert move_signature(Collective.ALL_GATHER, 3, (1, 2)) != move_signature(Collective.ALL_GATHER, 3, (2, 1))
 
 

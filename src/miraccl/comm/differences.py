@@ -95,8 +95,7 @@ def parted(statuses: dict[int, dict[str, Any]]) -> str:
 def describe_operation(board: dict[str, int]) -> str:
     """``all_reduce #17 (1024 x float32, sum)`` for what is on a board."""
     if board.get("p2p_sig"):
-        fields = describe_signature(board["p2p_sig"])
-        return f"send/recv ({board['p2p_count']} x {fields['dtype']})"
+        return describe_message(board["p2p_sig"], board["p2p_count"])
     if not board.get("sig"):
         return "no operation yet"
     fields = describe_signature(board["sig"])
@@ -108,6 +107,13 @@ def describe_operation(board: dict[str, int]) -> str:
     if fields["collective"] in ("broadcast", "reduce", "gather", "scatter"):
         detail += f", root {fields['root']}"
     return f"{fields['collective']} #{board['seq']} ({detail})"
+
+
+def describe_message(sig: int, count: int) -> str:
+    """``send/recv (1024 x float32)``, or the collective with counts that the message is one of."""
+    fields = describe_signature(sig)
+    name = "send/recv" if fields["collective"] == "send_recv" else f"{fields['collective']}_v"
+    return f"{name} ({count} x {fields['dtype']})"
 
 
 def activity(board: dict[str, Any], newest: int) -> str:

@@ -17,6 +17,7 @@ from miraccl.comm.control import Control
 from miraccl.comm.differences import (
     activity,
     compared,
+    describe_message,
     describe_operation,
     differences,
     has_ended,
@@ -310,12 +311,13 @@ class Faults:
         text = parted(statuses) or differences({rank: {"collective": name} for rank, name in sorted(names.items())})
         return CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT)
 
-    def unlike_messages(self, peer: int, mine: tuple[int, int], theirs: tuple[int, int]) -> MiracclError:
-        """The error of a message that ``peer`` sent and that is not what this rank receives; (signature, elements) of each."""
+    def unlike_messages(self, peer: int, mine: tuple[int, int], theirs: tuple[int, int], text: str = "") -> MiracclError:
+        """The error of a message that ``peer`` sent and that is not what this rank receives; (signature, elements) of each, and how they
+        differ, where not by these."""
         if self.fault is not None:
             return self.fault
-        text = unlike_messages(self.rank, mine, peer, theirs)
-        op = f"send/recv ({mine[1]} x {describe_signature(mine[0])['dtype']})"
+        text = text or unlike_messages(self.rank, mine, peer, theirs)
+        op = describe_message(*mine)
         return self.spread(CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT))
 
     def _mismatch(self, peer: int, want: int, got: int) -> str:

@@ -135,8 +135,8 @@ class MessageCalls(UnevenCollectives):
                 self._hold([memory], number)
 
     def exchange(self, transfers: Sequence[DeviceTransfer], *, stream: Any = None, name: str = "group", signature: int = 0) -> None:
-        """Sends and receives that go on together; between two ranks they match in their order. ``signature``: of the collective that they
-        are, if any."""
+        """Sends and receives that go on together; between two ranks they match in their order.  ``signature``: of the collective that they
+        are, if any, which all ranks then call, also those without any."""
         self._go([(t.memory, _message(t.receives, t.peer, t.memory)) for t in transfers], name, stream, signature)
 
     def barrier(self, *, stream: Any = None) -> None:

@@ -20,8 +20,12 @@ _LABELS = {
 
 
 def signature_of(collective: int, root: int, hashed: int) -> int:
-    """``root`` is a rank or ``NO_ROOT``, ``hashed`` the counts that all ranks know; never 0. Compiled code computes it, too."""
-    return collective << 28 | root << 24 | hashed & 0xFFFFFF
+    """``root`` is a rank or ``NO_ROOT``, ``hashed`` the counts that all ranks know; never 0. Compiled code computes it, too.
+
+    Over several hosts there are more ranks than the bits for the root can tell: the others make a difference to the hash.
+    """
+    told = min(root, NO_ROOT)
+    return collective << 28 | told << 24 | (hashed ^ (root - told) * 0x9E3779B1) & 0xFFFFFF
 
 
 def move_signature(collective: Collective, root: int = NO_ROOT, counts: Sequence[int] = ()) -> int:
@@ -37,5 +41,8 @@ def tag_of(number: int, launches: int, signature: int) -> int:
 def describe(signature: int) -> str:
     """A collective in words: ``gather (root 1)``."""
     code, root = signature >> 28 & 15, signature >> 24 & 15
-    label = _LABELS[Collective(code)] if code in Collective._value2member_map_ and code in _LABELS else "an unknown collective"
-    return label if root == NO_ROOT else f"{label} (root {root})"
+    if code not in Collective._value2member_map_ or code not in _LABELS:
+        return "an unknown collective"
+    label, rooted = _LABELS[Collective(code)], Collective(code).rooted
+    told = f"{NO_ROOT} or above" if root == NO_ROOT else f"{root}"
+    return f"{label} (root {told})" if rooted else label

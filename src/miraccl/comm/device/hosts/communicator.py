@@ -34,6 +34,7 @@ from miraccl.comm.device.uneven import Uneven, UnevenCollectives, moves
 from miraccl.comm.member import Options
 from miraccl.comm.stages import Stages
 from miraccl.errors import CommunicatorAborted, InvalidUsage, MiracclError, SystemFailure
+from miraccl.executor.cuda.moves import move_signature
 from miraccl.transport.cuda_p2p import Explanation
 from miraccl.types import Collective, DType
 
@@ -154,7 +155,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         if self._moves_by_messages(asked.collective):
             sent, received = moves(asked, self.rank, self.nranks)
             both = [*((False, *part) for part in sent), *((True, *part) for part in received)]
-            self.exchange([DeviceTransfer(receives=r, peer=p, memory=m) for r, p, m in both], stream=stream, name=asked.name)
+            self._exchange([DeviceTransfer(receives=r, peer=p, memory=m) for r, p, m in both], stream, asked.name, asked)
             return
         shape = Shape(
             collective=asked.collective,
@@ -211,28 +212,36 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         return DeviceTransfer(receives=receives, peer=peer_rank(peer, "src" if receives else "dst", self.nranks, where), memory=memory)
 
     def exchange(self, transfers: Sequence[DeviceTransfer], *, stream: Any = None, name: str = "group") -> None:
-        """Sends and receives that go on together; between two ranks they match in their order.
+        """Sends and receives that go on together; between two ranks they match in their order."""
+        self._exchange(transfers, stream, name)
 
-        Those within the host are one kernel, in a stream beside the caller's where there are others: neither kind waits for the other.
+    def _exchange(self, transfers: Sequence[DeviceTransfer], stream: Any, name: str, asked: Uneven | None = None) -> None:
+        """Those within the host are one kernel, in a stream beside the caller's where there are others: neither kind waits for the other.
+
+        Where they are a collective, ``asked``, both kinds count it, also on ranks that have no messages of that kind.
         """
         mine = self.layout.mine
         near = [dataclasses.replace(t, peer=mine.index(t.peer)) for t in transfers if t.peer in mine]
         far = [t for t in transfers if t.peer not in mine and t.memory.count]
+        kind = None if asked is None else (asked.collective, asked.root)
+        signature = 0 if asked is None else move_signature(asked.collective, asked.root, asked.counts)
+        inside, outside = bool(near) or (kind is not None and self.layout.width > 1), bool(far) or kind is not None
 
         def enqueue(number: int, captured: bool) -> None:
-            if near and far:
+            if inside and outside:
                 self.gpu.order_streams(number, self._beside())
-                self.local.exchange(near, stream=self._beside(), name=name)
-                self.jobs.exchange(far, number, captured)
+                self.local.exchange(near, stream=self._beside(), name=name, signature=signature)
+                self.jobs.exchange(far, number, captured, kind)
                 self.gpu.order_streams(self._beside(), number)
                 self.local.stream = number
-            elif near:
+            elif inside:
                 self.local.exchange(near, stream=number, name=name)
-            elif far:
-                self.jobs.exchange(far, number, captured)
+            elif outside:
+                self.jobs.exchange(far, number, captured, kind)
 
         with self._operation(name, stream, [t.memory for t in transfers]) as (number, captured):
-            key = tuple((t.receives, t.peer, t.memory.address, t.memory.count, t.memory.dtype) for t in transfers)
+            each = [(t.receives, t.peer, t.memory.address, t.memory.count, t.memory.dtype) for t in transfers]
+            key = ("exchange", kind, signature, *each)
             if self.replays.run(key, sum(t.memory.nbytes for t in transfers), number, captured, enqueue):
                 self.local.stream = number
 

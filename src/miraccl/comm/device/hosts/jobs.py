@@ -15,11 +15,11 @@ from miraccl.comm import whereabouts
 from miraccl.comm.control import SET_UP
 from miraccl.comm.device.hosts.direct import DirectStreams
 from miraccl.comm.device.hosts.layout import HostsLayout
-from miraccl.comm.device.hosts.messages import MessageNetwork, MessageStreams
+from miraccl.comm.device.hosts.messages import Kind, MessageNetwork, MessageStreams
 from miraccl.comm.device.hosts.network import CpuCommunicator, InPython, StagedCollective, agreeing
 from miraccl.comm.device.hosts.pieces import Piece, Shape, cut
 from miraccl.comm.device.hosts.staging import LANES, Network, StagedJob, Staging
-from miraccl.comm.device.hosts.transfers import cut_transfers, transfers_on
+from miraccl.comm.device.hosts.transfers import EMPTY, cut_transfers, transfers_on
 from miraccl.comm.device.hosts.watch import Watch
 from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.device.transfer import DeviceTransfer
@@ -204,15 +204,19 @@ class HostsJobs:
         job = self._job(("barrier",), captured, lambda: ((Piece(),), InPython(lambda *_: self.world.barrier())))
         self.staging.enqueue(job, (), number)
 
-    def exchange(self, transfers: Sequence[DeviceTransfer], number: int, captured: bool) -> None:
-        """Sends and receives with ranks of other hosts, in the stream ``number``."""
-        rounds, need = cut_transfers(transfers, self.slot_bytes, self.layout.most_far)
-        key = ("exchange", tuple((t.receives, t.peer, t.memory.count, t.memory.dtype) for t in transfers))
+    def exchange(self, transfers: Sequence[DeviceTransfer], number: int, captured: bool, kind: Kind | None = None) -> None:
+        """Sends and receives with ranks of other hosts, in the stream ``number``; ``kind``: of the collective that they are, if any, which
+        is counted also where there are none. Only streams of messages can do that."""
+        rounds, need = cut_transfers(transfers, self.slot_bytes, self.layout.most_far) if transfers else ([EMPTY], 0)
+        key = ("exchange", kind, tuple((t.receives, t.peer, t.memory.count, t.memory.dtype) for t in transfers))
         slots = self.staging.slots_for(need)
 
         def make() -> tuple[tuple[Piece, ...], Network]:
             pieces = tuple(round.piece for round in rounds)
-            return pieces, MessageNetwork(self.messages, rounds, slots) if self.messages else transfers_on(self.world, rounds, slots)
+            if self.messages:
+                return pieces, MessageNetwork(self.messages, rounds, slots, kind)
+            assert kind is None
+            return pieces, transfers_on(self.world, rounds, slots)
 
         job = self._job(key, captured, make, need=need)
         if job.number not in self._plans:

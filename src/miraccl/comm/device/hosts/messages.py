@@ -2,14 +2,15 @@
 
 A round is one call of compiled code (``executor.cpu.kernels.unlocked``): all its messages go and come at the same time, those of a pair
 in one direction one after another.  Only the two ends take part in a message, so it is numbered by their stream, not with the operations of
-the CPU communicator; that one's board shows it and its faults explain it.
+the CPU communicator; that one's board shows it and its faults explain it.  Where messages are a collective, they bear its kind and number:
+all ranks count those, so that a message that nobody took, because ranks did not agree, is not taken for one of the next.
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,16 +18,19 @@ from miraccl.comm.device.hosts.layout import HostsLayout
 from miraccl.comm.device.hosts.pieces import Piece
 from miraccl.comm.device.hosts.staging import Prepared, Slots
 from miraccl.comm.device.hosts.streams import PeerStreams, StreamOperation, fill
+from miraccl.comm.faults import SEND_RECV
 from miraccl.comm.member import Member
 from miraccl.comm.stages import Stages
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.unlocked import layout as ex
-from miraccl.executor.cpu.lower import signature
+from miraccl.executor.cpu.lower import describe_signature, signature
 from miraccl.types import Collective, DType, RedOp
 
 if TYPE_CHECKING:
     from miraccl.comm.device.hosts.transfers import Message, Round
 
+Kind = tuple[Collective, int]
+"""What a collective is in headers, with its root."""
 MOST_FAR = 16  # ranks of other hosts: a lane looks at all streams that a round needs, and they take memory of the kernel
 
 
@@ -38,6 +42,7 @@ class MessageStreams:
         far = [rank for rank in range(layout.nranks) if rank not in layout.mine]
         self._streams = PeerStreams(stages, member, far, "gpu messages")
         self._numbers = {peer: np.zeros(2, np.int64) for peer in far}
+        self._collectives = np.zeros(ex.COLLECTIVES_BYTES // 8, np.int64)
 
     @staticmethod
     def useful(member: Member, layout: HostsLayout) -> bool:
@@ -58,19 +63,36 @@ class MessageStreams:
         """Where the number of messages of one way lies."""
         return int(self._numbers[peer].ctypes.data) + 8 * receives
 
+    @property
+    def collectives(self) -> int:
+        """Where the collectives of all streams are counted."""
+        return int(self._collectives.ctypes.data)
+
+    def remembered(self, mark: int) -> int:
+        """The signature of the collective of this number (as in headers) without the number, 0 if it is not known any more."""
+        behind = int(self._collectives[ex.COUNTED // 8]) - mark & ex.MARK_MASK
+        number = int(self._collectives[ex.COUNTED // 8]) - behind
+        return int(self._collectives[ex.REMEMBERED // 8 + number % ex.MEMORY]) if behind < ex.MEMORY and number > 0 else 0
+
     def close(self) -> None:
         """May be called twice."""
         self._streams.close()
 
 
 class MessageOperation(StreamOperation):
-    """The messages of a round, on one slot."""
+    """The messages of a round, on one slot. ``kind``: of the collective that they are, if any; ``begins``: it does so with this round."""
 
     kernel = "messages_unlocked"
 
-    def __init__(self, streams: MessageStreams, messages: Sequence[Message], base: int) -> None:
+    def __init__(
+        self, streams: MessageStreams, messages: Sequence[Message], base: int, kind: Kind | None = None, begins: bool = True
+    ) -> None:
         self._peers = list(dict.fromkeys(message.peer for message in messages))
-        super().__init__(streams.member, "send/recv")
+        self._streams, self._kind = streams, kind or (Collective.SEND_RECV, 0)
+        super().__init__(streams.member, f"{kind[0].label}_v" if kind else "send/recv")
+        if kind is not None:
+            which = _template(kind, DType.UINT8, 0) if begins else 0
+            fill(self._words, (ex.COLLECTIVES, streams.collectives), (ex.COLLECTIVE, which))
         self._use(np.zeros((len(self._peers), ex.ROW_BYTES // 8), np.int64))
         self._parts: list[np.ndarray] = []
         for row, peer in zip(self._rows, self._peers, strict=True):
@@ -85,7 +107,7 @@ class MessageOperation(StreamOperation):
         table = np.zeros((len(messages), ex.PART_SIZE // 8), np.int64)
         for part, message in zip(table, messages, strict=True):
             size = message.dtype.itemsize
-            template = signature(Collective.SEND_RECV, message.dtype, RedOp.SUM, 0, message.whole)
+            template = _template(self._kind, message.dtype, message.whole)
             fill(part, (ex.PART, base + message.host), (ex.PART_BYTES, message.count * size), (ex.PART_SIGNATURE, template))
             fill(part, (ex.PART_WHOLE, message.whole * size), (ex.PART_COUNT, message.whole))
         self._parts.append(table)
@@ -96,29 +118,63 @@ class MessageOperation(StreamOperation):
         if code in (at.ERR_MISMATCH, at.ERR_SIZE):
             peer = self._member.context.get(at.CTX_ERR_PEER)
             row = self._rows[self._peers.index(peer)]
-            mine, theirs = ((int(row[place // 8]), int(row[place // 8 + 1])) for place in (ex.IN + ex.HEADER, ex.HEADER_IN))
-            raise self._member.faults.unlike_messages(peer, _counted(mine), _counted(theirs))
+            mine, theirs = (_Header.of(row[place // 8], row[place // 8 + 1]) for place in (ex.IN + ex.HEADER, ex.HEADER_IN))
+            raise self._member.faults.unlike_messages(peer, mine[:2], theirs[:2], self._parted(peer, mine, theirs))
         super().conclude(code)
 
+    def _parted(self, peer: int, mine: _Header, theirs: _Header) -> str:
+        """What a message of ``peer`` means that belongs to a collective of another number than this rank's; empty if it does not."""
+        rank, first, second = self._member.rank, describe_signature(mine.sig), describe_signature(theirs.sig)
+        if mine.mark == theirs.mark or SEND_RECV in (first["collective"], second["collective"]):
+            return ""
+        if (theirs.mark - mine.mark) & ex.MARK_MASK <= ex.MARK_MASK // 2:
+            here, there = _in_words(first, mine.mark), _in_words(second, theirs.mark)
+            return f"ranks disagree on what is sent: rank {rank} waits in {here} for rank {peer}, which has gone on to {there}"
+        there, known = _in_words(second, theirs.mark), self._streams.remembered(theirs.mark)
+        here = _in_words(describe_signature(known), theirs.mark) if known else there
+        if here != there:
+            both = sorted([(rank, here), (peer, there)])
+            return "ranks called different operations: " + ", ".join(f"{what} on rank {who}" for who, what in both)
+        return f"ranks disagree on what is sent: rank {peer} sent more in {there} than rank {rank} took"
 
-def _counted(header: tuple[int, int]) -> tuple[int, int]:
-    """Signature and elements of a header."""
-    sig, nbytes = header
-    return sig, nbytes // DType(sig >> 21 & 15).itemsize
+
+class _Header(NamedTuple):
+    """What a header says: signature, elements, and the number of the collective."""
+
+    sig: int
+    elements: int
+    mark: int
+
+    @classmethod
+    def of(cls, sig: Any, second: Any) -> _Header:
+        nbytes, mark = int(second) & (1 << ex.MARK_SHIFT) - 1, int(second) >> ex.MARK_SHIFT
+        return cls(int(sig), nbytes // DType(int(sig) >> 21 & 15).itemsize, mark)
+
+
+def _template(kind: Kind, dtype: DType, count: int) -> int:
+    """The signature of a message in headers, without the number."""
+    return signature(kind[0], dtype, RedOp.SUM, kind[1], count)
+
+
+def _in_words(fields: dict[str, str], number: int) -> str:
+    """``scatter_v #17 (root 1)``; only those that are messages between hosts are numbered so."""
+    text = f"{fields['collective']}_v #{number}"
+    return f"{text} (root {fields['root']})" if Collective[fields["collective"].upper()].rooted else text
 
 
 class MessageNetwork:
-    """Runs rounds on the streams (``comm.device.hosts.staging.Network``). Rounds of equal messages share those of their slot."""
+    """Runs rounds on the streams (``comm.device.hosts.staging.Network``). Rounds of equal messages share those of their slot, but for the
+    one with which a collective begins."""
 
-    def __init__(self, streams: MessageStreams, rounds: Sequence[Round], slots: Slots) -> None:
-        self._streams, self._rounds, self._slots = streams, rounds, slots
-        self._prepared: dict[tuple[int, tuple[Message, ...]], MessageOperation] = {}
+    def __init__(self, streams: MessageStreams, rounds: Sequence[Round], slots: Slots, kind: Kind | None = None) -> None:
+        self._streams, self._rounds, self._slots, self._kind = streams, rounds, slots, kind
+        self._prepared: dict[tuple[int, bool, tuple[Message, ...]], MessageOperation] = {}
 
     def prepare(self, piece: Piece, number: int, slot: int) -> Prepared:
-        key = slot, self._rounds[number].messages
+        key = slot, self._kind is not None and number == 0, self._rounds[number].messages
         if key not in self._prepared:
             base = self._slots.address + slot * self._slots.nbytes
-            self._prepared[key] = MessageOperation(self._streams, key[1], base)
+            self._prepared[key] = MessageOperation(self._streams, key[2], base, self._kind, key[1])
         return self._prepared[key]
 
     def run(self, piece: Piece, number: int, slot: int) -> None:

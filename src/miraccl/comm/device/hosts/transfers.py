@@ -38,6 +38,9 @@ class Round:
     messages: tuple[Message, ...]
 
 
+EMPTY = Round(piece=Piece(), messages=())
+
+
 def message_bytes(slot_bytes: int, far: int) -> int:
     """Bytes of a message at most, where no rank has more than ``far`` on other hosts: a round has one to and one from each of them. The
     same at both ends, whatever else they have in their groups."""

@@ -3,7 +3,9 @@
 A message is a header (signature, bytes) and a payload.  An exchange of a collective is one message to and one from each peer.  Then
 ``FOLD`` reduces ``NSOURCES`` arrays of ``FOLD_BYTES``, which begin at ``BASES``, to ``FOLD_TO``, part by part as they come; part of a
 source is overwritten once it has been sent.  An exchange of sends and receives is any number of messages to and from each peer, one after
-another; headers carry the number of the message of that pair and direction in place of the operation's.
+another; headers carry the number of the message of that pair and direction in place of the operation's.  Where they are a collective,
+headers say which one in place of ``SEND_RECV``, and above the bytes the number of the collective (``MARK_SHIFT``): every rank counts all of
+them, also those in which it has no messages, so that a message nobody took is not taken for one of the next.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ MESSAGE: Final = 152  # struct msghdr
 COPY_FROM: Final = 208  # the rank's message to itself
 COPY_TO: Final = 216
 COPY_BYTES: Final = 224
+COLLECTIVES: Final = 232  # sends and receives that are a collective: address of the words that count those (below); 0: they are plain
+COLLECTIVE: Final = 240  # which begins with this exchange, as in ``PART_SIGNATURE``; 0: it goes on with the one before
 EXCHANGE_BYTES: Final = 256
 
 # ---- one way of a peer's stream: the message that goes or comes
@@ -43,7 +47,8 @@ PARTS: Final = 40  # sends and receives: address of the words of all, one after 
 NPARTS: Final = 48
 BEGUN: Final = 56
 NUMBER: Final = 64  # address of a word that belongs to the stream: how many have begun since there is the stream
-WAY_BYTES: Final = 72
+MARK: Final = 72  # bits above the bytes in headers: of sends and receives that are a collective, its number
+WAY_BYTES: Final = 80
 HEADER_BYTES: Final = 16
 
 # ---- a peer
@@ -64,6 +69,15 @@ PART_SIGNATURE: Final = 16  # without the number
 PART_WHOLE: Final = 24  # bytes of the call's message, of which this is a part
 PART_COUNT: Final = 32  # its elements, for the board
 PART_SIZE: Final = 40
+
+# ---- the collectives that are sends and receives, of all streams of a rank
+
+COUNTED: Final = 0  # how many have begun
+REMEMBERED: Final = 8  # which they were, the number modulo ``MEMORY``
+MEMORY: Final = 64
+COLLECTIVES_BYTES: Final = REMEMBERED + 8 * MEMORY
+MARK_SHIFT: Final = 48  # in the second word of a header: above are 15 bits of the number
+MARK_MASK: Final = 0x7FFF
 
 # ---- how it goes on
 

@@ -158,14 +158,30 @@ def exchange_unlocked(ctx: int, exchange: int, unused: int, unused2: int) -> int
 def begin_messages(ctx: int, exchange: int) -> None:
     store(ctx + at.CTX_STEP, 0)
     store(ctx + at.CTX_DEADLINE, 0)
+    mark = begin_collective(exchange)
     for i in range(load(exchange + ex.NPEERS)):
         row = load(exchange + ex.ROWS) + i * ex.ROW_BYTES
-        restart(row + ex.OUT)
-        restart(row + ex.IN)
+        restart(row + ex.OUT, mark)
+        restart(row + ex.IN, mark)
 
 
 @inline
-def restart(way: int) -> None:
+def begin_collective(exchange: int) -> int:
+    """Count and remember the collective that begins with this exchange, if one does; the mark of its messages, 0 for plain ones."""
+    words, begins = load(exchange + ex.COLLECTIVES), load(exchange + ex.COLLECTIVE)
+    if words == 0:
+        return 0
+    number = load(words + ex.COUNTED)
+    if begins != 0:
+        number += 1
+        store(words + ex.COUNTED, number)
+        store(words + ex.REMEMBERED + 8 * (number % ex.MEMORY), begins)
+    return (number & ex.MARK_MASK) << ex.MARK_SHIFT
+
+
+@inline
+def restart(way: int, mark: int) -> None:
+    store(way + ex.MARK, mark)
     store(way + ex.BYTES, 0)
     store(way + ex.MOVED, 0)
     store(way + ex.BEGUN, 0)

@@ -96,7 +96,7 @@ def begin_next(way: int) -> None:
         number = load(load(way + ex.NUMBER)) + 1
         store(load(way + ex.NUMBER), number)
         store(way + ex.HEADER, load(part + ex.PART_SIGNATURE) | (number & at.SEQ_MASK))
-        store(way + ex.HEADER + 8, load(part + ex.PART_WHOLE))
+        store(way + ex.HEADER + 8, load(part + ex.PART_WHOLE) | load(way + ex.MARK))
         store(way + ex.BUFFER, load(part + ex.PART))
         store(way + ex.BYTES, ex.HEADER_BYTES + load(part + ex.PART_BYTES))
         store(way + ex.MOVED, 0)
