@@ -228,11 +228,18 @@ def test_operations_in_another_order_are_found(mine: Said, theirs: Said, found: 
     assert boards.unlike() == (None if found is None else (3, *found))
 
 
-def test_a_deadline_that_boards_explain_is_a_mismatch() -> None:
+def test_all_have_come_where_none_is_behind() -> None:
+    assert Boards(said(7, 3, 7), {1: said(7, 3, 7), 2: said(9, 4, 8)}).all_have_come
+    assert not Boards(said(7, 3, 7), {1: said(7, 3, 7), 2: said(6, 3, 6)}).all_have_come
+    assert not Boards(said(7, 3, 7), {1: said(7, 2, 7), 2: said(7, 3, 7)}).all_have_come
+
+
+@pytest.mark.parametrize("error", [layout.ERROR_TIMEOUT, layout.ERROR_LEFT])
+def test_a_wait_in_vain_that_boards_explain_is_a_mismatch(error: int) -> None:
     told = Told()
     told.boards = Boards(said(8, 2, 7), {1: said(7, 3, 7), 2: said(8, 2, 7)})
     told.words[layout.HOST_LAUNCH] = 8
-    told.kernel(layout.ERROR_TIMEOUT, 2)
+    told.kernel(error, 2)
     with pytest.raises(CollectiveMismatch, match=r"rank 1 called another operation in the same place \(number 8") as raised:
         told.faults.check()
     assert (raised.value.op, raised.value.peer) == ("launch #8", 1)

@@ -317,6 +317,41 @@ def unlike_messages(case: str) -> dict[str, Any]:
         return {"type": "none"}
 
 
+def comes_late(what: str) -> dict[str, Any]:
+    """A right program in which rank 1 comes when rank 0's deadline has passed, and nobody has looked: kernels after it have ended, too."""
+    with rank(timeout=60.0) as me:
+        comm, count = me.comm, 200_000  # more than the rings take
+        x, out, large = me.put(np.ones(count)), me.zeros(2 * count), me.put(np.ones(1000))
+
+        def call() -> None:
+            comm.gather(x, 1, out=out if me.rank == 1 else None, stream=0)
+            if what == "all_reduce":
+                comm.all_reduce(large, stream=0)
+
+        call()
+        me.synchronize()
+        device = comm._device
+        assert isinstance(device, DeviceCommunicator)
+        soon = dataclasses.replace(device._comm_args, timeout_ns=int((0.3 + me.rank) * 1e9))
+        device._messages._comm_args, device._comm_args = soon, soon
+        device._messages._patterns.clear()
+        device._forget()
+        stay_until_told(me)
+        if me.rank == 1:
+            stay_until_told(me)
+        for _ in range(3):
+            call()
+        me.cuda.cuCtxSynchronize()
+        if me.rank == 0:
+            stay_until_told(me)
+        stay_until_told(me)
+        try:
+            me.synchronize()
+        except MiracclError as error:
+            return told_by(error)
+        return {"type": "none"}
+
+
 def fails_when_others_are_ready() -> dict[str, Any]:
     """Rank 1's driver refuses the last thing that its GPU side needs. All have time."""
     with session() as world:

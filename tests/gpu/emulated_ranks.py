@@ -302,6 +302,12 @@ def uneven() -> None:
         same(share, np.arange(4) + 4 * me.rank)
         if me.rank == 1:
             same(out, np.concatenate([me.data(r, 6) for r in range(n)]))
+        out = me.zeros(2 * n)
+        once: Any = iter([2] * n)
+        with miraccl.group():
+            comm.all_gather_v(me.put(me.data(me.rank, 2)), once, out)  # looked at when it is noted, and when it runs
+        me.synchronize()
+        same(out, np.concatenate([me.data(r, 2) for r in range(n)]))
         parts = [me.zeros(6) for _ in range(n)]
         for more in (False, True):  # the root has an array for each rank; a send and a receive of the same group
             with miraccl.group():

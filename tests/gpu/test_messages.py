@@ -25,7 +25,6 @@ from miraccl.topo.records import PathType
 from miraccl.transport.cuda_pairs import HOST, IPC, Choice
 from miraccl.types import Collective, DType
 from tests.gpu.emulator import Machine, needs_compiler
-from tests.gpu.emulator.collective import asked, launch_each
 from tests.gpu.emulator.exchange import Send, run
 
 FRAMES = [Frame.LINE, Frame.PAIR]
@@ -216,10 +215,23 @@ def test_waits_end_that_are_in_another_collective(other: str) -> None:
         run(where, rules(2), [], only=[1], signatures=[0, SCATTER])
     if other == "launch":
         run(where, rules(2), [], signatures=[SCATTER] * 2)
-        where.host[1][layout.HOST_ABORT] = 1  # it does not wait for rank 0
-        launch_each(where, [None, asked(Collective.BROADCAST, DType.UINT8, 64, 2, "one_shot", "ll", root=1)])
+        entry = where.comm_args(0).inboxes[1] + layout.BOARD_OFFSET + (1 * layout.BOARD_ENTRIES + 1) * 16
+        ctypes.memmove(entry, struct.pack("<IIII", 1, 5, 0, 0), 16)
     run(where, rules(2), [Send(1, 0, 40)], only=[0], signatures=[SCATTER if other == "later" else GATHER, 0])
     assert where.errors() == [layout.ERROR_MISMATCH, 0]
+    assert moves_of(where, 0)[0] == 1 + (other == "launch")
+    run(where, rules(2), [], only=[0], signatures=[GATHER, 0])
+    assert moves_of(where, 0)[0] == 1 + (other == "launch"), "what follows a failed wait is not begun"
+
+
+@needs_compiler
+def test_a_peer_whose_wait_has_failed_is_not_past_anything() -> None:
+    where = Machine(2, timeout_s=0.3)
+    run(where, rules(2), [Send(1, 0, 40)], only=[0], signatures=[GATHER, 0])
+    entry = where.comm_args(1).inboxes[0] + layout.BOARD_OFFSET + 16
+    ctypes.memmove(entry, struct.pack("<IIII", 1, 5, 0, 0), 16)  # a launch that it has begun all the same
+    run(where, rules(2), [Send(0, 1, 40)], only=[1], signatures=[0, GATHER])
+    assert where.errors() == [layout.ERROR_TIMEOUT] * 2
 
 
 @needs_compiler
@@ -384,6 +396,16 @@ def test_waiting_with_large_messages_ends(alone: int) -> None:
     where = Machine(2, timeout_s=0.2)
     run(where, few(2), [Send(0, 1, 20_000)], only=[alone])
     assert (where.errors()[alone], int(where.host[alone][layout.HOST_PEER])) == (layout.ERROR_TIMEOUT, 1 - alone)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("small_pool")
+@pytest.mark.parametrize("alone", [0, 1])
+def test_waiting_with_large_messages_for_a_rank_in_another_collective_ends(alone: int) -> None:
+    where = Machine(2, timeout_s=600)
+    run(where, few(2), [], only=[1 - alone], signatures=[GATHER] * 2)
+    run(where, few(2), [Send(0, 1, 20_000)], only=[alone], signatures=[SCATTER] * 2)
+    assert where.errors()[alone] == layout.ERROR_MISMATCH
 
 
 @needs_compiler

@@ -133,6 +133,14 @@ def test_collectives_that_are_messages_are_told_apart(case: str) -> None:
     assert [answer["type"] for answer in answers] == ["CollectiveMismatch"] * 3, answers
 
 
+@pytest.mark.parametrize("what", ["gather", "all_reduce"])
+def test_a_rank_that_comes_too_late_has_called_the_same(what: str) -> None:
+    """Operations that a rank begins when its deadline has passed do not mean that it is past those in which others wait."""
+    for answer in run(emulated_faults.comes_late, 2, what):
+        assert answer["type"] == "CollectiveTimeout", answer
+        assert answer["op"] == "gather (root 1)"
+
+
 CONTROL_PLANE = {"set-up": "the first operation on GPU memory", "window": "empty on GPUs"}
 
 

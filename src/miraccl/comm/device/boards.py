@@ -106,6 +106,12 @@ class Boards:
         said = self.theirs[rank].last if rank in self.theirs else None
         return f"its last was {name(*said)}" if said is not None else "it has run nothing yet"
 
+    @property
+    def all_have_come(self) -> bool:
+        """Whether all peers have begun what this rank has."""
+        mine = self.mine
+        return not any(_is_after(mine.launch, said.launch) or _is_after(mine.move, said.move) for said in self.theirs.values())
+
     def unlike(self) -> tuple[int, int, int] | None:
         """A peer that ran another operation in the place of one of this rank's, and number and signature of that one."""
         for peer, said in self.theirs.items():

@@ -27,5 +27,5 @@ class Checks(DeviceCollectives, UnevenCollectives):
     _run_rooted = _run
 
     def _run_uneven(self, asked: Uneven, stream: Any) -> None:
-        if asked.target.read_only and self._writes(asked.collective, asked.root):
+        if asked.target.read_only and any(asked.receives) and self._writes(asked.collective, asked.root):
             raise self._constant(asked.name)

@@ -457,11 +457,13 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, Groupable):
     def _judge_last(self) -> None:
         """Find a mismatch in the last operations that left nobody waiting: the next ones would tell of it. The GPU has ended its work."""
         place = self._look(read_place) if self.nranks > 1 else None
-        if place is not None and place != self._judged:
-            self._judged, boards = place, self._look(read_boards)
-            found = boards.unlike() if boards is not None else None
+        boards = self._look(read_boards) if place is not None and place != self._judged else None
+        if boards is not None and place is not None:
+            found = boards.unlike()
             if found is not None:
                 self.faults.found_mismatch(*found)
+            elif boards.all_have_come:
+                self._judged = place
 
     def close(self) -> MiracclError | None:
         """Free everything, after all ranks have come here and their kernels have ended; may be called twice.

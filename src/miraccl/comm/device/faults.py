@@ -121,10 +121,8 @@ class DeviceFaults:
         peer, op = self._called[there], self._name(number, signature) if number or signature else None
         if error == layout.ERROR_SIZES:
             return mismatch(words, rank, peer, self._refused(there), op)
-        if error == layout.ERROR_LEFT:
-            return of_leave(peer, self._why_left.get(there, "finalized"), rank=rank, op=op)
         boards = self._look()
-        unlike = boards.unlike() if boards is not None and error == layout.ERROR_TIMEOUT else None
+        unlike = boards.unlike() if boards is not None and error != layout.ERROR_MISMATCH else None
         if unlike is not None:
             there, number, signature = unlike
             peer, op = self._called[there], self._name(number, signature)
@@ -134,6 +132,8 @@ class DeviceFaults:
             what = "collective, dtype, elements, counts, operator, root and window"
             hint = f"{what} must be the same on all ranks, in the same order; results since then are void"
             return CollectiveMismatch(text, rank=rank, peer=peer, op=op, hint=hint)
+        if error == layout.ERROR_LEFT:
+            return of_leave(peer, self._why_left.get(there, "finalized"), rank=rank, op=op)
         what = layout.WHAT_TEXT.get(int(words[layout.HOST_WHAT]), "something")
         text = f"rank {rank} waited longer than {self._timeout:.3g} s for {what} from rank {peer}"
         does = {r: boards.describe(r, number, self._name) if op else boards.last(r, self._name) for r in boards.theirs} if boards else {}

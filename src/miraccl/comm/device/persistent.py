@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from miraccl.comm.device.checks import Checks
@@ -29,7 +29,8 @@ def result_of(name: str, args: Sequence[Any], gpu: Any) -> tuple[Any, tuple[Any,
     """
     if name == "barrier":
         return None, ()
-    result, given = getattr(Checks(gpu), name)(*args), list(args)
+    given = [list(x) if isinstance(x, Iterator) else x for x in args]  # counts are looked at twice
+    result = getattr(Checks(gpu), name)(*given)
     place = _PLACE_OF_OUT.get(name)
     if place is not None and given[place] is None:
         given[place] = result

@@ -6,7 +6,7 @@ The symmetric memory is one allocation per rank, mapped by every other rank:
 part     holds                                                        written by
 ======== ============================================================ ======================
 state    number of the launch, ticket of its blocks, signatures,      its rank
-         number of collectives that are messages
+         number of collectives that are messages, whether waits failed
 board    what peers say they run, per (peer, launch modulo 4)         the peer
 flags    of staged copies: what has come, what is free again          peers; cleared by its rank
 lanes    rows sent, rows taken, per (peer, lane)                      its rank
@@ -38,6 +38,7 @@ FEW_ARGUMENT_BYTES, MANY_ARGUMENT_BYTES, MANY_ARGUMENTS_DRIVER = 4096, 32764, 12
 KIB, MIB = 1 << 10, 1 << 20
 STATE_OFFSET = 0
 STATE_LAUNCH, STATE_TICKET, STATE_SIGNATURES, STATE_MOVES = 0, 8, 16, 24  # words (of 8 bytes) from STATE_OFFSET, on lines of their own
+STATE_STOPPED = 25  # not 0: a wait on this GPU has ended without what it waited for
 BOARD_OFFSET = 1 * KIB
 BOARD_ENTRIES = 4  # launches that are remembered; blocks 0 of peers are at most one apart
 COPY_FLAGS_OFFSET = 2 * KIB  # words (of 4 bytes) of staged copies: ready[src][slot], then free[dst][slot]
@@ -183,7 +184,7 @@ GROUPS = {"line": (124, 112), "pair": (64, 63)}
 def defines(nranks: int) -> dict[str, int]:
     """Those of every kernel."""
     names = (
-        "WORD_STRIDE MAX_RANKS STATE_OFFSET STATE_LAUNCH STATE_TICKET STATE_SIGNATURES BOARD_OFFSET BOARD_ENTRIES "
+        "WORD_STRIDE MAX_RANKS STATE_OFFSET STATE_LAUNCH STATE_TICKET STATE_SIGNATURES STATE_STOPPED BOARD_OFFSET BOARD_ENTRIES "
         "PACKETS_OFFSET BANK_BYTES NOBODY HOST_ABORT HOST_LEFT HOST_ERROR HOST_PEER HOST_WHAT HOST_CLAIM HOST_LAUNCH HOST_SIGNATURE "
         "ERROR_TIMEOUT ERROR_MISMATCH ERROR_LEFT WHAT_PACKET WHAT_RESULT WHAT_MESSAGE WHAT_ROOM WHAT_MEETING"
     )

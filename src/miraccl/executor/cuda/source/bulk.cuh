@@ -49,6 +49,16 @@ template <bool IN> __device__ __forceinline__ void copy_chunk(const Cut& c, u64 
 }
 __device__ __forceinline__ u64 chunks_of(const Cut& c) { return (c.bytes - FIRST_VECTORS * 16 + CHUNK_BYTES - 1) / CHUNK_BYTES; }
 
+// One thread of a block, as ``give_up``.
+__device__ __forceinline__ bool block_gives_up(const Args& a, Watch& w, u32 peer, u32 what) {
+  if (w.waited == NEVER) return true;
+  between_polls();
+  if (++w.spins < SPINS_BEFORE_CHECK) return false;
+  w.spins = 0;
+  w.waited = check_message(a, w.waited, peer, what);
+  return w.waited == NEVER;
+}
+
 // Thread 0: whether the receiver has refused a header, and so poisoned the credits of the lanes. It grants and frees no more.
 __device__ __forceinline__ bool refused(const Args& a, u32 peer, u64 size) {
   u64 taken = load_word(lane_word(a.inbox[peer], LANE_CREDIT_OFFSET, peer, 0));
@@ -63,7 +73,7 @@ __device__ __forceinline__ bool wait_grant(const Args& a, Bulk& s, Watch& w, u32
   for (;;) {
     u64 grant = load_word(word);
     if ((u32)(grant >> 32) == (u32)(number + 1)) { s.slot = (u32)grant >> 16; s.slots = (u32)grant & 0xffff; return true; }
-    if (refused(a, peer, size) || give_up(a, w, peer, WHAT_ROOM)) return false;
+    if (refused(a, peer, size) || block_gives_up(a, w, peer, WHAT_ROOM)) return false;
   }
 }
 
@@ -71,12 +81,12 @@ __device__ __forceinline__ bool wait_grant(const Args& a, Bulk& s, Watch& w, u32
 __device__ __forceinline__ bool wait_freed(const Args& a, Watch& w, const u64* word, u64 tag, u32 peer, u64 size) {
   w.spins = 0;
   while (load_acquire(word) != tag)
-    if ((w.spins % 256 == 255 && refused(a, peer, size)) || give_up(a, w, peer, WHAT_ROOM)) return false;
+    if ((w.spins % 256 == 255 && refused(a, peer, size)) || block_gives_up(a, w, peer, WHAT_ROOM)) return false;
   return true;
 }
 __device__ __forceinline__ bool wait_arrived(const Args& a, Watch& w, const u64* word, u64 tag, u32 peer) {
   w.spins = 0;
-  while (load_acquire(word) != tag) if (give_up(a, w, peer, WHAT_MESSAGE)) return false;
+  while (load_acquire(word) != tag) if (block_gives_up(a, w, peer, WHAT_MESSAGE)) return false;
   return true;
 }
 
@@ -143,7 +153,7 @@ __device__ __forceinline__ void receive_bulk(const Exchange& x, const Queue& q, 
     if (threadIdx.x == 0) {  // the block that ends a message last lets the next one begin: all slots are free
       u32 before = (u32)(number - begun - 1) * q.lanes;
       watch.spins = 0;
-      while (load_word((const u64*)ended) < before && !s.dead) if (give_up(a, watch, q.peer, WHAT_MESSAGE)) s.dead = 1;
+      while (load_word((const u64*)ended) < before && !s.dead) if (block_gives_up(a, watch, q.peer, WHAT_MESSAGE)) s.dead = 1;
       if (!s.dead && draw(ended, ~0u) == before + q.lanes - 1) {
         if (left) grant(a, q, number);
         else { *ended = 0; *taken_of(a, q.peer) = number; }

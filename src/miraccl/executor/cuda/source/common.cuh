@@ -294,10 +294,19 @@ __device__ __noinline__ void report(u32* host_words, u32 error, u32 peer, u32 wh
 //
 // All that a peer which has left has ever stored has landed, so what is missing afterwards never comes. The poll before a look may have been too
 // early for that: the first look at a peer that has left marks ``waited``, and the second one, many polls later, ends the wait.
+//
+// Where a wait ends so, that is noted in this rank's memory, and in what the peer shares if that is elsewhere: kernels of this rank that follow may end at
+// once, and seem to have come further than they have.
 #define NEVER 0xffffffffffffffffull
 #define LONGEST_GAP 1000u
 #define SEEN_LEFT (1ull << 63)
 static_assert(HOST_ABORT % 2 == 0 && HOST_LEFT == HOST_ABORT + 1, "one load reads both");
+__device__ __forceinline__ u64* stopped_word(char* box) { return (u64*)(box + STATE_OFFSET) + STATE_STOPPED; }
+__device__ __noinline__ u64 stop_waiting(char* box, char* own) {
+  store_word(stopped_word(own), 1);
+  if (box != own) store_word(stopped_word(box), 1);
+  return NEVER;
+}
 __device__ __noinline__ u64 check_wait(u32* host_words, u64 timeout_ns, u64 waited, u32 peer, u32 what, char* box, char* own, u32 launch, u32 signature) {
   u32 now = (u32)(now_ns() >> 20), gap = waited == 0 ? 0 : now - (u32)waited;
   u64 time = ((waited & ~SEEN_LEFT) >> 32) + (gap < LONGEST_GAP ? gap : LONGEST_GAP);
@@ -307,16 +316,16 @@ __device__ __noinline__ u64 check_wait(u32* host_words, u64 timeout_ns, u64 wait
     u64 mine = back == 0 ? noted(number, signature) : load_word(note_of(own, number));
     if (said.x == number && (u32)(mine >> 32) == number && said.y != (u32)mine) {
       report(host_words, ERROR_MISMATCH, peer, what, number, (u32)mine);
-      return NEVER;
+      return stop_waiting(box, own);
     }
   }
   u64 words = load_word((const u64*)(host_words + HOST_ABORT));
-  if ((u32)words != 0) return NEVER;
+  if ((u32)words != 0) return stop_waiting(box, own);
   u64 left = words >> 32 >> peer & 1 ? SEEN_LEFT : 0;
   bool in_vain = (left & waited) != 0;
   if (!in_vain && time <= timeout_ns >> 20) return left | time << 32 | now;
   report(host_words, in_vain ? ERROR_LEFT : ERROR_TIMEOUT, peer, what, launch, signature);
-  return NEVER;
+  return stop_waiting(box, own);
 }
 
 // ``spins`` counts the polls of one wait: looking reads host memory, and threads that did so for every few thousand polls of an operation,

@@ -227,62 +227,63 @@ __device__ __forceinline__ u32 rows_at(const Cut& c, u64 group) {
 __device__ __forceinline__ uint4* move_entry(char* box, u32 src, u32 number) { return (uint4*)(box + MOVES_OFFSET) + src * MOVE_ENTRIES + number % MOVE_ENTRIES; }
 
 // What all ranks must agree about, and where in the order of all collectives; never 0.
-__device__ __forceinline__ u32 tag_of(u32 number, u32 launches, u32 signature) {
+__device__ __forceinline__ u32 move_tag(u32 number, u32 launches, u32 signature) {
   u32 tag = signature ^ number * 0x9e3779b1u ^ launches * 0x85ebca6bu;
   return tag ? tag : 1u;
 }
 
 __shared__ u32 tags[THREADS / 32];  // of warps: what their messages bear, 0 for plain ones
 
-// A warp draws the number of this launch's collective. The word counts collectives in its upper half, and who has drawn
-// in this launch in the lower one. Who draws first tells the peers.
-__device__ __noinline__ void draw_move(const Exchange& x, u32 t) {
+// A warp draws the number of this launch's collective. The word counts collectives in its upper half, and who has drawn in this launch in the lower one.
+// Who draws first tells the peers. False where a wait of an earlier launch has failed: this one is not begun.
+__device__ __noinline__ bool draw_move(const Exchange& x, u32 t) {
   const Args& a = x.a;
   u64* state = (u64*)(a.own + STATE_OFFSET);
-  u64 drawn = 0;
-  if (t == 0) {
-    drawn = fetch_add(state + STATE_MOVES, 1);
-    if ((u32)drawn == x.draws - 1) count_up(state + STATE_MOVES, (1ull << 32) - x.draws);
-  }
+  u64 drawn = 0, stopped = load_word(state + STATE_STOPPED), launches = load_word(state + STATE_LAUNCH);
+  if (t == 0) drawn = fetch_add(state + STATE_MOVES, 1);
+  if (__any_sync(WHOLE_WARP, stopped != 0)) return false;
+  if (t == 0 && (u32)drawn == x.draws - 1) count_up(state + STATE_MOVES, (1ull << 32) - x.draws);
   drawn = __shfl_sync(WHOLE_WARP, drawn, 0);
-  u32 number = (u32)(drawn >> 32) + 1, launches = (u32)load_word(state + STATE_LAUNCH), tag = tag_of(number, launches, (u32)a.signature);
+  u32 number = (u32)(drawn >> 32) + 1, tag = move_tag(number, (u32)launches, (u32)a.signature);
   if ((u32)drawn == 0 && t < RANKS)
-    store_packet(move_entry(t == a.rank ? a.own : a.outbox[t], a.rank, number), make_uint4(number, tag, (u32)a.signature, launches));
+    store_packet(move_entry(t == a.rank ? a.own : a.outbox[t], a.rank, number), make_uint4(number, tag, (u32)a.signature, (u32)launches));
   if (t == 0) tags[threadIdx.x / 32] = tag;
+  return true;
 }
 
 // ---- waiting and failing, as a warp
 
-// Rarely called, by one thread: as ``check_wait``. The wait ends also where the peer has run another collective in the place of this one or of one of the
-// last, and where it is past this one: it has begun a later one, so all that it sent before has landed. The poll before a look may have been too early for
-// that: the second look at a peer that is past ends the wait.
-#define SEEN_PAST (1ull << 62)
+// Rarely called, by one thread: as ``check_wait``. In a collective the wait ends also where the peer has run another one in the place of this one or of one of
+// the last, and where it is past this one: it has begun a later operation, so all that it sent before has landed. The poll before a look may have been too
+// early for that: the second look at a peer that is past ends the wait. A peer whose own waits have failed is not past anything.
+//
+// Of the numbers in this rank's own entries the last one is this launch's.
+#define SEEN_PAST (1ull << 62)  // the highest bit of the time
 __device__ __noinline__ u64 check_message(const Args& a, u64 waited, u32 peer, u32 what) {
-  u32 tag = tags[threadIdx.x / 32];
-  if (tag == 0) return check_wait(a.host, a.timeout_ns, waited, peer, what, nullptr, nullptr, 0, (u32)a.signature);
-  u32 launches = (u32)load_word((const u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH), number = 0;
-  bool past = false, another = false, known = false;
+  bool past = false, another = false;
+  u32 signature = (u32)a.signature;
+  if (signature) {
+    u32 launches = (u32)load_word((const u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH), number = load_packet(move_entry(a.own, a.rank, 0)).x;
 #pragma unroll 1
-  for (u32 i = 0; i < MOVE_ENTRIES; i++) {
-    uint4 said = load_packet(move_entry(a.inbox[peer], peer, i)), mine = load_packet(move_entry(a.own, a.rank, i));
-    another |= said.x == mine.x && said.y != mine.y;
-    if (mine.y == tag) { known = true; number = mine.x; }
-  }
-  if (known) {
+    for (u32 i = 0; i < MOVE_ENTRIES; i++) {
+      uint4 said = load_packet(move_entry(a.inbox[peer], peer, i)), mine = load_packet(move_entry(a.own, a.rank, i));
+      if (said.x == mine.x && said.y != mine.y) { another = true; signature = mine.z; }
+      if ((int)(mine.x - number) > 0) number = mine.x;
+    }
 #pragma unroll 1
     for (u32 i = 0; i < MOVE_ENTRIES; i++) past |= (int)(load_packet(move_entry(a.inbox[peer], peer, i)).x - number) > 0;
 #pragma unroll 1
     for (u32 i = 0; i < BOARD_ENTRIES; i++) past |= (int)(load_packet(board(a.inbox[peer], peer, i)).x - launches) > 0;
+    if (past && load_word(stopped_word(a.outbox[peer])) != 0) past = false;
   }
   if (another || (past && (waited & SEEN_PAST))) {
-    report(a.host, ERROR_MISMATCH, peer, what, 0, (u32)a.signature);
-    return NEVER;
+    report(a.host, ERROR_MISMATCH, peer, what, 0, signature);
+    return stop_waiting(a.inbox[peer], a.own);
   }
-  waited = check_wait(a.host, a.timeout_ns, waited & ~SEEN_PAST, peer, what, nullptr, nullptr, 0, (u32)a.signature);
+  waited = check_wait(a.host, a.timeout_ns, waited & ~SEEN_PAST, peer, what, a.inbox[peer], a.own, 0, signature);
   return past ? waited | SEEN_PAST : waited;
 }
 
-// Plain messages are no operation of all ranks, so nothing is compared with what peers run.
 __device__ __forceinline__ bool warp_gives_up(const Args& a, Watch& w, u32 t, u32 peer, u32 what) {
   bool over = false;
   if (t == 0) {
@@ -468,7 +469,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) p2p(const __gr
     if (warp < q.begin || warp - q.begin >= q.lanes) continue;
     u32 lane = warp - q.begin;
     if (t == 0) tags[threadIdx.x / 32] = 0;
-    if (lane == 0 && x.draws) draw_move(x, t);  // headers are the first lane's
+    if (lane == 0 && x.draws && !draw_move(x, t)) return;  // headers are the first lane's
     if (q.kind == TO_PEER) send_lane(x, q, list, lane, t);
     else if (q.kind == FROM_PEER) receive_lane(x, q, list, lane, t);
     else copy_lane(q, list, lane, t);
