@@ -228,6 +228,16 @@ def test_operations_in_another_order_are_found(mine: Said, theirs: Said, found: 
     assert boards.unlike() == (None if found is None else (3, *found))
 
 
+def test_what_begins_after_a_failed_wait_has_no_order() -> None:
+    """The launches of a rank whose deadline has passed go on, its collectives of messages do not."""
+    mine, theirs = said(9, 3, 7), said(8, 4, 8)
+    assert Boards(mine, {1: theirs}).unlike() == (1, 9, 0)
+    assert Boards(mine, {1: theirs}).unlike(0) is None
+    assert Boards(mine, {1: theirs}).unlike(9) == (1, 9, 0)
+    assert Boards(theirs, {1: mine}).unlike(0) == (1, 0, SCATTER)
+    assert Boards(theirs, {1: mine}, lambda peer: peer == 1).unlike(0) is None
+
+
 def test_all_have_come_where_none_is_behind() -> None:
     assert Boards(said(7, 3, 7), {1: said(7, 3, 7), 2: said(9, 4, 8)}).all_have_come
     assert not Boards(said(7, 3, 7), {1: said(7, 3, 7), 2: said(6, 3, 6)}).all_have_come

@@ -13,6 +13,7 @@ import pytest
 
 import miraccl
 from miraccl.executor.cuda.doors import table
+from miraccl.executor.cuda.moves import move_signature
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.door_side import Side, torch_with_doors
@@ -212,7 +213,7 @@ def test_arrays_in_groups(side: Without, make: Callable[..., Any]) -> None:
 def test_an_empty_array_overlaps_nothing(side: Without, make: Callable[..., Any]) -> None:
     """Unlike PyTorch's, empty arrays of CuPy's have an address."""
     whole = zeros(12)
-    side.remember_messages(1, (True, 1, 12, F32))
+    side.remember_messages(1, (True, 1, 12, F32), signature=move_signature(Collective.ALL_GATHER, counts=(0, 12)))
     for first in range(13):
         assert side.door["all_gather_v"](make(whole[first:first]), make(whole), None, None, [0, 12], False, None) == 0
         assert side.driver.seen.pop()[-1] == whole.ctypes.data

@@ -22,6 +22,7 @@ import miraccl
 from miraccl.comm import group as groups
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.kinds import Kind, words_of
+from miraccl.executor.cuda.moves import move_signature
 from miraccl.native.capsules import pointer_of
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
@@ -108,6 +109,7 @@ def test_arrays_find_the_launch(side: Side, make: Any) -> None:
     side.remember(Collective.REDUCE_SCATTER, F32, 12)
     side.remember(Collective.BROADCAST, F32, 12, root=1)
     side.remember_messages(1, (False, 1, 12, F32))
+    side.remember_messages(3, (False, 1, 12, F32), signature=move_signature(Collective.GATHER, 1, (12, 12)))
     side.remember_messages(2, (False, 1, 12, F32), (True, 1, 12, F32))
     for part in (host[:12], host[12:], host[5:17].reshape(3, 4), host[3:15].reshape(1, 12, 1)):
         assert side.all_reduce(make(part)) == 0
@@ -140,7 +142,8 @@ def test_what_is_read_only_is_not_written(side: Side, make: Any) -> None:
     for receives in (False, True):
         side.remember_messages(1 + receives, (receives, 1, 12, F32))
     side.remember_messages(3, (False, 1, 12, F32), (True, 1, 12, F32))
-    side.remember_messages(4, (False, 0, 12, F32), (True, 0, 12, F32), (True, 1, 12, F32))
+    gathered = move_signature(Collective.GATHER, 0, (12, 12))
+    side.remember_messages(4, (False, 0, 12, F32), (True, 0, 12, F32), (True, 1, 12, F32), signature=gathered)
     assert side.all_reduce(make(x), make(out)) == side.send(make(x)) == side.sendrecv(make(x), make(out)) == 0
     assert side.broadcast(make(x), 0) == side.reduce(make(x), 1) == side.reduce(make(x), 0, make(out)) == 0
     seen = len(side.driver.seen)

@@ -26,7 +26,7 @@ from miraccl.torch import BackendError, ProcessGroupMiraccl, everyday, operators
 from miraccl.torch.channel import timeout_of
 from miraccl.torch.streams import Streams, StreamWork
 from miraccl.torch.work import Lane, Work, seconds
-from miraccl.types import RedOp
+from miraccl.types import Collective, RedOp
 from tests.torch.worlds import equal
 
 LIMIT_S = 20.0
@@ -559,6 +559,8 @@ def test_lists_of_everyday_tensors_take_no_staging(group: Any, monkeypatch: pyte
     staged: list[str] = []
     monkeypatch.setattr(everyday, "is_everyday_on", lambda tensor, ordinal: tensor.is_contiguous() and tensor.dtype in tensors.NATIVE)
     monkeypatch.setattr(group, "_go", lambda name, *_: staged.append(name))
+    told: list[Any] = []  # to the GPU side, which is not there
+    monkeypatch.setattr(group.communicator, "_are_collective", lambda *what: told.append(what))
     x, gather = torch.arange(6.0).reshape(2, 3), c10d.AllgatherOptions()
 
     def here(kind: Any) -> Any:
@@ -578,6 +580,7 @@ def test_lists_of_everyday_tensors_take_no_staging(group: Any, monkeypatch: pyte
         assert call(out).wait()
         assert torch.equal(out, x)
     assert not staged
+    assert told == [(Collective.ALL_TO_ALL, 0, (), 2), (Collective.GATHER, 0, (6,), 2), (Collective.SCATTER, 0, (6,), 2)]
     for other in (out.view(-1), torch.zeros(3, 2).t(), torch.zeros(2, 3, dtype=torch.int16)):
         group.allgather([[other]], [x], gather)
     assert staged == ["all_gather"] * 3

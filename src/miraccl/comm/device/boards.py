@@ -22,6 +22,7 @@ _ENTRY = struct.Struct("<IIII")
 _ENTRIES = _ENTRY.size * layout.BOARD_ENTRIES
 _MOVE = struct.Struct(layout.MOVE)
 _MOVES = _MOVE.size * layout.MOVE_ENTRIES
+_STOPPED = layout.STATE_OFFSET + 8 * layout.STATE_STOPPED
 _ALL, _HALF = 1 << 32, 1 << 31  # numbers wrap
 
 
@@ -55,6 +56,13 @@ class Said:
             return 0, self.moves[self.move].signature
         return (self.launch, self.launches[self.launch]) if self.launch in self.launches else None
 
+    def upto(self, number: int) -> Said:
+        """Without what this rank enqueued after the operation in which its wait failed: a launch, or (0) its last collective that is
+        messages, for no more of these begin then."""
+        launch = number or self.moves[self.move].launches if number or self.move else self.launch
+        launches = {other: signature for other, signature in self.launches.items() if not _is_after(other, launch)}
+        return Said(launches, self.moves, _last(launches), self.move)
+
 
 def _said(launches: Mapping[int, int], moves: bytes) -> Said:
     entries = _MOVE.iter_unpack(moves)
@@ -67,14 +75,19 @@ def _last(numbers: Mapping[int, object]) -> int:
     return next((number for number in numbers if not any(_is_after(other, number) for other in numbers)), 0)
 
 
-def _unlike(mine: Said, theirs: Said) -> tuple[int, int] | None:
-    """Number and signature, as ``Said.last`` has them, of an operation of ``mine`` in whose place the other rank ran another one."""
+def _another(mine: Said, theirs: Said) -> tuple[int, int] | None:
+    """Number and signature, as ``Said.last`` has them, of an operation of ``mine`` in whose place the other rank says another."""
     for number, signature in mine.launches.items():
         if theirs.launches.get(number, signature) != signature:
             return number, signature
     for number, move in mine.moves.items():
         if number in theirs.moves and theirs.moves[number].tag != move.tag:
             return 0, move.signature
+    return None
+
+
+def _in_another_order(mine: Said, theirs: Said) -> tuple[int, int] | None:
+    """The same of one that the other rank has left out, where it has gone on, or that this rank has gone on to without one of the other."""
     if mine.move and _is_after(mine.move, theirs.move) and _is_after(theirs.launch, mine.moves[mine.move].launches):
         return 0, mine.moves[mine.move].signature  # it is past the launches before this one without it
     if theirs.move and _is_after(theirs.move, mine.move) and _is_after(mine.launch, before := theirs.moves[theirs.move].launches):
@@ -85,10 +98,12 @@ def _unlike(mine: Said, theirs: Said) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Boards:
-    """What this rank has run, and what its peers say."""
+    """What this rank has run, and what its peers say. ``stopped(rank)``: whether a peer's wait has failed, after which launches that it had
+    enqueued still begin."""
 
     mine: Said
     theirs: Mapping[int, Said]
+    stopped: Callable[[int], bool] = lambda _: False
 
     def has_begun(self, rank: int, number: int) -> bool:
         """Whether a peer has begun launch ``number``, 0: the last collective of this rank that is messages."""
@@ -112,10 +127,14 @@ class Boards:
         mine = self.mine
         return not any(_is_after(mine.launch, said.launch) or _is_after(mine.move, said.move) for said in self.theirs.values())
 
-    def unlike(self) -> tuple[int, int, int] | None:
-        """A peer that ran another operation in the place of one of this rank's, and number and signature of that one."""
+    def unlike(self, failed: int | None = None) -> tuple[int, int, int] | None:
+        """A peer that ran another operation in the place of one of this rank's, and number and signature of that one. ``failed``: in which
+        a wait of this rank did, as in ``Said.upto``."""
+        mine = self.mine if failed is None else self.mine.upto(failed)
         for peer, said in self.theirs.items():
-            found = _unlike(self.mine, said)
+            found = _another(mine, said)
+            if found is None and (found := _in_another_order(mine, said)) is not None and self.stopped(peer):
+                found = None
             if found is not None:
                 return peer, *found
         return None
@@ -140,7 +159,7 @@ def read_boards(gpu: Gpu, args: CommArgs) -> Boards:
     for peer, box in peers.items():
         entries = _ENTRY.iter_unpack(_part(launches[box], peer, _ENTRIES))
         theirs[peer] = _said({number: signature for number, signature, *_ in entries if number}, _part(moves[box], peer, _MOVES))
-    return Boards(mine, theirs)
+    return Boards(mine, theirs, lambda peer: any(gpu.read(args.outboxes[peer] + _STOPPED, 8)))
 
 
 def _part(entries: bytes, rank: int, nbytes: int) -> bytes:

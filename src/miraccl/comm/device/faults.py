@@ -122,7 +122,7 @@ class DeviceFaults:
         if error == layout.ERROR_SIZES:
             return mismatch(words, rank, peer, self._refused(there), op)
         boards = self._look()
-        unlike = boards.unlike() if boards is not None and error != layout.ERROR_MISMATCH else None
+        unlike = boards.unlike(number) if boards is not None and op is not None and error != layout.ERROR_MISMATCH else None
         if unlike is not None:
             there, number, signature = unlike
             peer, op = self._called[there], self._name(number, signature)

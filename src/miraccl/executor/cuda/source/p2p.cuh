@@ -257,19 +257,23 @@ __device__ __noinline__ bool draw_move(const Exchange& x, u32 t) {
 // the last, and where it is past this one: it has begun a later operation, so all that it sent before has landed. The poll before a look may have been too
 // early for that: the second look at a peer that is past ends the wait. A peer whose own waits have failed is not past anything.
 //
-// Of the numbers in this rank's own entries the last one is this launch's.
+// A warp that has drawn finds its number by its tag. Others cannot know whether their launch has told its number yet: the last one in this rank's entries, or
+// the one after that, is theirs.
 #define SEEN_PAST (1ull << 62)  // the highest bit of the time
 __device__ __noinline__ u64 check_message(const Args& a, u64 waited, u32 peer, u32 what) {
-  bool past = false, another = false;
+  bool past = false, another = false, known = false;
   u32 signature = (u32)a.signature;
   if (signature) {
     u32 launches = (u32)load_word((const u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH), number = load_packet(move_entry(a.own, a.rank, 0)).x;
+    u32 tag = tags[threadIdx.x / 32];
 #pragma unroll 1
     for (u32 i = 0; i < MOVE_ENTRIES; i++) {
       uint4 said = load_packet(move_entry(a.inbox[peer], peer, i)), mine = load_packet(move_entry(a.own, a.rank, i));
       if (said.x == mine.x && said.y != mine.y) { another = true; signature = mine.z; }
       if ((int)(mine.x - number) > 0) number = mine.x;
+      known |= tag != 0 && mine.y == tag;
     }
+    if (!known) number++;
 #pragma unroll 1
     for (u32 i = 0; i < MOVE_ENTRIES; i++) past |= (int)(load_packet(move_entry(a.inbox[peer], peer, i)).x - number) > 0;
 #pragma unroll 1
@@ -455,6 +459,7 @@ __device__ __forceinline__ void receive_bulk(const Exchange& x, const Queue& q, 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) p2p(const __grid_constant__ Exchange x) {
   u32 block = blockIdx.x - x.bulk, blocks = gridDim.x - x.bulk;
   u32 warp = threadIdx.x / 32 * blocks + block, t = threadIdx.x % 32;  // neighbours on different multiprocessors
+  if (t == 0) tags[threadIdx.x / 32] = 0;
   const Queue* queues = (const Queue*)x.room;
   for (u32 i = 0; i < x.nqueues; i++) {
     const Queue& q = queues[i];
@@ -468,7 +473,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) p2p(const __gr
 #endif
     if (warp < q.begin || warp - q.begin >= q.lanes) continue;
     u32 lane = warp - q.begin;
-    if (t == 0) tags[threadIdx.x / 32] = 0;
     if (lane == 0 && x.draws && !draw_move(x, t)) return;  // headers are the first lane's
     if (q.kind == TO_PEER) send_lane(x, q, list, lane, t);
     else if (q.kind == FROM_PEER) receive_lane(x, q, list, lane, t);
