@@ -18,13 +18,13 @@ from miraccl.comm.device.messages import frame_of, read_refused
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.lower import CommArgs
-from miraccl.executor.cuda.messages import LaneRules, Message, lower_messages
+from miraccl.executor.cuda.messages import LaneRules, Lowered, Message, lower_messages
 from miraccl.executor.cuda.moves import describe, move_signature
 from miraccl.executor.cuda.source import Frame
 from miraccl.topo.records import PathType
 from miraccl.transport.cuda_pairs import HOST, IPC, Choice
 from miraccl.types import Collective, DType
-from tests.gpu.emulator import Machine, needs_compiler
+from tests.gpu.emulator import Machine, exchange, needs_compiler
 from tests.gpu.emulator.exchange import Send, run
 
 FRAMES = [Frame.LINE, Frame.PAIR]
@@ -222,6 +222,23 @@ def test_waits_end_that_are_in_another_collective(other: str) -> None:
     assert moves_of(where, 0)[0] == 1 + (other == "launch")
     run(where, rules(2), [], only=[0], signatures=[GATHER, 0])
     assert moves_of(where, 0)[0] == 1 + (other == "launch"), "what follows a failed wait is not begun"
+
+
+@needs_compiler
+def test_a_peer_that_has_begun_what_this_rank_has_not_told_yet_is_not_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warp may wait in a launch of which no warp that draws has run so far: this rank's last entry is that of the launch before."""
+
+    def draws_nothing(*args: Any) -> Lowered:
+        lowered = lower_messages(*args)
+        struct.pack_into("<I", lowered.args, len(lowered.args) - lowered.room - 4, 0)
+        return lowered
+
+    where = Machine(2, timeout_s=0.3)
+    run(where, rules(2), [], signatures=[GATHER] * 2)
+    run(where, rules(2), [], only=[1], signatures=[GATHER] * 2)
+    monkeypatch.setattr(exchange, "lower_messages", draws_nothing)
+    run(where, rules(2), [Send(1, 0, 40)], only=[0], signatures=[GATHER] * 2)
+    assert where.errors() == [layout.ERROR_TIMEOUT, 0]
 
 
 @needs_compiler
