@@ -30,7 +30,7 @@ def name(number: int, signature: int) -> str:
 def said(launch: int = 0, move: int = 0, before: int = 0, what: int = SCATTER, signature: int = 0) -> Said:
     """What a rank says whose last operations are these; the collective of messages came after ``before`` launches."""
     launches = dict.fromkeys(range(launch, max(0, launch - 4), -1), signature)
-    entries = {move: Move(moves.tag_of(move, before, what), what, before)} if move else {}
+    entries = {move: Move(moves.move_tag(move, before, what), what, before)} if move else {}
     return Said(launches, entries, launch, move)
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.comm.device.boards import read_boards
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 from miraccl.types import RedOp
@@ -104,9 +103,9 @@ def never_comes() -> dict[str, Any]:
         device = me.comm._device
         assert isinstance(device, DeviceCommunicator)
         if me.rank == 0:  # only now: compilers run before the first operation
-            boards = device._look(read_boards)
+            boards = device._looks.boards()
             while boards is None or not all(boards.has_begun(peer, 2) for peer in range(1, last)):
-                boards = device._look(read_boards)
+                boards = device._looks.boards()
             device._comm_args = dataclasses.replace(device._comm_args, timeout_ns=int(0.3e9))
             device._forget()
         if me.rank == last:

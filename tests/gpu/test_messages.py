@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miraccl.comm.device.boards import read_boards, read_place
+from miraccl.comm.device.boards import read_boards, read_head
 from miraccl.comm.device.messages import frame_of, read_refused
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
@@ -161,7 +161,7 @@ GATHER, SCATTER = move_signature(Collective.GATHER, 0, (40, 40)), move_signature
 
 def moves_of(where: Machine, rank: int) -> tuple[int, dict[int, int]]:
     """How many collectives that are messages a rank has begun, and by peer what it has been told."""
-    (_, count), boards = read_place(GPU, where.comm_args(rank)), read_boards(GPU, where.comm_args(rank))
+    (_, count), boards = read_head(GPU, where.comm_args(rank)).place, read_boards(GPU, where.comm_args(rank))
     assert count == boards.mine.move
     return count, {peer: said.move for peer, said in boards.theirs.items()}
 

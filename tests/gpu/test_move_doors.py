@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import miraccl
 from miraccl.comm.device.memory import DeviceMemory
-from miraccl.comm.device.uneven import Uneven, moves
+from miraccl.comm.device.uneven import Uneven, transfers_of
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.messages import LaneRules, Message
 from miraccl.executor.cuda.moves import move_signature
@@ -80,7 +80,7 @@ def test_doors_find_what_python_would_send(
         counts=() if collective is Collective.ALL_TO_ALL else sends if splits_in else receives,
         root=root,
     )
-    sent, received = moves(asked, rank, nranks)
+    sent, received = transfers_of(asked, rank, nranks)
     side = Side(rank, nranks)
     parts = [(False, *part) for part in sent] + [(True, *part) for part in received]
     if parts:

@@ -68,7 +68,7 @@ class Ways:
 
     def _are_collective(self, collective: Collective, root: int, counts: Sequence[int], count: int) -> None:
         """The last ``count`` sends and receives of a group, of GPU memory on one host, are a collective
-        (``comm.device.communicator.DeviceCommunicator.are_collective``)."""
+        (``comm.device.grouped.GroupableByDoors.are_collective``)."""
         self._device.are_collective(collective, root, counts, count)  # type: ignore[union-attr]
 
     def _gpu_calls(self, async_op: bool, ordinal: int) -> Any:

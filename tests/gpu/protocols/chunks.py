@@ -76,9 +76,9 @@ def _send(thread: Thread, queue: Queue, rules: Rules, number: int, mine: range) 
     if rules.waits_grant:
         thread.wait_for(grant_of(queue.sender), number)
     for k in mine:
-        place, tag = k % queue.slots, tag_of(queue.sender, number, k)
+        place, tag = k % queue.slots, chunk_tag(queue.sender, number, k)
         if k >= queue.slots and rules.waits_freed:
-            thread.wait_for(freed_of(queue.sender, place), tag_of(queue.sender, number, k - queue.slots))
+            thread.wait_for(freed_of(queue.sender, place), chunk_tag(queue.sender, number, k - queue.slots))
         for cell in slot_at(queue.slot + place):
             thread.store(cell, tag)
         if rules.fences:
@@ -89,7 +89,7 @@ def _send(thread: Thread, queue: Queue, rules: Rules, number: int, mine: range) 
 def _receive(thread: Thread, queue: Queue, rules: Rules, number: int, mine: range, count: int) -> None:
     """``receive_bulk``, one message."""
     for k in mine:
-        place, tag = k % queue.slots, tag_of(queue.sender, number, k)
+        place, tag = k % queue.slots, chunk_tag(queue.sender, number, k)
         thread.wait_for(arrived_of(queue.slot + place), tag)
         for cell in slot_at(queue.slot + place):
             thread.read(cell, tag)
@@ -97,7 +97,7 @@ def _receive(thread: Thread, queue: Queue, rules: Rules, number: int, mine: rang
             thread.store(freed_of(queue.sender, place), tag)
 
 
-def tag_of(src: int, number: int, chunk: int) -> int:
+def chunk_tag(src: int, number: int, chunk: int) -> int:
     return (src * 10 + number) * 10 + chunk
 
 

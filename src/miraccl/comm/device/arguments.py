@@ -54,6 +54,11 @@ class DeviceArguments:
             return self.rank != root
         return collective not in (Collective.REDUCE, Collective.GATHER) or self.rank == root
 
+    def _check_result(self, target: DeviceMemory, collective: Collective, root: int, where: str) -> None:
+        """Refuse an array that never changes for a result that this rank has."""
+        if target.read_only and self._writes(collective, root):
+            raise self._constant(where)
+
     def _constant(self, where: str) -> InvalidUsage:
         """The refusal of an array for the result that never changes."""
         hint = "give out, an array that can; arrays of JAX never change"

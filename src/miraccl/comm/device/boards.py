@@ -9,17 +9,18 @@ GPU has ended its work.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.driver import Gpu
-from miraccl.executor.cuda.lower import CommArgs
-from miraccl.executor.cuda.moves import tag_of
+from miraccl.executor.cuda.moves import move_tag
 
 _STATE = struct.Struct(f"<{layout.STATE_MOVES + 1}Q")
 _ENTRY = struct.Struct("<IIII")
 _ENTRIES = _ENTRY.size * layout.BOARD_ENTRIES
+_HEAD_BYTES = layout.BOARD_OFFSET + layout.MAX_RANKS * _ENTRIES
 _MOVE = struct.Struct(layout.MOVE)
 _MOVES = _MOVE.size * layout.MOVE_ENTRIES
 _STOPPED = layout.STATE_OFFSET + 8 * layout.STATE_STOPPED
@@ -66,7 +67,7 @@ class Said:
 
 def _said(launches: Mapping[int, int], moves: bytes) -> Said:
     entries = _MOVE.iter_unpack(moves)
-    found = {n: Move(tag, what, before) for n, tag, what, before in entries if n and tag == tag_of(n, before, what)}  # whole ones
+    found = {n: Move(tag, what, before) for n, tag, what, before in entries if n and tag == move_tag(n, before, what)}  # whole ones
     return Said(launches, found, _last(launches), _last(found))
 
 
@@ -140,26 +141,53 @@ class Boards:
         return None
 
 
-def read_place(gpu: Gpu, args: CommArgs) -> tuple[int, int]:
-    """How many launches, and collectives that are messages, there were on this rank's GPU."""
-    words = _STATE.unpack(gpu.read(args.own + layout.STATE_OFFSET, _STATE.size))
-    return words[layout.STATE_LAUNCH] % _ALL, words[layout.STATE_MOVES] >> 32
+class Regions(Protocol):
+    """Where the memory of a rank and of its peers lies: ``transport.cuda_p2p.SymmetricMemory``, ``executor.cuda.lower.CommArgs``."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def own(self) -> int: ...
+    @property
+    def inboxes(self) -> Sequence[int]: ...
+    @property
+    def outboxes(self) -> Sequence[int]: ...
 
 
-def read_boards(gpu: Gpu, args: CommArgs) -> Boards:
-    """The boards of all peers, and what this rank has noted of its own operations. Memory that peers share is read once."""
-    words = _STATE.unpack(gpu.read(args.own + layout.STATE_OFFSET, _STATE.size))
-    noted = words[layout.STATE_SIGNATURES : layout.STATE_SIGNATURES + layout.BOARD_ENTRIES]
-    peers = {peer: inbox for peer, inbox in enumerate(args.inboxes) if peer != args.rank}
+@dataclass(frozen=True)
+class Head:
+    """The beginning of this rank's memory: its state and, where peers share this memory, the boards. One copy."""
+
+    state: tuple[int, ...]
+    content: bytes
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """How many launches, and collectives that are messages, there were on this rank's GPU."""
+        return self.state[layout.STATE_LAUNCH] % _ALL, self.state[layout.STATE_MOVES] >> 32
+
+
+def read_head(gpu: Gpu, where: Regions) -> Head:
+    """What ``read_boards`` begins with."""
+    content = gpu.read(where.own, _HEAD_BYTES)
+    return Head(_STATE.unpack_from(content, layout.STATE_OFFSET), content)
+
+
+def read_boards(gpu: Gpu, where: Regions, head: Head | None = None) -> Boards:
+    """The boards of all peers, and what this rank has noted of its own operations. Memory that peers share is read once; ``head`` if it
+    was read before."""
+    head = head or read_head(gpu, where)
+    noted = head.state[layout.STATE_SIGNATURES : layout.STATE_SIGNATURES + layout.BOARD_ENTRIES]
+    peers = {peer: inbox for peer, inbox in enumerate(where.inboxes) if peer != where.rank}
     # launches first: what a peer did before it began one is there then
-    launches = {box: gpu.read(box + layout.BOARD_OFFSET, layout.MAX_RANKS * _ENTRIES) for box in set(peers.values())}
-    moves = {box: gpu.read(box + layout.MOVES_OFFSET, layout.MAX_RANKS * _MOVES) for box in {args.own, *peers.values()}}
-    mine = _said({word >> 32: word % _ALL for word in noted if word}, _part(moves[args.own], args.rank, _MOVES))
+    heads = {box: head.content if box == where.own else gpu.read(box, _HEAD_BYTES) for box in set(peers.values())}
+    moves = {box: gpu.read(box + layout.MOVES_OFFSET, layout.MAX_RANKS * _MOVES) for box in {where.own, *peers.values()}}
+    mine = _said({word >> 32: word % _ALL for word in noted if word}, _part(moves[where.own], where.rank, _MOVES))
     theirs = {}
     for peer, box in peers.items():
-        entries = _ENTRY.iter_unpack(_part(launches[box], peer, _ENTRIES))
+        entries = _ENTRY.iter_unpack(_part(heads[box][layout.BOARD_OFFSET :], peer, _ENTRIES))
         theirs[peer] = _said({number: signature for number, signature, *_ in entries if number}, _part(moves[box], peer, _MOVES))
-    return Boards(mine, theirs, lambda peer: any(gpu.read(args.outboxes[peer] + _STOPPED, 8)))
+    return Boards(mine, theirs, lambda peer: any(gpu.read(where.outboxes[peer] + _STOPPED, 8)))
 
 
 def _part(entries: bytes, rank: int, nbytes: int) -> bytes:

@@ -21,11 +21,9 @@ class Checks(DeviceCollectives, UnevenCollectives):
         self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
     ) -> None:
         operator(op, source.dtype, collective.label)
-        if target.read_only and self._writes(collective, root):
-            raise self._constant(collective.label)
+        self._check_result(target, collective, root, collective.label)
 
     _run_rooted = _run
 
     def _run_uneven(self, asked: Uneven, stream: Any) -> None:
-        if asked.target.read_only and any(asked.receives) and self._writes(asked.collective, asked.root):
-            raise self._constant(asked.name)
+        self._check_target(asked)

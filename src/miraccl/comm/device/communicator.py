@@ -14,8 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from miraccl import trace
 from miraccl.bootstrap import Session
@@ -23,21 +22,20 @@ from miraccl.comm import group as groups
 from miraccl.comm import nccl_wishes, summary
 from miraccl.comm.arguments import operator
 from miraccl.comm.control import SET_UP, Bare, Plane
-from miraccl.comm.device.boards import read_boards, read_place
 from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
 from miraccl.comm.device.ctas import Ctas
 from miraccl.comm.device.engines import CopyEngines
 from miraccl.comm.device.explain import DeviceCandidate, candidates
 from miraccl.comm.device.faults import DeviceFaults
-from miraccl.comm.device.grouped import Groupable
+from miraccl.comm.device.grouped import GroupableByDoors
 from miraccl.comm.device.kept import Kept
+from miraccl.comm.device.looks import Looks
 from miraccl.comm.device.memory import DeviceMemory, kinds
-from miraccl.comm.device.messages import MessageCalls, frame_of, read_refused
+from miraccl.comm.device.messages import MessageCalls, frame_of
 from miraccl.comm.device.order import SMALL_THREADS, order_of
 from miraccl.comm.device.rings import Ring, find_ring
 from miraccl.comm.device.stream import find_current_stream, number_of
 from miraccl.comm.device.windows import Windows
-from miraccl.comm.group import Group
 from miraccl.comm.member import Options
 from miraccl.comm.nccl_wishes import Wishes
 from miraccl.comm.stages import Stages
@@ -50,7 +48,7 @@ from miraccl.errors import (
     PeerDied,
     SystemFailure,
 )
-from miraccl.executor.cuda import layout, moves
+from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.copies import CopyLaunch, Place
 from miraccl.executor.cuda.doors.table import CALLS, Door, Doors, group_builtins
@@ -67,13 +65,12 @@ from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
 from miraccl.types import Collective, DType, RedOp
 
 _log = trace.logger("init")
-Seen = TypeVar("Seen")
 AnyLaunch = Launch | OneSidedLaunch | CopyLaunch | StagedLaunch
 CLOSE_WAIT_S = 10.0
 MAX_LAUNCHES = 4096  # prepared ones that are kept; scalars of pre-multiplied sums may be new in every call
 
 
-class DeviceCommunicator(DeviceCollectives, MessageCalls, Groupable):
+class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
     """The GPU side of a communicator; made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU."""
 
     def __init__(
@@ -109,15 +106,16 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, Groupable):
             layout.FILLS,
             stages=stages,
         )
+        self._looks = Looks(self.gpu, self.symmetric, lambda: [*self._launches.items(), *self._engines.launches()])
         try:
             self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
             self.faults = DeviceFaults(  # hears what comes from ranks that are ready
                 session,
                 self._host,
                 options.timeout,
-                look=partial(self._look, read_boards),
-                name=self._name_of_launch,
-                refused=partial(self._look, read_refused),
+                look=self._looks.boards,
+                name=self._looks.name,
+                refused=self._looks.refused,
                 called=called,
             )
             self.ring, self.ctas = self._agree(options.cta_policy, stages)
@@ -149,7 +147,6 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, Groupable):
         self._messages = MessageLaunches(self.gpu, self._kernels, self._comm_args, rules, self._doors)
         self._current_stream: Callable[[int], int] | None = None
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
-        self._judged = 0, 0  # how far operations were compared with those of others (``boards.read_place``)
         if self.ctas.none and self.nranks > 1:
             self.faults.on_abort(self._engines.let_go)
         self.closed = False
@@ -188,22 +185,6 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, Groupable):
         self._doors.also_clear(cpu_plan)
         return {name: self._doors.door(name, following(name), notes=True) for name in CALLS}
 
-    def _hand_over(self, group: Group) -> None:
-        """What doors have noted is Python's to run."""
-        stream, messages, signature = self._doors.take_notes()
-        self.grouped(group).add(stream, messages)
-        if signature:
-            self.grouped(group).are_collective(signature, len(messages))
-
-    def are_collective(self, collective: Collective, root: int, counts: Sequence[int], count: int) -> None:
-        """The last ``count`` messages of this thread's group are a collective of separate arrays, as ``gather`` and others are one of parts
-        of an array: arguments as of ``executor.cuda.moves.move_signature``."""
-        signature = moves.move_signature(collective, root, counts)
-        if not (groups.is_compiled_alone() and self._doors.are_collective(signature, count)):
-            whole = groups.current()
-            assert whole is not None
-            self.grouped(whole).are_collective(signature, count)
-
     # ---- running
 
     def empty(self, shape: Any, dtype: Any = "float32") -> Any:
@@ -224,8 +205,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, Groupable):
     def _run(
         self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
     ) -> None:
-        if target.read_only and self._writes(collective, root):
-            raise self._constant(collective.label)
+        self._check_result(target, collective, root, collective.label)
         if self.nranks == 1 or count == 0:
             enqueued = self._run_alone(collective, source, target, op, stream)
         else:
@@ -410,26 +390,6 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, Groupable):
 
     # ---- failure and end
 
-    def _look(self, read: Callable[..., Seen], *what: int) -> Seen | None:
-        with contextlib.suppress(MiracclError):  # the GPU may be what is broken
-            self.gpu.make_current()
-            return read(self.gpu, self._comm_args, *what)
-        return None
-
-    def _name_of_launch(self, number: int, signature: int) -> str:
-        """As of CPU operations, with the number of the launch: ``all_reduce #17 (1024 x float32, sum; ring, simple)``; ``number`` 0: a
-        collective that is messages."""
-        if not number:
-            return moves.describe(signature)
-        launches = [*self._launches.items(), *self._engines.launches()]
-        for (collective, dtype, count, op, root), launch in launches:
-            if signature in launch.signatures:
-                what = [f"{count} x {dtype.label}"]
-                what += [operator(op, dtype, collective.label)[0].name.lower()] if collective.reduces else []
-                what += [f"root {root}"] if collective.rooted else []
-                return f"{collective.label} #{number} ({', '.join(what)}; {launch.plan.algo}, {launch.plan.proto})"
-        return f"launch #{number}"
-
     def check(self, name: str = "") -> None:
         """Raise if the communicator is closed, was aborted, or a kernel passed its deadline. Does not wait for kernels."""
         if self.closed:
@@ -450,20 +410,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, Groupable):
         """Wait for this rank's GPU, then ``check``."""
         self.gpu.make_current()
         self.gpu.synchronize()
-        if not self.closed:
-            self._judge_last()
+        if not self.closed and self.nranks > 1:
+            self._looks.judge(self.faults)
         self.check()
-
-    def _judge_last(self) -> None:
-        """Find a mismatch in the last operations that left nobody waiting: the next ones would tell of it. The GPU has ended its work."""
-        place = self._look(read_place) if self.nranks > 1 else None
-        boards = self._look(read_boards) if place is not None and place != self._judged else None
-        if boards is not None and place is not None:
-            found = boards.unlike()
-            if found is not None:
-                self.faults.found_mismatch(*found)
-            elif boards.all_have_come:
-                self._judged = place
 
     def close(self) -> MiracclError | None:
         """Free everything, after all ranks have come here and their kernels have ended; may be called twice.
@@ -479,7 +428,8 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, Groupable):
         with contextlib.suppress(MiracclError):
             self.gpu.make_current()
             self.gpu.synchronize()
-            self._judge_last()
+            if self.nranks > 1:
+                self._looks.judge(self.faults)
         together, untold = not self.faults.broken, self.faults.untold()
         self._launches.clear()
         if together:

@@ -39,7 +39,7 @@ class CopyEngines:
     ) -> CopyLaunch | StagedLaunch | None:
         """The launch of an operation, made now if there is none; None where kernels do it. ``place`` is where the output lies in a
         window."""
-        key: tuple[Any, ...] = (collective, dtype, count, root)
+        key: tuple[Any, ...] = (collective, dtype, count, RedOp.SUM, root)  # as the communicator's own launches have
         if place is not None and possible(collective, self._memory.nranks):
             key += (place.number, place.offset)
         elif self._ctas.none and self._memory.all_direct:
@@ -56,9 +56,9 @@ class CopyEngines:
                 )
         return self._launches[key]
 
-    def launches(self) -> list[tuple[tuple[Collective, DType, int, RedOp, int], CopyLaunch | StagedLaunch]]:
-        """Those that were made, by what they are of, as the communicator has its own."""
-        return [((*key[:3], RedOp.SUM, key[3]), launch) for key, launch in list(self._launches.items())]
+    def launches(self) -> list[tuple[tuple[Any, ...], CopyLaunch | StagedLaunch]]:
+        """Those that were made, by (collective, dtype, count, operator, root)."""
+        return [(key[:5], launch) for key, launch in list(self._launches.items())]
 
     def let_go(self) -> None:
         """Of streams that wait for words which will not come."""

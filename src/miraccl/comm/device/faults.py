@@ -197,7 +197,7 @@ class DeviceFaults:
         self._releases.append(release)
         if self.broken:
             self._end(None)
-        else:
+        elif len(self._releases) == 1:
             threading.Thread(target=self._look_for_errors, name="miraccl gpu look", daemon=True).start()
 
     def _look_for_errors(self) -> None:

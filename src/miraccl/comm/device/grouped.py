@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from miraccl.comm import group as groups
 from miraccl.comm.device.persistent import result_of
 from miraccl.comm.device.work import stream_of
 from miraccl.comm.group import Group
+from miraccl.executor.cuda.doors.table import Doors
+from miraccl.executor.cuda.moves import move_signature
+from miraccl.types import Collective
 
 _POINT_TO_POINT = ("send", "recv", "sendrecv")
 
@@ -92,3 +96,25 @@ class Groupable:
     def grouped(self, group: Group) -> Grouped:
         """What takes calls while a group is open."""
         return group.part(self, Grouped)
+
+
+class GroupableByDoors(Groupable):
+    """A communicator whose doors note the messages of a group, until a call that they do not take."""
+
+    _doors: Doors
+
+    def _hand_over(self, group: Group) -> None:
+        """What doors have noted is Python's to run."""
+        stream, messages, signature = self._doors.take_notes()
+        self.grouped(group).add(stream, messages)
+        if signature:
+            self.grouped(group).are_collective(signature, len(messages))
+
+    def are_collective(self, collective: Collective, root: int, counts: Sequence[int], count: int) -> None:
+        """The last ``count`` messages of this thread's group are a collective of separate arrays, as ``gather`` and others are one of parts
+        of an array: arguments as of ``executor.cuda.moves.move_signature``."""
+        signature = move_signature(collective, root, counts)
+        if not (groups.is_compiled_alone() and self._doors.are_collective(signature, count)):
+            whole = groups.current()
+            assert whole is not None
+            self.grouped(whole).are_collective(signature, count)

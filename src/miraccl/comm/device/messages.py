@@ -14,7 +14,7 @@ from miraccl.comm.arguments import peer_rank
 from miraccl.comm.device.collectives import Operator
 from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.comm.device.transfer import DeviceTransfer
-from miraccl.comm.device.uneven import Uneven, UnevenCollectives, moves, parts_of
+from miraccl.comm.device.uneven import Uneven, UnevenCollectives, parts_of, transfers_of
 from miraccl.errors import CollectiveMismatch, InvalidUsage, MiracclError
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.lanes import fills_gpu
@@ -172,7 +172,7 @@ class MessageCalls(UnevenCollectives):
             self._run(Collective.REDUCE, part, target if root == self.rank else part, part.count, op, root, stream)
 
     def _run_messages(self, asked: Uneven, name: str, stream: Any) -> None:
-        sent, received = moves(asked, self.rank, self.nranks)
+        sent, received = transfers_of(asked, self.rank, self.nranks)
         for _, memory in received:
             if memory.read_only:
                 raise self._constant(name)

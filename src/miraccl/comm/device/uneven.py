@@ -149,6 +149,11 @@ class UnevenCollectives(NoDoors, DeviceArguments):
 
     # ---- parts
 
+    def _check_target(self, asked: Uneven) -> None:
+        """Refuse an array that never changes where this rank receives."""
+        if asked.target.read_only and any(asked.receives):
+            raise self._constant(asked.name)
+
     def _gathered(
         self, x: Any, source: DeviceMemory, sizes: Sequence[int], chief: int, out: Any, where: str, stream: Any
     ) -> tuple[Any, DeviceMemory]:
@@ -194,7 +199,7 @@ def parts_of(memory: DeviceMemory, sizes: Sequence[int]) -> Parts:
     return [(rank, memory.part(first, size)) for rank, (first, size) in enumerate(zip(firsts, sizes, strict=False)) if size]
 
 
-def moves(asked: Uneven, rank: int, nranks: int) -> tuple[Parts, Parts]:
+def transfers_of(asked: Uneven, rank: int, nranks: int) -> tuple[Parts, Parts]:
     """What ``rank`` sends and receives in a collective that only moves data; empty blocks, which both sides leave out, and one that stays
     in its place are not among it."""
     sent, received = parts_of(asked.source, asked.sends), parts_of(asked.target, asked.receives)

@@ -164,7 +164,7 @@ MAX_MESSAGES = 192  # in the arguments of a launch, which have 4 KiB
 #: what follows Args in struct Exchange: table, queues, lanes, blocks of large messages, warps that draw the number of a collective (0: none
 #: do, messages are plain); then ``room`` bytes: the queues, the messages
 EXCHANGE_HEAD = "<QIIII"
-#: an entry of moves: number, tag (``tag_of`` of source/p2p.cuh), signature, launches before
+#: an entry of moves: number, tag (``move_tag`` of source/p2p.cuh), signature, launches before
 MOVE = "<IIII"
 
 

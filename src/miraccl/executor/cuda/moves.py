@@ -33,8 +33,8 @@ def move_signature(collective: Collective, root: int = NO_ROOT, counts: Sequence
     return signature_of(int(collective), root if collective.rooted else NO_ROOT, functools.reduce(mix, counts, 0))
 
 
-def tag_of(number: int, launches: int, signature: int) -> int:
-    """What stands in headers and on boards: of which number a collective is, after how many launches (``tag_of`` of source/p2p.cuh)."""
+def move_tag(number: int, launches: int, signature: int) -> int:
+    """What stands in headers and on boards: of which number a collective is, after how many launches (``move_tag`` of source/p2p.cuh)."""
     return (signature ^ number * 0x9E3779B1 ^ launches * 0x85EBCA6B) & 0xFFFFFFFF or 1
 
 

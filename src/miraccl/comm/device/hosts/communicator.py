@@ -30,7 +30,7 @@ from miraccl.comm.device.hosts.replays import Replays
 from miraccl.comm.device.hosts.steps import TwoSteps
 from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.comm.device.transfer import DeviceTransfer
-from miraccl.comm.device.uneven import Uneven, UnevenCollectives, moves
+from miraccl.comm.device.uneven import Uneven, UnevenCollectives, transfers_of
 from miraccl.comm.member import Options
 from miraccl.comm.stages import Stages
 from miraccl.errors import CommunicatorAborted, InvalidUsage, MiracclError, SystemFailure
@@ -126,8 +126,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
     ) -> None:
         operator(op, source.dtype, collective.label)
-        if target.read_only and self._writes(collective, root):
-            raise self._constant(collective.label)
+        self._check_result(target, collective, root, collective.label)
         if count == 0:
             self.check(collective.label)
             return
@@ -146,17 +145,16 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     _run_rooted = _run
 
     def _run_uneven(self, asked: Uneven, stream: Any) -> None:
-        source, target = asked.source, asked.target
-        if target.read_only and self._writes(asked.collective, asked.root):
-            raise self._constant(asked.name)
+        self._check_target(asked)
         if asked.counts and not any(asked.counts):
             self.check(asked.name)
             return
         if self._moves_by_messages(asked.collective):
-            sent, received = moves(asked, self.rank, self.nranks)
+            sent, received = transfers_of(asked, self.rank, self.nranks)
             both = [*((False, *part) for part in sent), *((True, *part) for part in received)]
             self._exchange([DeviceTransfer(receives=r, peer=p, memory=m) for r, p, m in both], stream, asked.name, asked)
             return
+        source, target = asked.source, asked.target
         shape = Shape(
             collective=asked.collective,
             itemsize=source.dtype.itemsize,

@@ -1,5 +1,5 @@
 """Kernel source: collectives that are lists of messages (gather, scatter, those with counts), from the arguments of a call to the block of
-their launch. The messages are those of ``comm.device.uneven.moves``, in its order."""
+their launch. The messages are those of ``comm.device.uneven.transfers_of``, in its order."""
 
 from __future__ import annotations
 

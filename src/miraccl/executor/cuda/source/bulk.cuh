@@ -17,7 +17,7 @@ __device__ __forceinline__ u64* grant_of(char* box, u32 src) { return bulk_word(
 __device__ __forceinline__ u64* freed_of(char* box, u32 src, u32 slot) { return bulk_word(box, BULK_FREED_OFFSET, src * BULK_SLOTS + slot); }
 __device__ __forceinline__ u64* arrived_of(char* box, u32 slot) { return bulk_word(box, BULK_ARRIVED_OFFSET, slot); }
 __device__ __forceinline__ char* slot_at(char* box, u32 slot) { return box + BULK_OFFSET + (u64)slot * CHUNK_BYTES; }
-__device__ __forceinline__ u64 tag_of(u32 src, u64 number, u64 chunk) { return (u64)(src + 1) << 56 | (number & 0xffffffffu) << 24 | ((chunk + 1) & 0xffffffu); }
+__device__ __forceinline__ u64 chunk_tag(u32 src, u64 number, u64 chunk) { return (u64)(src + 1) << 56 | (number & 0xffffffffu) << 24 | ((chunk + 1) & 0xffffffu); }
 
 struct Bulk {            // shared memory of a block
   u64 number;            // messages of the queue before this launch
@@ -106,14 +106,14 @@ __device__ __forceinline__ void send_bulk(const Exchange& x, const Queue& q, con
     for (u64 k = block; k < chunks; k += q.lanes) {
       if (threadIdx.x == 0 && !s.dead && k >= s.slots) {
         const u64* freed = freed_of(a.inbox[q.peer], q.peer, (u32)(k % s.slots));
-        if (!wait_freed(a, watch, freed, tag_of(a.rank, number, k - s.slots), q.peer, list[m].size)) s.dead = 1;
+        if (!wait_freed(a, watch, freed, chunk_tag(a.rank, number, k - s.slots), q.peer, list[m].size)) s.dead = 1;
       }
       __syncthreads();
       if (s.dead) return;
       u32 slot = s.slot + (u32)(k % s.slots);
       copy_chunk<false>(c, FIRST_VECTORS * 16 + k * CHUNK_BYTES, slot_at(a.outbox[q.peer], slot));
       __syncthreads();
-      if (threadIdx.x == 0) { fence(); store_word(arrived_of(a.outbox[q.peer], slot), tag_of(a.rank, number, k)); }
+      if (threadIdx.x == 0) { fence(); store_word(arrived_of(a.outbox[q.peer], slot), chunk_tag(a.rank, number, k)); }
     }
     number++;  // thread 0 may go on to the next message and find that dead: nobody looks at ``s`` before they all have met there
   }
@@ -142,12 +142,12 @@ __device__ __forceinline__ void receive_bulk(const Exchange& x, const Queue& q, 
     u64 chunks = chunks_of(c);
     for (u64 k = block; k < chunks; k += q.lanes) {
       u32 place = (u32)(k % q.slots), slot = q.slot + place;
-      if (threadIdx.x == 0 && !s.dead && !wait_arrived(a, watch, arrived_of(a.inbox[q.peer], slot), tag_of(q.peer, number, k), q.peer)) s.dead = 1;
+      if (threadIdx.x == 0 && !s.dead && !wait_arrived(a, watch, arrived_of(a.inbox[q.peer], slot), chunk_tag(q.peer, number, k), q.peer)) s.dead = 1;
       __syncthreads();
       if (s.dead) return;
       copy_chunk<true>(c, FIRST_VECTORS * 16 + k * CHUNK_BYTES, slot_at(a.inbox[q.peer], slot));
       __syncthreads();
-      if (threadIdx.x == 0 && k + q.slots < chunks) store_word(freed_of(a.outbox[q.peer], a.rank, place), tag_of(q.peer, number, k));
+      if (threadIdx.x == 0 && k + q.slots < chunks) store_word(freed_of(a.outbox[q.peer], a.rank, place), chunk_tag(q.peer, number, k));
     }
     number++; left--;
     if (threadIdx.x == 0) {  // the block that ends a message last lets the next one begin: all slots are free

@@ -1,0 +1,76 @@
+"""What the host reads from the memory of a host's GPUs once waits have failed or work has ended, and what operations are called there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from miraccl.comm.arguments import operator
+from miraccl.comm.device.boards import Boards, Regions, read_boards, read_head
+from miraccl.comm.device.messages import read_refused
+from miraccl.errors import MiracclError
+from miraccl.executor.cuda import moves
+from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.plan import DevicePlan
+
+if TYPE_CHECKING:
+    from miraccl.comm.device.faults import DeviceFaults
+
+Seen = TypeVar("Seen")
+
+
+class Known(Protocol):
+    """A launch that was made."""
+
+    @property
+    def signatures(self) -> tuple[int, ...]: ...
+    @property
+    def plan(self) -> DevicePlan: ...
+
+
+class Looks:
+    """Looks at the regions ``where`` of a communicator; ``launches()`` are those that it has made, by (collective, dtype, count, operator,
+    root)."""
+
+    def __init__(self, gpu: Gpu, where: Regions, launches: Callable[[], Iterable[tuple[tuple[Any, ...], Known]]]) -> None:
+        self._gpu, self._where, self._launches = gpu, where, launches
+        self._judged = 0, 0  # how far operations were compared with those of others
+
+    def _look(self, read: Callable[..., Seen], *what: Any) -> Seen | None:
+        with contextlib.suppress(MiracclError):  # the GPU may be what is broken
+            self._gpu.make_current()
+            return read(self._gpu, self._where, *what)
+        return None
+
+    def boards(self) -> Boards | None:
+        """What all ranks run."""
+        return self._look(read_boards)
+
+    def refused(self, peer: int) -> int | None:
+        """The size of this rank's message that ``peer`` has refused."""
+        return self._look(read_refused, peer)
+
+    def name(self, number: int, signature: int) -> str:
+        """As of CPU operations, with the number of the launch: ``all_reduce #17 (1024 x float32, sum; ring, simple)``; ``number`` 0: a
+        collective that is messages."""
+        if not number:
+            return moves.describe(signature)
+        for (collective, dtype, count, op, root), launch in self._launches():
+            if signature in launch.signatures:
+                what = [f"{count} x {dtype.label}"]
+                what += [operator(op, dtype, collective.label)[0].name.lower()] if collective.reduces else []
+                what += [f"root {root}"] if collective.rooted else []
+                return f"{collective.label} #{number} ({', '.join(what)}; {launch.plan.algo}, {launch.plan.proto})"
+        return f"launch #{number}"
+
+    def judge(self, faults: DeviceFaults) -> None:
+        """Find a mismatch in the last operations that left nobody waiting: the next ones would tell of it. The GPU has ended its work."""
+        head = self._look(read_head)
+        boards = self._look(read_boards, head) if head is not None and head.place != self._judged else None
+        if boards is not None and head is not None:
+            found = boards.unlike()
+            if found is not None:
+                faults.found_mismatch(*found)
+            elif boards.all_have_come:
+                self._judged = head.place
