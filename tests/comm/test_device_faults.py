@@ -40,6 +40,7 @@ class Told:
     def __init__(self, words: Any = None) -> None:
         self.notices: list[Any] = []
         self.boards: Boards | None = None
+        self.stopped = False
         self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32) if words is None else words
         self.words_when_told: list[Any] = []
         listen = functools.partial(setattr, self, "hear")
@@ -49,7 +50,7 @@ class Told:
         )
         self.session = session
         self.faults = DeviceFaults(
-            session, self.words, 1.0, look=lambda: self.boards, name=name, refused=lambda _: None
+            session, self.words, 1.0, look=lambda: self.boards, name=name, refused=lambda _: None, stopped=lambda: self.stopped
         )
 
     def notify(self, notice: Any) -> None:

@@ -274,7 +274,7 @@ def unlike_messages(case: str) -> dict[str, Any]:
     """The ranks call different operations, of which some are messages; right ones before and after. All have time."""
     with rank(timeout=600.0) as me:
         comm, mine = me.comm, me.rank
-        one, all_ones = me.put(np.ones(1)), me.put(np.ones(3))
+        one, all_ones, large = me.put(np.ones(1)), me.put(np.ones(3)), me.put(np.ones(1 << 20))
 
         def scatter(value: float, root: int) -> Any:
             return comm.scatter(me.put(np.full(3, value)), root, out=one, stream=0)
@@ -295,6 +295,9 @@ def unlike_messages(case: str) -> dict[str, Any]:
             "barrier and all_reduce": lambda: comm.barrier(stream=0) if mine == 1 else comm.all_reduce(all_ones, stream=0),
             "gather and send": lambda: comm.send(one, 0, stream=0) if mine == 1 else gather(0),
             "gather and recv": lambda: comm.recv(one, 1, stream=0) if mine == 0 else gather(0),
+            "all_reduce and recv": lambda: comm.recv(one, 1, stream=0) if mine == 0 else comm.all_reduce(all_ones, stream=0),
+            "broadcast and recv": lambda: comm.recv(one, 1, stream=0) if mine == 0 else comm.broadcast(all_ones, 0, stream=0),
+            "reduce and send": lambda: comm.send(large, 0, stream=0) if mine == 1 else comm.reduce(all_ones, 0, stream=0),
             "order": lambda: [call() for call in swapped[:: -1 if mine == 1 else 1]],
         }
         try:

@@ -456,9 +456,8 @@ class FakeLocal:
         self._cpu = Communicator.from_session(part, options, stages=stages.part(part))
         self._stream = -1
         self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32)  # what kernels would write
-        self.faults = DeviceFaults(
-            session, self.words, options.timeout, look=lambda: None, name=lambda *_: "", refused=lambda _: None, called=called
-        )
+        ways: Any = {"look": lambda: None, "name": lambda *_: "", "refused": lambda _: None, "stopped": lambda: False}
+        self.faults = DeviceFaults(session, self.words, options.timeout, **ways, called=called)
         self.calls: list[Collective] = []
         self.symmetric, self.ways = types.SimpleNamespace(nbytes=0), list
         self.memory = lambda: {"device": 0, "windows": 0, "pinned": 0}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -491,6 +493,43 @@ def test_ranks_that_meet_for_different_operations_are_told(field: str) -> None:
     three.launch(meeting(3), args, 1)
     assert three.errors() == [layout.ERROR_MISMATCH] * 3
     assert int(three.host[0][layout.HOST_PEER]) == 1
+
+
+def told_needs(where: Machine, by: int, to: int, launch: int) -> int:
+    """Whom a rank does not end a launch without, as another one's board says; -1: it says nothing of this launch."""
+    place = (by * layout.BOARD_ENTRIES + launch % layout.BOARD_ENTRIES) * 16
+    number, _, _, word = struct.unpack("<IIII", ctypes.string_at(where.comm_args(to).inboxes[by] + layout.BOARD_OFFSET + place, 16))
+    above = layout.NEEDS_ALL_SHIFT + 1
+    return word & (1 << above) - 1 if (number, word >> above) == (launch, launch & (1 << 32 - above) - 1) else -1
+
+
+@pytest.mark.parametrize(
+    ("collective", "algo", "proto"),
+    [
+        (Collective.ALL_REDUCE, "two_shot", "ll128"),
+        (Collective.ALL_GATHER, "one_shot", "ll"),
+        (Collective.BROADCAST, "one_shot", "ll"),
+        (Collective.BROADCAST, "chain", "ll128"),
+        (Collective.BROADCAST, "one_shot", "simple"),
+        (Collective.REDUCE, "one_shot", "ll"),
+        (Collective.REDUCE, "double_binary_tree", "ll128"),
+    ],
+)
+def test_launches_tell_whom_they_need(collective: Collective, algo: str, proto: str) -> None:
+    three, every = Machine(3), layout.NEEDS_ALL
+    request = asked(collective, DType.INT32, 1000, 3, algo, proto, root=1 if collective.rooted else 0)
+    assert run(three, request, small(request), repeat=2) == [""] * 3
+    needs = {Collective.BROADCAST: [2, 0, 2], Collective.REDUCE: [0, every, 0]}.get(collective, [every] * 3)
+    if proto == "simple":  # whose ranks hear all others at the end
+        needs = [every] * 3
+    for by, to in itertools.permutations(range(3), 2):
+        assert [told_needs(three, by, to, launch) for launch in (1, 2, 3)] == [needs[by], needs[by], -1], (by, to)
+
+
+def test_meetings_tell_that_they_need_all() -> None:
+    two = Machine(2)
+    two.launch(meeting(2), [lower.pack_args(two.comm_args(rank), count=(1 << 40) + 4096, signature=7) for rank in range(2)], 1)
+    assert told_needs(two, 0, 1, 1) & layout.NEEDS_ALL
 
 
 @pytest.mark.parametrize("left", [False, True])

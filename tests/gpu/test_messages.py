@@ -224,6 +224,36 @@ def test_waits_end_that_are_in_another_collective(other: str) -> None:
     assert moves_of(where, 0)[0] == 1 + (other == "launch"), "what follows a failed wait is not begun"
 
 
+def in_launch(where: Machine, rank: int, peer: int, number: int, needs: int, flag: int | None = None) -> None:
+    """A peer says that it is in a launch, which does not end there without ``needs``."""
+    entry = where.comm_args(rank).inboxes[peer] + layout.BOARD_OFFSET + (peer * layout.BOARD_ENTRIES + number % layout.BOARD_ENTRIES) * 16
+    word = (number if flag is None else flag) << layout.NEEDS_ALL_SHIFT + 1 & 0xFFFFFFFF | needs
+    ctypes.memmove(entry, struct.pack("<IIII", number, 5, 0, word), 16)
+
+
+@needs_compiler
+@pytest.mark.parametrize("pool", [False, True], ids=["lanes", "bulk"])
+@pytest.mark.parametrize(("src", "needs"), [(1, layout.NEEDS_ALL), (1, 1), (0, layout.NEEDS_ALL)])
+def test_a_plain_wait_for_one_who_waits_in_a_launch_ends(monkeypatch: pytest.MonkeyPatch, src: int, needs: int, pool: bool) -> None:
+    if pool:
+        shrink_pool(monkeypatch)
+    where = Machine(2, timeout_s=600)
+    in_launch(where, 0, 1, 1, needs)
+    run(where, few(2), [Send(src, 1 - src, 60_000)], only=[0])
+    assert where.errors() == [layout.ERROR_CROSSED, 0]
+    assert where.host[0][[layout.HOST_PEER, layout.HOST_LAUNCH, layout.HOST_SIGNATURE]].tolist() == [1, 1, 5]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("needs", "flag"), [(0, None), (2, None), (layout.NEEDS_ALL, 0), (layout.NEEDS_ALL, 2)])
+def test_a_plain_wait_for_one_in_a_launch_that_ends_without_this_rank_goes_on(needs: int, flag: int | None) -> None:
+    """Also where only half of the entry has come, whose other half is of a launch before."""
+    where = Machine(2, timeout_s=0.3)
+    in_launch(where, 0, 1, 1, needs, flag)
+    run(where, rules(2), [Send(1, 0, 40)], only=[0])
+    assert where.errors() == [layout.ERROR_TIMEOUT, 0]
+
+
 @needs_compiler
 def test_a_peer_that_has_begun_what_this_rank_has_not_told_yet_is_not_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warp may wait in a launch of which no warp that draws has run so far: this rank's last entry is that of the launch before."""

@@ -126,7 +126,10 @@ def test_a_mismatch_names_both_messages(later: bool) -> None:
 MESSAGES = ["roots of scatter", "roots of gather", "counts", "gather and scatter", "gather and barrier", "gather and all_reduce"]
 
 
-@pytest.mark.parametrize("case", [*MESSAGES, "barrier and all_reduce", "gather and send", "gather and recv", "order"])
+CROSSED = ["all_reduce and recv", "broadcast and recv", "reduce and send"]
+
+
+@pytest.mark.parametrize("case", [*MESSAGES, *CROSSED, "barrier and all_reduce", "gather and send", "gather and recv", "order"])
 def test_collectives_that_are_messages_are_told_apart(case: str) -> None:
     """A message that nobody has taken is not taken for one of the next collective, and no rank waits for its deadline."""
     answers = run(emulated_faults.unlike_messages, 3, case)

@@ -17,7 +17,7 @@ from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.moves import move_tag
 
-_STATE = struct.Struct(f"<{layout.STATE_MOVES + 1}Q")
+_STATE = struct.Struct(f"<{layout.STATE_STOPPED + 1}Q")
 _ENTRY = struct.Struct("<IIII")
 _ENTRIES = _ENTRY.size * layout.BOARD_ENTRIES
 _HEAD_BYTES = layout.BOARD_OFFSET + layout.MAX_RANKS * _ENTRIES
@@ -165,6 +165,11 @@ class Head:
     def place(self) -> tuple[int, int]:
         """How many launches, and collectives that are messages, there were on this rank's GPU."""
         return self.state[layout.STATE_LAUNCH] % _ALL, self.state[layout.STATE_MOVES] >> 32
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a wait of this rank has failed."""
+        return self.state[layout.STATE_STOPPED] != 0
 
 
 def read_head(gpu: Gpu, where: Regions) -> Head:

@@ -116,6 +116,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
                 look=self._looks.boards,
                 name=self._looks.name,
                 refused=self._looks.refused,
+                stopped=self._looks.stopped,
                 called=called,
             )
             self.ring, self.ctas = self._agree(options.cta_policy, stages)
@@ -430,16 +431,17 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             self.gpu.synchronize()
             if self.nranks > 1:
                 self._looks.judge(self.faults)
-        together, untold = not self.faults.broken, self.faults.untold()
-        self._launches.clear()
+        together = not self.faults.broken
         if together:
             self.faults.leave()
-        self.faults.end()
         try:
             if together:
                 self.session.barrier("gpu close", timeout=CLOSE_WAIT_S)
         except MiracclError:
             together = False
+        untold = self.faults.untold()  # also what others have found since
+        self.faults.end()
+        self._launches.clear()
         if together:
             self._engines.close()
             if self._windows is not None:

@@ -25,13 +25,13 @@ NOTICE = "gpu_abort"
 LEFT = "gpu_left"
 REPEAT_S = 0.002
 LOOK_S = 0.02  # at what kernels found, where streams wait for words
-_EXPLAINS = (layout.ERROR_MISMATCH, layout.ERROR_SIZES)  # also why the peer has left or aborted since
+_EXPLAINS = (layout.ERROR_MISMATCH, layout.ERROR_SIZES, layout.ERROR_CROSSED)  # also why the peer has left or aborted since
 
 
 class DeviceFaults:
     """``words`` are the host words of ``executor.cuda.layout``; ``look()`` reads what all ranks run, ``name(number, signature)`` says what
-    a launch is (number 0: a collective that is messages), and ``refused(peer)`` reads which message a peer has refused.  ``called`` are
-    the numbers of the ranks in errors."""
+    a launch is (number 0: a collective that is messages), ``refused(peer)`` reads which message a peer has refused, ``stopped()`` whether a
+    wait on this GPU has ended without what it waited for.  ``called`` are the numbers of the ranks in errors."""
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class DeviceFaults:
         look: Callable[[], Boards | None],
         name: Callable[[int, int], str],
         refused: Callable[[int], int | None],
+        stopped: Callable[[], bool],
         called: Sequence[int] = (),
     ) -> None:
         self.session = session
@@ -50,10 +51,11 @@ class DeviceFaults:
         #: how other ranks are told of a fault that was found here
         self.spread: Callable[[MiracclError], None] = self._notify
         self._words, self._timeout = words, timeout_s
-        self._look, self._name, self._refused = look, name, refused
+        self._look, self._name, self._refused, self._stopped = look, name, refused, stopped
         self._why_left: dict[int, str] = {}
         self._fault: MiracclError | None = None
         self._found = False  # what kernels wrote is the fault, or came too late to be
+        self._heard = False  # another rank's is the fault
         self._told = False
         self._lock = threading.RLock()  # a signal handler may abort in the middle
         self._ended = threading.Event()
@@ -79,9 +81,14 @@ class DeviceFaults:
             raise raised
 
     def untold(self) -> MiracclError | None:
-        """What kernels found and nobody was told."""
+        """What nobody was told of, though operations are not what they should be: what kernels found here, a mismatch that others found,
+        and whatever they told where it has ended a wait. The GPU has ended its work."""
         self._take_in()
-        return self._fault if self._found and not self._told else None
+        fault = self._fault
+        if fault is None or self._told:
+            return None
+        void = self._found or (self._heard and (isinstance(fault, CollectiveMismatch) or self._stopped()))
+        return fault if void else None
 
     # ---- what kernels found
 
@@ -121,6 +128,11 @@ class DeviceFaults:
         peer, op = self._called[there], self._name(number, signature) if number or signature else None
         if error == layout.ERROR_SIZES:
             return mismatch(words, rank, peer, self._refused(there), op)
+        what = layout.WHAT_TEXT.get(int(words[layout.HOST_WHAT]), "something")
+        if error == layout.ERROR_CROSSED:
+            text = f"rank {rank} waits for {what} from rank {peer}, which has gone on to {op} and waits for rank {rank} there"
+            hint = "a send and its receive come before or after the same collectives on both ranks"
+            return CollectiveMismatch(text, rank=rank, peer=peer, hint=hint)
         boards = self._look()
         unlike = boards.unlike(number) if boards is not None and op is not None and error != layout.ERROR_MISMATCH else None
         if unlike is not None:
@@ -129,12 +141,11 @@ class DeviceFaults:
         if unlike is not None or error == layout.ERROR_MISMATCH:
             count = f" (number {number} of this communicator on GPU memory)" if number else ""
             text = f"rank {peer} called another operation in the same place{count}"
-            what = "collective, dtype, elements, counts, operator, root and window"
-            hint = f"{what} must be the same on all ranks, in the same order; results since then are void"
+            same = "collective, dtype, elements, counts, operator, root and window"
+            hint = f"{same} must be the same on all ranks, in the same order; results since then are void"
             return CollectiveMismatch(text, rank=rank, peer=peer, op=op, hint=hint)
         if error == layout.ERROR_LEFT:
             return of_leave(peer, self._why_left.get(there, "finalized"), rank=rank, op=op)
-        what = layout.WHAT_TEXT.get(int(words[layout.HOST_WHAT]), "something")
         text = f"rank {rank} waited longer than {self._timeout:.3g} s for {what} from rank {peer}"
         does = {r: boards.describe(r, number, self._name) if op else boards.last(r, self._name) for r in boards.theirs} if boards else {}
         does[self.session.rank] = f"waits for {what} from rank {peer}{f' in {op}' if op else ''}"
@@ -172,11 +183,11 @@ class DeviceFaults:
     def _event(self, event: Event) -> None:
         """From the session's watcher: kernels that wait end within milliseconds."""
         if isinstance(event, PeerLost):
-            self._end(of_death(event, rank=self.rank, called=self._called))
+            self._end(of_death(event, rank=self.rank, called=self._called), heard=True)
         elif isinstance(event, Notice) and NOTICE in event.payload:
             peer = self._called[event.from_rank]
             told = from_words(event.payload[NOTICE], rank=self.rank, source=peer)
-            self._end(told or CommunicatorAborted("the communicator was aborted", rank=self.rank, peer=peer))
+            self._end(told or CommunicatorAborted("the communicator was aborted", rank=self.rank, peer=peer), heard=True)
         elif isinstance(event, Notice) and LEFT in event.payload:
             self._left(event.from_rank, "finalized")
         elif isinstance(event, PeerLeft) and event.rank != HUB:  # it may have failed when others took it for ready
@@ -208,7 +219,7 @@ class DeviceFaults:
                 if self._words[layout.HOST_ERROR]:
                     self._end(None)
 
-    def _end(self, fault: MiracclError | None, *, found_here: bool = False) -> None:
+    def _end(self, fault: MiracclError | None, *, found_here: bool = False, heard: bool = False) -> None:
         """End all waits, now and later. The first fault stays; what kernels have found says more than one that was ``found_here``.
 
         Waits end first: a program that has seen the fault and goes on to another operation must find that none runs any more, or others
@@ -219,7 +230,7 @@ class DeviceFaults:
                 return
             self._words[layout.HOST_ABORT] = 1
             if self._fault is None and not (found_here and self._words[layout.HOST_ERROR]):
-                self._fault = fault
+                self._fault, self._heard = fault, heard
             if self._releases and not self._releasing:
                 self._releasing = True
                 threading.Thread(target=self._release, name="miraccl gpu release", daemon=True).start()

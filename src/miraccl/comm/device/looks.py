@@ -51,6 +51,11 @@ class Looks:
         """The size of this rank's message that ``peer`` has refused."""
         return self._look(read_refused, peer)
 
+    def stopped(self) -> bool:
+        """Whether a wait on this rank's GPU has ended without what it waited for, where that can be read."""
+        head = self._look(read_head)
+        return head is not None and head.stopped
+
     def name(self, number: int, signature: int) -> str:
         """As of CPU operations, with the number of the launch: ``all_reduce #17 (1024 x float32, sum; ring, simple)``; ``number`` 0: a
         collective that is messages."""

@@ -41,6 +41,10 @@ STATE_LAUNCH, STATE_TICKET, STATE_SIGNATURES, STATE_MOVES = 0, 8, 16, 24  # word
 STATE_STOPPED = 25  # not 0: a wait on this GPU has ended without what it waited for
 BOARD_OFFSET = 1 * KIB
 BOARD_ENTRIES = 4  # launches that are remembered; blocks 0 of peers are at most one apart
+#: whom a launch does not end without: in the last word of an entry a bit for each rank, or this one for all. Above it the number of the
+#: launch, for the halves of an entry may arrive one after the other.
+NEEDS_ALL_SHIFT = 16
+NEEDS_ALL = 1 << NEEDS_ALL_SHIFT
 COPY_FLAGS_OFFSET = 2 * KIB  # words (of 4 bytes) of staged copies: ready[src][slot], then free[dst][slot]
 COPY_SLOTS = 4  # of a pair at most
 COPY_FLAGS_BYTES = 2 * MAX_RANKS * COPY_SLOTS * 4
@@ -83,9 +87,10 @@ assert BULK_FREED_OFFSET + MAX_RANKS * (BULK_BYTES // CHUNK_BYTES) * BULK_STRIDE
 HOST_ABORT, HOST_LEFT = 0, 1  # read together; a bit for each peer whose work on its GPU has ended for good
 HOST_ERROR, HOST_PEER, HOST_WHAT = 2, 3, 4
 HOST_CLAIM, HOST_SIZES = 5, 6  # ERROR_SIZES: two sizes as in MESSAGE, this rank's and the peer's
-HOST_LAUNCH, HOST_SIGNATURE = 10, 11  # of the launch that an error is about, as this rank ran it; 0: messages have none
+HOST_LAUNCH, HOST_SIGNATURE = 10, 11  # of the launch that an error is about, as this rank ran it, or the peer; 0: messages have none
 HOST_BYTES = 64
 ERROR_TIMEOUT, ERROR_SIZES, ERROR_MISMATCH, ERROR_LEFT = 1, 2, 3, 4
+ERROR_CROSSED = 5  # a message is waited for, by the launch HOST_LAUNCH of the peer this rank
 WHAT_PACKET, WHAT_RESULT, WHAT_MESSAGE, WHAT_ROOM, WHAT_SEND, WHAT_RECV, WHAT_MEETING, WHAT_SIGNAL = 0, 1, 2, 3, 4, 5, 6, 7
 WHAT_TEXT = {
     WHAT_PACKET: "a packet",
@@ -185,7 +190,8 @@ def defines(nranks: int) -> dict[str, int]:
     """Those of every kernel."""
     names = (
         "WORD_STRIDE MAX_RANKS STATE_OFFSET STATE_LAUNCH STATE_TICKET STATE_SIGNATURES STATE_STOPPED BOARD_OFFSET BOARD_ENTRIES "
-        "PACKETS_OFFSET BANK_BYTES NOBODY HOST_ABORT HOST_LEFT HOST_ERROR HOST_PEER HOST_WHAT HOST_CLAIM HOST_LAUNCH HOST_SIGNATURE "
+        "NEEDS_ALL_SHIFT PACKETS_OFFSET BANK_BYTES NOBODY "
+        "HOST_ABORT HOST_LEFT HOST_ERROR HOST_PEER HOST_WHAT HOST_CLAIM HOST_LAUNCH HOST_SIGNATURE "
         "ERROR_TIMEOUT ERROR_MISMATCH ERROR_LEFT WHAT_PACKET WHAT_RESULT WHAT_MESSAGE WHAT_ROOM WHAT_MEETING"
     )
     return _named(names) | {"RANKS": nranks, "ARGS_BYTES": args_bytes(nranks)}
@@ -206,7 +212,7 @@ def message_defines(nranks: int, frame: str) -> dict[str, int]:
     names = (
         "TO_PEER FROM_PEER TO_SELF TO_BULK FROM_BULK LANE_SENT_OFFSET LANE_TAKEN_OFFSET LANE_CREDIT_OFFSET "
         "STATE_MOVES MOVES_OFFSET MOVE_ENTRIES "
-        "REFUSED_OFFSET RINGS_OFFSET RING_ROWS ROW_BYTES HOST_SIZES ERROR_SIZES WHAT_SEND WHAT_RECV BULK_FROM CHUNK_BYTES "
+        "REFUSED_OFFSET RINGS_OFFSET RING_ROWS ROW_BYTES HOST_SIZES ERROR_SIZES ERROR_CROSSED WHAT_SEND WHAT_RECV BULK_FROM CHUNK_BYTES "
         "BULK_OFFSET BULK_STRIDE BULK_COUNTS_OFFSET BULK_GRANTS_OFFSET BULK_ARRIVED_OFFSET BULK_FREED_OFFSET"
     )
     sizes = {"QUEUE_BYTES": struct.calcsize(QUEUE), "HEAD_BYTES": args_bytes(nranks) + struct.calcsize(EXCHANGE_HEAD)}

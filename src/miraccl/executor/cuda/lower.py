@@ -19,7 +19,7 @@ from miraccl.executor.cuda.bank import least_slots, places, slot_packets, word_p
 from miraccl.executor.cuda.plan import TREES, DevicePlan, Request, frame_of, vectors_of
 from miraccl.schedule.algos import double_binary_tree
 from miraccl.schedule.reduction import NUMPY_DTYPE
-from miraccl.types import RedOp
+from miraccl.types import Collective, RedOp
 
 IN_PARTS_UP_TO = 1 << 30  # bytes, which the kernel counts in 32 bits
 PUSH_AHEAD = 2  # pieces, where a bank has room for all: more only delays the first read
@@ -57,6 +57,13 @@ def signature_of(plan: DevicePlan, request: Request, place: tuple[int, ...] = ()
     return zlib.crc32(repr((*map(int, fields), *shape, *place)).encode())
 
 
+def needed_by(request: Request, rank: int) -> int:
+    """Whom an operation does not end without on ``rank``, whatever the algorithm, as entries of the board have it."""
+    if request.collective is Collective.BROADCAST:
+        return 0 if rank == request.root else 1 << request.root
+    return layout.NEEDS_ALL if request.collective is not Collective.REDUCE or rank == request.root else 0
+
+
 def pack_args(
     comm_args: CommArgs,
     *,
@@ -66,9 +73,10 @@ def pack_args(
     ahead: int = 0,
     scalar: int = 0,
     signature: int = 0,
+    needs: int = 0,
     trees: bytes = b"",
 ) -> bytearray:
-    """struct Args with empty ``in`` and ``out``."""
+    """struct Args with empty ``in`` and ``out``; ``needs`` as of ``needed_by``."""
     nranks = len(comm_args.inboxes)
     block = bytearray(layout.args_bytes(nranks))
     ring = comm_args.order or range(nranks)
@@ -87,7 +95,7 @@ def pack_args(
         "position": position,
         "trees": trees,
         "scalar": scalar,
-        "signature": signature,
+        "signature": needs << 32 | signature,
     }
     for name, value in values.items():
         field = layout.ARGS[name]
@@ -122,6 +130,7 @@ def lower_packets(plan: DevicePlan, request: Request, comm_args: CommArgs) -> by
         ahead=_ahead(plan, request, pieces, nslots),
         scalar=scalar_bits(request),
         signature=signature_of(plan, request),
+        needs=needed_by(request, comm_args.rank),
         trees=trees_of(request, comm_args) if plan.algo == TREES else b"",
     )
 

@@ -85,7 +85,8 @@ def lower_steps(
     head = struct.pack(layout.PROGRAM_HEAD, *shape, *apart, bytes(here), bytes(there))
     table = encoded.ljust(step_room(schedule) * struct.calcsize(layout.STEP), b"\0")
     signature = signature_of(plan, request, windows.place)
-    args = pack_args(comm_args, count=count, root=request.root, nslots=nslots, scalar=scalar_bits(request), signature=signature)
+    scalar, needs = scalar_bits(request), layout.NEEDS_ALL  # all wait for the entries of all in the end
+    args = pack_args(comm_args, count=count, root=request.root, nslots=nslots, scalar=scalar, signature=signature, needs=needs)
     return args + bytearray(head + table)
 
 

@@ -153,7 +153,7 @@ __device__ __forceinline__ void receive_bulk(const Exchange& x, const Queue& q, 
     if (threadIdx.x == 0) {  // the block that ends a message last lets the next one begin: all slots are free
       u32 before = (u32)(number - begun - 1) * q.lanes;
       watch.spins = 0;
-      while (load_word((const u64*)ended) < before && !s.dead) if (block_gives_up(a, watch, q.peer, WHAT_MESSAGE)) s.dead = 1;
+      while (load_word((const u64*)ended) < before && !s.dead) if (block_gives_up(a, watch, a.rank, WHAT_MESSAGE)) s.dead = 1;
       if (!s.dead && draw(ended, ~0u) == before + q.lanes - 1) {
         if (left) grant(a, q, number);
         else { *ended = 0; *taken_of(a, q.peer) = number; }

@@ -16,7 +16,7 @@ struct Args {          // layout.ARGS
   u32 nslots, ahead;   // packet kernels: slots of a bank, pieces that are pushed ahead
   u64 timeout_ns;
   u64 scalar;          // OP_PREMUL_SUM: this rank's factor, the bits of an A
-  u64 signature;       // 32 bits of what all ranks must agree about
+  u64 signature;       // 32 bits of what all ranks must agree about; above them whom this rank needs (``need_word``)
   u32 prev, next;      // this rank's neighbours in the ring that kernels follow who talk to neighbours only
   u32 position;        // its place there
   Branch trees[2];     // of the kernel that follows them
@@ -257,9 +257,15 @@ struct Sum {
 
 // ---- the board: what peers say they run. Ranks that call different operations are told, instead of waiting for ever or adding up wrong data.
 
-// The entry of rank ``src`` for launch number ``launch`` (from 1): the number, the signature, two words for the kernel's own use.
+// The entry of rank ``src`` for launch number ``launch`` (from 1): the number, the signature, a word for the kernel's own use, and whom it needs.
 __device__ __forceinline__ uint4* board(char* box, u32 src, u32 launch) {
   return (uint4*)(box + BOARD_OFFSET) + src * BOARD_ENTRIES + launch % BOARD_ENTRIES;
+}
+// ``needs``: a bit for each rank without which the launch does not end here, or the bit of all. The number is there since halves of an entry may arrive
+// one after the other.
+__device__ __forceinline__ u32 need_word(u32 launch, u32 needs) { return launch << (NEEDS_ALL_SHIFT + 1) | needs; }
+__device__ __forceinline__ bool is_needed(const uint4& said, u32 rank) {
+  return (said.w >> (NEEDS_ALL_SHIFT + 1) << (NEEDS_ALL_SHIFT + 1)) == need_word(said.x, 0) && (said.w & (1u << NEEDS_ALL_SHIFT | 1u << rank)) != 0;
 }
 
 // Where a rank, whose memory is ``own``, notes what it runs in a launch, and what stands there.

@@ -10,11 +10,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) meet_peers(con
   fence();  // what copy engines and kernels before this one wrote is there before the entry
   if (t == a.rank) *note_of(a.own, launch) = noted(launch, (u32)a.signature);
   if (t < RANKS && t != a.rank) {
-    u32 mine = launch << 17 | 1u << 16, low = (u32)a.count, high = mine | (u32)(a.count >> 32);  // places have less than 48 bits; never zero
+    u32 mine = need_word(launch, 1u << NEEDS_ALL_SHIFT), low = (u32)a.count, high = mine | (u32)(a.count >> 32);  // places have less than 48 bits; never zero
     store_packet(board(a.outbox[t], a.rank, launch), make_uint4(launch, (u32)a.signature, low, high));
     const uint4* entry = board(a.inbox[t], t, launch);
     uint4 said = load_packet(entry);
-    while (said.x != launch || said.w >> 16 != mine >> 16) {
+    while (said.x != launch || said.w >> NEEDS_ALL_SHIFT != mine >> NEEDS_ALL_SHIFT) {
       if (give_up(a, watch, t, WHAT_MEETING)) break;
       said = load_packet(entry);
     }

@@ -257,14 +257,16 @@ __device__ __noinline__ bool draw_move(const Exchange& x, u32 t) {
 // the last, and where it is past this one: it has begun a later operation, so all that it sent before has landed. The poll before a look may have been too
 // early for that: the second look at a peer that is past ends the wait. A peer whose own waits have failed is not past anything.
 //
+// For a plain message a peer is past where it is in a launch that this rank has not begun, and that does not end there without this rank.
+//
 // A warp that has drawn finds its number by its tag. Others cannot know whether their launch has told its number yet: the last one in this rank's entries, or
 // the one after that, is theirs.
 #define SEEN_PAST (1ull << 62)  // the highest bit of the time
 __device__ __noinline__ u64 check_message(const Args& a, u64 waited, u32 peer, u32 what) {
   bool past = false, another = false, known = false;
-  u32 signature = (u32)a.signature;
+  u32 signature = (u32)a.signature, launches = (u32)load_word((const u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH), crossed = 0, theirs = 0;
   if (signature) {
-    u32 launches = (u32)load_word((const u64*)(a.own + STATE_OFFSET) + STATE_LAUNCH), number = load_packet(move_entry(a.own, a.rank, 0)).x;
+    u32 number = load_packet(move_entry(a.own, a.rank, 0)).x;
     u32 tag = tags[threadIdx.x / 32];
 #pragma unroll 1
     for (u32 i = 0; i < MOVE_ENTRIES; i++) {
@@ -276,12 +278,16 @@ __device__ __noinline__ u64 check_message(const Args& a, u64 waited, u32 peer, u
     if (!known) number++;
 #pragma unroll 1
     for (u32 i = 0; i < MOVE_ENTRIES; i++) past |= (int)(load_packet(move_entry(a.inbox[peer], peer, i)).x - number) > 0;
-#pragma unroll 1
-    for (u32 i = 0; i < BOARD_ENTRIES; i++) past |= (int)(load_packet(board(a.inbox[peer], peer, i)).x - launches) > 0;
-    if (past && load_word(stopped_word(a.outbox[peer])) != 0) past = false;
   }
+#pragma unroll 1
+  for (u32 i = 0; i < BOARD_ENTRIES && peer != a.rank; i++) {
+    uint4 said = load_packet(board(a.inbox[peer], peer, i));
+    if ((int)(said.x - launches) <= 0 || (!signature && !is_needed(said, a.rank))) continue;
+    past = true; crossed = said.x; theirs = said.y;
+  }
+  if (past && load_word(stopped_word(a.outbox[peer])) != 0) past = false;
   if (another || (past && (waited & SEEN_PAST))) {
-    report(a.host, ERROR_MISMATCH, peer, what, 0, signature);
+    if (signature) report(a.host, ERROR_MISMATCH, peer, what, 0, signature); else report(a.host, ERROR_CROSSED, peer, what, crossed, theirs);
     return stop_waiting(a.inbox[peer], a.own);
   }
   waited = check_wait(a.host, a.timeout_ns, waited & ~SEEN_PAST, peer, what, a.inbox[peer], a.own, 0, signature);

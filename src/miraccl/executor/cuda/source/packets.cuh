@@ -85,7 +85,7 @@ __device__ __forceinline__ Past announce(const Args& a, const Geometry& g) {
   if (t == a.rank) {
     *note_of(a.own, launch) = noted(launch, (u32)a.signature);
   } else {
-    store_packet(board(a.outbox[t], a.rank, launch), make_uint4(launch, (u32)a.signature, 0, 0));
+    store_packet(board(a.outbox[t], a.rank, launch), make_uint4(launch, (u32)a.signature, 0, need_word(launch, (u32)(a.signature >> 32))));
     past.said = load_packet(board(a.inbox[t], t, launch - 1));
     past.signature = (u32)load_word(note_of(a.own, launch - 1));
   }
