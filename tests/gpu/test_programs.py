@@ -9,14 +9,12 @@ import pytest
 
 from tests.comm.sweep_ranks import act_as_hosts
 from tests.gpu.emulator import folder, needs_compiler
+from tests.gpu.programs import records as at
 from tests.gpu.programs.draw import draw
-from tests.gpu.programs.rank import Rank
+from tests.gpu.programs.rank import Rank, touched
 from tests.support.ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.multiprocess,
-    needs_compiler,
-]
+SEEDS = range(150)
 
 
 def run_seeds(seeds: list[int], ranks_per_host: int) -> None:
@@ -30,6 +28,38 @@ def run_seeds(seeds: list[int], ranks_per_host: int) -> None:
             raise AssertionError(f"seed {seed}") from error
 
 
+@pytest.mark.multiprocess
+@needs_compiler
 @pytest.mark.parametrize(("nranks", "ranks_per_host"), [(2, 0), (2, 1)])
 def test_programs_on_emulated_gpus(nranks: int, ranks_per_host: int) -> None:
     run_ranks(run_seeds, nranks, [1, 2, 3], ranks_per_host, env={"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=180.0)
+
+
+@pytest.mark.parametrize("nranks", [3, 4])
+def test_calls_name_streams_for_gpu_memory_alone_and_leave_the_background_alone(nranks: int) -> None:
+    """Also where all memory on GPUs is in the background, or there is none: then the first operation there has nothing to work on."""
+    for seed in SEEDS:
+        program = draw(seed, "own", nranks, "emulated", nsteps=30, dtypes=["int32"])
+        pending: dict[int, set[int]] = {}
+        for step in program.steps:
+            assert not touched([step]) & set().union(*pending.values()), (seed, step)
+            for call in every_call(step):
+                on_gpu = {program.buffers[view.buffer].on_gpu for view in call.views}
+                assert len(on_gpu) == 1, (seed, call)
+                assert on_gpu == {True} or not call.names_stream, (seed, call)
+            if isinstance(step, at.Call | at.Messages) and step.form.endswith("async"):
+                pending[step.number] = touched([step])
+            elif isinstance(step, at.Wait):
+                del pending[step.number]
+
+
+def every_call(step: at.Step) -> list[at.Call | at.Messages]:
+    """The step itself, or those in a batch, a graph or threads."""
+    match step:
+        case at.Call() | at.Messages():
+            return [step]
+        case at.Batch(steps=parts) | at.Graph(body=parts):
+            return [call for part in parts for call in every_call(part)]
+        case at.Beside(bodies=bodies):
+            return [call for body in bodies for part in body for call in every_call(part)]
+    return []

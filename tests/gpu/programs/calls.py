@@ -94,12 +94,15 @@ class Calls:
         self.bounds[buffer] = None if before is None or bound is None else max(before, bound)
 
     def warm(self, comm: at.Comm) -> None:
-        """The first operation on GPU memory, by all ranks."""
+        """The first operation on GPU memory, by all ranks. None where no GPU memory is free: then what follows uses none, either; and a
+        barrier in a stream is an operation by all ranks itself."""
         if not self.program.has_gpu or comm.number in self._warm:
             return
+        found = [b for b in self.program.buffers if b.on_gpu and self.free(b.number)]
+        if not found:
+            return
         self._warm.add(comm.number)
-        found = [b for b in self.program.buffers if b.on_gpu and self.free(b.number) and (not self.plain or b.dtype is not DType.UINT8)]
-        buffer = found[0] if found else self.program.buffers[0]
+        buffer = min(found, key=lambda b: self.plain and b.dtype is DType.UINT8)
         view = at.View(buffer.number, ((0, min(buffer.count, 5)),) * len(comm.ranks))
         self.steps.append(
             at.Call(number=self.number(), comm=comm.number, name="broadcast", x=view, names_stream=self.program.device == "emulated")
