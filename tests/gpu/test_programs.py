@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import numpy as np
 import pytest
 
 from tests.comm.sweep_ranks import act_as_hosts
 from tests.gpu.emulator import folder, needs_compiler
+from tests.gpu.programs import __main__ as command
 from tests.gpu.programs import records as at
 from tests.gpu.programs.draw import draw
 from tests.gpu.programs.rank import Rank, touched
@@ -63,3 +65,23 @@ def every_call(step: at.Step) -> list[at.Call | at.Messages]:
         case at.Beside(bodies=bodies):
             return [call for body in bodies for part in body for call in every_call(part)]
     return []
+
+
+@pytest.mark.parametrize("api", ["torch", "both"])
+def test_pytorch_is_refused_on_emulated_gpus(api: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["programs", "--device", "emulated", "--api", api, "--show"])
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    said = capsys.readouterr()
+    assert f"--api {api} needs tensors of PyTorch" in said.err
+    assert "allowed with --device emulated is --api own" in said.err
+    assert not said.out
+
+
+@pytest.mark.parametrize(("device", "apis"), [("emulated", ["own", "own"]), ("cpu", ["own", "torch"])])
+def test_programs_of_emulated_gpus_are_miraccls_own(
+    device: str, apis: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["programs", "--device", device, "--seeds", "2", "--steps", "5", "--show"])
+    assert command.main() == 0
+    assert [line.split(", ")[1] for line in capsys.readouterr().out.splitlines() if line.startswith("seed ")] == apis

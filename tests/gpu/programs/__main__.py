@@ -15,7 +15,7 @@ def main() -> int:
     ask = argparse.ArgumentParser(prog="python -m tests.gpu.programs", description="Random programs, every result compared.")
     ask.add_argument("--ranks", type=int, default=2)
     ask.add_argument("--device", choices=("cuda", "cpu", "emulated"), default="cuda")
-    ask.add_argument("--api", choices=("own", "torch", "both"), default="both")
+    ask.add_argument("--api", choices=("own", "torch", "both"), help="both in turns, if not given; with --device emulated own alone")
     ask.add_argument("--backend", default="miraccl", help="of PyTorch: gloo and nccl try the tester itself")
     ask.add_argument("--first", type=int, default=0, help="the first seed")
     ask.add_argument("--seeds", type=int, default=100, help="how many")
@@ -27,12 +27,15 @@ def main() -> int:
     ask.add_argument("--limit", type=float, default=150.0, help="seconds for one program; the first ones compile kernels")
     ask.add_argument("--show", action="store_true", help="print the steps instead of running them")
     given = ask.parse_args()
+    if given.device == "emulated" and given.api not in (None, "own"):
+        ask.error(f"--api {given.api} needs tensors of PyTorch, which has no emulated GPUs; allowed with --device emulated is --api own")
+    api = given.api or ("own" if given.device == "emulated" else "both")
     plain = given.backend != "miraccl"
     job = Job(
         seeds=range(given.first, given.first + given.seeds),
         nranks=given.ranks,
         device=given.device,
-        apis=("own", "torch") if given.api == "both" else (given.api,),
+        apis=("own", "torch") if api == "both" else (api,),
         backend=given.backend,
         ranks_per_host=given.ranks_per_host,
         limit_s=given.limit,
