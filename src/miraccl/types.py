@@ -5,8 +5,11 @@ Codes are part of the wire signature of an operation, so numbers are never reuse
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 from miraccl.errors import InvalidUsage
 
@@ -89,17 +92,24 @@ class RedOp(enum.IntEnum):
 
 @dataclass(frozen=True)
 class PreMulSum:
-    """Sum of ``scalar * x`` where each rank gives its own scalar (``ncclRedOpCreatePreMulSum``)."""
+    """Sum of ``scalar * x`` where each rank gives its own scalar (``ncclRedOpCreatePreMulSum``).
+
+    A whole number of Python, NumPy or PyTorch is kept as an int, which is exact for integers of 64 bits; any other is a float64.
+    """
 
     scalar: float
 
     def __post_init__(self) -> None:
+        given: Any = self.scalar
         try:
-            float(self.scalar)
+            number = float(given)
         except (TypeError, ValueError):
             raise InvalidUsage(f"PreMulSum: the scalar is {self.scalar!r}; it is a number") from None
         except OverflowError:
             raise InvalidUsage("PreMulSum: the scalar is a number that float64 does not reach") from None
+        with contextlib.suppress(TypeError):
+            number = operator.index(given)
+        object.__setattr__(self, "scalar", number)
 
 
 class Collective(enum.IntEnum):

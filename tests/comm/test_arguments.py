@@ -13,7 +13,7 @@ import pytest
 
 import miraccl
 from miraccl import Communicator, DType, PreMulSum
-from miraccl.comm.arguments import view
+from miraccl.comm.arguments import operator, view
 from miraccl.errors import InvalidUsage
 from tests.comm import reference as ref
 from tests.support.ranks import run_ranks
@@ -256,7 +256,11 @@ WRONG: list[tuple[str, Any]] = [
     ("the scalar nan of a pre-multiplied sum is no int32", lambda c: c.all_reduce(np.zeros(3, np.int32), op=PreMulSum(float("nan")))),
     ("the scalar inf of a pre-multiplied sum is no int64", lambda c: c.all_reduce(np.zeros(3, np.int64), op=PreMulSum(float("inf")))),
     ("the scalar -2 of a pre-multiplied sum is no uint8", lambda c: c.all_reduce(np.zeros(3, np.uint8), op=PreMulSum(-2))),
-    ("the scalar 9223372036854775807 of a", lambda c: c.all_reduce(np.zeros(3, np.int64), op=PreMulSum((1 << 63) - 1))),
+    ("the scalar 9223372036854775808 of a", lambda c: c.all_reduce(np.zeros(3, np.int64), op=PreMulSum(1 << 63))),
+    ("the scalar -9223372036854775809 of a", lambda c: c.all_reduce(np.zeros(3, np.int64), op=PreMulSum(-(1 << 63) - 1))),
+    ("the scalar 9.223372036854776e+18 of a", lambda c: c.all_reduce(np.zeros(3, np.int64), op=PreMulSum(2.0**63))),
+    ("the scalar 18446744073709551616 of a", lambda c: c.all_reduce(np.zeros(3, np.uint64), op=PreMulSum(1 << 64))),
+    ("the scalar 256 of a pre-multiplied sum is no uint8", lambda c: c.all_reduce(np.zeros(3, np.uint8), op=PreMulSum(256))),
     ("the scalar 1e+300 of a pre-multiplied sum is beyond 3.4028235e+38", lambda c: c.all_reduce(LINE, op=PreMulSum(1e300))),
     ("the scalar -1e+39 of", lambda c: c.reduce(LINE, op=PreMulSum(-1e39))),
     ("the most that float32 holds, in which float16 is added up", lambda c: c.all_reduce(np.zeros(3, np.float16), op=PreMulSum(1e39))),
@@ -304,6 +308,42 @@ def test_scalars_that_are_not_finite_or_just_so_are_taken(comm: Communicator) ->
             np.testing.assert_array_equal(x.astype(np.float32), np.full(3, want).astype(dtype).astype(np.float32))
     x = np.ones(3)
     assert (comm.all_reduce(x, op=PreMulSum(1e300)) == 1e300).all()
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_scalars_of_integers_are_exact(comm: Communicator, dtype: Any) -> None:
+    """A float64 holds no odd number beyond 2^53. What is a whole number is one, whatever it is made of."""
+    limits, odd = np.iinfo(dtype), (1 << 53) + 1
+    large = (odd, -odd, int(limits.max), int(limits.min), int(limits.max) - 1)
+    cases: list[tuple[Any, int]] = [(s, s) for s in large if limits.min <= s <= limits.max]
+    cases += [(dtype(odd), odd), (np.array(odd), odd), (2.0**53, 1 << 53), (2.0, 2), (np.float32(3), 3), (True, 1), (np.True_, 1)]
+    given = np.array([1, 3, 5, limits.max], dtype)
+    for scalar, whole in cases:
+        want = np.array([int(v) * whole % (1 << 64) for v in given], np.uint64).view(dtype)
+        x, out, op = given.copy(), np.zeros(4, dtype), PreMulSum(scalar)
+        np.testing.assert_array_equal(comm.all_reduce(x, out, op), want)
+        np.testing.assert_array_equal(comm.reduce_scatter(x, op=op), want)
+        prepared = comm.reduce_init(x, op=op)
+        np.testing.assert_array_equal(x, given)
+        np.testing.assert_array_equal(prepared(), want)
+        np.testing.assert_array_equal(x, want)
+
+
+def test_a_whole_number_of_floats_is_rounded_as_a_float() -> None:
+    """NumPy's scalars are kept as numbers of Python's, whose equality is exact: launches are found by it."""
+    odd = (1 << 53) + 1
+    wholes: list[Any] = [odd, np.uint64(odd), True]
+    others: list[Any] = [2.0, np.float64(2), np.float16(2)]
+    assert {type(PreMulSum(scalar).scalar) for scalar in wholes} == {int}
+    assert {type(PreMulSum(scalar).scalar) for scalar in others} == {float}
+    same: list[Any] = [np.int64(odd), np.int8(2)]
+    assert PreMulSum(same[0]) == PreMulSum(odd) != PreMulSum(float(odd))
+    assert PreMulSum(same[1]) == PreMulSum(2) == PreMulSum(2.0)
+    for kind in (np.float16, np.float32, np.float64):
+        code = DType[np.dtype(kind).name.upper()]
+        (_, whole), (_, rounded) = (operator(PreMulSum(s), code, "test") for s in (odd, float(odd)))
+        assert whole == rounded
+        assert type(whole) is float
 
 
 def grouped(call: Any, *args: Any, **options: Any) -> None:

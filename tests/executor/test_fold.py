@@ -85,12 +85,13 @@ def test_scale(dtype: DType) -> None:
     """Times a scalar (pre-multiplied sum) and divided by a number (average), in place and not."""
     rng = np.random.default_rng(dtype)
     values = ref.wild(rng, dtype, 2000)
-    for scalar in (0.0, 1.0, 3.0) if not dtype.is_float else (0.0, 0.37, -2.5):
+    largest = 0 if dtype.is_float else int(np.iinfo(ref.DTYPES[dtype]).max)  # of 64 bits: no float64
+    for scalar in (0, 1, 3, largest) if not dtype.is_float else (0.0, 0.37, -2.5):
         for in_place in (False, True):
             memory = Memory(rng)
             source, _ = memory.place(values)
             target, result = (source, memory._kept[0][0][memory._kept[0][1] :][: values.nbytes]) if in_place else memory.place(values * 0)
-            factor = np.array([scalar])
+            factor = np.array([scalar], np.float64 if dtype.is_float else ref.DTYPES[dtype])
             call_kernel(scale_kernel(dtype, False), target, source, int(factor.ctypes.data), values.size)
             memory.check()
             want = ref.reduce_arrays([values], PreMulSum(scalar), [scalar])

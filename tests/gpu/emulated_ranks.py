@@ -413,7 +413,7 @@ def refusals() -> None:
             (lambda: comm.all_reduce(x, op=PreMulSum(1e300)), "all_reduce: the scalar 1e.300 of a .* is beyond 3.4028235e.38"),
             (lambda: comm.reduce_scatter_v(x, [2, 2], me.zeros(2), PreMulSum(-1e39)), "the scalar -1e.39 of"),
             (lambda: comm.all_reduce(me.zeros(0), op=PreMulSum(1e300)), "the scalar 1e.300 of"),
-            (lambda: comm.all_reduce(me.put([1], "int64"), op=PreMulSum((1 << 63) - 1)), "of a pre-multiplied sum is no int64"),
+            (lambda: comm.all_reduce(me.put([1], "int64"), op=PreMulSum(1 << 63)), "of a pre-multiplied sum is no int64"),
             (lambda: comm.all_reduce(Without(x)), "all_reduce: x has 4 elements, but no memory"),
             (lambda: comm.all_reduce(x, Without(x)), "all_reduce: out has 4 elements, but no memory"),
             (lambda: comm.sendrecv(x, 0, Without(x), 0), "sendrecv: out has 4 elements, but no memory"),
@@ -502,6 +502,17 @@ def one_rank() -> None:
             me.synchronize()
             same(out, me.data(1, 1001, dtype))
             same(x, me.data(1, 1001).astype(dtype) * np.asarray(factor, dtype), dtype)
+        odd = (1 << 53) + 1  # no float64
+        exact: dict[str, list[Any]] = {
+            "int64": [odd, 1 - (1 << 63), 2.0**53, np.int64(odd)],
+            "uint64": [odd, (1 << 64) - 1, np.uint64(odd), 3.0],
+        }
+        for dtype, factors in exact.items():
+            x, out = me.put([1, 3, 5], dtype), me.zeros(3, dtype)
+            for factor in factors:
+                me.comm.all_reduce(x, out, op=PreMulSum(factor))
+                me.synchronize()
+                same(out, np.array([int(factor) * v % (1 << 64) for v in (1, 3, 5)], np.uint64).view(dtype), dtype)
         x, out = me.put(np.ones(5)), me.zeros(5)
         for factor, want in ((np.inf, np.inf), (np.nan, np.nan), (3.4028235e38, np.finfo(np.float32).max)):
             me.comm.all_reduce(x, out, op=PreMulSum(factor))

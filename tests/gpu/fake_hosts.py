@@ -432,6 +432,9 @@ def special(hosts: str, apart: bool) -> None:
         comm.all_reduce(y, None, RedOp.AVG)
         z = w.put(np.ones(500, np.float32))
         comm.all_reduce(z, None, PreMulSum(r + 1.0))
+        odd = [(1 << 53) + 1 + 4 * i for i in range(n)]  # no float64s: all would be rounded down
+        whole = w.put(np.arange(500))
+        comm.all_reduce(whole, None, PreMulSum(odd[r]))
         empty, constant = w.zeros(0, DType.FLOAT32), w.zeros(0, DType.FLOAT32)._replace(read_only=True)
         comm.all_reduce(empty)
         comm.barrier()
@@ -439,6 +442,7 @@ def special(hosts: str, apart: bool) -> None:
         check(x, np.sum(arrays, axis=0) // n, "average of integers")
         check(y, np.full(1000, 8.0 * (n + 1) / 2), "average")
         check(z, np.full(500, sum(range(1, n + 1))), "pre-multiplied sum")
+        assert (seen(whole) == np.arange(500) * sum(odd)).all(), "pre-multiplied sum of integers"
         for call in (
             lambda: comm.all_reduce(x, None, "sum"),  # type: ignore[arg-type]
             lambda: comm.all_reduce(empty, None, "sum"),  # type: ignore[arg-type]

@@ -408,6 +408,15 @@ def test_premultiplied_sum(algo: str, proto: str, dtype: DType) -> None:
     assert run(machine(3), request, small(request), scalars=[2.0, -1.5 if dtype.is_float else 5, 0.5], close=algo == "ring") == [""] * 3
 
 
+@pytest.mark.parametrize("dtype", [DType.INT64, DType.UINT64])
+def test_scalars_of_integers_are_exact(dtype: DType) -> None:
+    """Also where a float64 does not hold them."""
+    request = replace(asked(Collective.ALL_REDUCE, dtype, 203, 3, "one_shot", "ll128"), op=RedOp.PREMUL_SUM)
+    inputs = [np.arange(203).astype(NUMPY_DTYPE[dtype]) + rank for rank in range(3)]
+    scalars = [(1 << 53) + 1, int(np.iinfo(NUMPY_DTYPE[dtype]).max), 3]
+    assert run(machine(3), request, small(request), inputs=inputs, scalars=scalars) == [""] * 3
+
+
 AVERAGED = [("ring", Collective.ALL_REDUCE), ("double_binary_tree", Collective.ALL_REDUCE), ("chain", Collective.REDUCE)]
 
 

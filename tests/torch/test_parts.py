@@ -26,7 +26,7 @@ from miraccl.torch import BackendError, ProcessGroupMiraccl, everyday, operators
 from miraccl.torch.channel import timeout_of
 from miraccl.torch.streams import Streams, StreamWork
 from miraccl.torch.work import Lane, Work, seconds
-from miraccl.types import Collective, RedOp
+from miraccl.types import Collective, PreMulSum, RedOp
 from tests.torch.worlds import equal
 
 LIMIT_S = 20.0
@@ -668,6 +668,14 @@ def test_a_part_of_a_column_is_an_array_of_any_form(dtype: Any, count: int, on_g
         assert not on_gpu or staged.array.stride() == (1,)
         array = staged.array.numpy() if on_gpu else staged.array
         assert array.tobytes() == column.clone().numpy().tobytes()
+
+
+def test_factors_of_integers_are_exact() -> None:
+    """A tensor may have one that no float64 is."""
+    odd = (1 << 53) + 1
+    for factor, want in ((torch.tensor([odd]), odd), (torch.tensor(odd), odd), (torch.tensor([2.5]), 2.5), (2.0, 2.0)):
+        op = operators.recipe(dist._make_nccl_premul_sum(factor), torch.int64, "test").op
+        assert op == PreMulSum(want), (factor, op)
 
 
 @pytest.mark.parametrize(("name", "wanted"), [("BAND", 0b1000), ("BOR", 0b1110), ("BXOR", 0b0110)])

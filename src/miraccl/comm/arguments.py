@@ -174,12 +174,14 @@ _WITHOUT_DOUBT = 1e38  # is finite in all types in which elements are added up
 
 
 def operator(op: Any, dtype: DType, where: str) -> tuple[RedOp, float]:
-    """(kind, scalar of a pre-multiplied sum)."""
+    """(kind, scalar of a pre-multiplied sum: an int for integers, which float64 does not hold exactly, else a float)."""
     if isinstance(op, PreMulSum):
-        if not dtype.is_float and not _is_integer(op.scalar, dtype):
-            raise InvalidUsage(f"{where}: the scalar {op.scalar} of a pre-multiplied sum is no {dtype.label}")
+        if not dtype.is_float:
+            if not _is_integer(op.scalar, dtype):
+                raise InvalidUsage(f"{where}: the scalar {op.scalar} of a pre-multiplied sum is no {dtype.label}")
+            return RedOp.PREMUL_SUM, int(op.scalar)
         scalar = float(op.scalar)
-        if dtype.is_float and _WITHOUT_DOUBT < abs(scalar) < math.inf:
+        if _WITHOUT_DOUBT < abs(scalar) < math.inf:
             _expect_finite(scalar, dtype, where)
         return RedOp.PREMUL_SUM, scalar
     if isinstance(op, RedOp) and op is not RedOp.PREMUL_SUM:
@@ -189,8 +191,9 @@ def operator(op: Any, dtype: DType, where: str) -> tuple[RedOp, float]:
 
 
 def _is_integer(scalar: float, dtype: DType) -> bool:
-    limits, value = np.iinfo(NUMPY_DTYPE[dtype]), float(scalar)
-    return value.is_integer() and int(limits.min) <= int(value) <= int(limits.max)
+    limits = np.iinfo(NUMPY_DTYPE[dtype])
+    whole = isinstance(scalar, int) or scalar.is_integer()
+    return whole and int(limits.min) <= int(scalar) <= int(limits.max)
 
 
 def _expect_finite(scalar: float, dtype: DType, where: str) -> None:

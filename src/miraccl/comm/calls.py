@@ -19,6 +19,7 @@ from miraccl.executor.cpu.context import call_kernel, scale_kernel
 from miraccl.executor.cpu.lower import Counts
 from miraccl.executor.cpu.sizes import UNKNOWN_BYTES, size_class
 from miraccl.native.hashing import mix
+from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, RedOp
 
 
@@ -73,7 +74,7 @@ def _premultiply(call: Call, memory: Memory, op: RedOp, scalar: float, writes_in
     """For a pre-multiplied sum: scale the input where it lies (in place) or into a buffer of its own, just before the call."""
     if op is not RedOp.PREMUL_SUM:
         return call
-    factor = np.array([scalar], np.float64)
+    factor = np.array([scalar], np.float64 if memory.dtype.is_float else NUMPY_DTYPE[memory.dtype])
     target = memory.array if writes_input else np.empty_like(memory.array)
     source, count, kernel = memory.address, memory.count, scale_kernel(memory.dtype, False)
     destination = int(target.__array_interface__["data"][0])

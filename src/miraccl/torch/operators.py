@@ -61,7 +61,7 @@ def recipe(op: Any, dtype: Any, where: str) -> Recipe:
     found = _recipe(kind, dtype, where)
     if found.op is not RedOp.PREMUL_SUM:
         return found
-    return Recipe(form=found.form, op=PreMulSum(float(op.__getstate__()[1])))  # op.factor is not in PyTorch 2.11
+    return Recipe(form=found.form, op=PreMulSum(op.__getstate__()[1]))  # op.factor is not in PyTorch 2.11
 
 
 def plain_operator(op: Any) -> RedOp | None:

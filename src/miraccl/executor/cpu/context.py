@@ -84,7 +84,7 @@ def fold_kernel(dtype: DType, op: RedOp) -> int:
 
 @functools.cache
 def scale_kernel(dtype: DType, divides: bool) -> int:
-    """Address of ``times`` (by a float64) or ``over`` (by an integer) for a data type."""
+    """Address of ``times`` (by a number in memory: a float64 for floats, else an element) or ``over`` (by an integer) for a data type."""
     name = f"{'over' if divides else 'times'}_{dtype.label}"
     return native.library(FOLDS, (name,)).address(native.PREFIX + name)
 

@@ -218,9 +218,10 @@ def make_fold(dtype: DType, op: RedOp) -> Any:
 
 
 def make_scale(dtype: DType, divides: bool) -> Any:
-    """``dst[i] = src[i] * scalar`` (a float64 at the address ``factor``), or ``dst[i] = src[i] / factor`` for an integer factor."""
+    """``dst[i] = src[i] * scalar``, or ``dst[i] = src[i] / factor`` for an integer factor. The scalar lies at the address ``factor``: a
+    float64 for floats; an element for integers, of which float64 does not hold all."""
     get, put = _ACCESS[dtype]
-    get_double, _ = _ACCESS[DType.FLOAT64]
+    get_scalar, _ = _ACCESS[DType.FLOAT64 if dtype.is_float else dtype]
     divide = _divide(dtype)
     kind = _COMPUTE.get(dtype, types.float32)
 
@@ -238,7 +239,7 @@ def make_scale(dtype: DType, divides: bool) -> Any:
         return over
 
     def times(dst: int, src: int, factor: int, n: int) -> int:
-        scalar = kind(get_double(factor, 0))
+        scalar = kind(get_scalar(factor, 0))
         if dst == src:
             for i in range(n):
                 put(dst, i, kind(get(dst, i) * scalar))
