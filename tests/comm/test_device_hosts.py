@@ -33,6 +33,12 @@ def test_collectives_over_tcp(hosts: str, sizes: list[int], staging: str) -> Non
         assert set(used) >= TWO_STEPS
 
 
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("hosts", ["AABB", "ABAB", "ABC"])
+def test_deterministic_sums_do_not_depend_on_the_hosts(hosts: str, apart: bool) -> None:
+    run_ranks(fake_hosts.in_rank_order, len(hosts), hosts, apart)
+
+
 @needs_compiler
 @pytest.mark.parametrize("apart", [False, True])
 def test_with_emulated_kernels(apart: bool) -> None:

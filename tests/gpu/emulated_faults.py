@@ -15,6 +15,7 @@ import pytest
 import miraccl
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
+from miraccl.executor.cuda import layout
 from miraccl.types import RedOp
 from tests.comm.fault_ranks import seen as told_by
 from tests.gpu.emulated_ranks import Rank, rank
@@ -315,6 +316,57 @@ def unlike_messages(case: str) -> dict[str, Any]:
         except MiracclError as error:
             with contextlib.suppress(MiracclError):
                 stay_until_told(me)
+            return told_by(error)
+        return {"type": "none"}
+
+
+def comes_after_finalize(case: str) -> dict[str, Any]:
+    """Rank 0 calls another operation than the others, or none, when these wait in ``finalize``, with nobody waiting on a GPU."""
+    with rank(timeout=60.0) as me:
+        comm, mine = me.comm, me.rank
+        one, three = me.put(np.ones(1)), me.put(np.ones(3))
+        comm.all_reduce(three, stream=0)
+        comm.gather(one, 1, out=me.zeros(3) if mine == 1 else None, stream=0)
+        me.synchronize()
+        stay_until_told(me)
+        device = comm._device
+        assert isinstance(device, DeviceCommunicator)
+        try:
+            if mine == 0:
+                while device._host[layout.HOST_LEFT] != 0b110:
+                    os.sched_yield()
+                {"gather": lambda: comm.gather(one, 1, stream=0), "nothing": lambda: None}[case]()
+            elif mine == 1:
+                comm.scatter(three, 1, out=one, stream=0)
+            else:
+                comm.scatter(None, 1, out=one, stream=0)
+            comm.finalize()
+        except MiracclError as error:
+            return told_by(error)
+        return {"type": "none"}
+
+
+def one_more(case: str) -> dict[str, Any]:
+    """Rank 1 alone calls one more operation, which waits for nobody; then all finalize."""
+    with rank(timeout=60.0) as me:
+        comm, mine = me.comm, me.rank
+        one, three = me.put(np.ones(1)), me.put(np.ones(3))
+        for _ in range(2):
+            comm.all_reduce(three, stream=0)
+            comm.gather(one, 0, out=me.zeros(3) if mine == 0 else None, stream=0)
+            comm.broadcast(three, 1, stream=0)
+        me.synchronize()
+        stay_until_told(me)
+        calls = {
+            "gather": lambda: comm.gather(one, 0, stream=0),
+            "scatter": lambda: comm.scatter(three, 1, out=one, stream=0),
+            "nothing": lambda: None,
+        }
+        try:
+            if mine == 1:
+                calls[case]()
+            comm.finalize()
+        except MiracclError as error:
             return told_by(error)
         return {"type": "none"}
 

@@ -459,6 +459,7 @@ class FakeLocal:
         ways: Any = {"look": lambda: None, "name": lambda *_: "", "refused": lambda _: None, "stopped": lambda: False}
         self.faults = DeviceFaults(session, self.words, options.timeout, **ways, called=called)
         self.calls: list[Collective] = []
+        self.deterministic = options.deterministic
         self.symmetric, self.ways = types.SimpleNamespace(nbytes=0), list
         self.memory = lambda: {"device": 0, "windows": 0, "pinned": 0}
 

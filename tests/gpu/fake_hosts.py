@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import socket
 import threading
@@ -144,6 +146,33 @@ def _even(w: World, count: int, dtype: DType, root: int, used: dict[str, str], o
     run(Collective.BROADCAST, 1, RedOp.SUM, lambda x, like: comm.broadcast(x, root))
     run(Collective.GATHER, 1, RedOp.SUM, lambda x, like: comm.gather(x, root, w.put(like) if like.size else None))
     run(Collective.SCATTER, n, RedOp.SUM, lambda x, like: comm.scatter(x if w.rank == root else None, root, w.put(like)))
+
+
+def in_rank_order(hosts: str, apart: bool) -> None:
+    """``deterministic``: sums of floats are the same to the last bit, however the ranks are spread over hosts."""
+    os.environ["MIRACCL_DETERMINISTIC"] = "1"
+    with session() as world:
+        w = World(world, hosts, apart=apart)
+        comm, n = w.comm, w.nranks
+        for dtype, count in itertools.product((DType.FLOAT32, DType.BFLOAT16), (n, 1000 * n)):
+            rng = np.random.default_rng(count)
+            inputs = [(rng.normal(size=count) * 10.0 ** rng.integers(-3, 8, count)).astype(NUMPY_DTYPE[dtype]) for _ in range(n)]
+            want = functools.reduce(np.add, [x.astype(np.float32) for x in inputs]).astype(NUMPY_DTYPE[dtype])
+            out, part, share = w.zeros(count, dtype), w.zeros(count, dtype), w.zeros(count // n, dtype)
+            comm.all_reduce(w.put(inputs[w.rank]), out)
+            assert comm.last_plan is not None
+            assert (comm.last_plan.algo, "deterministic" in comm.last_plan.reason) == ("staged", len(set(hosts)) < n)
+            comm.reduce(w.put(inputs[w.rank]), 0, part)
+            comm.reduce_scatter(w.put(inputs[w.rank]), share)
+            comm.synchronize()
+            mine = slice(w.rank * (count // n), (w.rank + 1) * (count // n))
+            for got, expected_bits in ((out, want), (share, want[mine]), *([(part, want)] if w.rank == 0 else [])):
+                assert seen(got).tobytes() == expected_bits.tobytes(), (dtype, count)
+        x = numbers(w.rank, 1000, DType.INT32)
+        comm.all_reduce(w.put(x), w.zeros(1000, DType.INT32))
+        assert comm.last_plan is not None
+        assert comm.last_plan.algo == ("hierarchical" if len(set(hosts)) < n else "staged")
+        w.finish()
 
 
 def with_kernels(hosts: str, apart: bool) -> None:

@@ -136,6 +136,20 @@ def test_collectives_that_are_messages_are_told_apart(case: str) -> None:
     assert [answer["type"] for answer in answers] == ["CollectiveMismatch"] * 3, answers
 
 
+@pytest.mark.parametrize("case", ["gather", "nothing"])
+def test_what_a_rank_calls_when_the_others_finalize_is_told_to_all(case: str) -> None:
+    answers = run(emulated_faults.comes_after_finalize, 3, case)
+    assert [answer["type"] for answer in answers] == ["CollectiveMismatch"] * 3, answers
+
+
+@pytest.mark.parametrize("case", ["gather", "scatter", "nothing"])
+def test_finalize_tells_of_what_only_some_ranks_have_called(case: str) -> None:
+    answers = run(emulated_faults.one_more, 3, case)
+    assert [answer["type"] for answer in answers] == ["none" if case == "nothing" else "CollectiveMismatch"] * 3, answers
+    if case != "nothing":
+        assert all(f"rank 1 has called {case}" in answer["text"] for answer in answers), answers
+
+
 @pytest.mark.parametrize("what", ["gather", "all_reduce"])
 def test_a_rank_that_comes_too_late_has_called_the_same(what: str) -> None:
     """Operations that a rank begins when its deadline has passed do not mean that it is past those in which others wait."""

@@ -98,6 +98,16 @@ def _in_another_order(mine: Said, theirs: Said) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """An operation, named as ``Said.last`` names one, that ``rank`` has begun and ``behind`` has not; one of them is this rank (None)."""
+
+    rank: int | None
+    behind: int | None
+    number: int
+    signature: int
+
+
+@dataclass(frozen=True)
 class Boards:
     """What this rank has run, and what its peers say. ``stopped(rank)``: whether a peer's wait has failed, after which launches that it had
     enqueued still begin."""
@@ -127,6 +137,22 @@ class Boards:
         """Whether all peers have begun what this rank has."""
         mine = self.mine
         return not any(_is_after(mine.launch, said.launch) or _is_after(mine.move, said.move) for said in self.theirs.values())
+
+    def ahead(self) -> Ahead | None:
+        """Where this rank and a peer have not begun equally many operations."""
+        for peer, said in self.theirs.items():
+            if said.launch != self.mine.launch:
+                is_mine = _is_after(self.mine.launch, said.launch)
+                who = self.mine if is_mine else said
+                number, signature = who.launch, who.launches.get(who.launch, 0)
+            elif said.move != self.mine.move:
+                is_mine = _is_after(self.mine.move, said.move)
+                who = self.mine if is_mine else said
+                number, signature = 0, who.moves[who.move].signature
+            else:
+                continue
+            return Ahead(None if is_mine else peer, peer if is_mine else None, number, signature)
+        return None
 
     def unlike(self, failed: int | None = None) -> tuple[int, int, int] | None:
         """A peer that ran another operation in the place of one of this rank's, and number and signature of that one. ``failed``: in which

@@ -439,6 +439,8 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
                 self.session.barrier("gpu close", timeout=CLOSE_WAIT_S)
         except MiracclError:
             together = False
+        if together and self.nranks > 1:
+            self._looks.judge_end(self.faults)
         untold = self.faults.untold()  # also what others have found since
         self.faults.end()
         self._launches.clear()

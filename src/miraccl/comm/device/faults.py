@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miraccl.bootstrap import HUB, Event, Notice, PeerLeft, PeerLost, Session
-from miraccl.comm.device.boards import Boards
+from miraccl.comm.device.boards import Ahead, Boards
 from miraccl.comm.device.messages import mismatch
 from miraccl.comm.notices import from_words, of_abort, of_death, of_leave, to_words
 from miraccl.comm.statuses import ask, graph_line, place, silence
@@ -102,6 +102,17 @@ class DeviceFaults:
             self._words[layout.HOST_LAUNCH], self._words[layout.HOST_SIGNATURE] = number, signature
             self._words[layout.HOST_ERROR] = layout.ERROR_MISMATCH
             self._words[layout.HOST_ABORT] = 1
+
+    def found_ahead(self, what: Ahead) -> None:
+        """At the end, when no rank waits: a rank has called an operation that another one has not. All ranks find such a thing."""
+        who, behind = (self.rank if rank is None else self._called[rank] for rank in (what.rank, what.behind))
+        op = self._name(what.number, what.signature)
+        peer = behind if who == self.rank else who
+        text = f"rank {who} has called {op}, and rank {behind} has finalized the communicator without it"
+        hint = "all ranks call the same collectives; results of that one are void"
+        with self._lock:
+            if self._fault is None:
+                self._found, self._fault = True, CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=hint)
 
     def _take_in(self) -> None:
         """Make what kernels wrote the fault, and tell the others."""

@@ -79,3 +79,13 @@ class Looks:
                 faults.found_mismatch(*found)
             elif boards.all_have_come:
                 self._judged = head.place
+
+    def judge_end(self, faults: DeviceFaults) -> None:
+        """The same once all ranks have come to the end and their GPUs have ended their work: equally many operations, then."""
+        boards = self._look(read_boards)
+        found = boards.unlike() if boards is not None else None
+        ahead = boards.ahead() if boards is not None and found is None else None
+        if found is not None:
+            faults.found_mismatch(*found)
+        elif ahead is not None:
+            faults.found_ahead(ahead)

@@ -194,6 +194,8 @@ class HostsJobs:
             return f"{dtype.label} is not added up on GPUs"
         if shape.collective.reduces and not isinstance(op, RedOp):
             return f"{type(op).__name__} is for the CPU"
+        if shape.collective.reduces and dtype.is_float:
+            return "added up in the order of the ranks (deterministic)"
         return "no algorithm of two steps"
 
     def _plan(self, job: StagedJob, algo: str, reason: str) -> None:

@@ -56,9 +56,11 @@ class TwoSteps:
                 self.reduce(source, target, op, root, number, captured)
 
     def sums(self, dtype: DType, op: Any) -> bool:
-        """Whether sums may be made in two steps, on GPUs first."""
+        """Whether sums may be made in two steps, on GPUs first. Sums of floats depend on where hosts begin then, which ``deterministic``
+        forbids."""
         averages_integers = op is RedOp.AVG and not dtype.is_float
-        return self.at.hierarchical and isinstance(op, RedOp) and dtype in ON_GPU and not averages_integers
+        ordered = self.local.deterministic and dtype.is_float
+        return self.at.hierarchical and isinstance(op, RedOp) and dtype in ON_GPU and not averages_integers and not ordered
 
     def all_reduce(self, source: DeviceMemory, target: DeviceMemory, op: RedOp, number: int, captured: bool) -> None:
         """reduce_scatter in the host, all_reduce of this rank's shard between hosts, all_gather in the host.
