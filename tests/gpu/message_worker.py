@@ -20,7 +20,14 @@ from miraccl.comm.member import Options
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 
 SIZES = (0, 1, 15, 16, 17, 448, 449, 1792, 1793, 1984, 3776, 5000, 100_003, 3_000_001, 40_000_007)
-UNLIKE = ("roots of scatter", "roots of gather", "gather and all_reduce", "gather and send")
+UNLIKE = (
+    "roots of scatter",
+    "roots of gather",
+    "gather and all_reduce",
+    "gather and send",
+    "recv and all_reduce",
+    "recv and broadcast",
+)
 BROKEN = ("mismatch", "timeout", "abort", *UNLIKE)
 
 
@@ -395,6 +402,10 @@ class Rank:
                 gather(0) if mine == 1 else comm.all_reduce(many)
             case "gather and send":
                 comm.send(one, 0) if mine == 1 else gather(0)
+            case "recv and all_reduce":
+                comm.recv(one, 1) if mine == 0 else comm.all_reduce(many)
+            case "recv and broadcast":
+                comm.recv(one, 1) if mine == 0 else comm.broadcast(many, 0)
         try:
             for value in (200, 300):
                 scatter(value, 1)
