@@ -325,6 +325,7 @@ def install(count: int) -> None:
         (device_nccl, "load_torch"): lambda: SimpleNamespace(
             __version__="0", version=SimpleNamespace(cuda="0"), cuda=SimpleNamespace(nccl=SimpleNamespace(version=lambda: (0, 0)))
         ),
+        (device_nccl, "check_torch"): lambda: None,
         (device_nccl, "TorchStream"): FakeTorchStream,
         (device_nccl, "NcclDevice"): fake_nccl,
         (device_ranks, "_WARM_UP_US"): 0.0,

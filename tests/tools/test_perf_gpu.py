@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from miraccl.comm.device.memory import device_view, lies_on_gpu, ordinal_of
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.executor.cuda import toolkit
 from miraccl.tools import cli, gpu_facts
 from miraccl.tools.perf import cli as perf_cli
@@ -98,6 +98,9 @@ def test_devices_are_looked_up() -> None:
         (("--devices", "cuda", "--algo", "bruck"), "--algo bruck has no all_reduce over 2 ranks"),
         (("--devices", "cuda:0", "--ranks", "2", "--compare", "nccl"), "NCCL refuses"),
         (("--devices", "cuda", "--threads", "--hosts", "2", "--ranks", "2"), "a process for each rank"),
+        (("--devices", "cuda", "--ranks", "9"), "at most 8 ranks of a host, not 9"),
+        (("--devices", "cuda", "--ranks", "17", "--hosts", "2"), "at most 8 ranks of a host, not 9"),
+        (("--devices", "cuda", "--deterministic", "--algo", "ring"), "not --algo ring; for all_reduce these do: one_shot, two_shot"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(args: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,13 +108,57 @@ def test_options_that_do_not_fit_are_refused(args: tuple[str, ...], told: str, m
     result = CliRunner().invoke(cli.cli, ["perf", "all_reduce", *args])
     assert result.exit_code == 2 or isinstance(result.exception, InvalidUsage)
     assert told in f"{result.output} {result.exception}"
+    assert "#" not in result.output, "no table is begun"
+
+
+@pytest.mark.parametrize(
+    ("args", "environ"),
+    [
+        (("--ranks", "8"), {}),
+        (("--ranks", "16", "--hosts", "2"), {}),
+        (("--ranks", "9"), {"MIRACCL_P2P_DISABLE": "1", "MIRACCL_SHM_DISABLE": "1"}),
+        (("--ranks", "1", "--deterministic", "--algo", "ring"), {}),
+        (("--ranks", "4", "--hosts", "2", "--deterministic", "--algo", "ring"), {}),
+        ((), {"WORLD_SIZE": "16", "RANK": "0", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}),
+    ],
+)
+def test_options_that_ranks_may_accept_are_left_to_them(
+    args: tuple[str, ...], environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_facts, "read_facts", lambda: fake_gpu.facts(2))
+    monkeypatch.setattr(perf_cli, "_run_own", lambda request: None)
+    monkeypatch.setattr(perf_cli, "_run_joined", lambda request: None)
+    result = CliRunner().invoke(cli.cli, ["perf", "all_reduce", "--devices", "cuda", *args], env=environ)
+    assert result.exit_code == 0, f"{result.output} {result.exception}"
+
+
+def test_nccl_is_looked_for_before_ranks_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In another process: this one would fork ranks."""
+    monkeypatch.setattr(gpu_facts, "read_facts", lambda: fake_gpu.facts(2))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    for text, told in ((_CPU_BUILD, "PyTorch 9.9 has no CUDA"), ("raise ImportError('no such thing')", "needs PyTorch: no such thing")):
+        (tmp_path / "torch").mkdir(exist_ok=True)
+        (tmp_path / "torch" / "__init__.py").write_text(text)
+        (tmp_path / "torch" / "distributed.py").write_text("")
+        result = CliRunner().invoke(cli.cli, ["perf", "all_reduce", "--devices", "cuda", "--compare", "nccl"])
+        assert isinstance(result.exception, MissingDependency), result.exception
+        assert told in str(result.exception)
+        assert "a build with CUDA" in str(result.exception)
+        assert "#" not in result.output, "no table is begun"
+
+
+_CPU_BUILD = """
+__version__ = "9.9"
+class cuda:
+    is_available = staticmethod(lambda: False)
+"""
 
 
 def test_choices_reach_the_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = []
     monkeypatch.setattr(gpu_facts, "read_facts", lambda: fake_gpu.facts(2))
     monkeypatch.setattr(perf_cli, "_run_own", lambda request: jobs.append(perf_cli._device_job(request)))
-    result = CliRunner().invoke(cli.cli, ["perf", "reduce", "--devices", "cuda", "--deterministic", "--algo", "chain", "--proto", "ll"])
+    result = CliRunner().invoke(cli.cli, ["perf", "broadcast", "--devices", "cuda", "--deterministic", "--algo", "chain", "--proto", "ll"])
     assert result.exit_code == 0, result.output
     assert jobs[0].init == {"deterministic": True, "algo": "chain", "proto": "ll"}
 

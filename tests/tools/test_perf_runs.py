@@ -112,6 +112,25 @@ def test_usage_errors_of_ranks_are_told_once() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("args", "env", "told"),
+    [
+        (("--deterministic", "--algo", "ring"), {}, "--deterministic needs an algorithm that adds in the order of the ranks"),
+        (("--ranks", "1", "--algo", "ring"), {"MIRACCL_DETERMINISTIC": "1"}, "MIRACCL_DETERMINISTIC needs an algorithm"),
+        (("--deterministic",), {"MIRACCL_ALGO": "ring"}, "not MIRACCL_ALGO ring; for all_reduce these do: one_shot, two_shot"),
+    ],
+)
+def test_an_algorithm_of_another_order_is_refused_before_ranks_start(args: tuple[str, ...], env: dict[str, str], told: str) -> None:
+    done = perf("all_reduce", "--sizes", "8", *args, *_QUICK, env=env)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert told in done.stderr
+
+
+def test_an_algorithm_that_keeps_the_order_or_adds_nothing_runs() -> None:
+    assert perf("all_reduce", "--sizes", "8", "--deterministic", "--algo", "two_shot", *_QUICK).returncode == 0
+    assert perf("all_gather", "--sizes", "8", "--deterministic", "--algo", "ring", *_QUICK).returncode == 0
+
+
 _CRASH = """
 import os, signal, sys
 import miraccl
@@ -296,6 +315,14 @@ def test_a_peer_is_measured_in_turns(fake_mpi: str) -> None:
     table = perf(*arguments).stdout
     assert "ratio" in table.splitlines()[2]
     assert "Geometric mean" in table
+
+
+def test_a_launcher_that_is_not_there_is_told_before_ranks_start(fake_mpi: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (Path(fake_mpi).parent / "mpirun").unlink()
+    monkeypatch.setenv("PATH", str(Path(fake_mpi).parent))
+    done = perf("all_reduce", "--ranks", "1", "--sizes", "8", "--compare", "mpi", "--peer-python", fake_mpi, *_QUICK)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no mpirun or mpiexec" in done.stderr
 
 
 def test_a_peer_that_fails_ends_the_run(fake_mpi: str) -> None:

@@ -145,6 +145,7 @@ def _choices(options: dict[str, Any]) -> dict[str, Any]:
 
 def _device_job(request: Request) -> Any:
     from miraccl.bootstrap.launch import detect_launch
+    from miraccl.tools.perf import device_nccl
     from miraccl.tools.perf.device_measure import Cell
     from miraccl.tools.perf.device_ranks import DeviceJob, check_memory, check_peer
     from miraccl.tools.perf.measure import Options
@@ -166,6 +167,8 @@ def _device_job(request: Request) -> Any:
         hosts=o["hosts"],
     )
     check_memory(job, here or 1, request.gpu_bytes)
+    if request.peer:
+        (device_nccl.load_torch if request.joins_launcher else device_nccl.check_torch)()
     return job
 
 
@@ -180,6 +183,8 @@ def _run_own(request: Request) -> None:
         return
     o = request.options
     python = peers.find_python(request.peer, o["peer_python"]) if request.peer else ""
+    if request.peer == "mpi":
+        peers.find_launcher(python)
     launch.warm_up()
     job = _job(request)
     arrived: list[Any] = []

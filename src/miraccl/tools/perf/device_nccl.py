@@ -9,6 +9,8 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,7 @@ from miraccl.tools.perf.spec import Case
 
 ENVIRON = {"NCCL_NVLS_ENABLE": "0"}
 _MEET_SECONDS = 120
+_INSTALL = "pip install torch, a build with CUDA"
 _TYPES = ("int8", "uint8", "int32", "int64", "float16", "float32", "float64", "bfloat16")
 _OPS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG", "none": "SUM"}
 _SAME_BUFFER = ("all_reduce", "reduce", "broadcast")
@@ -32,13 +35,34 @@ def load_torch() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise MissingDependency(f"--compare nccl needs PyTorch: {error}", hint="pip install torch, a build with CUDA") from None
+        raise MissingDependency(f"--compare nccl needs PyTorch: {error}", hint=_INSTALL) from None
     import torch.distributed as dist
 
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         text = f"--compare nccl: PyTorch {torch.__version__} has no CUDA or no NCCL here"
-        raise MissingDependency(text, hint="pip install torch, a build with CUDA")
+        raise MissingDependency(text, hint=_INSTALL)
     return torch
+
+
+def check_torch() -> None:
+    """``load_torch`` in a process of its own: this one is to fork ranks, so it may not initialise CUDA."""
+    code = f"from {__name__} import report_torch; report_torch()"
+    try:
+        probe = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_MEET_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise MissingDependency(f"--compare nccl: PyTorch does not load within {_MEET_SECONDS} s", hint=_INSTALL) from None
+    if probe.returncode:
+        lines = (probe.stdout.strip() or probe.stderr.strip()).splitlines() or [f"loading PyTorch ends with status {probe.returncode}"]
+        raise MissingDependency(lines[-1], hint=_INSTALL)
+
+
+def report_torch() -> None:
+    """What ``check_torch`` runs: prints what is missing."""
+    try:
+        load_torch()
+    except MissingDependency as error:
+        print(error.message)
+        sys.exit(1)
 
 
 class TorchStream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,10 @@ from typing import Any
 
 import click
 
+from miraccl import params
+from miraccl.bootstrap.launch import detect_launch
 from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda import layout
 from miraccl.tools.gpu_facts import CudaFacts
 
 #: options that mean nothing there, and why
@@ -67,6 +71,19 @@ def resolve(devices: Devices, facts: CudaFacts) -> tuple[int, ...]:
         text = f"--devices: there is no {', '.join(f'cuda:{number}' for number in absent)}; this process sees {have} ({facts.names})"
         raise InvalidUsage(text, hint="numbers count the GPUs of CUDA_VISIBLE_DEVICES, from 0")
     return devices.ordinals
+
+
+def count_together(nranks: int, hosts: int, joined: bool) -> int:
+    """How many ranks count themselves to one host, 0 if that is not known; more than kernels can serve are refused."""
+    apart = params.P2P_DISABLE.read() == 1 and params.SHM_DISABLE.read()  # each is a host of its own (``comm.device.hosts.layout``)
+    if joined:
+        together = 0 if apart or params.HOSTID.read() else detect_launch(os.environ).local_nranks or 0
+    else:
+        together = 1 if apart else -(-nranks // hosts)
+    if together > layout.MAX_RANKS:
+        text = f"--devices: GPU memory is communicated among at most {layout.MAX_RANKS} ranks of a host, not {together}"
+        raise click.UsageError(f"{text}; give fewer --ranks or name fewer GPUs")
+    return together
 
 
 def describe(ordinals: Sequence[int]) -> str:

@@ -48,11 +48,17 @@ def find_python(peer: str, given: str | None) -> str:
 
 def mpi_command(python: str, nranks: int) -> list[str]:
     """The launcher that belongs to the MPI of ``python``, with the options that let ranks outnumber cores."""
+    launcher = find_launcher(python)
+    return [launcher, *_launcher_options(launcher), "-n", str(nranks), python]
+
+
+def find_launcher(python: str) -> str:
+    """The ``mpirun`` or ``mpiexec`` beside ``python``, or on PATH."""
     beside = str(Path(python).parent)  # not resolved: the link of a virtual environment is where its launcher lives
     for path in (beside, os.environ.get("PATH", "")):
         for name in ("mpirun", "mpiexec"):
             if launcher := shutil.which(name, path=path):
-                return [launcher, *_launcher_options(launcher), "-n", str(nranks), python]
+                return launcher
     raise MissingDependency("no mpirun or mpiexec is beside the peer's Python or on PATH", hint=_INSTALL["mpi"])
 
 

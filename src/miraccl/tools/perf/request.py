@@ -13,6 +13,7 @@ from miraccl.tools import launch
 from miraccl.tools.options import Sizes
 from miraccl.tools.perf import devices, plot
 from miraccl.tools.perf.spec import REDUCING, ROOTED, Case, Row, build_case, size_range
+from miraccl.types import Collective
 
 DEFAULT_RANKS = 2
 DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
@@ -76,7 +77,10 @@ def check(op: str, options: dict[str, Any]) -> Request:
         raise click.UsageError("--peer-python belongs to --compare")
     if options["persistent"] and op in ("sendrecv", "barrier"):
         raise click.UsageError(f"--persistent: {op} has no persistent form")
+    together = devices.count_together(nranks, options["hosts"], bool(joined)) if ordinals else nranks
     _check_choice(op, nranks, options)
+    if together == nranks:
+        _check_order(op, nranks, options)
     cases = [
         build_case(op, size, nranks=nranks, dtype=options["dtype"], redop=options["redop"] or "sum", root=root) for size in _sizes(options)
     ]
@@ -100,7 +104,6 @@ def _check_choice(op: str, nranks: int, options: dict[str, Any]) -> None:
     from miraccl.comm import planner
     from miraccl.executor.cuda import plan
     from miraccl.schedule import catalog
-    from miraccl.types import Collective
 
     on_gpu = options["devices"].on_gpu
     (plan if on_gpu else planner).check_protocol((options["proto"] or "").lower())
@@ -113,6 +116,25 @@ def _check_choice(op: str, nranks: int, options: dict[str, Any]) -> None:
     if not algorithm.supports(collective, nranks) and not (on_gpu and options["hosts"] > 1):
         others = catalog.which_have(collective, nranks)
         raise click.UsageError(f"--algo {algorithm.name} has no {op} over {nranks} ranks; these have: {others}")
+
+
+def _check_order(op: str, nranks: int, options: dict[str, Any]) -> None:
+    """Ranks refuse an algorithm that adds in another order than they are asked to keep; either wish may be the environment's."""
+    from miraccl.comm.member import Options
+    from miraccl.schedule import catalog
+
+    if op not in REDUCING or (options["devices"].on_gpu and nranks == 1):  # one GPU copies, by no algorithm
+        return
+    asked = Options.create(algo=options["algo"], deterministic=options["deterministic"] or None)
+    if not asked.deterministic or not asked.algo:
+        return
+    algorithm, collective = catalog.get(asked.algo), Collective[op.upper()]
+    if algorithm.supports(collective, nranks) and not algorithm.rank_ordered:
+        ordered = ", ".join(other.name for other in catalog.algorithms_for(collective, nranks) if other.rank_ordered)
+        chosen = "--algo" if options["algo"] else "MIRACCL_ALGO"
+        wish = "--deterministic" if options["deterministic"] else "MIRACCL_DETERMINISTIC"
+        text = f"{wish} needs an algorithm that adds in the order of the ranks, not {chosen} {asked.algo}"
+        raise click.UsageError(f"{text}; for {op} these do: {ordered}")
 
 
 def _gpus(wanted: devices.Devices) -> tuple[tuple[int, ...], str, int]:
