@@ -81,8 +81,8 @@ class World:
 
     def finish(self) -> None:
         self.comm.synchronize()
-        self.comm.close()
-        self.comm.close()
+        assert self.comm.close() is None
+        assert self.comm.close() is None
 
 
 def numbers(rank: int, count: int, dtype: DType, seed: int = 0) -> np.ndarray:

@@ -143,6 +143,30 @@ def test_pieces_run_once_and_in_order(sizes: list[tuple[int, int]], order: list[
     assert not side.faults
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("python", [True, False])
+def test_a_lane_is_between_jobs_or_not(size: int, python: bool) -> None:
+    """It is from the answer to a job's last piece on until the next job's first one is there."""
+    side, found = Side(), list[bool]()
+    job = Job(size, codes=None if python else [0] * size)
+    lane, run = side.proxies[0], job.run
+
+    def look(piece: int, slot: int) -> None:
+        found.append(lane.between_jobs)
+        run(piece, slot)
+
+    vars(job)["run"] = look
+    for _ in range(2):
+        assert lane.between_jobs
+        served = 0
+        for action in side.stream(job):
+            assert action()
+            assert lane.between_jobs == (served == size)
+            served += lane.step()
+            assert lane.between_jobs == (served == size)
+    assert not any(found)
+
+
 @pytest.mark.parametrize("stride", [1, LANES])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 10])
 def test_a_captured_job_runs_at_every_replay(size: int, stride: int) -> None:

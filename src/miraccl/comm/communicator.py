@@ -169,7 +169,8 @@ class Communicator(Operations):
     def finalize(self) -> None:
         """Leave in an orderly way, after what is pending; may be called twice. Not collective.
 
-        Raises what a kernel on the GPU found after the last call that could tell it (``CollectiveTimeout``, ``CollectiveMismatch``).
+        Raises what a kernel on the GPU, or a lane between hosts, found after the last call that could tell it (``CollectiveTimeout``,
+        ``CollectiveMismatch``), and that a message of a collective on GPU memory was taken by nobody.
         """
         if self._member.foreign:
             return

@@ -17,6 +17,7 @@ announced and nothing captured it sleeps until ``announce``.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -134,6 +135,12 @@ class StagingProxy:
     def has_ended(self, count: int) -> bool:
         """Whether the lane has answered all pieces of what was announced so."""
         return self._get(at.FINISHED) >= count
+
+    @property
+    def between_jobs(self) -> bool:
+        """Whether no piece is there, and all of the last job have been answered."""
+        ready = self._get(at.FLAGS) + self._get(at.SLOT) * at.SLOT_STRIDE + at.READY_OFFSET
+        return ctypes.c_uint32.from_address(ready).value == 0 and self._get(at.PIECE) == self.lane
 
     @property
     def draining(self) -> bool:

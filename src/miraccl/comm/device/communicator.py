@@ -440,7 +440,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         except MiracclError:
             together = False
         if together and self.nranks > 1:
-            self._looks.judge_end(self.faults)
+            self._looks.judge_end(self.faults, frame_of(self.symmetric))
         untold = self.faults.untold()  # also what others have found since
         self.faults.end()
         self._launches.clear()

@@ -107,9 +107,17 @@ class DeviceFaults:
         """At the end, when no rank waits: a rank has called an operation that another one has not. All ranks find such a thing."""
         who, behind = (self.rank if rank is None else self._called[rank] for rank in (what.rank, what.behind))
         op = self._name(what.number, what.signature)
-        peer = behind if who == self.rank else who
         text = f"rank {who} has called {op}, and rank {behind} has finalized the communicator without it"
-        hint = "all ranks call the same collectives; results of that one are void"
+        self._conclude(behind if who == self.rank else who, op, text)
+
+    def found_untaken(self, there: int, signature: int) -> None:
+        """At the end, too: a message of a collective that this rank has not taken; ``signature`` 0: not known of which."""
+        peer, op = self._called[there], self._name(0, signature) if signature else None
+        text = f"ranks disagree on what is sent: rank {peer} sent more in {op or 'a collective'} than rank {self.rank} took"
+        self._conclude(peer, op, text)
+
+    def _conclude(self, peer: int, op: str | None, text: str) -> None:
+        hint = "all ranks call the same collectives, and agree on root and counts; results of that one are void"
         with self._lock:
             if self._fault is None:
                 self._found, self._fault = True, CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=hint)

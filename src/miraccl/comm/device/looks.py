@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from miraccl.comm.arguments import operator
 from miraccl.comm.device.boards import Boards, Regions, read_boards, read_head
 from miraccl.comm.device.messages import read_refused
+from miraccl.comm.device.untaken import find_untaken
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda import moves
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.plan import DevicePlan
+from miraccl.executor.cuda.source import Frame
 
 if TYPE_CHECKING:
     from miraccl.comm.device.faults import DeviceFaults
@@ -80,12 +82,15 @@ class Looks:
             elif boards.all_have_come:
                 self._judged = head.place
 
-    def judge_end(self, faults: DeviceFaults) -> None:
-        """The same once all ranks have come to the end and their GPUs have ended their work: equally many operations, then."""
+    def judge_end(self, faults: DeviceFaults, frame: Frame) -> None:
+        """The same once all ranks have come to the end and their GPUs have ended their work: equally many operations, and no messages of
+        collectives that nobody has taken."""
         boards = self._look(read_boards)
-        found = boards.unlike() if boards is not None else None
-        ahead = boards.ahead() if boards is not None and found is None else None
-        if found is not None:
-            faults.found_mismatch(*found)
-        elif ahead is not None:
+        if boards is None:
+            return
+        if (unlike := boards.unlike()) is not None:
+            faults.found_mismatch(*unlike)
+        elif (ahead := boards.ahead()) is not None:
             faults.found_ahead(ahead)
+        elif (untaken := self._look(find_untaken, frame, boards)) is not None:
+            faults.found_untaken(*untaken)

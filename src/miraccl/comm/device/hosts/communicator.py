@@ -22,12 +22,14 @@ from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.explain import DeviceCandidate
 from miraccl.comm.device.grouped import Groupable
+from miraccl.comm.device.hosts import untaken
 from miraccl.comm.device.hosts.faults import HostsFaults
 from miraccl.comm.device.hosts.jobs import HostsJobs, HostsPlan, OpenCpu
 from miraccl.comm.device.hosts.layout import HostsLayout, host_name
 from miraccl.comm.device.hosts.pieces import Shape
 from miraccl.comm.device.hosts.replays import Replays
 from miraccl.comm.device.hosts.steps import TwoSteps
+from miraccl.comm.device.hosts.untaken import Tally
 from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.comm.device.uneven import Uneven, UnevenCollectives, transfers_of
@@ -94,7 +96,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             unmade = CommunicatorAborted("the GPU side could not be made", rank=self.rank)
             unless_made.callback(self.local.settle, unmade)  # else it would be closed together with others
             self.gpu = self.local.gpu
-            self.jobs = HostsJobs(stages, self.layout, self.gpu, open_cpu, self.faults.fail)
+            self.jobs = HostsJobs(stages, self.layout, self.gpu, open_cpu, self.faults.found)
             unless_made.callback(self.jobs.finalize)
             unless_made.callback(self.jobs.staging.close)
             unless_made.callback(self.jobs.abort, unmade.message)
@@ -308,18 +310,23 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         """Wait for this rank's GPU, then ``check``."""
         self.gpu.make_current()
         self.gpu.synchronize()
+        if not self.closed and self.faults.fault is None and (found := self.jobs.come_too_late()) is not None:
+            self.faults.fail(found)
         self.check()
 
     def close(self) -> MiracclError | None:
         """Free everything, after this rank's GPU has ended its work; may be called twice. Gives what was found and no call has told."""
         if self.closed:
             return None
+        tally, mismatch = b"", None
         with contextlib.suppress(MiracclError):
             self.gpu.make_current()
             self.gpu.synchronize()
+            tally = self.jobs.tally()
         if self.faults.fault is None:
             with contextlib.suppress(MiracclError):  # no CPU communicator ends while another rank's stream needs it
-                self.session.barrier("gpu hosts close", timeout=CLOSE_WAIT_S)
+                tallies = self.session.all_gather(tally, "gpu hosts close", CLOSE_WAIT_S)
+                mismatch = untaken.find([Tally.from_bytes(data) if data else None for data in tallies], self.rank)
         self.faults.closed = True
         with contextlib.suppress(MiracclError):
             self.jobs.staging.close()
@@ -330,4 +337,4 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         self.jobs.finalize()
         if self._leaves:
             self.session.close()
-        return untold
+        return self.faults.untold() or untold or mismatch

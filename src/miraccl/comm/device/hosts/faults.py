@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from miraccl.bootstrap import Event, Notice, PeerLost, Session
 from miraccl.comm.notices import from_words, of_abort, of_death, to_words
-from miraccl.errors import CommunicatorClosed, MiracclError, SystemFailure
+from miraccl.errors import CommunicatorAborted, CommunicatorClosed, MiracclError, SystemFailure
 
 NOTICE = "gpu_fault"
 
@@ -24,6 +24,7 @@ class HostsFaults:
         self.session, self.rank = session, session.rank
         self.fault: MiracclError | None = None
         self.closed = False
+        self._found = self._told = False  # a lane has found the fault; a call has raised it
         self._let_go, self._abort_network = let_go, abort_network
         self._lock = threading.RLock()  # a signal handler may abort in the middle
 
@@ -32,9 +33,18 @@ class HostsFaults:
         if self.closed:
             raise CommunicatorClosed("the communicator has been finalized", rank=self.rank, op=name or None)
         if self.fault is not None:
+            self._told = True
             raise self.fault
 
-    def fail(self, error: Exception, told: bool = False) -> None:
+    def found(self, error: Exception) -> None:
+        """What a lane was to run has failed: the program is told, by ``untold`` if not by a call."""
+        self.fail(error, found=True)
+
+    def untold(self) -> MiracclError | None:
+        """What lanes found and no call has raised; that another rank has aborted, a call alone tells."""
+        return self.fault if self._found and not self._told else None
+
+    def fail(self, error: Exception, told: bool = False, found: bool = False) -> None:
         """The first fault stays. The other ranks are told unless they told us, before the program can see it: that may end at once."""
         with self._lock:
             if self.fault is not None:
@@ -44,6 +54,7 @@ class HostsFaults:
                 with contextlib.suppress(MiracclError):  # the control plane may be gone as well
                     self.session.notify({NOTICE: to_words(fault)})
             self.fault = fault
+            self._found = found and not isinstance(fault, CommunicatorAborted)
         self._let_go(fault)
 
     def heard(self, event: Event) -> None:

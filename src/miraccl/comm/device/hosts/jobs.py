@@ -24,6 +24,7 @@ from miraccl.comm.device.hosts.watch import Watch
 from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.comm.stages import Stages
+from miraccl.errors import MiracclError
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.types import Collective, DType, RedOp
 
@@ -225,6 +226,15 @@ class HostsJobs:
             self._plan(job, "staged", "sends and receives")
         self.last_plan = self._plans[job.number]
         self.staging.enqueue(job, [t.memory.address for t in transfers], number)
+
+    def tally(self) -> bytes:
+        """What this rank has sent and taken in collectives that are messages, once all has ended; nothing where there are no such."""
+        return self.messages.tally().to_bytes() if self.messages is not None else b""
+
+    def come_too_late(self) -> MiracclError | None:
+        """The error of a message that nobody will take, once all has ended."""
+        lane = self.staging.proxies[0]  # messages are its alone
+        return self.messages.come_too_late(lambda: lane.between_jobs) if self.messages is not None else None
 
     def in_slot(self, slot: int, first: int, count: int, dtype: DType) -> DeviceMemory:
         """Elements of a slot, as kernels see them."""

@@ -9,7 +9,7 @@ all ranks count those, so that a message that nobody took, because ranks did not
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,9 +18,11 @@ from miraccl.comm.device.hosts.layout import HostsLayout
 from miraccl.comm.device.hosts.pieces import Piece
 from miraccl.comm.device.hosts.staging import Prepared, Slots
 from miraccl.comm.device.hosts.streams import PeerStreams, StreamOperation, fill
+from miraccl.comm.device.hosts.untaken import Lookout, Tally, in_words, not_taken, remembered
 from miraccl.comm.faults import SEND_RECV
 from miraccl.comm.member import Member
 from miraccl.comm.stages import Stages
+from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.unlocked import layout as ex
 from miraccl.executor.cpu.lower import describe_signature, signature
@@ -41,8 +43,9 @@ class MessageStreams:
         self.member = member
         far = [rank for rank in range(layout.nranks) if rank not in layout.mine]
         self._streams = PeerStreams(stages, member, far, "gpu messages")
-        self._numbers = {peer: np.zeros(2, np.int64) for peer in far}
+        self._ways = {peer: np.zeros((2, ex.STREAM_BYTES // 8), np.int64) for peer in far}
         self._collectives = np.zeros(ex.COLLECTIVES_BYTES // 8, np.int64)
+        self._lookout = Lookout(member.rank, self._streams.sockets)
 
     @staticmethod
     def useful(member: Member, layout: HostsLayout) -> bool:
@@ -60,8 +63,8 @@ class MessageStreams:
         return self._streams.descriptor(peer)
 
     def number(self, peer: int, receives: bool) -> int:
-        """Where the number of messages of one way lies."""
-        return int(self._numbers[peer].ctypes.data) + 8 * receives
+        """Where the messages of one way are counted."""
+        return int(self._ways[peer].ctypes.data) + ex.STREAM_BYTES * receives
 
     @property
     def collectives(self) -> int:
@@ -71,8 +74,16 @@ class MessageStreams:
     def remembered(self, mark: int) -> int:
         """The signature of the collective of this number (as in headers) without the number, 0 if it is not known any more."""
         behind = int(self._collectives[ex.COUNTED // 8]) - mark & ex.MARK_MASK
-        number = int(self._collectives[ex.COUNTED // 8]) - behind
-        return int(self._collectives[ex.REMEMBERED // 8 + number % ex.MEMORY]) if behind < ex.MEMORY and number > 0 else 0
+        return remembered(self._collectives, int(self._collectives[ex.COUNTED // 8]) - behind)
+
+    def tally(self) -> Tally:
+        """What this rank has sent and taken in collectives, once all of them have ended."""
+        return Tally.of(self.member.nranks, self._collectives, self._ways)
+
+    def come_too_late(self, between: Callable[[], bool]) -> MiracclError | None:
+        """The error of a message that lies here though this rank has ended the collective that it belongs to: nobody will take it.
+        ``between``: whether the lane is between operations."""
+        return self._lookout.look(self._collectives, self._ways, between)
 
     def close(self) -> None:
         """May be called twice."""
@@ -128,14 +139,9 @@ class MessageOperation(StreamOperation):
         if mine.mark == theirs.mark or SEND_RECV in (first["collective"], second["collective"]):
             return ""
         if (theirs.mark - mine.mark) & ex.MARK_MASK <= ex.MARK_MASK // 2:
-            here, there = _in_words(first, mine.mark), _in_words(second, theirs.mark)
+            here, there = in_words(mine.sig, mine.mark), in_words(theirs.sig, theirs.mark)
             return f"ranks disagree on what is sent: rank {rank} waits in {here} for rank {peer}, which has gone on to {there}"
-        there, known = _in_words(second, theirs.mark), self._streams.remembered(theirs.mark)
-        here = _in_words(describe_signature(known), theirs.mark) if known else there
-        if here != there:
-            both = sorted([(rank, here), (peer, there)])
-            return "ranks called different operations: " + ", ".join(f"{what} on rank {who}" for who, what in both)
-        return f"ranks disagree on what is sent: rank {peer} sent more in {there} than rank {rank} took"
+        return not_taken(peer, theirs.sig, rank, self._streams.remembered(theirs.mark), theirs.mark)
 
 
 class _Header(NamedTuple):
@@ -154,12 +160,6 @@ class _Header(NamedTuple):
 def _template(kind: Kind, dtype: DType, count: int) -> int:
     """The signature of a message in headers, without the number."""
     return signature(kind[0], dtype, RedOp.SUM, kind[1], count)
-
-
-def _in_words(fields: dict[str, str], number: int) -> str:
-    """``scatter_v #17 (root 1)``; only those that are messages between hosts are numbered so."""
-    text = f"{fields['collective']}_v #{number}"
-    return f"{text} (root {fields['root']})" if Collective[fields["collective"].upper()].rooted else text
 
 
 class MessageNetwork:

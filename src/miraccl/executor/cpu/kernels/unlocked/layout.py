@@ -5,7 +5,8 @@ A message is a header (signature, bytes) and a payload.  An exchange of a collec
 source is overwritten once it has been sent.  An exchange of sends and receives is any number of messages to and from each peer, one after
 another; headers carry the number of the message of that pair and direction in place of the operation's.  Where they are a collective,
 headers say which one in place of ``SEND_RECV``, and above the bytes the number of the collective (``MARK_SHIFT``): every rank counts all of
-them, also those in which it has no messages, so that a message nobody took is not taken for one of the next.
+them, also those in which it has no messages, so that a message nobody took is not taken for one of the next.  Their messages are counted,
+too: in the end all that were sent have been taken.
 """
 
 from __future__ import annotations
@@ -46,10 +47,17 @@ HEADER: Final = 24  # the one that goes, or that is to come
 PARTS: Final = 40  # sends and receives: address of the words of all, one after another, how many there are, and how many have begun
 NPARTS: Final = 48
 BEGUN: Final = 56
-NUMBER: Final = 64  # address of a word that belongs to the stream: how many have begun since there is the stream
+NUMBER: Final = 64  # address of words that belong to the stream (``BEGUN_EVER``)
 MARK: Final = 72  # bits above the bytes in headers: of sends and receives that are a collective, its number
 WAY_BYTES: Final = 80
 HEADER_BYTES: Final = 16
+
+# ---- one way of a stream, since there is the stream
+
+BEGUN_EVER: Final = 0  # messages that have begun
+OF_COLLECTIVES: Final = 8  # those of them that belong to collectives
+LAST_COLLECTIVE: Final = 16  # the number of the last collective that had some
+STREAM_BYTES: Final = 24
 
 # ---- a peer
 

@@ -161,6 +161,8 @@ def begin_messages(ctx: int, exchange: int) -> None:
     mark = begin_collective(exchange)
     for i in range(load(exchange + ex.NPEERS)):
         row = load(exchange + ex.ROWS) + i * ex.ROW_BYTES
+        count_messages(row + ex.OUT, load(exchange + ex.COLLECTIVES))
+        count_messages(row + ex.IN, load(exchange + ex.COLLECTIVES))
         restart(row + ex.OUT, mark)
         restart(row + ex.IN, mark)
 
@@ -177,6 +179,15 @@ def begin_collective(exchange: int) -> int:
         store(words + ex.COUNTED, number)
         store(words + ex.REMEMBERED + 8 * (number % ex.MEMORY), begins)
     return (number & ex.MARK_MASK) << ex.MARK_SHIFT
+
+
+@inline
+def count_messages(way: int, words: int) -> None:
+    """Add those that this exchange has one way to those of collectives; ``words`` count these, 0: the messages are plain."""
+    stream, parts = load(way + ex.NUMBER), load(way + ex.NPARTS)
+    if words != 0 and parts != 0:
+        store(stream + ex.OF_COLLECTIVES, load(stream + ex.OF_COLLECTIVES) + parts)
+        store(stream + ex.LAST_COLLECTIVE, load(words + ex.COUNTED))
 
 
 @inline

@@ -93,8 +93,8 @@ def begin_next(way: int) -> None:
     begun = load(way + ex.BEGUN)
     if left(way) == 0 and begun < load(way + ex.NPARTS):
         part = load(way + ex.PARTS) + begun * ex.PART_SIZE
-        number = load(load(way + ex.NUMBER)) + 1
-        store(load(way + ex.NUMBER), number)
+        number = load(load(way + ex.NUMBER) + ex.BEGUN_EVER) + 1
+        store(load(way + ex.NUMBER) + ex.BEGUN_EVER, number)
         store(way + ex.HEADER, load(part + ex.PART_SIGNATURE) | (number & at.SEQ_MASK))
         store(way + ex.HEADER + 8, load(part + ex.PART_WHOLE) | load(way + ex.MARK))
         store(way + ex.BUFFER, load(part + ex.PART))

@@ -1,0 +1,220 @@
+"""Messages of collectives on GPU memory that nobody takes: they are told at the end, on one host and over several."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from miraccl.bootstrap import solo
+from miraccl.comm.device.hosts.faults import HostsFaults
+from miraccl.comm.device.hosts.untaken import Lookout, Tally, find
+from miraccl.errors import CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
+from miraccl.executor.cpu.kernels.unlocked import layout as ex
+from miraccl.executor.cpu.lower import signature
+from miraccl.types import Collective, DType, RedOp
+from tests.gpu import untaken_ranks
+from tests.gpu.emulator import folder, needs_compiler
+from tests.support.ranks import run_ranks
+
+EMULATED = {"MIRACCL_EMULATOR_CACHE": str(folder()), "MIRACCL_SMS": "2"}
+PARTED = "CollectiveMismatch: ranks disagree on what is sent: "
+CALLED = "CollectiveMismatch: ranks called different operations: "
+COUNTS = PARTED + "rank 0 sent more in all_to_all_v #1 than rank 1 took"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("hosts", "case", "before", "text"),
+    [
+        ("AB", "counts", 0, COUNTS),
+        ("AB", "counts", 3, COUNTS.replace("#1", "#10")),
+        ("AB", "counts in a row", 0, COUNTS.replace("#1", "#2")),
+        ("ABC", "counts", 0, COUNTS.replace("rank 1", "rank 2")),
+        ("AB", "scatter alone", 0, PARTED + "rank 0 sent in scatter_v #1 (root 0), to which rank 1 never came"),
+        ("AB", "gather alone", 3, PARTED + "rank 1 sent in gather_v #10 (root 0), to which rank 0 never came"),
+        ("AB", "roots of scatter", 0, CALLED + "scatter_v #1 (root 0) on rank 0, scatter_v #1 (root 1) on rank 1"),
+        ("ABC", "roots of scatter", 1, CALLED + "scatter_v #4 (root 0) on rank 0, scatter_v #4 (root 1) on rank 1"),
+        ("AB", "roots of gather", 1, CALLED + "gather_v #4 (root 1) on rank 0, gather_v #4 (root 0) on rank 1"),
+        ("AB", "graph", 0, PARTED + "rank 0 sent in scatter_v #1 (root 0), to which rank 1 never came"),
+        ("AB", "a plain send before", 0, PARTED + "rank 0 sent in scatter_v #1 (root 0), to which rank 1 never came"),
+        pytest.param("AAB", "counts", 1, COUNTS.replace("rank 1", "rank 2").replace("#1", "#4"), marks=needs_compiler),
+    ],
+)
+def test_the_end_tells_all_ranks_of_several_hosts(hosts: str, case: str, before: int, text: str) -> None:
+    for answer in run_ranks(untaken_ranks.at_the_end, len(hosts), hosts, case, before, env=EMULATED):
+        assert answer == (text, "")
+
+
+@pytest.mark.multiprocess
+@needs_compiler
+@pytest.mark.parametrize("env", [{}, {"NCCL_P2P_DISABLE": "1"}, {"MIRACCL_CUMEM": "0"}], ids=["vmm", "host", "ipc"])
+@pytest.mark.parametrize(
+    ("case", "before", "who", "text"),
+    [
+        ("counts", 0, {2}, "rank 0 sent more in all_to_all_v than rank 2 took"),
+        ("counts", 12, {2}, "rank 0 sent more in all_to_all_v than rank 2 took"),
+        ("scatter alone", 5, {1, 2}, "rank 0 sent more in scatter (root 0) than rank"),
+        ("gather alone", 0, {0}, "rank 2 sent more in gather (root 0) than rank 0 took"),
+        ("graph", 0, {1, 2}, "rank 0 sent more in scatter (root 0) than rank"),
+    ],
+)
+def test_the_end_tells_who_has_not_taken_it_on_one_host(env: dict[str, str], case: str, before: int, who: set[int], text: str) -> None:
+    answers = run_ranks(untaken_ranks.at_the_end, 3, "", case, before, env=EMULATED | env)
+    assert {rank for rank, (said, _) in enumerate(answers) if said} == who
+    for rank in who:
+        assert answers[rank][0].startswith(PARTED + text)
+
+
+@pytest.mark.multiprocess
+@needs_compiler
+def test_and_on_one_of_several_hosts() -> None:
+    answers = run_ranks(untaken_ranks.at_the_end, 3, "AAB", "counts inside a host", 1, env=EMULATED)
+    assert answers == [("", ""), (PARTED + "rank 0 sent more in all_to_all_v than rank 1 took", ""), ("", "")]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("hosts", "case", "text"),
+    [
+        ("AB", "counts", COUNTS.replace("#1", "#7")),
+        ("ABC", "counts in a row", PARTED + "rank 0 sent more in all_to_all_v #7 than rank 2 took"),
+        ("AB", "roots of gather", CALLED + "gather_v #7 (root 1) on rank 0, gather_v #7 (root 0) on rank 1"),
+    ],
+)
+def test_synchronize_tells_of_what_has_come_from_other_hosts(hosts: str, case: str, text: str) -> None:
+    for answer in run_ranks(untaken_ranks.when_it_is_there, len(hosts), hosts, case, env=EMULATED):
+        assert answer == (text, "")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("hosts", ["AB", "ABC", pytest.param("", marks=needs_compiler), pytest.param("AAB", marks=needs_compiler)])
+def test_nothing_is_told_to_right_programs(hosts: str) -> None:
+    run_ranks(untaken_ranks.right_programs, len(hosts) or 3, hosts, env=EMULATED, timeout=120.0)
+
+
+@pytest.mark.multiprocess
+def test_the_end_tells_what_a_lane_has_found() -> None:
+    answers = [text for text, _ in run_ranks(untaken_ranks.found_by_a_lane, 2, "mismatch")]
+    assert any(answers)
+    assert all(not text or "operator is sum on rank 0, max on rank 1" in text for text in answers)
+    (text, _), other = run_ranks(untaken_ranks.found_by_a_lane, 2, "deadline")
+    assert text.startswith("CollectiveTimeout: ")
+    assert other == ("", "")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("how", ["told", "aborted"])
+def test_but_not_again_and_no_abort(how: str) -> None:
+    for at_the_end, before in run_ranks(untaken_ranks.found_by_a_lane, 2, how):
+        assert not at_the_end
+        assert before.startswith("CollectiveMismatch: ") == (how == "told")
+
+
+def test_what_a_lane_has_found_is_told_once() -> None:
+    """At the end, if no call has told it; not what others have told, and not that somebody has aborted."""
+    for error, before, untold in (
+        (CollectiveTimeout("for a test"), None, True),
+        (CommunicatorAborted("for a test"), None, False),
+        (CollectiveTimeout("for a test"), PeerDied("told by others"), False),
+    ):
+        faults = HostsFaults(solo(), let_go=lambda _: None, abort_network=lambda _: None)
+        assert faults.untold() is None
+        if before is not None:
+            faults.fail(before, told=True)
+        faults.found(error)
+        faults.found(PeerDied("the other lane, later"))
+        assert faults.untold() is (error if untold else None)
+        with pytest.raises(MiracclError):
+            faults.check()
+        assert faults.untold() is None
+
+
+# ---- what is compared
+
+
+def which(collective: Collective, root: int = 0) -> int:
+    return signature(collective, DType.UINT8, RedOp.SUM, root, 0)
+
+
+def tally(counted: int, peers: list[tuple[int, int, int]], kind: int = which(Collective.SCATTER)) -> Tally:
+    """Of a rank that has run ``counted`` collectives, all of one ``kind``."""
+    words = np.full(ex.COLLECTIVES_BYTES // 8, kind, np.int64)
+    words[ex.COUNTED // 8] = counted
+    return Tally.from_bytes(Tally(words, np.array(peers, np.int64)).to_bytes())
+
+
+def test_tallies_are_alike_or_not() -> None:
+    none, more = (0, 0, 0), (3, 2, 0)
+    assert find([tally(2, [none, (3, 2, 1)]), tally(2, [(1, 2, 3), none])], 0) is None
+    assert find([tally(2, [none, more]), None], 0) is None
+    assert find([None, None], 1) is None
+    for rank, peer in ((0, 1), (1, 0)):
+        error = find([tally(2, [none, more]), tally(2, [(0, 0, 2), none])], rank)
+        assert error is not None
+        assert (error.rank, error.peer) == (rank, peer)
+        assert "rank 0 sent more in scatter_v #2 (root 0) than rank 1 took" in str(error)
+    assert "to which rank 1 never came" in str(find([tally(2, [none, more]), tally(1, [(0, 0, 2), none])], 0))
+    long_ago = find([tally(2 + ex.MEMORY, [none, more]), tally(2 + ex.MEMORY, [(0, 0, 2), none])], 0)
+    assert "rank 0 sent more in collective #2 than rank 1 took" in str(long_ago)
+    another = tally(2, [(0, 0, 2), none], which(Collective.SCATTER, 1))
+    assert "scatter_v #2 (root 0) on rank 0, scatter_v #2 (root 1) on rank 1" in str(find([tally(2, [none, more]), another], 0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "behind", "counted", "found"),
+    [
+        (Collective.SCATTER, 0, 5, True),
+        (Collective.SCATTER, 1, 5, True),
+        (Collective.SCATTER, 4, ex.MARK_MASK + 3, True),
+        (Collective.SCATTER, 100, 1 << 20, True),
+        (Collective.SCATTER, -1, 5, False),  # this rank is still to come to it
+        (Collective.SCATTER, -3, ex.MARK_MASK, False),
+        (Collective.SEND_RECV, 5, 5, False),
+        (Collective.SCATTER, 0, 0, False),
+    ],
+)
+def test_what_lies_in_a_stream(kind: Collective, behind: int, counted: int, found: bool) -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        lookout, words = Lookout(1, {0: here}), tally(counted, []).collectives.copy()
+        ways = {0: np.zeros((2, ex.STREAM_BYTES // 8), np.int64)}
+        assert lookout.look(words, ways, lambda: True) is None
+        number = 0 if kind is Collective.SEND_RECV else counted - behind & ex.MARK_MASK
+        header = struct.pack("<qq", which(kind) | 1, 4 | number << ex.MARK_SHIFT)
+        there.send(header[:15])
+        assert lookout.look(words, ways, lambda: True) is None
+        there.send(header[15:] + b"data")
+        error = lookout.look(words, ways, lambda: True)
+        assert (error is not None) == found
+        if error is not None:
+            assert f"rank 0 sent more in scatter_v #{counted - behind} (root 0) than rank 1 took" in str(error)
+        assert here.recv(100) == header + b"data"
+
+
+def begins(ways: dict[int, np.ndarray], words: np.ndarray, what: str) -> Callable[[], bool]:
+    """A lane that begins with something, or ends it, while one looks."""
+    answers = iter([what != "ends", what != "waits"])
+
+    def between() -> bool:
+        if what == "message":
+            ways[0][1][ex.BEGUN_EVER // 8] += 1
+        if what == "collective":
+            words[ex.COUNTED // 8] += 1
+        return next(answers)
+
+    return between
+
+
+@pytest.mark.parametrize("what", ["message", "collective", "waits", "ends"])
+def test_what_lies_in_a_stream_is_not_judged_while_the_lane_works(what: str) -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        lookout, words = Lookout(1, {0: here}), tally(5, []).collectives.copy()
+        ways = {0: np.zeros((2, ex.STREAM_BYTES // 8), np.int64)}
+        there.send(struct.pack("<qq", which(Collective.SCATTER) | 1, 5 << ex.MARK_SHIFT))
+        assert lookout.look(words, ways, begins(ways, words, what)) is None
+        assert lookout.look(words, ways, lambda: True) is not None

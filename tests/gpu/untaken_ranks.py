@@ -1,0 +1,187 @@
+"""Ranks of tests of messages of collectives that nobody takes, and of right programs that look like it: on one host and on several."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from miraccl.bootstrap import Session
+from miraccl.comm.communicator import Communicator
+from miraccl.comm.member import Options
+from miraccl.errors import MiracclError
+from miraccl.types import RedOp
+from tests.gpu.emulated_cuda import EmulatedCuda
+from tests.gpu.fake_cuda import FakeArray, FakeCuda
+from tests.gpu.fake_ranks import session
+
+
+class Rank:
+    """A communicator, and the calls of the tests. ``hosts``: a letter for each rank, or nothing for one host; ``kernels`` are emulated
+    where ranks share one."""
+
+    def __init__(self, world: Session, hosts: str, timeout: float = 60.0) -> None:
+        if hosts:
+            os.environ["MIRACCL_HOSTID"] = f"host {hosts[world.rank]}"
+        self.cuda: FakeCuda = FakeCuda() if len(set(hosts)) == len(hosts) > 0 else EmulatedCuda()
+        self.cuda.install()
+        self.world = world
+        self.comm = Communicator.from_session(world, Options.create(timeout=timeout))
+        self.rank, self.nranks = world.rank, world.nranks
+        self.one, self.every = self.put(np.full(1, float(self.rank))), self.put(np.zeros(self.nranks))
+        self.comm.barrier(stream=0)
+        self.comm.synchronize()
+
+    def put(self, values: Any) -> FakeArray:
+        return FakeArray(self.cuda, np.asarray(values, np.float32))
+
+    def exchange(self, sends: list[int], receives: list[int], stream: int = 0) -> None:
+        source, target = self.put(np.zeros(sum(sends))), self.put(np.zeros(sum(receives)))
+        self.comm.all_to_all_v(source, sends, receives, target, stream=stream)
+
+    def scatter(self, root: int, stream: int = 0) -> None:
+        self.comm.scatter_v(self.every if self.rank == root else None, [1] * self.nranks, root, self.one, stream=stream)
+
+    def gather(self, root: int, stream: int = 0) -> None:
+        self.comm.gather_v(self.one, [1] * self.nranks, root, self.every if self.rank == root else None, stream=stream)
+
+    def right(self, times: int) -> None:
+        for number in range(times):
+            self.scatter(number % self.nranks)
+            self.gather(number % self.nranks)
+            self.exchange(list(range(self.nranks)), [self.rank] * self.nranks)
+
+    def captured(self, call: Callable[[int], None]) -> Any:
+        """A graph of ``call(stream)``."""
+        self.comm.synchronize()
+        stream = self.cuda.cuStreamCreate(0)[1]
+        self.cuda.begin_capture(stream)
+        call(stream)
+        graph = self.cuda.end_capture(stream)
+        return lambda: self.cuda.streams[stream].replay(graph)
+
+    def wrong(self, case: str) -> None:
+        """What leaves a message, or more, that nobody takes. Nobody waits."""
+        first, last, n = self.rank == 0, self.rank == self.nranks - 1, self.nranks
+        if case == "counts":
+            self.exchange([0] * (n - 1) + [5 * first], [0] * n)
+        elif case == "counts in a row":
+            for count in (3, 4):
+                self.exchange([0] * (n - 1) + [count * first], [0] * n)
+        elif case == "counts inside a host":
+            self.exchange([0, 5 * first] + [0] * (n - 2), [0] * n)
+        elif case == "roots of scatter":
+            self.scatter(0 if first else 1)
+        elif case == "roots of gather":
+            self.gather(1 if first else 0)
+        elif case == "gather alone":
+            self.gather(0) if last else None
+        elif case == "graph":
+            replay = self.captured(lambda stream: self.scatter(0, stream))
+            replay() if first else None
+        elif first:
+            assert case in ("scatter alone", "a plain send before")
+            self.comm.send(self.one, n - 1, stream=0) if case == "a plain send before" else None
+            self.scatter(0)
+
+    def stay(self) -> None:
+        """Until all have come here, whose GPUs have ended their work."""
+        self.cuda.cuCtxSynchronize()
+        self.world.barrier("stay")
+
+
+@contextmanager
+def rank(hosts: str, timeout: float = 60.0) -> Iterator[Rank]:
+    with session() as world:
+        yield Rank(world, hosts, timeout)
+
+
+def told(call: Callable[[], Any]) -> str:
+    """What ``call`` raises, in words."""
+    try:
+        call()
+    except MiracclError as error:
+        return f"{type(error).__name__}: {error.message}"
+    return ""
+
+
+def at_the_end(hosts: str, case: str, before: int) -> tuple[str, str]:
+    """What ``finalize`` tells, and what it does once more."""
+    with rank(hosts) as me:
+        me.right(before)
+        me.comm.synchronize()
+        me.world.barrier("before they differ")
+        me.wrong(case)
+        return told(me.comm.finalize), told(me.comm.finalize)
+
+
+def when_it_is_there(hosts: str, case: str) -> tuple[str, str]:
+    """What ``synchronize`` tells, of those that have come by then, and ``finalize`` after it."""
+    with rank(hosts) as me:
+        me.right(2)
+        me.world.barrier("before they differ")
+        me.wrong(case)
+        me.stay()
+        pause = threading.Event()
+        for _ in range(1000):  # another rank may find it, and this one hears of it
+            if text := told(me.comm.synchronize):
+                break
+            pause.wait(0.01)
+        return text, told(me.comm.finalize)
+
+
+def right_programs(hosts: str) -> None:
+    """Nothing is told of messages that are there early, of graphs and streams, of sends whose receives come late or never."""
+    with rank(hosts) as me:
+        comm, n, first, last = me.comm, me.nranks, me.rank == 0, me.rank == me.nranks - 1
+        streams = [me.cuda.cuStreamCreate(0)[1] for _ in range(2)]
+
+        def several(stream: int) -> None:
+            me.gather(0, stream)
+            me.scatter(n - 1, stream)
+            me.exchange([1] * n, [1] * n, stream)
+
+        replay = me.captured(several)
+        for number in range(8):
+            if first:
+                me.scatter(0, streams[number % 2])
+                me.stay()
+            else:  # it lies there, and this rank has not come to it
+                me.stay()
+                comm.synchronize()
+                me.scatter(0, streams[number % 2])
+            me.exchange([0] * (n - 1) + [2 * first], [2 * last] + [0] * (n - 1))
+            comm.synchronize()  # graphs are ordered by their streams
+            replay()
+            comm.synchronize()
+            me.right(2)
+            comm.synchronize()
+            comm.send(me.put(np.arange(3)), n - 1, stream=0) if first else None
+            me.stay()
+            comm.synchronize()
+            comm.recv(me.put(np.zeros(3)), 0, stream=0) if last else None
+        comm.send(me.one, n - 1, stream=0) if first else None  # as on CPU memory, nobody asks for it
+        comm.finalize()
+
+
+def found_by_a_lane(how: str) -> tuple[str, str]:
+    """What ``finalize`` tells of an operation over hosts that has failed while no call was there to tell; what a call told."""
+    with rank("AB", timeout=2.0 if how == "deadline" else 60.0) as me:
+        x, said = me.put(np.ones(1000)), ""
+        me.world.barrier("before")
+        if how in ("mismatch", "told"):
+            me.comm.all_reduce(x, op=RedOp.MAX if me.rank else RedOp.SUM, stream=0)
+        elif me.rank == 0:
+            me.comm.all_reduce(x, stream=0)
+        if how == "aborted" and me.rank == 0:
+            me.comm.abort("for a test")
+        if how != "mismatch":
+            me.cuda.cuCtxSynchronize()
+        me.world.barrier("after")
+        while how == "told" and not said:
+            said = told(me.comm.synchronize)
+        return told(me.comm.finalize), said
