@@ -26,4 +26,5 @@ class Checks(DeviceCollectives, UnevenCollectives):
     _run_rooted = _run
 
     def _run_uneven(self, asked: Uneven, stream: Any) -> None:
-        self._check_target(asked)
+        if any(asked.receives):
+            self._check_result(asked.target, asked.collective, asked.root, asked.name)

@@ -149,11 +149,6 @@ class UnevenCollectives(NoDoors, DeviceArguments):
 
     # ---- parts
 
-    def _check_target(self, asked: Uneven) -> None:
-        """Refuse an array that never changes where this rank receives."""
-        if asked.target.read_only and any(asked.receives):
-            raise self._constant(asked.name)
-
     def _gathered(
         self, x: Any, source: DeviceMemory, sizes: Sequence[int], chief: int, out: Any, where: str, stream: Any
     ) -> tuple[Any, DeviceMemory]:

@@ -147,7 +147,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     _run_rooted = _run
 
     def _run_uneven(self, asked: Uneven, stream: Any) -> None:
-        self._check_target(asked)
+        self._check_result(asked.target, asked.collective, asked.root, asked.name)
         if asked.counts and not any(asked.counts):
             self.check(asked.name)
             return
