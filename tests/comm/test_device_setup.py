@@ -60,10 +60,19 @@ def test_a_rank_whose_driver_refuses_tells_the_others_and_all_may_go_on(apart: b
         assert again["type"] == window["type"] == "none", (again, window)
 
 
-def test_a_rank_without_memory_for_a_window_tells_the_others_and_all_may_go_on() -> None:
-    for told, again in run_ranks(setup_ranks.no_window, 2):
+def test_a_rank_without_memory_or_peer_access_tells_the_others_and_all_may_go_on() -> None:
+    for rank, (told, again) in enumerate(run_ranks(setup_ranks.no_memory, 3)):
+        assert told["type"] == ("SystemFailure" if rank == 1 else "BootstrapError"), told
+        assert "cuMemAlloc" in told["text"]
+        assert told["seconds"] < SOON_S
+        assert again["type"] == "none", again
+
+
+@pytest.mark.parametrize("access", [True, False])
+def test_a_rank_without_memory_for_a_window_tells_the_others_and_all_may_go_on(access: bool) -> None:
+    for rank, (told, again) in enumerate(run_ranks(setup_ranks.no_window, 3, access)):
         assert told["type"] == "SystemFailure", told
-        assert "cuMem" in told["text"]
+        assert f"{'' if rank == 1 else 'rank 1 has no window memory: '}cuMem{'Create' if access else 'Alloc'}" in told["text"]
         assert told["seconds"] < SOON_S
         assert again["type"] == "none", again
 

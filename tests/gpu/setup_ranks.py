@@ -179,8 +179,20 @@ def fails_alone(apart: bool, call: str) -> list[dict[str, Any]]:
         return [*told, me.told(me.set_up), me.told(me.window)]
 
 
-def no_window() -> list[dict[str, Any]]:
-    """Rank 1 has no memory for a window, and then it has."""
+def no_memory() -> list[dict[str, Any]]:
+    """Rank 1, without peer access among ranks that have it, has no memory for the GPU side."""
+    os.environ["MIRACCL_P2P_DISABLE"] = str(int(os.environ["MIRACCL_RANK"] == "1"))
+    with rank(False, 600.0) as me:
+        if me.rank == 1:
+            me.cuda.refuse |= {"cuMemCreate", "cuMemAlloc"}
+        told = me.told(me.set_up)
+        me.cuda.refuse.clear()
+        return [told, me.told(me.set_up)]
+
+
+def no_window(access: bool) -> list[dict[str, Any]]:
+    """Rank 1 has no memory for a window, and then it has; with or without peer ``access``, which the others have."""
+    os.environ["MIRACCL_P2P_DISABLE"] = str(int(os.environ["MIRACCL_RANK"] == "1" and not access))
     with rank(False, 600.0) as me:
         me.set_up()
         if me.rank == 1:

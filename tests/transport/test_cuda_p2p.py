@@ -65,6 +65,12 @@ def test_what_fails_on_one_rank_is_left_by_all(call: str) -> None:
         assert not got["descriptors"]
 
 
+def test_a_rank_that_nobody_maps_takes_plain_memory_beside_others_with_descriptors() -> None:
+    for rank, got in enumerate(connected(3, refuse=["2:cuMemCreate"], by_rank={"2": {"MIRACCL_P2P_DISABLE": "1"}})):
+        assert got["kinds"] == [["self", "vmm", "host"], ["vmm", "self", "host"], ["host", "host", "self"]][rank]
+        assert got["descriptors"]
+
+
 def test_host_memory_is_the_last_way() -> None:
     for got in connected(2, refuse=["cuMemCreate", "1:cuIpcOpenMemHandle"]):
         assert sorted(got["kinds"]) == ["host", "self"]

@@ -86,24 +86,30 @@ class _Shared:
     def _failed(self, peers: Sequence[int], error: MiracclError) -> None:
         self.failures += [(peer, self.ways[peer], error.message) for peer in peers]
 
-    def make(self, nbytes: int, descriptors: bool, host: bool = True) -> None:
+    def make(self, nbytes: int) -> None:
         """Allocate and fill. Raises ``SystemFailure`` where plain memory cannot be had; other failures are for the report."""
-        if descriptors:
-            try:
-                self._mapped = Mapped.create(self.gpu, nbytes)
-                self.own = self._mapped.address
-            except SystemFailure as error:
-                self._failed(self._peers(VMM), error)
-        else:
-            self.own = self.gpu.allocate(nbytes)
-        if self.own:
-            self._fill(nbytes)
-        self.addresses[self.rank] = self.own
-        if host and self._peers(HOST):
+        try:
+            self.allocate(nbytes)
+        except SystemFailure as error:
+            if not (vmm := self._peers(VMM)):
+                raise
+            self._failed(vmm, error)
+        if self._peers(HOST):
             try:
                 self.host = HostSegment.create(self.gpu, nbytes, self._fills)
             except SystemFailure as error:
                 self._failed(self._peers(HOST), error)
+
+    def allocate(self, nbytes: int) -> None:
+        """This rank's device memory, filled, or ``SystemFailure``. It is plain where no peer maps it by descriptor, whatever others have: a
+        rank in no pair of that way could report to nobody that it failed."""
+        if self._peers(VMM):
+            self._mapped = Mapped.create(self.gpu, nbytes)
+            self.own = self._mapped.address
+        else:
+            self.own = self.gpu.allocate(nbytes)
+        self.addresses[self.rank] = self.own
+        self._fill(nbytes)
 
     def _fill(self, nbytes: int) -> None:
         self.gpu.fill(self.own, nbytes, 0)
@@ -279,7 +285,7 @@ class SymmetricMemory:
         self.descriptors = self.descriptors and any(choice.kind == VMM for choice in self.ways.values())
         shared = self._shared = _Shared(self.gpu, self.rank, mine, [f.ordinal for f in self.facts], self._fills)
         try:
-            shared.make(self.nbytes, self.descriptors)
+            shared.make(self.nbytes)
             shared.reach(stages.gather("gpu memory", shared.info()), stages)
             reports = [json.loads(blob) for blob in stages.gather("gpu mapped", json.dumps(shared.failures).encode())]
             failed = {(pairs.pair_of(rank, peer), kind): why for rank, report in enumerate(reports) for peer, kind, why in report}
@@ -357,7 +363,7 @@ class WindowMemory:
         """Raises ``SystemFailure`` on all ranks where one has no memory."""
         mine: SystemFailure | None = None
         try:
-            self._shared.make(nbytes, self._base.descriptors, host=False)
+            self._shared.allocate(nbytes)
         except SystemFailure as error:
             mine = error
         lacks = [blob.decode() for blob in stages.gather("gpu window made", mine.message.encode() if mine else b"")]
