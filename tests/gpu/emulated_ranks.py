@@ -729,6 +729,46 @@ def only_dlpack() -> None:
         same(x, np.full(9, (me.rank - 1) % n + 1))
 
 
+def several_in_threads() -> list[int]:
+    """Three communicators, of which one is used and one is made for the first time in a thread beside: how many waits each of their large
+    operations adds to its stream."""
+    with session() as world:
+        options = Options.create(timeout=60)
+        me = Rank(world, options.timeout)
+        part = me.comm.split(0)
+        assert part is not None
+        comms = [me.comm, part]
+
+        def beside() -> None:
+            comms.append(Communicator.from_session(world.sub(range(world.nranks), "third"), options))
+            for comm, x, stream in zip(comms, arrays, streams, strict=True):
+                comm.all_reduce(x, stream=stream)
+
+        streams = [me.cuda.cuStreamCreate(1)[1] for _ in range(3)]
+        arrays = [me.put(np.ones(600_000)) for _ in range(3)]
+        me.comm.all_reduce(arrays[0], stream=streams[0])
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+        waits, wait = [0], EmulatedCuda.cuStreamWaitEvent
+
+        def counted(cuda: Any, *args: Any) -> Any:
+            waits[0] += 1
+            return wait(cuda, *args)
+
+        vars_of: Any = EmulatedCuda
+        vars_of.cuStreamWaitEvent = counted
+        found = []
+        for turn in (0, 0, 1, 2, 2, 1, 0):
+            before = waits[0]
+            comms[turn].all_reduce(arrays[turn], stream=streams[turn])
+            found.append(waits[0] - before)
+        for turn in (2, 1, 0):
+            comms[turn].synchronize()
+            comms[turn].finalize()
+        return found
+
+
 def ordered() -> list[float]:
     """A large reduce with ``deterministic``: values of which only the order of the ranks gives 0."""
     with session() as world:

@@ -444,7 +444,7 @@ def seen(memory: DeviceMemory) -> np.ndarray:
 class FakeLocal:
     """``comm.device.DeviceCommunicator`` for ranks of a host without kernels: streams call a CPU communicator."""
 
-    def __init__(self, session: Any, ordinal: int, options: Any, stages: Any, called: Sequence[int]) -> None:
+    def __init__(self, session: Any, ordinal: int, options: Any, stages: Any, called: Sequence[int], orders: Any) -> None:
         from miraccl.comm.communicator import Communicator
         from miraccl.comm.device.faults import DeviceFaults
 

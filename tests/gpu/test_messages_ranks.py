@@ -56,6 +56,11 @@ def test_arrays_on_another_gpu() -> None:
     run(emulated_ranks.on_another_gpu, 2)
 
 
+def test_large_operations_of_several_communicators_are_ordered_whichever_threads_they_began_in() -> None:
+    env = {"MIRACCL_SMS": "16", "MIRACCL_EMULATOR_CACHE": str(folder())}
+    assert run_ranks(emulated_ranks.several_in_threads, 2, env=env, timeout=100.0) == [[1, 0, 1, 1, 0, 1, 1]] * 2
+
+
 def test_one_rank() -> None:
     run(emulated_ranks.one_rank, 1)
     run(emulated_ranks.alone_with_capsules, 1)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from miraccl.bootstrap import Session, UniqueId
 from miraccl.comm.control import FINALIZE
+from miraccl.comm.device.order import orders_of
 from miraccl.comm.meeting import begin, meet_by_id
 from miraccl.comm.member import Member, Options
 from miraccl.comm.operations import SUM, Operations
@@ -63,6 +64,7 @@ class Communicator(Operations):
         constants = parent._member.constants if parent else None
         member = self._member = Member(session, options, constants=constants, stages=stages)
         self._device = self._background = None
+        self._orders = parent._orders if parent else orders_of(session)
         context = member.context
         word = at.CTX_LAST_PLAN // 8
         self._cpu_plan = context.words.data[word : word + 1]  # 0: the last operation was on GPU memory

@@ -11,6 +11,7 @@ from miraccl.comm.arguments import peer_rank, refuse_stream, view
 from miraccl.comm.calls import Call, Place
 from miraccl.comm.control import SET_UP
 from miraccl.comm.device.memory import current_ordinal, lies_on_gpu, ordinal_of
+from miraccl.comm.device.order import Orders
 from miraccl.comm.exchange import Transfer
 from miraccl.comm.member import Member
 from miraccl.comm.persistent import Persistent
@@ -34,6 +35,7 @@ class Ways:
     _member: Member
     _device: DeviceCommunicator | HostsCommunicator | None
     _background: Background | None
+    _orders: Orders  # of the rank, from the beginning: the first operation on a GPU may be in another thread
     _cpu_plan: Any  # a word, 0: the last operation was on GPU memory
     _cpu_plan_address: int
 
@@ -95,7 +97,12 @@ class Ways:
 
             self._member.check(0, SET_UP)
             self._device = make_device_communicator(
-                self._member.session, ordinal, self._member.options, open_cpu=self._open_cpu, plane=self._member
+                self._member.session,
+                ordinal,
+                self._member.options,
+                open_cpu=self._open_cpu,
+                plane=self._member,
+                orders=self._orders,
             )
             doors = self._device.stand_before(lambda name: vars(self).get(f"_{name}"), self._cpu_plan_address)
             vars(self).update({f"_{name}": door for name, door in doors.items()})

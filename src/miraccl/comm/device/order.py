@@ -5,15 +5,22 @@ another one, would wait for ever.  So a launch that fills the GPU waits, on the 
 this rank; if ranks call communicators in the same order, every GPU runs them in the same order (NCCL_LAUNCH_ORDER_IMPLICIT does the same).
 Small kernels need no order: they fit beside a large one on the multiprocessors that it leaves free, those of two communicators, each with
 the next one set up already (``after_grid_before`` of executor/cuda/source/machine.cuh).
+
+A rank is a process with all its threads (autograd has its own, actors have pools), so an order is the process's.  Where ranks are threads
+of one process and share a GPU, they must not wait for one another: there an order belongs to the thread that makes a communicator, and is
+kept in whichever threads the communicator is used.  Sessions know the processes of their ranks, and so which of the two it is.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.bootstrap import Session
+
+if TYPE_CHECKING:
+    from miraccl.executor.cuda.driver import Gpu  # programs without a GPU need none of it
 
 #: threads of a launch that fits beside others: a quarter of what the multiprocessors hold that large launches leave free
 SMALL_THREADS = 2048
@@ -49,9 +56,26 @@ class Order:
             self._word.value = 0
 
 
-_orders: dict[tuple[int, int], Order] = {}
+class Orders:
+    """Those of one rank, one for each GPU."""
+
+    def __init__(self) -> None:
+        self._of_gpu: dict[int, Order] = {}
+
+    def on(self, ordinal: int) -> Order:
+        return self._of_gpu.setdefault(ordinal, Order())
 
 
-def order_of(ordinal: int) -> Order:
-    """The order of the calling thread's rank on a GPU; ranks that are threads and share a GPU must not wait for one another."""
-    return _orders.setdefault((ordinal, threading.get_ident()), Order())
+_of_process = Orders()
+_of_thread = threading.local()
+
+
+def orders_of(session: Session) -> Orders:
+    """Those of the rank that makes a communicator over ``session`` in the calling thread.
+
+    A thread that was a rank beside others of its process once is one in all communicators that it makes later, also where it is alone.
+    """
+    if session.tokens.count(session.tokens[session.rank]) > 1 and not hasattr(_of_thread, "orders"):
+        _of_thread.orders = Orders()
+    orders: Orders = getattr(_of_thread, "orders", _of_process)
+    return orders

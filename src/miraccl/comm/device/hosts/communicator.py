@@ -31,6 +31,7 @@ from miraccl.comm.device.hosts.replays import Replays
 from miraccl.comm.device.hosts.steps import TwoSteps
 from miraccl.comm.device.hosts.untaken import Tally
 from miraccl.comm.device.memory import DeviceMemory, device_view
+from miraccl.comm.device.order import Orders, orders_of
 from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.comm.device.uneven import Uneven, UnevenCollectives, transfers_of
 from miraccl.comm.member import Options
@@ -44,24 +45,32 @@ CLOSE_WAIT_S = 10.0
 
 
 def make_device_communicator(
-    session: Session, ordinal: int, options: Options | None = None, *, open_cpu: OpenCpu, plane: Plane | None = None
+    session: Session,
+    ordinal: int,
+    options: Options | None = None,
+    *,
+    open_cpu: OpenCpu,
+    plane: Plane | None = None,
+    orders: Orders | None = None,
 ) -> DeviceCommunicator | HostsCommunicator:
     """The GPU side of a communicator, made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU.
 
     ``options`` are those of the communicator, by default what the environment says.  ``open_cpu`` makes a CPU communicator of a session;
     only several hosts need it.  ``plane`` is where the ranks meet who may be in another operation, by default ``session`` alone.
+    ``orders`` are what its kernels are ordered in, by default those of the calling thread's rank (``comm.device.order``).
 
     All stages have one deadline, the session's.  They take place in a session of their own: a rank for which they end badly leaves it, and
     the others know at once.
     """
-    plane, own = plane or Bare(session), session.sub(range(session.nranks), f"{session.name}/gpu")
+    plane, orders = plane or Bare(session), orders or orders_of(session)
+    own = session.sub(range(session.nranks), f"{session.name}/gpu")
     stages = Stages(own, what=SET_UP)
     try:
         with plane.ending(stages), stages.follow():
             names = [blob.decode() for blob in plane.meet(SET_UP, "gpu hosts", host_name(session).encode(), stages.deadline)]
             if len(set(names)) == 1:
-                return DeviceCommunicator(own, ordinal, options, plane=plane, stages=stages)
-            return HostsCommunicator(own, ordinal, names, options, open_cpu=open_cpu, stages=stages)
+                return DeviceCommunicator(own, ordinal, options, plane=plane, stages=stages, orders=orders)
+            return HostsCommunicator(own, ordinal, names, options, open_cpu=open_cpu, stages=stages, orders=orders)
     except BaseException as error:
         stages.leave(error)
         raise
@@ -79,6 +88,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         *,
         open_cpu: OpenCpu,
         stages: Stages | None = None,
+        orders: Orders | None = None,
     ) -> None:
         """``stages`` of a session that is this communicator's alone and ends with it."""
         self._leaves, stages = stages is not None, stages or Stages(session, what=SET_UP)
@@ -90,7 +100,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         with contextlib.ExitStack() as unless_made:
             unless_made.callback(self._local_session.close)
             part, mine = stages.part(self._local_session, SET_UP), self.layout.mine
-            self.local = DeviceCommunicator(self._local_session, ordinal, options, stages=part, called=mine)
+            self.local = DeviceCommunicator(self._local_session, ordinal, options, stages=part, called=mine, orders=orders)
             self.local.faults.spread = self.faults.fail  # also to other hosts
             unless_made.callback(self.local.close)
             unmade = CommunicatorAborted("the GPU side could not be made", rank=self.rank)
