@@ -60,6 +60,13 @@ def test_a_rank_whose_driver_refuses_tells_the_others_and_all_may_go_on(apart: b
         assert again["type"] == window["type"] == "none", (again, window)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_second_thread_waits_for_the_gpu_side_and_makes_it_anew_if_that_failed(fails: bool) -> None:
+    for rank, (begun, told) in enumerate(run_ranks(setup_ranks.two_threads, 2, fails)):
+        failure = "SystemFailure" if rank == 1 else "BootstrapError"
+        assert (begun, [each["type"] for each in told]) == ((2, [failure, "none"]) if fails else (1, ["none"] * 2)), told
+
+
 def test_a_rank_without_memory_or_peer_access_tells_the_others_and_all_may_go_on() -> None:
     for rank, (told, again) in enumerate(run_ranks(setup_ranks.no_memory, 3)):
         assert told["type"] == ("SystemFailure" if rank == 1 else "BootstrapError"), told

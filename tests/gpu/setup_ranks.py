@@ -16,6 +16,7 @@ import numpy as np
 
 from miraccl.bootstrap import Session, link
 from miraccl.comm.communicator import Communicator
+from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.hosts.streams import PeerStreams
 from miraccl.comm.member import Options
 from miraccl.comm.stages import Stages
@@ -177,6 +178,38 @@ def fails_alone(apart: bool, call: str) -> list[dict[str, Any]]:
         assert (x == me.nranks).all()
         me.cuda.refuse.clear()
         return [*told, me.told(me.set_up), me.told(me.window)]
+
+
+def two_threads(fails: bool) -> tuple[int, list[dict[str, Any]]]:
+    """The second one comes while the first one makes the GPU side, which rank 1's driver may refuse it. How often it was begun, and what
+    both threads were told."""
+    with rank(False, 600.0) as me:
+        me.warm_up()
+        inside, begin, begun = threading.Event(), DeviceCommunicator.__init__, list[int]()
+        if fails and me.rank == 1:
+            me.cuda.refuse.add("cuMemHostAlloc")
+
+        def begin_slowly(side: DeviceCommunicator, *args: Any, **more: Any) -> None:
+            begun.append(threading.get_ident())
+            inside.set()
+            limit = time.monotonic() + 0.5
+            while len(begun) == 1 and time.monotonic() < limit:
+                time.sleep(0.01)
+            try:
+                begin(side, *args, **more)
+            finally:
+                me.cuda.refuse.clear()
+
+        vars_of: Any = DeviceCommunicator
+        vars_of.__init__ = begin_slowly
+        told: list[dict[str, Any]] = []
+        threads = [threading.Thread(target=lambda: told.append(me.told(me.set_up))) for _ in range(2)]
+        threads[0].start()
+        assert inside.wait(LIMIT_S)
+        threads[1].start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        return len(begun), told
 
 
 def no_memory() -> list[dict[str, Any]]:

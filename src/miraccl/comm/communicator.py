@@ -5,6 +5,7 @@ Its operations are those of ``comm.operations``.  This file knows neither transp
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from miraccl.bootstrap import Session, UniqueId
@@ -64,6 +65,7 @@ class Communicator(Operations):
         constants = parent._member.constants if parent else None
         member = self._member = Member(session, options, constants=constants, stages=stages)
         self._device = self._background = None
+        self._making = threading.RLock()
         self._orders = parent._orders if parent else orders_of(session)
         context = member.context
         word = at.CTX_LAST_PLAN // 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from miraccl.bootstrap import Session
@@ -35,6 +36,7 @@ class Ways:
     _member: Member
     _device: DeviceCommunicator | HostsCommunicator | None
     _background: Background | None
+    _making: AbstractContextManager[bool]  # held by the thread that makes the GPU side; reentrant, for signal handlers
     _orders: Orders  # of the rank, from the beginning: the first operation on a GPU may be in another thread
     _cpu_plan: Any  # a word, 0: the last operation was on GPU memory
     _cpu_plan_address: int
@@ -87,26 +89,34 @@ class Ways:
         if self._background is None:
             from miraccl.comm.device.work import Background
 
-            self._background = Background(device)
+            with self._making:
+                self._background = self._background or Background(device)
         return self._background
 
     def _device_side(self, ordinal: int) -> DeviceCommunicator | HostsCommunicator:
-        """The GPU side; made with the first call, by all ranks together."""
+        """The GPU side; made with the first call, by all ranks together. That of another thread waits meanwhile; after a failure it tries
+        again."""
         if self._device is None:
-            from miraccl.comm.device.hosts.communicator import make_device_communicator  # most programs have no GPU and need none of it
+            self._member.check(0, SET_UP)  # in a forked child before the lock, which a thread of the parent may have had
+            with self._making:
+                if self._device is None:
+                    self._make_device_side(ordinal)
+        return self._device  # type: ignore[return-value]
 
-            self._member.check(0, SET_UP)
-            self._device = make_device_communicator(
-                self._member.session,
-                ordinal,
-                self._member.options,
-                open_cpu=self._open_cpu,
-                plane=self._member,
-                orders=self._orders,
-            )
-            doors = self._device.stand_before(lambda name: vars(self).get(f"_{name}"), self._cpu_plan_address)
-            vars(self).update({f"_{name}": door for name, door in doors.items()})
-        return self._device
+    def _make_device_side(self, ordinal: int) -> None:
+        from miraccl.comm.device.hosts.communicator import make_device_communicator  # most programs have no GPU and need none of it
+
+        self._member.check(0, SET_UP)
+        self._device = make_device_communicator(
+            self._member.session,
+            ordinal,
+            self._member.options,
+            open_cpu=self._open_cpu,
+            plane=self._member,
+            orders=self._orders,
+        )
+        doors = self._device.stand_before(lambda name: vars(self).get(f"_{name}"), self._cpu_plan_address)
+        vars(self).update({f"_{name}": door for name, door in doors.items()})
 
     # ---- the long way
 
