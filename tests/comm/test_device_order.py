@@ -1,4 +1,4 @@
-"""Which communicators are ordered among each other on a GPU: those of a rank, be it a process or a thread."""
+"""Which communicators are ordered among each other on a GPU."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-import miraccl
+from miraccl.bootstrap.session import solo
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.device.order import Orders
+from miraccl.comm.device.order import Orders, of_process, of_thread
+from miraccl.comm.member import Options
 from tests.comm.test_life import in_threads
 
 T = TypeVar("T")
@@ -23,34 +24,31 @@ def beside(call: Callable[[], T]) -> T:
     return found[0]
 
 
-def alone() -> Communicator:
-    return Communicator(1, miraccl.get_unique_id(), 0, timeout=20)
+def test_threads_have_orders_of_their_own_and_a_process_has_one() -> None:
+    session = solo(20.0)
+    assert of_thread() is of_thread()
+    assert beside(of_thread) is not of_thread()
+    assert beside(lambda: of_process(session)) is of_process(session)
+    assert of_process(session).on(0) is of_process(session).on(0)
+    assert of_process(session).on(0) is not of_process(session).on(1)
 
 
-def orders_of(make: Callable[[], Communicator | None]) -> Orders:
-    made = make()
-    assert made is not None
-    with made:
-        return made._orders
-
-
-def test_all_communicators_of_a_process_are_in_one_order_per_gpu() -> None:
-    here = orders_of(alone)
-    assert beside(lambda: orders_of(alone)) is here
-    assert here.on(0) is here.on(0)
-    assert here.on(0) is not here.on(1)
-
-
-def test_ranks_that_are_threads_have_orders_of_their_own() -> None:
+def test_ranks_that_are_threads_of_one_process_do_not_share_an_order() -> None:
     gate = threading.Barrier(2)
 
-    def work(comm: Communicator) -> list[Orders]:
-        makes = [lambda: comm.split(0), lambda: beside(lambda: comm.split(0)), alone]
-        found = [comm._orders, *map(orders_of, makes)]
+    def work(comm: Communicator) -> Orders:
+        found = of_process(comm._member.session)
         gate.wait(20)
         return found
 
     first, second = in_threads(2, work)
-    assert {*map(id, first)} == {id(first[0])}
-    assert {*map(id, second)} == {id(second[0])}
-    assert len({first[0], second[0], orders_of(alone)}) == 3
+    assert first is not second
+
+
+def test_parts_have_the_orders_of_the_whole() -> None:
+    orders = Orders()
+    with Communicator.from_session(solo(20.0), Options.create(), orders=orders) as whole:
+        part = beside(lambda: whole.split(0))
+        assert part is not None
+        with part:
+            assert part._orders is orders

@@ -19,6 +19,7 @@ import miraccl
 from miraccl.comm.arguments import DLTensor
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.communicator import DeviceCommunicator
+from miraccl.comm.device.order import of_process
 from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.member import Options
 from miraccl.errors import InvalidUsage
@@ -734,19 +735,20 @@ def several_in_threads() -> list[int]:
     operations adds to its stream."""
     with session() as world:
         options = Options.create(timeout=60)
-        me = Rank(world, options.timeout)
-        part = me.comm.split(0)
+        me, orders = Rank(world, options.timeout), of_process(world)
+        whole = Communicator.from_session(world.sub(range(world.nranks), "first"), options, orders=orders)
+        part = whole.split(0)
         assert part is not None
-        comms = [me.comm, part]
+        comms = [whole, part]
 
         def beside() -> None:
-            comms.append(Communicator.from_session(world.sub(range(world.nranks), "third"), options))
+            comms.append(Communicator.from_session(world.sub(range(world.nranks), "third"), options, orders=orders))
             for comm, x, stream in zip(comms, arrays, streams, strict=True):
                 comm.all_reduce(x, stream=stream)
 
         streams = [me.cuda.cuStreamCreate(1)[1] for _ in range(3)]
         arrays = [me.put(np.ones(600_000)) for _ in range(3)]
-        me.comm.all_reduce(arrays[0], stream=streams[0])
+        whole.all_reduce(arrays[0], stream=streams[0])
         thread = threading.Thread(target=beside)
         thread.start()
         thread.join()

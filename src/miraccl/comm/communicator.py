@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from miraccl.bootstrap import Session, UniqueId
 from miraccl.comm.control import FINALIZE
-from miraccl.comm.device.order import orders_of
+from miraccl.comm.device.order import Orders
 from miraccl.comm.meeting import begin, meet_by_id
 from miraccl.comm.member import Member, Options
 from miraccl.comm.operations import SUM, Operations
@@ -53,20 +53,34 @@ class Communicator(Operations):
 
     @classmethod
     def from_session(
-        cls, session: Session, options: Options, *, parent: Communicator | None = None, stages: Stages | None = None
+        cls,
+        session: Session,
+        options: Options,
+        *,
+        parent: Communicator | None = None,
+        stages: Stages | None = None,
+        orders: Orders | None = None,
     ) -> Communicator:
-        """A communicator over a session that has met already; ``stages`` of that session, where there is a deadline for more than these."""
+        """A communicator over a session that has met already; ``stages`` of that session, where there is a deadline for more than these;
+        ``orders`` of its kernels and its parts', else those of the thread that begins with them (``comm.device.order``)."""
         self = cls.__new__(cls)
-        self._start(session, options, stages, parent)
+        self._start(session, options, stages, parent, orders)
         return self
 
-    def _start(self, session: Session, options: Options, stages: Stages | None, parent: Communicator | None = None) -> None:
+    def _start(
+        self,
+        session: Session,
+        options: Options,
+        stages: Stages | None,
+        parent: Communicator | None = None,
+        orders: Orders | None = None,
+    ) -> None:
         self.rank, self.nranks = session.rank, session.nranks
         constants = parent._member.constants if parent else None
         member = self._member = Member(session, options, constants=constants, stages=stages)
         self._device = self._background = None
         self._making = threading.RLock()
-        self._orders = parent._orders if parent else orders_of(session)
+        self._orders = parent._orders if parent else orders
         context = member.context
         word = at.CTX_LAST_PLAN // 8
         self._cpu_plan = context.words.data[word : word + 1]  # 0: the last operation was on GPU memory

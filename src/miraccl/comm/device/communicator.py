@@ -32,7 +32,7 @@ from miraccl.comm.device.kept import Kept
 from miraccl.comm.device.looks import Looks
 from miraccl.comm.device.memory import DeviceMemory, kinds
 from miraccl.comm.device.messages import MessageCalls, frame_of
-from miraccl.comm.device.order import SMALL_THREADS, Orders, orders_of
+from miraccl.comm.device.order import SMALL_THREADS, Orders, of_thread
 from miraccl.comm.device.rings import Ring, find_ring
 from miraccl.comm.device.stream import find_current_stream, number_of
 from miraccl.comm.device.windows import Windows
@@ -141,7 +141,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         self._windows: Windows | None = None
         self._engines = CopyEngines(self.gpu, self._kernels, self._comm_args, self.symmetric, self.ctas)
         self._kept = Kept(self.gpu)
-        self._order = (orders or orders_of(session)).on(ordinal)
+        self._order = (orders or of_thread()).on(ordinal)
         self._event = self.gpu.make_event()  # by which a stream waits for another
         self._doors = self._open_doors()
         vars(self).update({f"_{name}": self._doors.door(name) for name in CALLS})

@@ -6,9 +6,10 @@ this rank; if ranks call communicators in the same order, every GPU runs them in
 Small kernels need no order: they fit beside a large one on the multiprocessors that it leaves free, those of two communicators, each with
 the next one set up already (``after_grid_before`` of executor/cuda/source/machine.cuh).
 
-A rank is a process with all its threads (autograd has its own, actors have pools), so an order is the process's.  Where ranks are threads
-of one process and share a GPU, they must not wait for one another: there an order belongs to the thread that makes a communicator, and is
-kept in whichever threads the communicator is used.  Sessions know the processes of their ranks, and so which of the two it is.
+Only what ranks call in the same order can be ordered: the calls of a thread, in general, so an order belongs to the thread in which a
+communicator's first operation on a GPU is called.  Threads that go their own ways are not ordered among each other, nor are ranks that are
+threads of one process.  Of PyTorch the groups of a process have one order: a rank is a process there, whose backward passes run in threads
+of autograd, one after another with the rest.
 """
 
 from __future__ import annotations
@@ -70,12 +71,14 @@ _of_process = Orders()
 _of_thread = threading.local()
 
 
-def orders_of(session: Session) -> Orders:
-    """Those of the rank that makes a communicator over ``session`` in the calling thread.
-
-    A thread that was a rank beside others of its process once is one in all communicators that it makes later, also where it is alone.
-    """
-    if session.tokens.count(session.tokens[session.rank]) > 1 and not hasattr(_of_thread, "orders"):
+def of_thread() -> Orders:
+    """Those of the calling thread."""
+    if not hasattr(_of_thread, "orders"):
         _of_thread.orders = Orders()
-    orders: Orders = getattr(_of_thread, "orders", _of_process)
+    orders: Orders = _of_thread.orders
     return orders
+
+
+def of_process(session: Session) -> Orders:
+    """Those of this process, or of the calling thread where another rank of ``session`` is in this process."""
+    return of_thread() if session.tokens.count(session.tokens[session.rank]) > 1 else _of_process

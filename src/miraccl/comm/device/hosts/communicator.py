@@ -31,7 +31,7 @@ from miraccl.comm.device.hosts.replays import Replays
 from miraccl.comm.device.hosts.steps import TwoSteps
 from miraccl.comm.device.hosts.untaken import Tally
 from miraccl.comm.device.memory import DeviceMemory, device_view
-from miraccl.comm.device.order import Orders, orders_of
+from miraccl.comm.device.order import Orders
 from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.comm.device.uneven import Uneven, UnevenCollectives, transfers_of
 from miraccl.comm.member import Options
@@ -57,12 +57,12 @@ def make_device_communicator(
 
     ``options`` are those of the communicator, by default what the environment says.  ``open_cpu`` makes a CPU communicator of a session;
     only several hosts need it.  ``plane`` is where the ranks meet who may be in another operation, by default ``session`` alone.
-    ``orders`` are what its kernels are ordered in, by default those of the calling thread's rank (``comm.device.order``).
+    ``orders`` are what its kernels are ordered in, by default those of the calling thread (``comm.device.order``).
 
     All stages have one deadline, the session's.  They take place in a session of their own: a rank for which they end badly leaves it, and
     the others know at once.
     """
-    plane, orders = plane or Bare(session), orders or orders_of(session)
+    plane = plane or Bare(session)
     own = session.sub(range(session.nranks), f"{session.name}/gpu")
     stages = Stages(own, what=SET_UP)
     try:
