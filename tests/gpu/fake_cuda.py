@@ -463,6 +463,9 @@ class FakeLocal:
         self.symmetric, self.ways = types.SimpleNamespace(nbytes=0), list
         self.memory = lambda: {"device": 0, "windows": 0, "pinned": 0}
 
+    def judge(self) -> None:
+        """The CPU communicator compares what comes."""
+
     def _stream_number(self, stream: Any) -> int:
         return int(stream or 0)
 

@@ -296,9 +296,11 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
             self._lane.close(CLOSE_WAIT_S)
         self._post.close()
         self._futures.close(CLOSE_WAIT_S)
-        self.communicator.finalize()
-        if self._elsewhere is not None and not self._aborted:
-            self._elsewhere.close()
+        try:
+            self.communicator.finalize()
+        finally:
+            if self._elsewhere is not None and not self._aborted:
+                self._elsewhere.close()
 
     def abort(self) -> None:
         """End now, on all ranks."""

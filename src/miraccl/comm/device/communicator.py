@@ -412,9 +412,13 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         """Wait for this rank's GPU, then ``check``."""
         self.gpu.make_current()
         self.gpu.synchronize()
-        if not self.closed and self.nranks > 1:
-            self._looks.judge(self.faults)
+        self.judge()
         self.check()
+
+    def judge(self) -> None:
+        """Find a mismatch in the last operations that left nobody waiting, for ``check`` to tell. The GPU has ended its work."""
+        if self.nranks > 1 and not self.faults.ended:
+            self._looks.judge(self.faults)
 
     def close(self) -> MiracclError | None:
         """Free everything, after all ranks have come here and their kernels have ended; may be called twice.
@@ -430,8 +434,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         with contextlib.suppress(MiracclError):
             self.gpu.make_current()
             self.gpu.synchronize()
-            if self.nranks > 1:
-                self._looks.judge(self.faults)
+            self.judge()
         together = not self.faults.broken
         if together:
             self.faults.leave()

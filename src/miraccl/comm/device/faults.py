@@ -67,6 +67,10 @@ class DeviceFaults:
     def broken(self) -> bool:
         return bool(self._words[layout.HOST_ABORT])
 
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
     def check(self, name: str = "") -> None:
         """Raise what was found so far, if anything."""
         self._take_in()

@@ -320,8 +320,10 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         """Wait for this rank's GPU, then ``check``."""
         self.gpu.make_current()
         self.gpu.synchronize()
-        if not self.closed and self.faults.fault is None and (found := self.jobs.come_too_late()) is not None:
-            self.faults.fail(found)
+        if not self.closed and self.faults.fault is None:
+            self.local.judge()
+            if (found := self.jobs.come_too_late()) is not None:
+                self.faults.fail(found)
         self.check()
 
     def close(self) -> MiracclError | None:
