@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from miraccl.errors import InvalidUsage
@@ -80,7 +81,11 @@ DL_TYPES = {
 
 
 class RedOp(enum.IntEnum):
-    """Kinds of reduction. AVG is the sum divided by the number of ranks (integers: truncated towards zero)."""
+    """Kinds of reduction. AVG is the sum divided by the number of ranks (integers: truncated towards zero).
+
+    An operator equals itself only, no number: calls find what was prepared for one like them by their operator, and 0 or False, which are
+    refused, must not find what SUM has.
+    """
 
     SUM = 0
     PROD = 1
@@ -89,15 +94,25 @@ class RedOp(enum.IntEnum):
     AVG = 4
     PREMUL_SUM = 5
 
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+    __hash__ = int.__hash__  # not written in Python
+
 
 @dataclass(frozen=True)
 class PreMulSum:
     """Sum of ``scalar * x`` where each rank gives its own scalar (``ncclRedOpCreatePreMulSum``).
 
-    A whole number of Python, NumPy or PyTorch is kept as an int, which is exact for integers of 64 bits; any other is a float64.
+    A whole number of Python, NumPy or PyTorch is kept as an int, which is exact for integers of 64 bits; any other is a float64. Equal
+    ones are the same factor: -0.0 and 0.0, which are equal as numbers, are two.
     """
 
     scalar: float
+    _sign: float = field(init=False, repr=False)  # 1.0 or -1.0
 
     def __post_init__(self) -> None:
         given: Any = self.scalar
@@ -110,6 +125,7 @@ class PreMulSum:
         with contextlib.suppress(TypeError):
             number = operator.index(given)
         object.__setattr__(self, "scalar", number)
+        object.__setattr__(self, "_sign", math.copysign(1.0, number))
 
 
 class Collective(enum.IntEnum):

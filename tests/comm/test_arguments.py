@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl import Communicator, DType, PreMulSum
+from miraccl import Communicator, DType, PreMulSum, RedOp
 from miraccl.comm.arguments import operator, view
 from miraccl.errors import InvalidUsage
 from tests.comm import reference as ref
@@ -344,6 +345,23 @@ def test_a_whole_number_of_floats_is_rounded_as_a_float() -> None:
         (_, whole), (_, rounded) = (operator(PreMulSum(s), code, "test") for s in (odd, float(odd)))
         assert whole == rounded
         assert type(whole) is float
+
+
+@pytest.mark.parametrize("number", [0, False, 0.0, np.int64(0), np.False_])
+def test_operators_equal_no_numbers(number: Any) -> None:
+    """Launches are found by their operator, and what is none must not find those of ``SUM``."""
+    assert {(RedOp.SUM, 1): "launch"}.get((number, 1)) is None
+    assert number not in {RedOp.SUM}
+
+
+def test_factors_are_equal_where_products_are() -> None:
+    zeros: list[Any] = [0.0, 0, np.float16(0), False]
+    negative: list[Any] = [-0.0, np.float32(-0.0), np.array(-0.0)]
+    for group in (zeros, negative):
+        assert len({PreMulSum(scalar) for scalar in group}) == 1
+    assert PreMulSum(0.0) != PreMulSum(-0.0)
+    assert pickle.loads(pickle.dumps(PreMulSum(-0.0))) == PreMulSum(-0.0)
+    assert repr(PreMulSum(-0.0)) == "PreMulSum(scalar=-0.0)"
 
 
 def grouped(call: Any, *args: Any, **options: Any) -> None:

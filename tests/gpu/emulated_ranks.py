@@ -521,6 +521,43 @@ def one_rank() -> None:
             same(out, np.full(5, want))
 
 
+def operators_again() -> None:
+    """What was prepared for an operator serves none that is equal to it only as numbers are; a factor is what it was when it was given."""
+    with rank() as me:
+        comm, n = me.comm, me.nranks
+        for factor in (0.0, -0.0, 0, -0.0):
+            op, x, out, share = PreMulSum(factor), me.put([1, 2, 3, 4]), me.zeros(4), me.zeros(4 // n)
+            for result in (
+                comm.all_reduce(x, out, op),
+                comm.reduce_scatter(x, share, op),
+                comm.reduce_scatter_v(x, [4 // n] * n, me.zeros(4 // n), op),
+            ):
+                me.synchronize()
+                assert not result.array.any()
+                assert (np.signbit(result.array) == np.signbit(factor)).all(), factor
+        number: Any = np.array(2.0)
+        changes, x, out = PreMulSum(number), me.put([1, 2, 3, 4]), me.zeros(4)
+        for now in (2.0, 5.0):
+            number[...] = now
+            comm.all_reduce(x, out, changes)
+            me.synchronize()
+            same(out, 2.0 * n * np.arange(1, 5))
+        share = me.zeros(4 // n)
+        calls: list[Callable[[Any], Any]] = [
+            lambda op: comm.all_reduce(x, op=op),
+            lambda op: comm.reduce(x, 0, op=op),
+            lambda op: comm.reduce_scatter(x, share, op),
+            lambda op: comm.reduce_scatter_v(x, [4 // n] * n, share, op),
+        ]
+        for call in calls:
+            for right in (RedOp.SUM, RedOp.PROD):
+                call(right)
+                me.synchronize()
+            for wrong in (0, False, np.int64(0), 0.0, 1, True, RedOp.PREMUL_SUM, 2.0):
+                with pytest.raises(InvalidUsage, match="op is"):
+                    call(wrong)
+
+
 def alone_with_capsules() -> None:
     """One rank copies later than the call, too, and in the order of its calls."""
     with rank() as me:

@@ -465,6 +465,11 @@ def special(hosts: str, apart: bool) -> None:
         whole = w.put(np.arange(500))
         comm.all_reduce(whole, None, PreMulSum(odd[r]))
         empty, constant = w.zeros(0, DType.FLOAT32), w.zeros(0, DType.FLOAT32)._replace(read_only=True)
+        ones, zeros = w.put(np.ones(5, np.float32)), w.zeros(5, DType.FLOAT32)
+        for factor in (0.0, 0.0, -0.0, -0.0):  # what comes again is replayed
+            comm.all_reduce(ones, zeros, PreMulSum(factor))
+            comm.synchronize()
+            assert (np.signbit(seen(zeros)) == np.signbit(factor)).all(), "a factor that is equal to the one before as a number only"
         comm.all_reduce(empty)
         comm.barrier()
         comm.synchronize()

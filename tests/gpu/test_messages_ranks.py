@@ -61,6 +61,11 @@ def test_large_operations_of_several_communicators_are_ordered_whichever_threads
     assert run_ranks(emulated_ranks.several_in_threads, 2, env=env, timeout=100.0) == [[1, 0, 1, 1, 0, 1, 1]] * 2
 
 
+@pytest.mark.parametrize("nranks", [1, 2])
+def test_operators_again(nranks: int) -> None:
+    run(emulated_ranks.operators_again, nranks)
+
+
 def test_one_rank() -> None:
     run(emulated_ranks.one_rank, 1)
     run(emulated_ranks.alone_with_capsules, 1)

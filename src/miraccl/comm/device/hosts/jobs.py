@@ -149,8 +149,7 @@ class HostsJobs:
                 pieces = tuple(dataclasses.replace(piece, down=()) for piece in pieces)
             return agreeing(self.world, pieces, network) if unknown else (pieces, network)
 
-        operation = op if isinstance(op, RedOp) else (type(op).__name__, op.scalar)
-        job = self._job((shape, dtype, operation, cpus == self.crosses), captured, make, stride=len(cpus))
+        job = self._job((shape, dtype, op, cpus == self.crosses), captured, make, stride=len(cpus))
         if job.number not in self._plans:
             two_steps = cpus == self.crosses and self.layout.width > 1
             self._plan(job, "hierarchical" if two_steps else "staged", self.why(two_steps, shape, dtype, op))
