@@ -219,6 +219,24 @@ def test_malformed_interfaces_are_refused(said: dict[str, Any], words: str) -> N
     assert not memory.kinds
 
 
+class OfJax(Packed):
+    """On the first GPU of its process, which is the fourth of all processes."""
+
+    device = types.SimpleNamespace(id=3, local_hardware_id=0)
+
+
+class OfCupy(Packed):
+    device = types.SimpleNamespace(id=3)
+
+
+def test_devices_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What JAX calls the id of a device counts those of all processes; CuPy's is the driver's number, as PyTorch's index is."""
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=OfCupy))
+    assert memory.ordinal_of(OfJax(np.zeros(4))) == 0
+    assert memory.ordinal_of(OfCupy(np.zeros(4))) == 3
+    assert memory.ordinal_of(types.SimpleNamespace(device=types.SimpleNamespace(index=2))) == 2
+
+
 def test_what_is_no_interface_is_refused() -> None:
     thing = Described()
     thing.__cuda_array_interface__ = [4096]  # type: ignore[assignment]

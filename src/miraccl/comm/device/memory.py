@@ -79,11 +79,10 @@ def _dlpack_device(thing: Any) -> tuple[int, int]:
 
 def ordinal_of(thing: Any) -> int:
     """The number of the GPU on which ``thing`` lies; 0 where the array does not say."""
-    device = getattr(thing, "device", None)
-    for name in ("index", "id"):  # PyTorch's name, CuPy's name
-        number = getattr(device, name, None)
-        if isinstance(number, int):
-            return number
+    # PyTorch's name, CuPy's name; JAX's devices have an id, too, which counts those of all processes
+    number = getattr(getattr(thing, "device", None), "id" if _is_cupys(thing) else "index", None)
+    if isinstance(number, int):
+        return number
     kind, number = _dlpack_device(thing)
     if kind in _DL_CUDA:
         return number
