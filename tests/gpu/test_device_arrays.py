@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from miraccl.comm.arguments import DLTensor, capsule_of
+from miraccl.comm.arguments import view as cpu_view
 from miraccl.comm.device import memory
 from miraccl.comm.device.arguments import DeviceArguments
 from miraccl.comm.device.memory import DeviceMemory, device_view
@@ -217,6 +218,60 @@ def test_malformed_interfaces_are_refused(said: dict[str, Any], words: str) -> N
         with pytest.raises(InvalidUsage, match=f"x has a __cuda_array_interface__ whose {next(iter(said))} is None"):
             view(lacking)
     assert not memory.kinds
+
+
+class Raising:
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        raise RuntimeError("no context")
+
+
+class OnCpuRaising(Raising):
+    """An array in CPU memory, by what DLPack says."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+class Nowhere:
+    """``said`` by DLPack, which is no device."""
+
+    def __init__(self, said: Any) -> None:
+        self._said = said
+
+    def __dlpack_device__(self) -> Any:
+        return self._said
+
+
+class Unwilling:
+    @property
+    def is_cuda(self) -> bool:
+        raise RuntimeError("not now")
+
+
+@pytest.mark.parametrize(
+    ("thing", "there"),
+    [
+        (Raising(), True),
+        (OnCpuRaising(), False),
+        (Unwilling(), False),
+        *((Nowhere(said), False) for said in ("xx", (None, 0), 2, (2, "a"))),
+    ],
+)
+def test_whether_an_array_lies_on_a_gpu_never_raises(thing: Any, there: bool) -> None:
+    """What is wrong is told by who asks for the memory, as a wrong argument."""
+    assert memory.lies_on_gpu(thing) is there
+    with pytest.raises(InvalidUsage, match="a test: x "):
+        view(thing)
+    with pytest.raises(InvalidUsage, match="a test: x "):
+        cpu_view(thing, "x", writes=False, where="a test")
+
+
+def test_an_interface_that_raises_is_named() -> None:
+    with pytest.raises(InvalidUsage, match="a test: x gives no __cuda_array_interface__: RuntimeError: no context"):
+        view(Raising())
+    with pytest.raises(InvalidUsage, match="an array gives no __cuda_array_interface__: RuntimeError: no context"):
+        memory.ordinal_of(Raising())
 
 
 class OfJax(Packed):

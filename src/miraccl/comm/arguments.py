@@ -74,8 +74,11 @@ def _as_array(thing: Any, name: str, where: str) -> Array:
         return array
     if hasattr(thing, "__dlpack__"):
         return _from_dlpack(thing, name, where)
-    if hasattr(thing, "__array_interface__"):
-        return np.asarray(thing)
+    try:
+        if hasattr(thing, "__array_interface__"):
+            return np.asarray(thing)
+    except Exception as error:  # a property may raise anything
+        raise InvalidUsage(f"{where}: {name} gives no __array_interface__: {type(error).__name__}: {error}") from error
     try:
         return np.asarray(memoryview(thing))
     except (TypeError, ValueError, BufferError) as error:
@@ -130,9 +133,12 @@ def capsule_of(thing: Any, **options: Any) -> tuple[Any, int, bool]:
 
 def _from_dlpack(thing: Any, name: str, where: str) -> Array:
     """A view of a CPU tensor. The capsule is kept, not consumed: it frees the tensor's reference when the view goes."""
-    device = thing.__dlpack_device__() if hasattr(thing, "__dlpack_device__") else (_DL_CPU, 0)
-    if int(device[0]) != _DL_CPU:
-        raise InvalidUsage(f"{where}: {name} lies on a device (DLPack type {int(device[0])}); this communicator works on CPU memory")
+    try:
+        kind = int(thing.__dlpack_device__()[0]) if hasattr(thing, "__dlpack_device__") else _DL_CPU
+    except Exception as error:
+        raise InvalidUsage(f"{where}: {name} gives no DLPack device: {error}") from error
+    if kind != _DL_CPU:
+        raise InvalidUsage(f"{where}: {name} lies on a device (DLPack type {kind}); this communicator works on CPU memory")
     try:
         capsule, pointer, read_only = capsule_of(thing)
     except Exception as error:

@@ -52,12 +52,18 @@ def lies_on_gpu(thing: Any) -> bool:
     """Whether ``thing`` is an array in GPU memory; cheap, never raises, imports nothing."""
     if isinstance(thing, np.ndarray):
         return False
-    flag = getattr(thing, "is_cuda", None)
-    if flag is not None:
-        return bool(flag)
-    # the class is asked first, since that is cheap; JAX's has the attribute, but only its arrays on a GPU do
-    if hasattr(type(thing), "__cuda_array_interface__") and hasattr(thing, "__cuda_array_interface__"):
-        return True
+    try:
+        flag = getattr(thing, "is_cuda", None)
+        if flag is not None:
+            return bool(flag)
+    except Exception:  # a property may raise anything
+        return _dlpack_device(thing)[0] in _DL_CUDA
+    try:
+        # the class is asked first, since that is cheap; JAX's has the attribute, but only its arrays on a GPU do
+        if hasattr(type(thing), "__cuda_array_interface__") and hasattr(thing, "__cuda_array_interface__"):
+            return True
+    except Exception:  # who asks for the address tells what is wrong
+        return _dlpack_device(thing)[0] in (0, *_DL_CUDA)
     return _dlpack_device(thing)[0] in _DL_CUDA
 
 
@@ -72,9 +78,9 @@ def _dlpack_device(thing: Any) -> tuple[int, int]:
         return 0, 0
     try:
         kind, number = thing.__dlpack_device__()
-    except Exception:  # an array of several devices, or one that was deleted
+        return int(kind), int(number)
+    except Exception:  # an array of several devices, one that was deleted, what is no device
         return 0, 0
-    return int(kind), int(number)
 
 
 def ordinal_of(thing: Any) -> int:
@@ -86,7 +92,7 @@ def ordinal_of(thing: Any) -> int:
     kind, number = _dlpack_device(thing)
     if kind in _DL_CUDA:
         return number
-    interface = getattr(thing, "__cuda_array_interface__", None)
+    interface = _interface_of(thing, "", "an array")
     if interface is None:
         return 0
     from miraccl.executor.cuda.driver import ordinal_at  # programs without a GPU need none of it
@@ -118,7 +124,7 @@ def device_view(thing: Any, name: str, where: str, stream: Any = None, gpu: Gpu 
     if view is not None:
         return thing.miraccl_view  # type: ignore[no-any-return]
     immutable = type(thing).__module__.partition(".")[0] in IMMUTABLE
-    interface = None if immutable else getattr(thing, "__cuda_array_interface__", None)
+    interface = None if immutable else _interface_of(thing, name, where)
     if interface is not None:
         view = _view_interface(thing, interface, name, where)
         if gpu is not None and view.count and (owner := gpu.owner(view.address)) != gpu.ordinal:
@@ -138,6 +144,15 @@ def device_view(thing: Any, name: str, where: str, stream: Any = None, gpu: Gpu 
         raise InvalidUsage(f"{where}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU")
     text = f"{where}: {name} is a {type(thing).__name__}"
     raise InvalidUsage(f"{text}; allowed are PyTorch tensors and GPU memory with __cuda_array_interface__ or DLPack")
+
+
+def _interface_of(thing: Any, name: str, where: str) -> Any:
+    """What it gives for an interface, None without."""
+    try:
+        return getattr(thing, "__cuda_array_interface__", None)
+    except Exception as error:
+        which = f"{where}: {name}" if name else where
+        raise InvalidUsage(f"{which} gives no __cuda_array_interface__: {type(error).__name__}: {error}") from error
 
 
 def _is_cupys(thing: Any) -> bool:
