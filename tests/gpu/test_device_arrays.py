@@ -274,6 +274,35 @@ def test_an_interface_that_raises_is_named() -> None:
         memory.ordinal_of(Raising())
 
 
+@pytest.mark.parametrize(
+    ("said", "count"),
+    [({"shape": (1 << 60,)}, 1 << 60), ({"shape": (1 << 31, 1 << 31, 4)}, 1 << 64), ({"shape": (1 << 58,), "typestr": "|i1"}, 1 << 58)],
+    ids=str,
+)
+def test_more_elements_than_memory_can_have_are_refused(said: dict[str, Any], count: int) -> None:
+    with pytest.raises(InvalidUsage, match=f"a test: x is said to have {count} elements of .*; a process addresses {1 << 57} bytes"):
+        view(Described(**said))
+    with pytest.raises(InvalidUsage, match=f"a test: x is said to have {1 << 60} elements of float32"):
+        view(Endless(np.zeros(4, np.float32)))
+    assert view(Described(shape=(1 << 55,))).count == 1 << 55
+    assert Endless not in memory.kinds
+
+
+class Endless(Packed):
+    """Whose capsule says more than there is."""
+
+    def __dlpack__(self, *, stream: Any, max_version: Any) -> Any:
+        capsule = super().__dlpack__(stream=stream, max_version=max_version)
+        DLTensor.from_address(pointer_of(capsule, b"dltensor_versioned") + at.VERSIONED_TENSOR).shape[0] = 1 << 60
+        return capsule
+
+
+@pytest.mark.parametrize(("shape", "strides"), [((0, 4), (7, 7)), ((4, 0), (0, 0)), ((0,), (-4,)), ((2, 0, 3), (1, 2, 3))])
+def test_steps_of_nothing_are_not_looked_at(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    """As with DLPack, and with NumPy on CPUs."""
+    assert view(Described(shape=shape, strides=strides)) == DeviceMemory(4096, 0, DType.FLOAT32)
+
+
 class OfJax(Packed):
     """On the first GPU of its process, which is the fourth of all processes."""
 

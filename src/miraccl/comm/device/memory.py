@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: names of dtypes: ours, and PyTorch's and NumPy's where they differ
 DTYPE_NAMES = {dtype.label: dtype for dtype in DType} | {"bool": DType.UINT8, "float8_e4m3fn": DType.FLOAT8_E4M3}
+#: of one array: beyond the addresses of a process (x86-64, five levels of page tables); less is for the driver to refuse
+MOST_BYTES = 1 << 57
 _torch_dtypes: dict[Any, DType] = {}
 _typestrs: dict[str, DType] = {}
 #: for doors: types whose arrays were right, and by what they were looked at; those of the first ones that a process has
@@ -196,12 +198,19 @@ def _view_dlpack(thing: Any, name: str, where: str, stream: int) -> DeviceMemory
     if not dense and count:
         shape, strides = list(tensor.shape[: tensor.ndim]), list(tensor.strides[: tensor.ndim])
         raise InvalidUsage(f"{where}: {name} is not contiguous (shape {shape}, strides {strides} elements)")
+    _check_size(count, dtype, name, where)
     address = (tensor.data or 0) + tensor.byte_offset
     if not tensor.data and count:
         raise _without_memory(name, where, count)
     if address % dtype.itemsize:
         raise _unaligned(name, where, dtype)
     return DeviceMemory(address, count, dtype, capsule, read_only)
+
+
+def _check_size(count: int, dtype: DType, name: str, where: str) -> None:
+    """Refuse what no memory can be."""
+    if count * dtype.itemsize > MOST_BYTES:
+        raise InvalidUsage(f"{where}: {name} is said to have {count} elements of {dtype.label}; a process addresses {MOST_BYTES} bytes")
 
 
 def _unaligned(name: str, where: str, dtype: DType) -> InvalidUsage:
@@ -296,15 +305,16 @@ def _view_interface(thing: Any, interface: dict[str, Any], name: str, where: str
     dtype = _typestrs.get(typestr)
     if dtype is None and (dtype := _named(thing, typestr)) is None:
         raise InvalidUsage(f"{where}: {name} has type {typestr!r}; allowed are {ALLOWED}")
-    strides, size, expected = interface.get("strides"), dtype.itemsize, dtype.itemsize
-    if strides is not None:
+    strides, size, count = interface.get("strides"), dtype.itemsize, 1
+    for length in shape:
+        count *= int(length)
+    _check_size(count, dtype, name, where)
+    if strides is not None and count:
+        expected = size
         for length, stride in zip(reversed(shape), reversed(strides)):
             if length != 1 and stride != expected:
                 raise InvalidUsage(f"{where}: {name} is not contiguous (shape {shape}, strides {strides} bytes)")
             expected *= length
-    count = 1
-    for length in shape:
-        count *= int(length)
     address, read_only = interface["data"]
     if not address and count:
         raise _without_memory(name, where, count)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from miraccl.comm.control import Plane
-from miraccl.comm.device.memory import DTYPE_NAMES, DeviceMemory
+from miraccl.comm.device.memory import DTYPE_NAMES, MOST_BYTES, DeviceMemory
 from miraccl.comm.stages import Stages
 from miraccl.comm.window import dimensions
 from miraccl.errors import InvalidUsage
@@ -22,8 +22,6 @@ from miraccl.executor.cuda.copies import Place
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.transport.cuda_p2p import SymmetricMemory, WindowMemory
 from miraccl.types import DType
-
-MOST_BYTES = 1 << 57  # beyond the addresses of a process (x86-64, five levels of page tables); less is for the driver to refuse
 
 
 class DeviceArray:
