@@ -303,6 +303,17 @@ def test_steps_of_nothing_are_not_looked_at(shape: tuple[int, ...], strides: tup
     assert view(Described(shape=shape, strides=strides)) == DeviceMemory(4096, 0, DType.FLOAT32)
 
 
+def test_bools_are_refused() -> None:
+    """Sums of their bytes are no bools."""
+    with pytest.raises(InvalidUsage, match=r"a test: x has type '.b1'; allowed are int8, uint8"):
+        view(Described(typestr="|b1"))
+    torch, gpu = torch_with_doors(), Gpu()
+    gpu.ordinal = -1
+    with pytest.raises(InvalidUsage, match=r"a test: x has dtype torch.bool; allowed are int8, uint8"):
+        view(torch.zeros(4, dtype=torch.bool), gpu=gpu)
+    assert view(torch.zeros(4, dtype=torch.bool).view(torch.uint8), gpu=gpu).dtype is DType.UINT8
+
+
 class OfJax(Packed):
     """On the first GPU of its process, which is the fourth of all processes."""
 

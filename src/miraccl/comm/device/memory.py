@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from miraccl.executor.cuda.driver import Gpu
 
 #: names of dtypes: ours, and PyTorch's and NumPy's where they differ
-DTYPE_NAMES = {dtype.label: dtype for dtype in DType} | {"bool": DType.UINT8, "float8_e4m3fn": DType.FLOAT8_E4M3}
+DTYPE_NAMES = {dtype.label: dtype for dtype in DType} | {"float8_e4m3fn": DType.FLOAT8_E4M3}
 #: of one array: beyond the addresses of a process (x86-64, five levels of page tables); less is for the driver to refuse
 MOST_BYTES = 1 << 57
 _torch_dtypes: dict[Any, DType] = {}

@@ -113,7 +113,7 @@ def _element_type(dtype: Any) -> DType:
         return dtype
     label = str(dtype).removeprefix("torch.") if not isinstance(dtype, type) else np.dtype(dtype).name
     label = getattr(dtype, "name", label) if not isinstance(dtype, str) else label
-    found = DTYPE_NAMES.get(label)
+    found = (DTYPE_NAMES | {"bool": DType.UINT8}).get(label)
     if found is None:
         raise InvalidUsage(f"empty: dtype {dtype!r} cannot be communicated; allowed are {', '.join(DTYPE_NAMES)}")
     return found

@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.schedule.reduction import NUMPY_DTYPE
-from miraccl.types import DL_TYPES, DType
+from miraccl.types import DL_TYPES
 
 DL_DTYPES = {dtype: code | bits << 8 | 1 << 16 for (code, bits), dtype in DL_TYPES.items()}
-#: what ``__cuda_array_interface__`` says of types: NumPy's code, the name of those that have none; bool goes as uint8
-_TYPESTRS = {dtype.str if dtype.isbuiltin == 1 else dtype.name: DL_DTYPES[code] for code, dtype in NUMPY_DTYPE.items()} | {
-    "|b1": DL_DTYPES[DType.UINT8]
-}
+#: what ``__cuda_array_interface__`` says of types: NumPy's code, the name of those that have none
+_TYPESTRS = {dtype.str if dtype.isbuiltin == 1 else dtype.name: DL_DTYPES[code] for code, dtype in NUMPY_DTYPE.items()}
 _DLPACK, _INTERFACE, _SHARDING = "__dlpack__", "__cuda_array_interface__", "sharding"
 _PLAIN, _VERSIONED = ctypes.create_string_buffer(b"dltensor"), ctypes.create_string_buffer(b"dltensor_versioned")
 _VERSION = (1, 0)
