@@ -15,7 +15,8 @@ from miraccl.comm.device import memory
 from miraccl.comm.device.arguments import DeviceArguments
 from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.comm.device.stream import number_of
-from miraccl.comm.device.windows import DeviceArray
+from miraccl.comm.device.windows import DeviceArray, _element_type
+from miraccl.comm.window import element_type
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.kinds import Kind
@@ -220,6 +221,46 @@ def test_malformed_interfaces_are_refused(said: dict[str, Any], words: str) -> N
     assert not memory.kinds
 
 
+@pytest.mark.parametrize(
+    ("said", "count"),
+    [({"shape": (1 << 60,)}, 1 << 60), ({"shape": (1 << 31, 1 << 31, 4)}, 1 << 64), ({"shape": (1 << 58,), "typestr": "|i1"}, 1 << 58)],
+    ids=str,
+)
+def test_more_elements_than_memory_can_have_are_refused(said: dict[str, Any], count: int) -> None:
+    with pytest.raises(InvalidUsage, match=f"a test: x is said to have {count} elements of .*; a process addresses {1 << 57} bytes"):
+        view(Described(**said))
+    with pytest.raises(InvalidUsage, match=f"a test: x is said to have {1 << 60} elements of float32"):
+        view(Endless(np.zeros(4, np.float32)))
+    assert view(Described(shape=(1 << 55,))).count == 1 << 55
+    assert Endless not in memory.kinds
+
+
+class Endless(Packed):
+    """Whose capsule says more than there is."""
+
+    def __dlpack__(self, *, stream: Any, max_version: Any) -> Any:
+        capsule = super().__dlpack__(stream=stream, max_version=max_version)
+        DLTensor.from_address(pointer_of(capsule, b"dltensor_versioned") + at.VERSIONED_TENSOR).shape[0] = 1 << 60
+        return capsule
+
+
+@pytest.mark.parametrize(("shape", "strides"), [((0, 4), (7, 7)), ((4, 0), (0, 0)), ((0,), (-4,)), ((2, 0, 3), (1, 2, 3))])
+def test_steps_of_nothing_are_not_looked_at(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    """As with DLPack, and with NumPy on CPUs."""
+    assert view(Described(shape=shape, strides=strides)) == DeviceMemory(4096, 0, DType.FLOAT32)
+
+
+def test_bools_are_refused() -> None:
+    """Sums of their bytes are no bools."""
+    with pytest.raises(InvalidUsage, match=r"a test: x has type '.b1'; allowed are int8, uint8"):
+        view(Described(typestr="|b1"))
+    torch, gpu = torch_with_doors(), Gpu()
+    gpu.ordinal = -1
+    with pytest.raises(InvalidUsage, match=r"a test: x has dtype torch.bool; allowed are int8, uint8"):
+        view(torch.zeros(4, dtype=torch.bool), gpu=gpu)
+    assert view(torch.zeros(4, dtype=torch.bool).view(torch.uint8), gpu=gpu).dtype is DType.UINT8
+
+
 class Raising:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -274,46 +315,6 @@ def test_an_interface_that_raises_is_named() -> None:
         memory.ordinal_of(Raising())
 
 
-@pytest.mark.parametrize(
-    ("said", "count"),
-    [({"shape": (1 << 60,)}, 1 << 60), ({"shape": (1 << 31, 1 << 31, 4)}, 1 << 64), ({"shape": (1 << 58,), "typestr": "|i1"}, 1 << 58)],
-    ids=str,
-)
-def test_more_elements_than_memory_can_have_are_refused(said: dict[str, Any], count: int) -> None:
-    with pytest.raises(InvalidUsage, match=f"a test: x is said to have {count} elements of .*; a process addresses {1 << 57} bytes"):
-        view(Described(**said))
-    with pytest.raises(InvalidUsage, match=f"a test: x is said to have {1 << 60} elements of float32"):
-        view(Endless(np.zeros(4, np.float32)))
-    assert view(Described(shape=(1 << 55,))).count == 1 << 55
-    assert Endless not in memory.kinds
-
-
-class Endless(Packed):
-    """Whose capsule says more than there is."""
-
-    def __dlpack__(self, *, stream: Any, max_version: Any) -> Any:
-        capsule = super().__dlpack__(stream=stream, max_version=max_version)
-        DLTensor.from_address(pointer_of(capsule, b"dltensor_versioned") + at.VERSIONED_TENSOR).shape[0] = 1 << 60
-        return capsule
-
-
-@pytest.mark.parametrize(("shape", "strides"), [((0, 4), (7, 7)), ((4, 0), (0, 0)), ((0,), (-4,)), ((2, 0, 3), (1, 2, 3))])
-def test_steps_of_nothing_are_not_looked_at(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    """As with DLPack, and with NumPy on CPUs."""
-    assert view(Described(shape=shape, strides=strides)) == DeviceMemory(4096, 0, DType.FLOAT32)
-
-
-def test_bools_are_refused() -> None:
-    """Sums of their bytes are no bools."""
-    with pytest.raises(InvalidUsage, match=r"a test: x has type '.b1'; allowed are int8, uint8"):
-        view(Described(typestr="|b1"))
-    torch, gpu = torch_with_doors(), Gpu()
-    gpu.ordinal = -1
-    with pytest.raises(InvalidUsage, match=r"a test: x has dtype torch.bool; allowed are int8, uint8"):
-        view(torch.zeros(4, dtype=torch.bool), gpu=gpu)
-    assert view(torch.zeros(4, dtype=torch.bool).view(torch.uint8), gpu=gpu).dtype is DType.UINT8
-
-
 class OfJax(Packed):
     """On the first GPU of its process, which is the fourth of all processes."""
 
@@ -330,6 +331,17 @@ def test_devices_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> No
     assert memory.ordinal_of(OfJax(np.zeros(4))) == 0
     assert memory.ordinal_of(OfCupy(np.zeros(4))) == 3
     assert memory.ordinal_of(types.SimpleNamespace(device=types.SimpleNamespace(index=2))) == 2
+
+
+@pytest.mark.parametrize("dtype", ["f4", "<f4", "FLOAT32", float, "float", np.int8, np.dtype("u4"), DType.BFLOAT16, "float8_e4m3fn", None])
+def test_windows_have_the_types_that_those_on_cpus_have(dtype: Any) -> None:
+    assert NUMPY_DTYPE[_element_type(dtype)] == element_type(dtype)
+
+
+@pytest.mark.parametrize("dtype", [">f4", np.dtype(">f4"), np.dtype(">i8"), "int16", "complex64", "hello", ",,", object, "V", 7, "3f4"])
+def test_windows_of_types_that_cannot_be_communicated_are_refused(dtype: Any) -> None:
+    with pytest.raises(InvalidUsage, match=r"empty: (dtype .* cannot be communicated|there is no window memory of dtype)"):
+        _element_type(dtype)
 
 
 def test_what_is_no_interface_is_refused() -> None:

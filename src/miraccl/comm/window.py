@@ -37,7 +37,7 @@ class Window:
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         """An uninitialised array (zero where its pages are new) in window memory, aligned to a page."""
-        kind, dims = _element_type(dtype), dimensions(shape)
+        kind, dims = element_type(dtype), dimensions(shape)
         nbytes = math.prod(dims) * kind.itemsize
         size = max(PAGE, -(-nbytes // PAGE) * PAGE)
         offset = self._take(size)
@@ -90,12 +90,12 @@ class Window:
             self._free = merged
 
 
-def _element_type(dtype: Any) -> Any:
-    """The NumPy type for a ``DType``, its label, or whatever NumPy takes as a data type."""
+def element_type(dtype: Any) -> Any:
+    """The NumPy type for a ``DType``, its label, or whatever NumPy takes as a data type; ``InvalidUsage`` for what is none."""
     try:
         label = dtype.label if isinstance(dtype, DType) else dtype
         kind = NUMPY_DTYPE[DType[label.upper()]] if isinstance(label, str) and label.upper() in DType.__members__ else np.dtype(label)
-    except TypeError as error:
+    except (TypeError, ValueError, SyntaxError) as error:
         raise InvalidUsage(f"empty: there is no window memory of dtype {dtype!r}: {error}") from None
     if kind.hasobject or not kind.itemsize:
         raise InvalidUsage(f"empty: there is no window memory of dtype {dtype!r}: its elements do not lie in the array")

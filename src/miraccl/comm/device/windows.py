@@ -11,17 +11,18 @@ import math
 import sys
 from typing import Any
 
-import numpy as np
-
 from miraccl.comm.control import Plane
 from miraccl.comm.device.memory import DTYPE_NAMES, MOST_BYTES, DeviceMemory
 from miraccl.comm.stages import Stages
-from miraccl.comm.window import dimensions
+from miraccl.comm.window import dimensions, element_type
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.copies import Place
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.transport.cuda_p2p import SymmetricMemory, WindowMemory
 from miraccl.types import DType
+
+#: names of types -> what has this type; bool is uint8 here
+_NAMES = DTYPE_NAMES | {"bool": DType.UINT8}
 
 
 class DeviceArray:
@@ -109,11 +110,12 @@ class Windows:
 
 
 def _element_type(dtype: Any) -> DType:
+    """Of what ``empty`` takes on CPUs, and of PyTorch's types."""
     if isinstance(dtype, DType):
         return dtype
-    label = str(dtype).removeprefix("torch.") if not isinstance(dtype, type) else np.dtype(dtype).name
-    label = getattr(dtype, "name", label) if not isinstance(dtype, str) else label
-    found = (DTYPE_NAMES | {"bool": DType.UINT8}).get(label)
+    found = _NAMES.get(str(dtype).removeprefix("torch."))
+    if found is None and (kind := element_type(dtype)).isnative:
+        found = _NAMES.get(kind.name)
     if found is None:
-        raise InvalidUsage(f"empty: dtype {dtype!r} cannot be communicated; allowed are {', '.join(DTYPE_NAMES)}")
+        raise InvalidUsage(f"empty: dtype {dtype!r} cannot be communicated; allowed are {', '.join(_NAMES)}")
     return found
