@@ -261,6 +261,19 @@ def test_bools_are_refused() -> None:
     assert view(torch.zeros(4, dtype=torch.bool).view(torch.uint8), gpu=gpu).dtype is DType.UINT8
 
 
+def test_tensors_that_are_negated_lazily_are_refused() -> None:
+    """On GPUs and CPUs: neither their address nor DLPack tells of it."""
+    torch, gpu = torch_with_doors(), Gpu()
+    gpu.ordinal = -1
+    for x in (torch._neg_view(torch.ones(4)), torch.ones(1, dtype=torch.complex64).conj().imag):
+        assert x.is_contiguous()
+        with pytest.raises(InvalidUsage, match=r"a test: x is negated lazily \(is_neg\(\)\).*pass x.resolve_neg"):
+            view(x, gpu=gpu)
+        with pytest.raises(InvalidUsage, match=r"a test: x is negated lazily \(is_neg\(\)\).*pass x.resolve_neg"):
+            cpu_view(x, "x", writes=False, where="a test")
+        assert view(x.resolve_neg(), gpu=gpu).count == x.numel()
+
+
 class Raising:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import sys
 from dataclasses import dataclass
 from operator import index as whole_number
 from typing import Any
@@ -131,6 +132,11 @@ def capsule_of(thing: Any, **options: Any) -> tuple[Any, int, bool]:
     return capsule, pointer_of(capsule, b"dltensor"), type(thing).__module__.partition(".")[0] in IMMUTABLE
 
 
+def negated(name: str, where: str) -> InvalidUsage:
+    """The refusal of a tensor of PyTorch's with the lazy negative bit, whose memory holds the negatives of its values."""
+    return InvalidUsage(f"{where}: {name} is negated lazily (is_neg()): its values are not in its memory", hint="pass x.resolve_neg()")
+
+
 def _from_dlpack(thing: Any, name: str, where: str) -> Array:
     """A view of a CPU tensor. The capsule is kept, not consumed: it frees the tensor's reference when the view goes."""
     try:
@@ -139,6 +145,9 @@ def _from_dlpack(thing: Any, name: str, where: str) -> Array:
         raise InvalidUsage(f"{where}: {name} gives no DLPack device: {error}") from error
     if kind != _DL_CPU:
         raise InvalidUsage(f"{where}: {name} lies on a device (DLPack type {kind}); this communicator works on CPU memory")
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(thing, torch.Tensor) and thing.is_neg():  # DLPack does not tell
+        raise negated(name, where)
     try:
         capsule, pointer, read_only = capsule_of(thing)
     except Exception as error:

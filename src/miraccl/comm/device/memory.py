@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from miraccl.comm.arguments import ALLOWED, IMMUTABLE, DLTensor, capsule_of
+from miraccl.comm.arguments import ALLOWED, IMMUTABLE, DLTensor, capsule_of, negated
 from miraccl.comm.device.stream import dlpack_stream, find_current_stream, number_of
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.doors import layout as at
@@ -240,6 +240,8 @@ def _view_tensor(tensor: Any, torch: Any, name: str, where: str, gpu: Gpu | None
     if not tensor.is_contiguous():
         text = f"{where}: {name} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()})"
         raise InvalidUsage(text, hint="pass x.contiguous()")
+    if tensor.is_neg():
+        raise negated(name, where)
     address, count = tensor.data_ptr(), tensor.numel()
     if address < FREED_BELOW and count and address == tensor.storage_offset() * dtype.itemsize:
         raise _without_memory(name, where, count)
