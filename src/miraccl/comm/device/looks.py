@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -88,6 +89,7 @@ class Looks:
         boards = self._look(read_boards)
         if boards is None:
             return
+        boards = dataclasses.replace(boards, stopped=lambda _: False)  # or not all had come; their memory may be going already
         if (unlike := boards.unlike()) is not None:
             faults.found_mismatch(*unlike)
         elif (ahead := boards.ahead()) is not None:
