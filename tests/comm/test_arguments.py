@@ -288,6 +288,7 @@ WRONG: list[tuple[str, Any]] = [
     ("no collective is called None; known are all_reduce", lambda c: c.explain(None, 4)),
     ("nbytes is -4", lambda c: c.explain("all_reduce", -4)),
     ("nbytes is '4K'", lambda c: c.explain("all_reduce", "4K")),
+    ("nbytes is 4611686018427387904; it is a number of bytes from 0 to", lambda c: c.explain("all_reduce", 1 << 62)),
     ("dtype is None", lambda c: c.explain("all_reduce", 4, None)),
     ("device is None; allowed are cpu, cuda", lambda c: c.empty(4, device=None)),
     ("dtype is 'half'", lambda c: c.explain("all_reduce", 4, "half")),

@@ -25,6 +25,7 @@ from miraccl.comm import nccl_wishes, summary, whereabouts
 from miraccl.comm.arguments import data_type
 from miraccl.comm.calls import Call, Place, barrier
 from miraccl.comm.control import COUNTED_RANKS
+from miraccl.comm.device.memory import MOST_BYTES
 from miraccl.comm.exchange import Entry, Exchange, Transfer
 from miraccl.comm.fabric import Beliefs, Fabric
 from miraccl.comm.faults import Faults
@@ -352,8 +353,8 @@ class Member:
         if name not in Collective.__members__ or name == "SEND_RECV":
             known = ", ".join(c.label for c in Collective if c is not Collective.SEND_RECV)
             raise InvalidUsage(f"no collective is called {collective!r}; known are {known}")
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int | np.integer) or nbytes < 0:
-            raise InvalidUsage(f"explain: nbytes is {nbytes!r}; it is a number of bytes from 0 on")
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int | np.integer) or not 0 <= nbytes <= MOST_BYTES:
+            raise InvalidUsage(f"explain: nbytes is {nbytes!r}; it is a number of bytes from 0 to {MOST_BYTES}")
         kind = Collective[name]
         return kind, default_block_bytes(kind, int(nbytes), self.nranks), data_type(dtype)
 
