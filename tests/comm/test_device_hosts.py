@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from miraccl.tools.spawn import Outcome
 from miraccl.types import DType
 from tests.gpu import fake_hosts
 from tests.gpu.emulator import folder, needs_compiler
@@ -192,8 +195,17 @@ def test_a_stream_that_breaks_ends_what_waits_for_it(sends: bool) -> None:
 
 @pytest.mark.parametrize(("hosts", "apart", "sends"), [("AABB", False, False), *(("AB", *waits) for waits in WAITS)])
 def test_a_death_ends_what_waits(hosts: str, apart: bool, sends: bool) -> None:
-    outcomes = rank_outcomes(fake_hosts.death, len(hosts), hosts, apart, sends)
-    last = len(hosts) - 1
+    _check_death(rank_outcomes(fake_hosts.death, len(hosts), hosts, apart, sends))
+
+
+@needs_compiler
+def test_a_death_ends_kernels_that_wait() -> None:
+    env = SMALL | {"MIRACCL_EMULATOR_CACHE": str(folder())}
+    _check_death(rank_outcomes(fake_hosts.death, 4, "AABB", True, False, True, env=env, timeout=120.0))
+
+
+def _check_death(outcomes: Sequence[Outcome]) -> None:
+    last = len(outcomes) - 1
     for outcome in outcomes[:last]:
         assert not outcome.error
         assert str(outcome.value).startswith("PeerDied")

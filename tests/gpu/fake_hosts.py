@@ -719,9 +719,9 @@ def _begin_at(w: World, number: int) -> int:
     return counted
 
 
-def death(hosts: str, apart: bool, sends: bool) -> str:
+def death(hosts: str, apart: bool, sends: bool, kernels: bool = False) -> str:
     with session() as world:
-        w = World(world, hosts, apart=apart)
+        w = World(world, hosts, apart=apart, kernels=kernels)
         x = w.zeros(BIG, DType.FLOAT32)
         w.comm.all_reduce(x)
         w.comm.synchronize()
@@ -785,6 +785,6 @@ def _fault(w: World, x: DeviceMemory, kinds: tuple[type[MiracclError], ...]) -> 
         w.comm.all_reduce(x)
     except kinds as error:
         w.cuda.cuCtxSynchronize()
-        w.comm.close()
+        assert w.comm.close() is None, "it was told"
         return f"{type(error).__name__}: {error}"
     raise AssertionError("no error")

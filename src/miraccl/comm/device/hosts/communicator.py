@@ -349,4 +349,4 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         self.jobs.finalize()
         if self._leaves:
             self.session.close()
-        return self.faults.untold() or untold or mismatch
+        return None if self.faults.told else self.faults.untold() or untold or mismatch

@@ -24,7 +24,8 @@ class HostsFaults:
         self.session, self.rank = session, session.rank
         self.fault: MiracclError | None = None
         self.closed = False
-        self._found = self._told = False  # a lane has found the fault; a call has raised it
+        self.told = False  # a call has raised the fault
+        self._found = False  # a lane has found it
         self._let_go, self._abort_network = let_go, abort_network
         self._lock = threading.RLock()  # a signal handler may abort in the middle
 
@@ -33,7 +34,7 @@ class HostsFaults:
         if self.closed:
             raise CommunicatorClosed("the communicator has been finalized", rank=self.rank, op=name or None)
         if self.fault is not None:
-            self._told = True
+            self.told = True
             raise self.fault
 
     def found(self, error: Exception) -> None:
@@ -42,7 +43,7 @@ class HostsFaults:
 
     def untold(self) -> MiracclError | None:
         """What lanes found and no call has raised; that another rank has aborted, a call alone tells."""
-        return self.fault if self._found and not self._told else None
+        return self.fault if self._found and not self.told else None
 
     def fail(self, error: Exception, told: bool = False, found: bool = False) -> None:
         """The first fault stays. The other ranks are told unless they told us, before the program can see it: that may end at once."""
