@@ -253,6 +253,43 @@ def never_comes_to_copies() -> dict[str, Any]:
         return {"type": "none"}
 
 
+def copies_stop(captured: bool) -> dict[str, Any]:
+    """All ranks meet for copies through staging memory, and rank 1's program stands before it has enqueued its own."""
+    from miraccl.executor.cuda import staged_copies
+    from tests.gpu import fake_cuda
+
+    staged_copies.STAGE_BYTES, fake_cuda.WAIT_LIMIT_S = 64 << 10, 15.0
+    with rank(timeout=600.0) as me:
+        out, x = me.zeros(1000 * me.nranks), me.put(np.ones(1000))
+        me.comm.all_gather(x, out, stream=0)
+        me.synchronize()
+        device = me.comm._device
+        assert isinstance(device, DeviceCommunicator)
+        stay_until_told(me)
+
+        def stands(*_: Any) -> None:
+            while not device.faults.broken:
+                os.sched_yield()
+
+        if me.rank == 1:
+            vars_of: Any = staged_copies.StagedLaunch
+            vars_of._enqueue = stands
+        else:
+            device.faults._timeout = 0.3
+        try:
+            if captured and me.rank == 0:
+                stream = me.cuda.cuStreamCreate(1)[1]
+                device.gpu.launch_graph(device.gpu.capture(stream, lambda s: me.comm.all_gather(x, out, stream=s)), stream)
+            else:
+                me.comm.all_gather(x, out, stream=0)
+            me.synchronize()
+        except MiracclError as error:
+            return told_by(error)
+        finally:
+            stay_until_told(me)
+        return {"type": "none"}
+
+
 def differs_at_the_end(how: str) -> dict[str, Any]:
     """The last operation is another one on rank 1, and nobody waits for it; no call follows but ``how``."""
     with rank(timeout=60.0) as me:

@@ -261,6 +261,17 @@ def test_streams_that_copy_are_let_go_of_when_a_deadline_has_passed() -> None:
         assert "rank 1: never came to it; its last was all_gather #2 (1000 x float32; one_shot, copy)" in answer["graph"][1]
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_copies_have_a_deadline_also_when_all_ranks_have_met(captured: bool) -> None:
+    env = {"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}
+    first, second = run_ranks(emulated_faults.copies_stop, 2, captured, env=env)
+    for answer in (first, second):
+        assert answer["type"] == "CollectiveTimeout", answer
+        assert "rank 0 waited longer than 0.3 s for a copy, or room for one," in answer["text"], answer
+    assert "stands" in first["graph"][1], "where the program of rank 1 is"
+    assert first["op"] == "all_gather #3 (1000 x float32; one_shot, copy)"
+
+
 @pytest.mark.parametrize("how", ["synchronize", "finalize"])
 def test_a_mismatch_in_the_last_operation_is_told(how: str) -> None:
     """It leaves nobody waiting, and there is no next launch that would tell."""

@@ -17,7 +17,7 @@ from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.moves import move_tag
 
-_STATE = struct.Struct(f"<{layout.STATE_STOPPED + 1}Q")
+_STATE = struct.Struct(f"<{layout.STATE_COPIES + 1}Q")
 _ENTRY = struct.Struct("<IIII")
 _ENTRIES = _ENTRY.size * layout.BOARD_ENTRIES
 _HEAD_BYTES = layout.BOARD_OFFSET + layout.MAX_RANKS * _ENTRIES
@@ -196,6 +196,12 @@ class Head:
     def stopped(self) -> bool:
         """Whether a wait of this rank has failed."""
         return self.state[layout.STATE_STOPPED] != 0
+
+    @property
+    def copies(self) -> tuple[int, int] | None:
+        """Number and signature of the launch after which copies go on that wait for peers; None: none do."""
+        number = self.state[layout.STATE_COPIES] % _ALL
+        return (number, self.state[layout.STATE_SIGNATURES + number % layout.BOARD_ENTRIES] % _ALL) if number else None
 
 
 def read_head(gpu: Gpu, where: Regions) -> Head:

@@ -150,7 +150,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         self._current_stream: Callable[[int], int] | None = None
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
         if self.ctas.none and self.nranks > 1:
-            self.faults.on_abort(self._engines.let_go)
+            self.faults.watch_copies(self._engines, self._looks.copies)
         self.closed = False
         ways = {a + b - self.rank: way for (a, b), way, _ in self.ways() if self.rank in (a, b)}
         _log.info("%s: %s", session.name, summary.of_gpu(self.rank, ordinal, ways, self.ring.order, self.ring.why, self.ctas.most))

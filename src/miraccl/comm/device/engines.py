@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from miraccl.comm.device.ctas import Ctas
+from miraccl.errors import MiracclError
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.copies import CopyLaunch, Place, Side, faster_from, possible
 from miraccl.executor.cuda.driver import Gpu
@@ -59,6 +61,15 @@ class CopyEngines:
     def launches(self) -> list[tuple[tuple[Any, ...], CopyLaunch | StagedLaunch]]:
         """Those that were made, by (collective, dtype, count, operator, root)."""
         return [(key[:5], launch) for key, launch in list(self._launches.items())]
+
+    def awaited(self) -> int | None:
+        """A peer whose data, or else whose room, a stream still waits for; None where that cannot be told, as in graphs."""
+        for (peer, _), side in sorted(self._directions.items(), key=lambda item: (not item[0][1], item[0][0])):
+            with contextlib.suppress(MiracclError):
+                self._gpu.make_current()
+                if not self._gpu.has_passed(side.event):
+                    return peer
+        return None
 
     def let_go(self) -> None:
         """Of streams that wait for words which will not come."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from miraccl.bootstrap import HUB, Event, Notice, PeerLeft, PeerLost, Session
 from miraccl.comm.device.boards import Ahead, Boards
@@ -24,8 +25,16 @@ from miraccl.executor.cuda import layout
 NOTICE = "gpu_abort"
 LEFT = "gpu_left"
 REPEAT_S = 0.002
-LOOK_S = 0.02  # at what kernels found, where streams wait for words
+LOOK_S = 0.02  # at what kernels found and how long copies take, where streams wait for words
+LONGEST_GAP_S = 1.0  # what counts of the time between two looks, as for kernels
 _EXPLAINS = (layout.ERROR_MISMATCH, layout.ERROR_SIZES, layout.ERROR_CROSSED)  # also why the peer has left or aborted since
+
+
+class Engines(Protocol):
+    """Copies between ranks whose streams wait for peers (``comm.device.engines``)."""
+
+    def awaited(self) -> int | None: ...
+    def let_go(self) -> None: ...
 
 
 class DeviceFaults:
@@ -59,7 +68,8 @@ class DeviceFaults:
         self._told = False
         self._lock = threading.RLock()  # a signal handler may abort in the middle
         self._ended = threading.Event()
-        self._releases: list[Callable[[], None]] = []
+        self._engines: Engines | None = None  # whose streams wait for peers
+        self._engaged = threading.RLock()  # held while a thread looks at the GPU
         self._releasing = False
         session.on_event(self._event)
 
@@ -98,13 +108,17 @@ class DeviceFaults:
 
     def found_mismatch(self, peer: int, number: int, signature: int) -> None:
         """As a kernel reports it that finds another operation of ``peer`` in the place of launch ``number`` (0: of messages). None runs."""
+        self._report(layout.ERROR_MISMATCH, peer, layout.WHAT_MEETING, number, signature)
+
+    def _report(self, error: int, peer: int, what: int, number: int, signature: int) -> None:
+        """As ``report`` of source/common.cuh, when no kernel runs that might."""
         with self._lock:
             if self._ended.is_set() or self._words[layout.HOST_CLAIM]:
                 return
             self._words[layout.HOST_CLAIM] = 1
-            self._words[layout.HOST_PEER], self._words[layout.HOST_WHAT] = peer, layout.WHAT_MEETING
+            self._words[layout.HOST_PEER], self._words[layout.HOST_WHAT] = peer, what
             self._words[layout.HOST_LAUNCH], self._words[layout.HOST_SIGNATURE] = number, signature
-            self._words[layout.HOST_ERROR] = layout.ERROR_MISMATCH
+            self._words[layout.HOST_ERROR] = error
             self._words[layout.HOST_ABORT] = 1
 
     def found_ahead(self, what: Ahead) -> None:
@@ -169,11 +183,15 @@ class DeviceFaults:
             return CollectiveMismatch(text, rank=rank, peer=peer, op=op, hint=hint)
         if error == layout.ERROR_LEFT:
             return of_leave(peer, self._why_left.get(there, "finalized"), rank=rank, op=op)
-        text = f"rank {rank} waited longer than {self._timeout:.3g} s for {what} from rank {peer}"
+        copies = int(words[layout.HOST_WHAT]) == layout.WHAT_COPY
+        whom = "between ranks" if there == self.session.rank else f"from rank {peer}"  # of copies in graphs it is not known
+        text = f"rank {rank} waited longer than {self._timeout:.3g} s for {what} {whom}"
         does = {r: boards.describe(r, number, self._name) if op else boards.last(r, self._name) for r in boards.theirs} if boards else {}
-        does[self.session.rank] = f"waits for {what} from rank {peer}{f' in {op}' if op else ''}"
+        does[self.session.rank] = f"waits for {what} {whom}{f' in {op}' if op else ''}"
         if boards is None or not op:
             hint = f"rank {peer} has not come to this message, or is stuck before it on its stream"
+        elif copies:
+            hint = "all ranks have met for it; the program of one stands before its copies, or its GPU does not go on"
         elif boards.has_begun(there, number):
             hint = f"rank {peer} has begun this operation, too; its GPU did not go on, or this is a defect of miraccl: please report it"
         else:
@@ -223,19 +241,31 @@ class DeviceFaults:
                 self._why_left.setdefault(peer, why)
                 self._words[layout.HOST_LEFT] |= 1 << peer
 
-    def on_abort(self, release: Callable[[], None]) -> None:
-        """``release`` lets go of streams that wait for words; it is called again and again once waits are to end.
+    def watch_copies(self, engines: Engines, under_way: Callable[[], tuple[int, int] | None]) -> None:
+        """``engines`` have streams that wait for words of peers, after the launch that ``under_way()`` names by number and signature.
 
-        A kernel that ends because of what it found lets go of no stream, and the host may wait for one: a thread looks for that.
+        No kernel looks at the abort word or at the deadline while they do: a thread does, and lets go of them again and again once waits
+        are to end.
         """
-        self._releases.append(release)
+        self._engines = engines
         if self.broken:
             self._end(None)
-        elif len(self._releases) == 1:
-            threading.Thread(target=self._look_for_errors, name="miraccl gpu look", daemon=True).start()
+        else:
+            threading.Thread(target=self._look_at_copies, args=(engines, under_way), name="miraccl gpu look", daemon=True).start()
 
-    def _look_for_errors(self) -> None:
+    def _look_at_copies(self, engines: Engines, under_way: Callable[[], tuple[int, int] | None]) -> None:
+        waited, before, last = 0.0, None, time.monotonic()
         while not self._ended.wait(LOOK_S):
+            with self._engaged:  # the memory is there until the end
+                if self._ended.is_set():
+                    return
+                copies = under_way()
+                now = time.monotonic()
+                waited = waited + min(now - last, LONGEST_GAP_S) if copies is not None and copies == before else 0.0
+                before, last = copies, now
+                if copies is not None and waited > self._timeout:
+                    peer = engines.awaited()
+                    self._report(layout.ERROR_TIMEOUT, self.session.rank if peer is None else peer, layout.WHAT_COPY, *copies)
             with self._lock:  # the words are there until the end
                 if self._ended.is_set() or self._releasing:
                     return
@@ -254,18 +284,20 @@ class DeviceFaults:
             self._words[layout.HOST_ABORT] = 1
             if self._fault is None and not (found_here and self._words[layout.HOST_ERROR]):
                 self._fault, self._heard = fault, heard
-            if self._releases and not self._releasing:
+            if self._engines is not None and not self._releasing:
                 self._releasing = True
-                threading.Thread(target=self._release, name="miraccl gpu release", daemon=True).start()
+                threading.Thread(target=self._release, args=(self._engines,), name="miraccl gpu release", daemon=True).start()
 
-    def _release(self) -> None:
+    def _release(self, engines: Engines) -> None:
         """Streams reset the words that they wait for, so letting go once is not enough."""
         while not self._ended.wait(REPEAT_S):
-            with contextlib.suppress(MiracclError):
-                for release in list(self._releases):
-                    release()
+            with self._engaged, contextlib.suppress(MiracclError):
+                if not self._ended.is_set():
+                    engines.let_go()
 
     def end(self) -> None:
         """The GPU has ended its work: from now on nothing is written to the words, whose memory may go."""
         with self._lock:
             self._ended.set()
+        with self._engaged:
+            pass

@@ -59,6 +59,11 @@ class Looks:
         head = self._look(read_head)
         return head is not None and head.stopped
 
+    def copies(self) -> tuple[int, int] | None:
+        """Number and signature of the operation whose copies wait for peers now."""
+        head = self._look(read_head)
+        return head.copies if head is not None else None
+
     def name(self, number: int, signature: int) -> str:
         """As of CPU operations, with the number of the launch: ``all_reduce #17 (1024 x float32, sum; ring, simple)``; ``number`` 0: a
         collective that is messages."""

@@ -111,12 +111,18 @@ class Place:
 
 
 def meeting(
-    gpu: Gpu, kernels: Kernels, plan: DevicePlan, request: Request, comm_args: lower.CommArgs, place: Place | None = None
+    gpu: Gpu,
+    kernels: Kernels,
+    plan: DevicePlan,
+    request: Request,
+    comm_args: lower.CommArgs,
+    place: Place | None = None,
+    waits: bool = False,
 ) -> Launch:
-    """The launch in which ranks meet before or after copies."""
+    """The launch in which ranks meet before or after copies; ``waits``: streams wait for words of peers afterwards."""
     number, offset = (place.number + 1, place.offset) if place else (0, 0)
     spec = KernelSpec(family="meet", nranks=request.nranks, dtype=DType.UINT8, reduces=False, threads=plan.threads)
-    args = lower.pack_args(comm_args, count=offset, signature=lower.signature_of(plan, request) ^ number)
+    args = lower.pack_args(comm_args, count=offset, root=int(waits), signature=lower.signature_of(plan, request) ^ number)
     return Launch(gpu, kernels.function(spec), plan, 1, args)
 
 

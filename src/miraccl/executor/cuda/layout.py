@@ -39,6 +39,7 @@ KIB, MIB = 1 << 10, 1 << 20
 STATE_OFFSET = 0
 STATE_LAUNCH, STATE_TICKET, STATE_SIGNATURES, STATE_MOVES = 0, 8, 16, 24  # words (of 8 bytes) from STATE_OFFSET, on lines of their own
 STATE_STOPPED = 25  # not 0: a wait on this GPU has ended without what it waited for
+STATE_COPIES = 26  # the launch after which copies between ranks go on whose streams wait for peers, 0: none do
 BOARD_OFFSET = 1 * KIB
 BOARD_ENTRIES = 4  # launches that are remembered; blocks 0 of peers are at most one apart
 #: whom a launch does not end without: in the last word of an entry a bit for each rank, or this one for all. Above it the number of the
@@ -92,6 +93,7 @@ HOST_BYTES = 64
 ERROR_TIMEOUT, ERROR_SIZES, ERROR_MISMATCH, ERROR_LEFT = 1, 2, 3, 4
 ERROR_CROSSED = 5  # a message is waited for, by the launch HOST_LAUNCH of the peer this rank
 WHAT_PACKET, WHAT_RESULT, WHAT_MESSAGE, WHAT_ROOM, WHAT_SEND, WHAT_RECV, WHAT_MEETING, WHAT_SIGNAL = 0, 1, 2, 3, 4, 5, 6, 7
+WHAT_COPY = 8
 WHAT_TEXT = {
     WHAT_PACKET: "a packet",
     WHAT_RESULT: "a packet of the result",  # the second shot, what falls along a tree
@@ -99,6 +101,7 @@ WHAT_TEXT = {
     WHAT_ROOM: "room in its FIFO",
     WHAT_MEETING: "the word that it has come",
     WHAT_SIGNAL: "a signal",
+    WHAT_COPY: "a copy, or room for one,",
 }
 
 
@@ -189,8 +192,8 @@ GROUPS = {"line": (124, 112), "pair": (64, 63)}
 def defines(nranks: int) -> dict[str, int]:
     """Those of every kernel."""
     names = (
-        "WORD_STRIDE MAX_RANKS STATE_OFFSET STATE_LAUNCH STATE_TICKET STATE_SIGNATURES STATE_STOPPED BOARD_OFFSET BOARD_ENTRIES "
-        "NEEDS_ALL_SHIFT PACKETS_OFFSET BANK_BYTES NOBODY "
+        "WORD_STRIDE MAX_RANKS STATE_OFFSET STATE_LAUNCH STATE_TICKET STATE_SIGNATURES STATE_STOPPED STATE_COPIES BOARD_OFFSET "
+        "BOARD_ENTRIES NEEDS_ALL_SHIFT PACKETS_OFFSET BANK_BYTES NOBODY "
         "HOST_ABORT HOST_LEFT HOST_ERROR HOST_PEER HOST_WHAT HOST_CLAIM HOST_LAUNCH HOST_SIGNATURE "
         "ERROR_TIMEOUT ERROR_MISMATCH ERROR_LEFT WHAT_PACKET WHAT_RESULT WHAT_MESSAGE WHAT_ROOM WHAT_MEETING"
     )

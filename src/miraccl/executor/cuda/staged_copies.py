@@ -140,7 +140,7 @@ class StagedLaunch:
         self._stage = Stage.of(schedule, STAGE_BYTES)
         moves = moves_of(schedule, comm_args.rank, request.block_bytes)
         self._chunks = [chunk for move in moves for chunk in chunks_of(move, self._stage.slot_bytes)]
-        self._before, self._after = (meeting(gpu, kernels, self.plan, request, comm_args) for _ in range(2))
+        self._before, self._after = (meeting(gpu, kernels, self.plan, request, comm_args, waits=waits) for waits in (True, False))
         self._totals = Counter(chunk.up for chunk in self._chunks)  # by the peer that they come from
         ends = {(c.up, True) for c in self._chunks} | {(c.down, False) for c in self._chunks}
         used = [(peer, comes) for peer, comes in ends if peer is not None]

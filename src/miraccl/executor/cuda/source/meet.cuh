@@ -2,6 +2,8 @@
 //
 // Copy engines write to peers' memory between two such meetings. The two words that an entry of the board has to spare say where this rank's
 // window is used; peers must use the same place of theirs. The halves of an entry may arrive one after the other, so each bears the number.
+//
+// Where ``root`` says so, streams wait for words of peers until the next meeting. That is noted for the host, which counts the time.
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) meet_peers(const __grid_constant__ Args a) {
   Geometry g = begin(a);
@@ -24,4 +26,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) meet_peers(con
   fence();
   u32 ticket = draw_ticket(a, g);
   count_launch(a, ticket);
+  if (t == 0) store_word((u64*)(a.own + STATE_OFFSET) + STATE_COPIES, a.root ? launch : 0);
 }
