@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 from miraccl.bootstrap.session import solo
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.device.order import Orders, of_process, of_thread
+from miraccl.comm.device.order import Orders, of_program, of_thread
 from miraccl.comm.member import Options
 from tests.comm.test_life import in_threads
 
@@ -24,20 +25,37 @@ def beside(call: Callable[[], T]) -> T:
     return found[0]
 
 
-def test_threads_have_orders_of_their_own_and_a_process_has_one() -> None:
-    session = solo(20.0)
+def called_by_none_of_pythons_threads(call: Callable[[], object]) -> None:
+    """As backward passes of PyTorch call hooks: from a thread that was not started in Python."""
+    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: call() and None)
+    thread, libc = ctypes.c_ulong(), ctypes.CDLL(None)
+    assert libc.pthread_create(ctypes.byref(thread), None, function, None) == 0
+    assert libc.pthread_join(thread, None) == 0
+
+
+def test_threads_have_orders_of_their_own() -> None:
     assert of_thread() is of_thread()
     assert beside(of_thread) is not of_thread()
-    assert beside(lambda: of_process(session)) is of_process(session)
-    assert of_process(session).on(0) is of_process(session).on(0)
-    assert of_process(session).on(0) is not of_process(session).on(1)
+    assert of_thread().on(0) is of_thread().on(0)
+    assert of_thread().on(0) is not of_thread().on(1)
+
+
+def test_a_program_has_one_order_but_for_threads_of_its_own() -> None:
+    session = solo(20.0)
+    here = of_program(session)
+    found: list[Orders] = []
+    called_by_none_of_pythons_threads(lambda: found.append(here()))
+    assert found == [here()]
+    assert of_program(session)() is here()
+    assert beside(here) not in (here(), of_thread())
+    assert beside(lambda: of_program(session)()) is here()
 
 
 def test_ranks_that_are_threads_of_one_process_do_not_share_an_order() -> None:
     gate = threading.Barrier(2)
 
     def work(comm: Communicator) -> Orders:
-        found = of_process(comm._member.session)
+        found = of_program(comm._member.session)()
         gate.wait(20)
         return found
 
@@ -46,9 +64,9 @@ def test_ranks_that_are_threads_of_one_process_do_not_share_an_order() -> None:
 
 
 def test_parts_have_the_orders_of_the_whole() -> None:
-    orders = Orders()
-    with Communicator.from_session(solo(20.0), Options.create(), orders=orders) as whole:
+    shared = Orders()
+    with Communicator.from_session(solo(20.0), Options.create(), orders=lambda: shared) as whole:
         part = beside(lambda: whole.split(0))
         assert part is not None
         with part:
-            assert part._orders is orders
+            assert part._orders() is shared

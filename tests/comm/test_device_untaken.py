@@ -12,7 +12,7 @@ import pytest
 from miraccl.bootstrap import solo
 from miraccl.comm.device.hosts.faults import HostsFaults
 from miraccl.comm.device.hosts.untaken import Lookout, Tally, find
-from miraccl.errors import CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
+from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
 from miraccl.executor.cpu.kernels.unlocked import layout as ex
 from miraccl.executor.cpu.lower import signature
 from miraccl.types import Collective, DType, RedOp
@@ -114,23 +114,29 @@ def test_but_not_again_and_no_abort(how: str) -> None:
         assert before.startswith("CollectiveMismatch: ") == (how == "told")
 
 
-def test_what_a_lane_has_found_is_told_once() -> None:
-    """At the end, if no call has told it; not what others have told, and not that somebody has aborted."""
-    for error, before, untold in (
-        (CollectiveTimeout("for a test"), None, True),
-        (CommunicatorAborted("for a test"), None, False),
-        (CollectiveTimeout("for a test"), PeerDied("told by others"), False),
-    ):
-        faults = HostsFaults(solo(), let_go=lambda _: None, abort_network=lambda _: None)
-        assert faults.untold() is None
-        if before is not None:
-            faults.fail(before, told=True)
-        faults.found(error)
-        faults.found(PeerDied("the other lane, later"))
-        assert faults.untold() is (error if untold else None)
-        with pytest.raises(MiracclError):
-            faults.check()
-        assert faults.untold() is None
+@pytest.mark.parametrize(
+    ("error", "before", "stopped", "untold"),
+    [
+        (CollectiveTimeout("for a test"), None, False, "error"),
+        (CommunicatorAborted("for a test"), None, False, ""),
+        (CollectiveTimeout("for a test"), PeerDied("told by others"), False, ""),
+        (CollectiveTimeout("for a test"), PeerDied("told by others"), True, "before"),
+        (CollectiveTimeout("for a test"), CollectiveMismatch("told by others"), False, "before"),
+    ],
+)
+def test_what_no_call_has_told_is_told_at_the_end(error: MiracclError, before: MiracclError | None, stopped: bool, untold: str) -> None:
+    """What a lane has found; of what others have told a mismatch, and what has ended a wait. Once, and not that somebody has aborted."""
+    faults = HostsFaults(solo(), let_go=lambda _: None, abort_network=lambda _: None)
+    assert faults.untold(stopped, False) is None
+    if before is not None:
+        faults.fail(before, told=True)
+    faults.found(error)
+    faults.found(PeerDied("the other lane, later"))
+    assert faults.untold(stopped, False) is {"error": error, "before": before, "": None}[untold]
+    assert faults.untold(stopped, True) is (error if untold == "error" else None), "the program knows what others have told"
+    with pytest.raises(MiracclError):
+        faults.check()
+    assert faults.untold(stopped, False) is None
 
 
 # ---- what is compared

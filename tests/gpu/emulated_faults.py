@@ -357,6 +357,29 @@ def unlike_messages(case: str) -> dict[str, Any]:
         return {"type": "none"}
 
 
+def told_on_the_cpu() -> dict[str, Any]:
+    """Rank 1 aborts while rank 0 waits for it on its GPU, and a call on CPU memory tells rank 0: ``finalize`` does not say it again."""
+    with rank(timeout=600.0) as me:
+        x = me.put(np.ones(1000))
+        me.comm.all_reduce(x, stream=0)
+        me.synchronize()
+        if me.rank == 0:
+            me.comm.all_reduce(x, stream=0)
+        stay_until_told(me)
+        if me.rank == 1:
+            me.comm.abort("for a test")
+            stay_until_told(me)
+            me.comm.finalize()
+            return {"type": "none"}
+        try:
+            me.comm.barrier()
+        except MiracclError as error:
+            stay_until_told(me)
+            me.comm.finalize()
+            return told_by(error)
+        return {"type": "none"}
+
+
 def comes_after_finalize(case: str) -> dict[str, Any]:
     """Rank 0 calls another operation than the others, or none, when these wait in ``finalize``, with nobody waiting on a GPU."""
     with rank(timeout=60.0) as me:

@@ -19,7 +19,7 @@ import miraccl
 from miraccl.comm.arguments import DLTensor
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.communicator import DeviceCommunicator
-from miraccl.comm.device.order import of_process
+from miraccl.comm.device.order import Orders
 from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.member import Options
 from miraccl.errors import InvalidUsage
@@ -772,14 +772,14 @@ def several_in_threads() -> list[int]:
     operations adds to its stream."""
     with session() as world:
         options = Options.create(timeout=60)
-        me, orders = Rank(world, options.timeout), of_process(world)
-        whole = Communicator.from_session(world.sub(range(world.nranks), "first"), options, orders=orders)
+        me, shared = Rank(world, options.timeout), Orders()
+        whole = Communicator.from_session(world.sub(range(world.nranks), "first"), options, orders=lambda: shared)
         part = whole.split(0)
         assert part is not None
         comms = [whole, part]
 
         def beside() -> None:
-            comms.append(Communicator.from_session(world.sub(range(world.nranks), "third"), options, orders=orders))
+            comms.append(Communicator.from_session(world.sub(range(world.nranks), "third"), options, orders=lambda: shared))
             for comm, x, stream in zip(comms, arrays, streams, strict=True):
                 comm.all_reduce(x, stream=stream)
 

@@ -531,5 +531,8 @@ class FakeLocal:
     def settle(self, fault: MiracclError) -> None:
         self._cpu._member.faults.settle(fault)
 
-    def close(self) -> None:
+    def has_stopped(self) -> bool:
+        return False
+
+    def close(self, told: bool = False) -> None:
         self._cpu.finalize()

@@ -720,16 +720,21 @@ def _begin_at(w: World, number: int) -> int:
 
 
 def death(hosts: str, apart: bool, sends: bool, kernels: bool = False) -> str:
+    """The last rank dies, with ``kernels`` when the others have begun: those of them who wait for one that lives, and stops, too."""
     with session() as world:
         w = World(world, hosts, apart=apart, kernels=kernels)
         x = w.zeros(BIG, DType.FLOAT32)
         w.comm.all_reduce(x)
         w.comm.synchronize()
+        dies = w.rank == w.nranks - 1
+        if kernels and not dies:
+            w.comm.all_reduce(x)
         world.barrier("before the death")
-        if w.rank == w.nranks - 1:
+        if dies:
             os._exit(3)
         with contextlib.suppress(PeerDied):  # it may be known by now
-            _begin(w, x, sends)
+            if not kernels:
+                _begin(w, x, sends)
         w.cuda.cuCtxSynchronize()
         return _fault(w, x, (PeerDied,))
 

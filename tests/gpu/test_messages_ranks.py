@@ -146,6 +146,11 @@ def test_collectives_that_are_messages_are_told_apart(case: str) -> None:
     assert [answer["type"] for answer in answers] == ["CollectiveMismatch"] * 3, answers
 
 
+def test_what_a_call_on_cpu_memory_has_told_is_not_told_again() -> None:
+    first, second = run(emulated_faults.told_on_the_cpu, 2)
+    assert (first["type"], second["type"]) == ("CommunicatorAborted", "none")
+
+
 @pytest.mark.parametrize("case", ["gather", "nothing"])
 def test_what_a_rank_calls_when_the_others_finalize_is_told_to_all(case: str) -> None:
     answers = run(emulated_faults.comes_after_finalize, 3, case)

@@ -6,11 +6,12 @@ Its operations are those of ``comm.operations``.  This file knows neither transp
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from miraccl.bootstrap import Session, UniqueId
 from miraccl.comm.control import FINALIZE
-from miraccl.comm.device.order import Orders
+from miraccl.comm.device.order import Orders, of_thread
 from miraccl.comm.meeting import begin, meet_by_id
 from miraccl.comm.member import Member, Options
 from miraccl.comm.operations import SUM, Operations
@@ -59,10 +60,10 @@ class Communicator(Operations):
         *,
         parent: Communicator | None = None,
         stages: Stages | None = None,
-        orders: Orders | None = None,
+        orders: Callable[[], Orders] = of_thread,
     ) -> Communicator:
         """A communicator over a session that has met already; ``stages`` of that session, where there is a deadline for more than these;
-        ``orders`` of its kernels and its parts', else those of the thread that begins with them (``comm.device.order``)."""
+        ``orders`` gives what its kernels and its parts' are ordered in, when they begin (``comm.device.order``)."""
         self = cls.__new__(cls)
         self._start(session, options, stages, parent, orders)
         return self
@@ -73,7 +74,7 @@ class Communicator(Operations):
         options: Options,
         stages: Stages | None,
         parent: Communicator | None = None,
-        orders: Orders | None = None,
+        orders: Callable[[], Orders] = of_thread,
     ) -> None:
         self.rank, self.nranks = session.rank, session.nranks
         constants = parent._member.constants if parent else None
@@ -198,7 +199,7 @@ class Communicator(Operations):
         untold = None
         if self._device is not None:
             with self._member.faults.control.attend(FINALIZE):  # it waits for the other ranks
-                untold = self._device.close()
+                untold = self._device.close(self._member.faults.raised)
         self._member.finalize()
         if untold is not None:
             raise untold

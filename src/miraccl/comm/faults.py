@@ -65,6 +65,7 @@ class Faults:
         self.left: dict[int, str] = {}
         self.closing = False
         self._unheard = False
+        self.raised = False  # the program was told of a fault
         self._silent: set[int] = set()  # did not answer when they were asked last
         self._told = threading.Event()
         self._stages: list[Stages] = []
@@ -88,14 +89,20 @@ class Faults:
         """``session.all_gather`` as an operation ``name`` of the communicator, which its fault ends."""
         with self.control.attend(name, tag):
             try:
-                if self.fault is not None:
-                    raise self.fault
+                self.check()
                 self._compare_meetings()
                 return self.control.gather(tag, data, deadline)
             except MiracclError as error:
                 raise self._explain_meeting(error, name, tag) from None
 
+    def check(self) -> None:
+        """Raise the fault, if there is one."""
+        if self.fault is not None:
+            self.raised = True
+            raise self.fault
+
     def _explain_meeting(self, error: MiracclError, name: str, tag: str) -> MiracclError:
+        self.raised = True
         if isinstance(error, BootstrapError | PeerDied):  # a rank is gone, perhaps with a fault of which the notice is under way
             self._await_news(NOTICE_FIRST_S)
         if self.fault is not None:
@@ -117,10 +124,10 @@ class Faults:
         """Inside the block a fault ends ``stages``."""
         self._stages.append(stages)
         try:
-            if self.fault is not None:
-                raise self.fault
+            self.check()
             yield
         except (BootstrapError, PeerDied):  # of a rank that has left because of a fault, which another thread may still be telling here
+            self.raised = True
             with self._lock:
                 fault = self.fault
             if fault is not None:
@@ -250,7 +257,8 @@ class Faults:
     # ---- from the thread that was waiting
 
     def explain(self, code: int) -> MiracclError:
-        """The error for an ERR_* of the engine."""
+        """The error for an ERR_* of the engine, which is raised then."""
+        self.raised = True
         context = self.fabric.context
         peer, step = context.get(at.CTX_ERR_PEER), context.get(at.CTX_ERR_STEP)
         want, got = context.get(at.CTX_ERR_WANT), context.get(at.CTX_ERR_GOT)

@@ -204,8 +204,8 @@ class Member:
         """Raise if the communicator cannot run ``name``; ``code`` is what a door said."""
         if code >= at.ERR_ABORTED:
             self._fail(code, name)
-        if self.faults.fault is not None and not self.closed:
-            raise self.faults.fault
+        if not self.closed:
+            self.faults.check()
         self.check_open(name)
 
     def check_open(self, name: str) -> None:

@@ -12,7 +12,7 @@ from miraccl.comm.arguments import peer_rank, refuse_stream, view
 from miraccl.comm.calls import Call, Place
 from miraccl.comm.control import SET_UP
 from miraccl.comm.device.memory import current_ordinal, lies_on_gpu, ordinal_of
-from miraccl.comm.device.order import Orders, of_thread
+from miraccl.comm.device.order import Orders
 from miraccl.comm.exchange import Transfer
 from miraccl.comm.member import Member
 from miraccl.comm.persistent import Persistent
@@ -37,7 +37,7 @@ class Ways:
     _device: DeviceCommunicator | HostsCommunicator | None
     _background: Background | None
     _making: AbstractContextManager[bool]  # held by the thread that makes the GPU side; reentrant, for signal handlers
-    _orders: Orders | None  # None: those of the thread of the first operation on a GPU
+    _orders: Callable[[], Orders]  # asked in the first operation on a GPU
     _cpu_plan: Any  # a word, 0: the last operation was on GPU memory
     _cpu_plan_address: int
 
@@ -113,7 +113,7 @@ class Ways:
             self._member.options,
             open_cpu=self._open_cpu,
             plane=self._member,
-            orders=self._orders or of_thread(),
+            orders=self._orders(),
         )
         doors = self._device.stand_before(lambda name: vars(self).get(f"_{name}"), self._cpu_plan_address)
         vars(self).update({f"_{name}": door for name, door in doors.items()})

@@ -14,7 +14,7 @@ from miraccl import params, trace
 from miraccl.bootstrap import Root, Session, UniqueId, connect, create_root, solo
 from miraccl.bootstrap.dial import HubNotFound
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.device.order import of_process
+from miraccl.comm.device.order import of_program
 from miraccl.comm.fabric import NOTICE_FIRST_S
 from miraccl.comm.lookout import Creation
 from miraccl.comm.meeting import begin
@@ -124,7 +124,7 @@ def _meet(store: Any, rank: int, size: int, deadline: Deadline, creation: _NewGr
     else:
         session = _visit(store, rank, size, deadline, creation.look)
     session.name = creation.name
-    return Communicator.from_session(session, options, stages=Stages(session, deadline), orders=of_process(session))
+    return Communicator.from_session(session, options, stages=Stages(session, deadline), orders=of_program(session))
 
 
 def _host(store: Any, size: int, deadline: Deadline, look: Callable[[], None]) -> Session:

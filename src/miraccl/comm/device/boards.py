@@ -223,7 +223,8 @@ def read_boards(gpu: Gpu, where: Regions, head: Head | None = None) -> Boards:
     theirs = {}
     for peer, box in peers.items():
         entries = _ENTRY.iter_unpack(_part(heads[box][layout.BOARD_OFFSET :], peer, _ENTRIES))
-        theirs[peer] = _said({number: signature for number, signature, *_ in entries if number}, _part(moves[box], peer, _MOVES))
+        launched = {number: signature for number, signature, *_ in entries if number or signature}
+        theirs[peer] = _said(launched, _part(moves[box], peer, _MOVES))
     return Boards(mine, theirs, lambda peer: any(gpu.read(where.outboxes[peer] + _STOPPED, 8)))
 
 

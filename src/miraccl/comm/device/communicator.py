@@ -420,11 +420,16 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         if self.nranks > 1 and not self.faults.ended:
             self._looks.judge(self.faults)
 
-    def close(self) -> MiracclError | None:
+    def has_stopped(self) -> bool:
+        """Whether a wait on this rank's GPU has ended without what it waited for."""
+        return self.nranks > 1 and not self.faults.ended and self._looks.stopped()
+
+    def close(self, told: bool = False) -> MiracclError | None:
         """Free everything, after all ranks have come here and their kernels have ended; may be called twice.
 
-        Gives what kernels found and no call has told.  Where a rank does not come within ``CLOSE_WAIT_S``, or something broke, this rank's
-        memory stays until the process ends: a peer's kernel may still write to it.
+        Gives what kernels found and no call has told; what others found, too, unless the program was ``told`` of that in another way.
+        Where a rank does not come within ``CLOSE_WAIT_S``, or something broke, this rank's memory stays until the process ends: a peer's
+        kernel may still write to it.
         """
         if self.closed:
             return None
@@ -445,7 +450,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             together = False
         if together and self.nranks > 1:
             self._looks.judge_end(self.faults, frame_of(self.symmetric))
-        untold = self.faults.untold()  # also what others have found since
+        untold = self.faults.untold(told)  # also what others have found since
         self.faults.end()
         self._launches.clear()
         if together:

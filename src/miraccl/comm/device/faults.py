@@ -94,14 +94,15 @@ class DeviceFaults:
             raised.op = fault.op or name or None
             raise raised
 
-    def untold(self) -> MiracclError | None:
+    def untold(self, told: bool = False) -> MiracclError | None:
         """What nobody was told of, though operations are not what they should be: what kernels found here, a mismatch that others found,
-        and whatever they told where it has ended a wait. The GPU has ended its work."""
+        and whatever they told where it has ended a wait: these two not where the program was ``told`` in another way. The GPU has ended
+        its work."""
         self._take_in()
         fault = self._fault
         if fault is None or self._told:
             return None
-        void = self._found or (self._heard and (isinstance(fault, CollectiveMismatch) or self._stopped()))
+        void = self._found or (self._heard and not told and (isinstance(fault, CollectiveMismatch) or self._stopped()))
         return fault if void else None
 
     # ---- what kernels found

@@ -8,14 +8,15 @@ the next one set up already (``after_grid_before`` of executor/cuda/source/machi
 
 Only what ranks call in the same order can be ordered: the calls of a thread, in general, so an order belongs to the thread in which a
 communicator's first operation on a GPU is called.  Threads that go their own ways are not ordered among each other, nor are ranks that are
-threads of one process.  Of PyTorch the groups of a process have one order: a rank is a process there, whose backward passes run in threads
-of autograd, one after another with the rest.
+threads of one process.  Of PyTorch the groups of a process have one order where their first operations are called in the thread that made
+them, or in one that Python did not start: backward passes run in threads of autograd, one after another with the rest.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from miraccl.bootstrap import Session
@@ -79,6 +80,13 @@ def of_thread() -> Orders:
     return orders
 
 
-def of_process(session: Session) -> Orders:
-    """Those of this process, or of the calling thread where another rank of ``session`` is in this process."""
-    return of_thread() if session.tokens.count(session.tokens[session.rank]) > 1 else _of_process
+def of_program(session: Session) -> Callable[[], Orders]:
+    """A function for the first operation of a communicator that the calling thread makes over ``session``: it gives the orders of the
+    process in this thread, and in those that Python did not start; a thread that the program has started has its own."""
+    maker, shared = threading.get_ident(), session.tokens.count(session.tokens[session.rank]) > 1
+
+    def orders() -> Orders:
+        foreign = isinstance(threading.current_thread(), threading._DummyThread)
+        return _of_process if not shared and (foreign or threading.get_ident() == maker) else of_thread()
+
+    return orders

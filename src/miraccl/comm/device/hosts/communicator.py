@@ -96,6 +96,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         self.layout = HostsLayout.of(session.rank, hosts)
         self.faults = HostsFaults(session, let_go=self._let_go, abort_network=lambda reason: self.jobs.abort(reason))
         self._side: int | None = None
+        self._cut = False  # lanes were at work when a fault ended that
         self._local_session = session.sub(self.layout.mine, f"{session.name}/gpu host {self.layout.host}")
         with contextlib.ExitStack() as unless_made:
             unless_made.callback(self._local_session.close)
@@ -309,6 +310,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
 
     def _let_go(self, fault: MiracclError) -> None:
         """End what streams wait for."""
+        self._cut |= not self.jobs.staging.between_jobs
         self.jobs.staging.drain()
         self.local.settle(fault)
 
@@ -326,8 +328,9 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
                 self.faults.fail(found)
         self.check()
 
-    def close(self) -> MiracclError | None:
-        """Free everything, after this rank's GPU has ended its work; may be called twice. Gives what was found and no call has told."""
+    def close(self, told: bool = False) -> MiracclError | None:
+        """Free everything, after this rank's GPU has ended its work; may be called twice. Gives what was found and no call has told;
+        ``told`` as of ``DeviceCommunicator.close``."""
         if self.closed:
             return None
         tally, mismatch = b"", None
@@ -345,8 +348,9 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             self.replays.close()
             if self._side is not None:
                 self.gpu.destroy_stream(self._side)
-        untold = self.local.close()
+        stopped = self._cut or self.local.has_stopped()
+        untold = self.local.close(told)
         self.jobs.finalize()
         if self._leaves:
             self.session.close()
-        return None if self.faults.told else self.faults.untold() or untold or mismatch
+        return None if self.faults.told else self.faults.untold(stopped, told) or untold or mismatch

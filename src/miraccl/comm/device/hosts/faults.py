@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from miraccl.bootstrap import Event, Notice, PeerLost, Session
 from miraccl.comm.notices import from_words, of_abort, of_death, to_words
-from miraccl.errors import CommunicatorAborted, CommunicatorClosed, MiracclError, SystemFailure
+from miraccl.errors import CollectiveMismatch, CommunicatorAborted, CommunicatorClosed, MiracclError, SystemFailure
 
 NOTICE = "gpu_fault"
 
@@ -25,7 +25,7 @@ class HostsFaults:
         self.fault: MiracclError | None = None
         self.closed = False
         self.told = False  # a call has raised the fault
-        self._found = False  # a lane has found it
+        self._found = self._heard = False  # a lane has found it, another rank has
         self._let_go, self._abort_network = let_go, abort_network
         self._lock = threading.RLock()  # a signal handler may abort in the middle
 
@@ -41,9 +41,12 @@ class HostsFaults:
         """What a lane was to run has failed: the program is told, by ``untold`` if not by a call."""
         self.fail(error, found=True)
 
-    def untold(self) -> MiracclError | None:
-        """What lanes found and no call has raised; that another rank has aborted, a call alone tells."""
-        return self.fault if self._found and not self.told else None
+    def untold(self, stopped: bool, told: bool) -> MiracclError | None:
+        """What no call has raised though operations are not what they should be: what lanes found here, a mismatch that others found, and
+        whatever they told where it has ended a wait (``stopped``); what others told not
+        where the program was ``told`` in another way."""
+        void = self._found or (self._heard and not told and (isinstance(self.fault, CollectiveMismatch) or stopped))
+        return self.fault if void and not self.told else None
 
     def fail(self, error: Exception, told: bool = False, found: bool = False) -> None:
         """The first fault stays. The other ranks are told unless they told us, before the program can see it: that may end at once."""
@@ -54,7 +57,7 @@ class HostsFaults:
             if not told:
                 with contextlib.suppress(MiracclError):  # the control plane may be gone as well
                     self.session.notify({NOTICE: to_words(fault)})
-            self.fault = fault
+            self.fault, self._heard = fault, told
             self._found = found and not isinstance(fault, CommunicatorAborted)
         self._let_go(fault)
 
@@ -63,7 +66,8 @@ class HostsFaults:
         if self.closed:
             return
         if isinstance(event, PeerLost):
-            self.fail(of_death(event, rank=self.rank), told=True)
+            self.fail(death := of_death(event, rank=self.rank), told=True)
+            self._abort_network(death.message)  # lanes may wait for ranks that live, and will not come
         elif isinstance(event, Notice) and (error := from_words(event.payload.get(NOTICE), rank=self.rank, source=event.from_rank)):
             self.fail(error, told=True)
             self._abort_network(error.message)

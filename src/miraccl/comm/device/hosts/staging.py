@@ -133,6 +133,11 @@ class Staging:
             job.number = proxy.register(job)
         return job
 
+    @property
+    def between_jobs(self) -> bool:
+        """Whether no lane is at work."""
+        return all(proxy.between_jobs for proxy in self.proxies)
+
     def drain(self) -> None:
         """Run nothing any more, but let streams go on."""
         for proxy in self.proxies:
