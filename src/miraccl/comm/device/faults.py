@@ -69,7 +69,7 @@ class DeviceFaults:
         self._lock = threading.RLock()  # a signal handler may abort in the middle
         self._ended = threading.Event()
         self._engines: Engines | None = None  # whose streams wait for peers
-        self._engaged = threading.RLock()  # held while a thread looks at the GPU
+        self._looking, self._letting_go = threading.RLock(), threading.RLock()  # held while a thread is at the GPU
         self._releasing = False
         session.on_event(self._event)
 
@@ -257,7 +257,7 @@ class DeviceFaults:
     def _look_at_copies(self, engines: Engines, under_way: Callable[[], tuple[int, int] | None]) -> None:
         waited, before, last = 0.0, None, time.monotonic()
         while not self._ended.wait(LOOK_S):
-            with self._engaged:  # the memory is there until the end
+            with self._looking:  # the memory is there until the end
                 if self._ended.is_set():
                     return
                 copies = under_way()
@@ -292,7 +292,7 @@ class DeviceFaults:
     def _release(self, engines: Engines) -> None:
         """Streams reset the words that they wait for, so letting go once is not enough."""
         while not self._ended.wait(REPEAT_S):
-            with self._engaged, contextlib.suppress(MiracclError):
+            with self._letting_go, contextlib.suppress(MiracclError):  # whatever a look waits for
                 if not self._ended.is_set():
                     engines.let_go()
 
@@ -300,5 +300,5 @@ class DeviceFaults:
         """The GPU has ended its work: from now on nothing is written to the words, whose memory may go."""
         with self._lock:
             self._ended.set()
-        with self._engaged:
+        with self._looking, self._letting_go:
             pass

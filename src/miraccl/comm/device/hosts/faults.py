@@ -43,8 +43,7 @@ class HostsFaults:
 
     def untold(self, stopped: bool, told: bool) -> MiracclError | None:
         """What no call has raised though operations are not what they should be: what lanes found here, a mismatch that others found, and
-        whatever they told where it has ended a wait (``stopped``); what others told not
-        where the program was ``told`` in another way."""
+        whatever they told where it has ended a wait (``stopped``): these two not where the program was ``told`` in another way."""
         void = self._found or (self._heard and not told and (isinstance(self.fault, CollectiveMismatch) or stopped))
         return self.fault if void and not self.told else None
 
