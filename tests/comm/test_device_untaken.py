@@ -127,16 +127,16 @@ def test_but_not_again_and_no_abort(how: str) -> None:
 def test_what_no_call_has_told_is_told_at_the_end(error: MiracclError, before: MiracclError | None, stopped: bool, untold: str) -> None:
     """What a lane has found; of what others have told a mismatch, and what has ended a wait. Once, and not that somebody has aborted."""
     faults = HostsFaults(solo(), let_go=lambda _: None, abort_network=lambda _: None)
-    assert faults.untold(stopped, False) is None
+    assert faults.untold(lambda: stopped, False) is None
     if before is not None:
         faults.fail(before, told=True)
     faults.found(error)
     faults.found(PeerDied("the other lane, later"))
-    assert faults.untold(stopped, False) is {"error": error, "before": before, "": None}[untold]
-    assert faults.untold(stopped, True) is (error if untold == "error" else None), "the program knows what others have told"
+    assert faults.untold(lambda: stopped, False) is {"error": error, "before": before, "": None}[untold]
+    assert faults.untold(lambda: stopped, True) is (error if untold == "error" else None), "the program knows what others have told"
     with pytest.raises(MiracclError):
         faults.check()
-    assert faults.untold(stopped, False) is None
+    assert faults.untold(lambda: stopped, False) is None
 
 
 # ---- what is compared

@@ -348,9 +348,9 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             self.replays.close()
             if self._side is not None:
                 self.gpu.destroy_stream(self._side)
-        stopped = self._cut or self.local.has_stopped()
+        mine = self.faults.untold(lambda: self._cut or self.local.has_stopped(), told)  # now: the GPU's memory is there
         untold = self.local.close(told)
         self.jobs.finalize()
         if self._leaves:
             self.session.close()
-        return None if self.faults.told else self.faults.untold(stopped, told) or untold or mismatch
+        return None if self.faults.told else mine or untold or mismatch

@@ -41,10 +41,10 @@ class HostsFaults:
         """What a lane was to run has failed: the program is told, by ``untold`` if not by a call."""
         self.fail(error, found=True)
 
-    def untold(self, stopped: bool, told: bool) -> MiracclError | None:
+    def untold(self, stopped: Callable[[], bool], told: bool) -> MiracclError | None:
         """What no call has raised though operations are not what they should be: what lanes found here, a mismatch that others found, and
-        whatever they told where it has ended a wait (``stopped``): these two not where the program was ``told`` in another way."""
-        void = self._found or (self._heard and not told and (isinstance(self.fault, CollectiveMismatch) or stopped))
+        whatever they told where it has ended a wait (``stopped()``): these two not where the program was ``told`` in another way."""
+        void = self._found or (self._heard and not told and (isinstance(self.fault, CollectiveMismatch) or stopped()))
         return self.fault if void and not self.told else None
 
     def fail(self, error: Exception, told: bool = False, found: bool = False) -> None:

@@ -18,7 +18,7 @@ from miraccl.comm.device.hosts.layout import HostsLayout
 from miraccl.comm.device.hosts.pieces import Piece
 from miraccl.comm.device.hosts.staging import Prepared, Slots
 from miraccl.comm.device.hosts.streams import PeerStreams, StreamOperation, fill
-from miraccl.comm.device.hosts.untaken import Lookout, Tally, in_words, not_taken, remembered
+from miraccl.comm.device.hosts.untaken import Lookout, Tally, in_words, not_taken, number_of, remembered
 from miraccl.comm.faults import SEND_RECV
 from miraccl.comm.member import Member
 from miraccl.comm.stages import Stages
@@ -73,8 +73,7 @@ class MessageStreams:
 
     def remembered(self, mark: int) -> int:
         """The signature of the collective of this number (as in headers) without the number, 0 if it is not known any more."""
-        behind = int(self._collectives[ex.COUNTED // 8]) - mark & ex.MARK_MASK
-        return remembered(self._collectives, int(self._collectives[ex.COUNTED // 8]) - behind)
+        return remembered(self._collectives, number_of(self._collectives, mark))
 
     def tally(self) -> Tally:
         """What this rank has sent and taken in collectives, once all of them have ended."""

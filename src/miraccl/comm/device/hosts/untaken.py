@@ -36,6 +36,12 @@ def in_words(sig: int, number: int) -> str:
     return f"{text} (root {fields['root']})" if Collective[fields["collective"].upper()].rooted else text
 
 
+def number_of(words: np.ndarray, mark: int) -> int:
+    """The whole number of a collective of which headers say the lower bits, at most as large as that of the last one."""
+    counted = int(words[_COUNTED])
+    return counted - (counted - mark & ex.MARK_MASK)
+
+
 def remembered(words: np.ndarray, number: int) -> int:
     """The signature of collective ``number`` of those that ``words`` count, 0 if it is not known: any more, or as it never came."""
     counted = int(words[_COUNTED])
@@ -136,9 +142,8 @@ class Lookout:
 
     def _judge(self, peer: int, sig: int, second: int, collectives: np.ndarray) -> CollectiveMismatch | None:
         """Of a header between two messages of ``peer``: a collective to come has a larger number than all that this rank has begun."""
-        behind = (int(collectives[_COUNTED]) - (second >> ex.MARK_SHIFT)) & ex.MARK_MASK
-        if sig >> 16 & 31 == Collective.SEND_RECV or behind > ex.MARK_MASK // 2:
+        number = number_of(collectives, second >> ex.MARK_SHIFT)
+        if sig >> 16 & 31 == Collective.SEND_RECV or int(collectives[_COUNTED]) - number > ex.MARK_MASK // 2:
             return None
-        number = int(collectives[_COUNTED]) - behind
         text = not_taken(peer, sig, self._rank, remembered(collectives, number), number)
         return CollectiveMismatch(text, rank=self._rank, peer=peer, hint=HINT)
