@@ -144,6 +144,8 @@ class Rank:
             return "different sizes were not noticed"
         if how.startswith("death"):
             return self.outlive(working=how == "death while it works")
+        if how.startswith("copies stop"):
+            return self.stop_before_copies(captured=how == "copies stop in a graph")
         answer = ""
         if self.comm.rank == 0:
             self.comm.all_reduce(self.torch.ones(1000, device="cuda"))
@@ -177,6 +179,44 @@ class Rank:
             still_usable = float((self.torch.ones(10, device="cuda") * 2).sum()) == 20
             return "" if error.peer == 1 and still_usable and waited < 30 else f"unexpected: {error} after {waited:.1f} s"
         return "nobody was missed"
+
+    def stop_before_copies(self, captured: bool) -> str:
+        """All ranks meet for copies through staging memory (MIRACCL_SMS=0), and rank 1's program stands before its own."""
+        from miraccl.errors import CollectiveTimeout
+        from miraccl.executor.cuda.staged_copies import StagedLaunch
+
+        torch, comm = self.torch, self.comm
+        x, out, stream = torch.ones(1000, device="cuda"), torch.empty(1000 * comm.nranks, device="cuda"), torch.cuda.Stream()
+        comm.all_gather(x, out)
+        comm.synchronize()
+        self.session.barrier("ready")
+
+        def stands(*_: Any) -> None:
+            while not comm.faults.broken:
+                os.sched_yield()
+
+        if comm.rank == 1:
+            vars_of: Any = StagedLaunch
+            vars_of._enqueue = stands
+        begin = time.monotonic()
+        try:
+            if captured and comm.rank == 0:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    comm.all_gather(x, out)
+                graph.replay()
+            else:
+                comm.all_gather(x, out)
+            comm.synchronize()
+            answer = "the wait ended without an error"
+        except CollectiveTimeout as error:
+            waited = time.monotonic() - begin
+            still_usable = float((torch.ones(10, device="cuda") * 2).sum()) == 20
+            whom = "between ranks" if captured else "from rank 1"  # in graphs nobody counts the copies
+            told = comm.rank == 1 or whom in str(error)
+            answer = "" if told and still_usable and waited < 20 else f"unexpected: {error} after {waited:.1f} s"
+        self.session.barrier("told")
+        return answer
 
     def through_communicator(self) -> str:
         """The public way: ``Communicator`` hands tensors to the GPU side, arrays to the CPU side."""
