@@ -357,6 +357,29 @@ def unlike_messages(case: str) -> dict[str, Any]:
         return {"type": "none"}
 
 
+def wait_for_one_another(case: str) -> dict[str, Any]:
+    """Each rank waits for the next one, the last one for the first, in calls that are not in a group; right ones before. All have time."""
+    with rank(timeout=600.0) as me:
+        comm, mine, n = me.comm, me.rank, me.nranks
+        small, large = me.zeros(10), me.zeros(1 << 20)
+        after, before = (mine + 1) % n, (mine - 1) % n
+        comm.sendrecv(small, after, me.zeros(10), before, stream=0)
+        me.synchronize()
+        stay_until_told(me)
+        calls: dict[str, Callable[[], Any]] = {
+            "recv": lambda: (comm.recv(small, before, stream=0), comm.send(small, after, stream=0)),
+            "send": lambda: (comm.send(large, after, stream=0), comm.recv(large, before, stream=0)),
+        }
+        try:
+            calls[case]()
+            me.synchronize()
+        except MiracclError as error:
+            with contextlib.suppress(MiracclError):
+                stay_until_told(me)
+            return told_by(error)
+        return {"type": "none"}
+
+
 def told_on_the_cpu() -> dict[str, Any]:
     """Rank 1 aborts while rank 0 waits for it on its GPU, and a call on CPU memory tells rank 0: ``finalize`` does not say it again."""
     with rank(timeout=600.0) as me:

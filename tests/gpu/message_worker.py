@@ -27,6 +27,9 @@ UNLIKE = (
     "gather and send",
     "recv and all_reduce",
     "recv and broadcast",
+    "circle of recv",
+    "circle of send",
+    "circle of large sends",
 )
 BROKEN = ("mismatch", "timeout", "abort", *UNLIKE)
 
@@ -406,6 +409,12 @@ class Rank:
                 comm.recv(one, 1) if mine == 0 else comm.all_reduce(many)
             case "recv and broadcast":
                 comm.recv(one, 1) if mine == 0 else comm.broadcast(many, 0)
+            case "circle of recv":
+                comm.recv(one, self.left)
+            case "circle of send":
+                comm.send(self.zeros(16 << 20), self.right)
+            case "circle of large sends":
+                comm.send(self.zeros(80 << 20), self.right)
         try:
             for value in (200, 300):
                 scatter(value, 1)

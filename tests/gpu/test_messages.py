@@ -224,6 +224,17 @@ def test_waits_end_that_are_in_another_collective(other: str) -> None:
     assert moves_of(where, 0)[0] == 1 + (other == "launch"), "what follows a failed wait is not begun"
 
 
+@needs_compiler
+@pytest.mark.parametrize("pool", [False, True], ids=["lanes", "bulk"])
+def test_what_hangs_on_a_wait_that_has_failed_is_not_sent(monkeypatch: pytest.MonkeyPatch, pool: bool) -> None:
+    if pool:
+        shrink_pool(monkeypatch)
+    where = Machine(2, timeout_s=0.3)
+    run(where, few(2), [Send(0, 1, 40)], only=[1])
+    run(where, few(2), [Send(1, 0, 6000)])
+    assert where.errors() == [layout.ERROR_TIMEOUT] * 2
+
+
 def in_launch(where: Machine, rank: int, peer: int, number: int, needs: int, flag: int | None = None) -> None:
     """A peer says that it is in a launch, which does not end there without ``needs``."""
     entry = where.comm_args(rank).inboxes[peer] + layout.BOARD_OFFSET + (peer * layout.BOARD_ENTRIES + number % layout.BOARD_ENTRIES) * 16

@@ -146,6 +146,17 @@ def test_collectives_that_are_messages_are_told_apart(case: str) -> None:
     assert [answer["type"] for answer in answers] == ["CollectiveMismatch"] * 3, answers
 
 
+@pytest.mark.parametrize("case", ["recv", "send"])
+@pytest.mark.parametrize("nranks", [2, 3])
+def test_ranks_that_wait_for_one_another_in_messages_are_told(nranks: int, case: str) -> None:
+    answers = run(emulated_faults.wait_for_one_another, nranks, case)
+    assert [answer["type"] for answer in answers] == ["CollectiveMismatch"] * nranks, answers
+    whom = {"recv": f"a message from rank {nranks - 1}", "send": "rank 1 to receive"}[case]
+    for answer in answers:
+        assert "ranks wait for one another, so none goes on: rank 0 waits for" in answer["text"], answers
+        assert f"rank 0 waits for {whom}" in answer["text"], answers
+
+
 def test_what_a_call_on_cpu_memory_has_told_is_not_told_again() -> None:
     first, second = run(emulated_faults.told_on_the_cpu, 2)
     assert (first["type"], second["type"]) == ("CommunicatorAborted", "none")

@@ -161,7 +161,7 @@ class Machine:
 
     def launch(self, spec: KernelSpec, args: Sequence[bytes | bytearray], blocks: int | Sequence[int]) -> None:
         """One launch on every rank; returns when all have ended. ``blocks`` per rank."""
-        _launch(spec, args, [blocks] * self.nranks if isinstance(blocks, int) else blocks)
+        launch(spec, args, [blocks] * self.nranks if isinstance(blocks, int) else blocks)
 
     def launch_in_a_row(self, launches: Sequence[tuple[KernelSpec, Sequence[bytes | bytearray], int]]) -> None:
         """Several launches (kernel, arguments per rank, blocks): a rank begins the next one when its own has ended, wherever others are."""
@@ -170,7 +170,7 @@ class Machine:
 
         def follow(rank: int) -> None:
             for spec, args, blocks in launches:
-                _launch(spec, [args[rank]], [blocks])
+                launch(spec, [args[rank]], [blocks])
 
         with ThreadPoolExecutor(self.nranks) as ranks:
             list(ranks.map(follow, range(self.nranks)))
@@ -189,7 +189,7 @@ class Machine:
         return all(bool((memory[lo:hi].view(np.uint64) == np.uint64(2**64 - 1)).all()) for memory in self.memory)
 
 
-def _launch(spec: KernelSpec, args: Sequence[bytes | bytearray], blocks: Sequence[int]) -> None:
+def launch(spec: KernelSpec, args: Sequence[bytes | bytearray], blocks: Sequence[int]) -> None:
     """One launch on as many ranks as there are ``args``."""
     held = [_aligned(len(block)) for block in args]
     for target, block in zip(held, args, strict=True):

@@ -19,7 +19,8 @@ THREADS = 64
 
 @dataclass(frozen=True)
 class Send:
-    """One message; arrays begin ``offset`` bytes after an aligned address, the receiver expects ``expected`` bytes."""
+    """One message; arrays begin ``offset`` bytes after an aligned address, the receiver expects ``expected`` bytes. ``half``: the only rank
+    that has come to it."""
 
     src: int
     dst: int
@@ -27,6 +28,7 @@ class Send:
     offset: int = 0
     out_offset: int = 0
     expected: int | None = None
+    half: int | None = None
 
 
 def _placed(nbytes: int, offset: int, fill: Any) -> Any:
@@ -54,6 +56,8 @@ def run(
     for rank in range(machine.nranks):
         messages = []
         for s, (source, _), (target, _) in zip(sends, sources, targets):
+            if s.half not in (None, rank):
+                continue
             if s.src == rank:
                 messages.append(Message(False, s.dst, source.ctypes.data, source.size, int(DType.UINT8)))
             if s.dst == rank:

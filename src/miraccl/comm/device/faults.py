@@ -18,7 +18,7 @@ from miraccl.bootstrap import HUB, Event, Notice, PeerLeft, PeerLost, Session
 from miraccl.comm.device.boards import Ahead, Boards
 from miraccl.comm.device.messages import mismatch
 from miraccl.comm.notices import from_words, of_abort, of_death, of_leave, to_words
-from miraccl.comm.statuses import ask, graph_line, place, silence
+from miraccl.comm.statuses import ask, graph_line, place, silence, together
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 from miraccl.executor.cuda import layout
 
@@ -27,7 +27,8 @@ LEFT = "gpu_left"
 REPEAT_S = 0.002
 LOOK_S = 0.02  # at what kernels found and how long copies take, where streams wait for words
 LONGEST_GAP_S = 1.0  # what counts of the time between two looks, as for kernels
-_EXPLAINS = (layout.ERROR_MISMATCH, layout.ERROR_SIZES, layout.ERROR_CROSSED)  # also why the peer has left or aborted since
+#: also why the peer has left or aborted since
+_EXPLAINS = (layout.ERROR_MISMATCH, layout.ERROR_SIZES, layout.ERROR_CROSSED, layout.ERROR_CIRCLE)
 
 
 class Engines(Protocol):
@@ -146,7 +147,8 @@ class DeviceFaults:
         error = int(self._words[layout.HOST_ERROR])
         if not error or self._is_late(error):
             return
-        answers = ask(self.session) if error == layout.ERROR_TIMEOUT else {}  # without the lock: answers come meanwhile
+        asks = error in (layout.ERROR_TIMEOUT, layout.ERROR_CIRCLE)
+        answers = ask(self.session) if asks else {}  # without the lock: answers come meanwhile
         with self._lock:
             if self._is_late(error):
                 self._found = True
@@ -170,6 +172,10 @@ class DeviceFaults:
         if error == layout.ERROR_CROSSED:
             text = f"rank {rank} waits for {what} from rank {peer}, which has gone on to {op} and waits for rank {rank} there"
             hint = "a send and its receive come before or after the same collectives on both ranks"
+            return CollectiveMismatch(text, rank=rank, peer=peer, hint=hint)
+        if error == layout.ERROR_CIRCLE:
+            text = f"ranks wait for one another, so none goes on: {self._circle(answers)}"
+            hint = "sends and receives that need one another belong into one group, or a sendrecv"
             return CollectiveMismatch(text, rank=rank, peer=peer, hint=hint)
         boards = self._look()
         unlike = boards.unlike(number) if boards is not None and op is not None and error != layout.ERROR_MISMATCH else None
@@ -200,6 +206,20 @@ class DeviceFaults:
         where = {r: place(answer) or silence(answer) for r, answer in answers.items()}
         graph = sorted((self._called[r], does.get(r, ""), where.get(r, "")) for r in {*does, *where})
         return CollectiveTimeout(text, graph=tuple(graph_line(*line) for line in graph), rank=rank, peer=peer, op=op, hint=hint)
+
+    def _circle(self, answers: Mapping[int, Mapping[str, Any]]) -> str:
+        """Who waits for whom in messages, and where its program is, beginning with the lowest rank."""
+        waits_for, rooms = int(self._words[layout.HOST_CIRCLE]), int(self._words[layout.HOST_CIRCLE + 1])
+        circle = [self.session.rank, int(self._words[layout.HOST_PEER])]
+        while (following := waits_for >> 4 * circle[-1] & 15) != circle[0]:
+            circle.append(following)
+        first = circle.index(min(circle, key=self._called.__getitem__))
+        turned = circle[first:] + circle[:first]
+        lines = []
+        for there, other in zip(turned, [*turned[1:], turned[0]], strict=True):
+            what = f"rank {self._called[other]} to receive" if rooms >> there & 1 else f"a message from rank {self._called[other]}"
+            lines.append(together(f"rank {self._called[there]} waits for {what}", place(answers.get(there, {}))))
+        return " | ".join(lines)
 
     # ---- ending waits
 

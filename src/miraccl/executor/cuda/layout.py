@@ -8,6 +8,7 @@ part     holds                                                        written by
 state    number of the launch, ticket of its blocks, signatures,      its rank
          number of collectives that are messages, whether waits failed
 board    what peers say they run, per (peer, launch modulo 4)         the peer
+waits    what ranks say of long waits for messages, per (rank, peer)  the rank
 flags    of staged copies: what has come, what is free again          peers; cleared by its rank
 lanes    rows sent, rows taken, per (peer, lane)                      its rank
 credit   rows that the peer has taken, per (peer, lane)               the peer
@@ -50,6 +51,7 @@ COPY_FLAGS_OFFSET = 2 * KIB  # words (of 4 bytes) of staged copies: ready[src][s
 COPY_SLOTS = 4  # of a pair at most
 COPY_FLAGS_BYTES = 2 * MAX_RANKS * COPY_SLOTS * 4
 REFUSED_OFFSET = 3 * KIB  # by peer the size of this rank's message that it has refused, as in MESSAGE, with the highest bit set
+WAITS_OFFSET = REFUSED_OFFSET + MAX_RANKS * WORD_STRIDE  # by (rank, whom it waits for) what the rank says of that wait, source/p2p.cuh
 MAX_LANES = 512  # of a pair of ranks and a direction, source/p2p.cuh
 _LANE_WORDS = 128 * KIB
 LANE_SENT_OFFSET = 4 * KIB
@@ -80,7 +82,7 @@ LARGEST_SLOT = 128 * KIB
 #: what the memory begins with besides zeros: (offset, bytes, word). Packets are ones where nothing has come.
 FILLS = ((PACKETS_OFFSET, 2 * BANK_BYTES, 0xFFFFFFFF),)
 assert COPY_FLAGS_OFFSET + COPY_FLAGS_BYTES <= REFUSED_OFFSET
-assert REFUSED_OFFSET + MAX_RANKS * WORD_STRIDE <= LANE_SENT_OFFSET
+assert WAITS_OFFSET + 8 * MAX_RANKS**2 <= LANE_SENT_OFFSET
 assert MOVES_OFFSET + MAX_RANKS * MOVE_ENTRIES * 16 <= BULK_COUNTS_OFFSET
 assert BULK_FREED_OFFSET + MAX_RANKS * (BULK_BYTES // CHUNK_BYTES) * BULK_STRIDE <= PACKETS_OFFSET
 
@@ -88,10 +90,12 @@ assert BULK_FREED_OFFSET + MAX_RANKS * (BULK_BYTES // CHUNK_BYTES) * BULK_STRIDE
 HOST_ABORT, HOST_LEFT = 0, 1  # read together; a bit for each peer whose work on its GPU has ended for good
 HOST_ERROR, HOST_PEER, HOST_WHAT = 2, 3, 4
 HOST_CLAIM, HOST_SIZES = 5, 6  # ERROR_SIZES: two sizes as in MESSAGE, this rank's and the peer's
+HOST_CIRCLE = HOST_SIZES  # ERROR_CIRCLE: 4 bits for each rank, whom it waits for; then a bit for each rank that waits for room
 HOST_LAUNCH, HOST_SIGNATURE = 10, 11  # of the launch that an error is about, as this rank ran it, or the peer; 0: messages have none
 HOST_BYTES = 64
 ERROR_TIMEOUT, ERROR_SIZES, ERROR_MISMATCH, ERROR_LEFT = 1, 2, 3, 4
 ERROR_CROSSED = 5  # a message is waited for, by the launch HOST_LAUNCH of the peer this rank
+ERROR_CIRCLE = 6  # ranks wait for one another in messages
 WHAT_PACKET, WHAT_RESULT, WHAT_MESSAGE, WHAT_ROOM, WHAT_SEND, WHAT_RECV, WHAT_MEETING, WHAT_SIGNAL = 0, 1, 2, 3, 4, 5, 6, 7
 WHAT_COPY = 8
 WHAT_TEXT = {
@@ -215,7 +219,8 @@ def message_defines(nranks: int, frame: str) -> dict[str, int]:
     names = (
         "TO_PEER FROM_PEER TO_SELF TO_BULK FROM_BULK LANE_SENT_OFFSET LANE_TAKEN_OFFSET LANE_CREDIT_OFFSET "
         "STATE_MOVES MOVES_OFFSET MOVE_ENTRIES "
-        "REFUSED_OFFSET RINGS_OFFSET RING_ROWS ROW_BYTES HOST_SIZES ERROR_SIZES ERROR_CROSSED WHAT_SEND WHAT_RECV BULK_FROM CHUNK_BYTES "
+        "REFUSED_OFFSET WAITS_OFFSET RINGS_OFFSET RING_ROWS ROW_BYTES HOST_SIZES HOST_CIRCLE ERROR_SIZES ERROR_CROSSED ERROR_CIRCLE "
+        "WHAT_SEND WHAT_RECV BULK_FROM CHUNK_BYTES "
         "BULK_OFFSET BULK_STRIDE BULK_COUNTS_OFFSET BULK_GRANTS_OFFSET BULK_ARRIVED_OFFSET BULK_FREED_OFFSET"
     )
     sizes = {"QUEUE_BYTES": struct.calcsize(QUEUE), "HEAD_BYTES": args_bytes(nranks) + struct.calcsize(EXCHANGE_HEAD)}

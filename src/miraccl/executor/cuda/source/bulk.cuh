@@ -50,12 +50,13 @@ template <bool IN> __device__ __forceinline__ void copy_chunk(const Cut& c, u64 
 __device__ __forceinline__ u64 chunks_of(const Cut& c) { return (c.bytes - FIRST_VECTORS * 16 + CHUNK_BYTES - 1) / CHUNK_BYTES; }
 
 // One thread of a block, as ``give_up``.
-__device__ __forceinline__ bool block_gives_up(const Args& a, Watch& w, u32 peer, u32 what) {
+__device__ __forceinline__ bool block_gives_up(const Exchange& x, Watch& w, u32 peer, u32 what, u64 needed = 0) {
   if (w.waited == NEVER) return true;
   between_polls();
   if (++w.spins < SPINS_BEFORE_CHECK) return false;
   w.spins = 0;
-  w.waited = check_message(a, w.waited, peer, what);
+  w.waited = check_message(x.a, w.waited, peer, what);
+  if (needed && !(w.waited & SEEN_PAST)) w.waited = look_for_circle(x.a, w.waited, peer, what, needed | held_here(x));
   return w.waited == NEVER;
 }
 
@@ -67,26 +68,27 @@ __device__ __forceinline__ bool refused(const Args& a, u32 peer, u64 size) {
 }
 
 // Thread 0: until the receiver has begun message ``number``.
-__device__ __forceinline__ bool wait_grant(const Args& a, Bulk& s, Watch& w, u32 peer, u64 number, u64 size) {
+__device__ __forceinline__ bool wait_grant(const Exchange& x, Bulk& s, Watch& w, u32 peer, u64 number, u64 size) {
+  const Args& a = x.a;
   const u64* word = grant_of(a.inbox[peer], peer);
   w.spins = 0;
   for (;;) {
     u64 grant = load_word(word);
     if ((u32)(grant >> 32) == (u32)(number + 1)) { s.slot = (u32)grant >> 16; s.slots = (u32)grant & 0xffff; return true; }
-    if (refused(a, peer, size) || block_gives_up(a, w, peer, WHAT_ROOM)) return false;
+    if (refused(a, peer, size) || block_gives_up(x, w, peer, WHAT_ROOM, need(NEED_BULK, number + 1))) return false;
   }
 }
 
 // Thread 0: until a chunk has been taken. Room is about to come in most waits, so a refusal is looked for rarely.
-__device__ __forceinline__ bool wait_freed(const Args& a, Watch& w, const u64* word, u64 tag, u32 peer, u64 size) {
+__device__ __forceinline__ bool wait_freed(const Exchange& x, Watch& w, const u64* word, u64 tag, u32 peer, u64 size) {
   w.spins = 0;
   while (load_acquire(word) != tag)
-    if ((w.spins % 256 == 255 && refused(a, peer, size)) || block_gives_up(a, w, peer, WHAT_ROOM)) return false;
+    if ((w.spins % 256 == 255 && refused(x.a, peer, size)) || block_gives_up(x, w, peer, WHAT_ROOM)) return false;
   return true;
 }
-__device__ __forceinline__ bool wait_arrived(const Args& a, Watch& w, const u64* word, u64 tag, u32 peer) {
+__device__ __forceinline__ bool wait_arrived(const Exchange& x, Watch& w, const u64* word, u64 tag, u32 peer) {
   w.spins = 0;
-  while (load_acquire(word) != tag) if (block_gives_up(a, w, peer, WHAT_MESSAGE)) return false;
+  while (load_acquire(word) != tag) if (block_gives_up(x, w, peer, WHAT_MESSAGE)) return false;
   return true;
 }
 
@@ -102,11 +104,11 @@ __device__ __forceinline__ void send_bulk(const Exchange& x, const Queue& q, con
     Cut c = cut(list[m], x.lanes);
     u64 chunks = chunks_of(c);
     // a block without a chunk must not wait: the message may be over, and the grant of the next one in the place of its own
-    if (threadIdx.x == 0 && block < chunks && !wait_grant(a, s, watch, q.peer, number, list[m].size)) s.dead = 1;
+    if (threadIdx.x == 0 && block < chunks && !wait_grant(x, s, watch, q.peer, number, list[m].size)) s.dead = 1;
     for (u64 k = block; k < chunks; k += q.lanes) {
       if (threadIdx.x == 0 && !s.dead && k >= s.slots) {
         const u64* freed = freed_of(a.inbox[q.peer], q.peer, (u32)(k % s.slots));
-        if (!wait_freed(a, watch, freed, chunk_tag(a.rank, number, k - s.slots), q.peer, list[m].size)) s.dead = 1;
+        if (!wait_freed(x, watch, freed, chunk_tag(a.rank, number, k - s.slots), q.peer, list[m].size)) s.dead = 1;
       }
       __syncthreads();
       if (s.dead) return;
@@ -142,7 +144,7 @@ __device__ __forceinline__ void receive_bulk(const Exchange& x, const Queue& q, 
     u64 chunks = chunks_of(c);
     for (u64 k = block; k < chunks; k += q.lanes) {
       u32 place = (u32)(k % q.slots), slot = q.slot + place;
-      if (threadIdx.x == 0 && !s.dead && !wait_arrived(a, watch, arrived_of(a.inbox[q.peer], slot), chunk_tag(q.peer, number, k), q.peer)) s.dead = 1;
+      if (threadIdx.x == 0 && !s.dead && !wait_arrived(x, watch, arrived_of(a.inbox[q.peer], slot), chunk_tag(q.peer, number, k), q.peer)) s.dead = 1;
       __syncthreads();
       if (s.dead) return;
       copy_chunk<true>(c, FIRST_VECTORS * 16 + k * CHUNK_BYTES, slot_at(a.inbox[q.peer], slot));
@@ -153,7 +155,7 @@ __device__ __forceinline__ void receive_bulk(const Exchange& x, const Queue& q, 
     if (threadIdx.x == 0) {  // the block that ends a message last lets the next one begin: all slots are free
       u32 before = (u32)(number - begun - 1) * q.lanes;
       watch.spins = 0;
-      while (load_word((const u64*)ended) < before && !s.dead) if (block_gives_up(a, watch, a.rank, WHAT_MESSAGE)) s.dead = 1;
+      while (load_word((const u64*)ended) < before && !s.dead) if (block_gives_up(x, watch, a.rank, WHAT_MESSAGE)) s.dead = 1;
       if (!s.dead && draw(ended, ~0u) == before + q.lanes - 1) {
         if (left) grant(a, q, number);
         else { *ended = 0; *taken_of(a, q.peer) = number; }

@@ -251,6 +251,86 @@ __device__ __noinline__ bool draw_move(const Exchange& x, u32 t) {
   return true;
 }
 
+// ---- circles: ranks of which each waits in a launch of messages for the next one, the last one for the first
+
+// What rank ``src`` says of its wait for ``peer``, to all ranks: NEED_*, how far that count of ``peer`` must have come, and which ranks it holds itself.
+//
+// A rank holds another one that needs more than its count has come to, while it is in a launch that does not help: until that ends, the other one goes on
+// waiting, and what it has said of that wait stays true. Only who is waited for knows its count, so only it says so. Launches of a communicator run one
+// after another. So a circle in which each rank is held by the one that it waits for never ends, and what is found is certain whenever it is looked at.
+#define WAIT_SAID (1ull << 63)
+#define WAIT_NEED 56
+#define WAIT_HOLDS 48
+#define WAIT_COUNT ((1ull << WAIT_HOLDS) - 1)
+#define NEED_SENT 0u     // rows of the first lane that the peer has sent
+#define NEED_CREDIT 1u   // rows of it that the peer has told that it has taken
+#define NEED_BULK 2u     // large messages that the peer has taken
+__device__ __forceinline__ u64 need(u32 kind, u64 count) { return WAIT_SAID | (u64)kind << WAIT_NEED | count; }
+__device__ __forceinline__ u32 kind_of(u64 said) { return (u32)(said >> WAIT_NEED) & 3; }
+__device__ __forceinline__ u32 holds_of(u64 said) { return (u32)(said >> WAIT_HOLDS) & 0xff; }
+__device__ __forceinline__ u64* wait_word(char* box, u32 src, u32 peer) { return (u64*)(box + WAITS_OFFSET) + src * MAX_RANKS + peer; }
+
+// Whom this rank holds, as a word that says so has them.
+__device__ __noinline__ u64 held_here(const Exchange& x) {
+  const Args& a = x.a;
+  const Queue* queues = (const Queue*)x.room;
+  u32 gives = 0, takes = 0, held = 0;
+#pragma unroll 1
+  for (u32 i = 0; i < x.nqueues; i++) {
+    u32 kind = queues[i].kind, bit = 1u << queues[i].peer;
+    if (kind == TO_PEER || kind == TO_BULK) gives |= bit; else takes |= bit;
+  }
+#pragma unroll 1
+  for (u32 r = 0; r < RANKS; r++) {
+    u64 said = r == a.rank ? 0 : load_word(wait_word(a.inbox[r], r, a.rank));
+    if (!said) continue;
+    u32 kind = kind_of(said), helps = kind == NEED_SENT ? gives : takes;
+    const u64* count = (const u64*)(a.own + BULK_COUNTS_OFFSET + (MAX_RANKS + r) * BULK_STRIDE);
+    if (kind == NEED_SENT) count = lane_word(a.own, LANE_SENT_OFFSET, r, 0);
+    if (kind == NEED_CREDIT) count = lane_word(a.outbox[r], LANE_CREDIT_OFFSET, a.rank, 0);
+    if (!(helps >> r & 1) && load_word(count) < (said & WAIT_COUNT)) held |= 1u << r;
+  }
+  return (u64)held << WAIT_HOLDS;
+}
+
+// Rarely called, by one thread that waits for ``peer``: says so, ``mine``, and reports a circle that this rank is in; as ``check_wait`` otherwise.
+// Who is held is told of by its holder, who has seen what it says of its wait; so a rank tells the one that it waits for last, and who has seen the
+// holder's word sees the other's as well.
+__device__ __noinline__ u64 look_for_circle(const Args& a, u64 waited, u32 peer, u32 what, u64 mine) {
+  fence();
+  if (load_word(wait_word(a.own, a.rank, peer)) != mine) {
+#pragma unroll 1
+    for (u32 r = 0; r < RANKS; r++) if (r != peer) store_word(wait_word(r == a.rank ? a.own : a.outbox[r], a.rank, peer), mine);
+    fence();
+    store_word(wait_word(a.outbox[peer], a.rank, peer), mine);
+  }
+  u32 known = holds_of(mine), left = known, next = 0, rooms = kind_of(mine) == NEED_SENT ? 0 : 1u << a.rank;  // ``next``: 4 bits for each rank, who holds it
+#pragma unroll 1
+  for (u32 r = 0; r < RANKS; r++) if (known >> r & 1) next |= a.rank << 4 * r;
+#pragma unroll 1
+  while (left) {
+    u32 r = 0;
+    while (!(left >> r & 1)) r++;
+    left &= left - 1;
+    u64 said = load_word(wait_word(a.inbox[r], r, next >> 4 * r & 15));
+    fence();
+    if (kind_of(said) != NEED_SENT) rooms |= 1u << r;
+    if (r == peer && holds_of(said) >> a.rank & 1) {
+      if (is_first_report(a.host)) {
+        volatile u32* host = a.host;
+        host[HOST_CIRCLE] = next; host[HOST_CIRCLE + 1] = rooms;
+        publish_report(a.host, ERROR_CIRCLE, peer, what, 0, (u32)a.signature);
+      }
+      return stop_waiting(a.inbox[peer], a.own);
+    }
+    u32 more = holds_of(said) & ~known & ~(1u << a.rank);
+    known |= more; left |= more;
+#pragma unroll 1
+    for (u32 other = 0; other < RANKS; other++) if (more >> other & 1) next |= r << 4 * other;
+  }
+  return waited;
+}
+
 // ---- waiting and failing, as a warp
 
 // Rarely called, by one thread: as ``check_wait``. In a collective the wait ends also where the peer has run another one in the place of this one or of one of
@@ -294,13 +374,15 @@ __device__ __noinline__ u64 check_message(const Args& a, u64 waited, u32 peer, u
   return past ? waited | SEEN_PAST : waited;
 }
 
-__device__ __forceinline__ bool warp_gives_up(const Args& a, Watch& w, u32 t, u32 peer, u32 what) {
+__device__ __forceinline__ bool warp_gives_up(const Exchange& x, Watch& w, u32 t, u32 peer, u32 what, u64 needed) {
+  const Args& a = x.a;
   bool over = false;
   if (t == 0) {
     between_polls();
     if (++w.spins >= WARP_SPINS_BEFORE_CHECK) {
       w.spins = 0;
       w.waited = check_message(a, w.waited, peer, what);
+      if (needed && !(w.waited & SEEN_PAST)) w.waited = look_for_circle(a, w.waited, peer, what, needed | held_here(x));
       over = w.waited == NEVER;
     }
   }
@@ -328,8 +410,9 @@ __device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, con
   const u64* credit = lane_word(a.inbox[q.peer], LANE_CREDIT_OFFSET, q.peer, lane);
   u64* counter = lane_word(a.own, LANE_SENT_OFFSET, q.peer, lane);
   uint4* ring = ring_of(a, q.peer, a.rank, lane) + t;
-  u64 row = load_word(counter), taken = load_word(credit);
+  u64 row = load_word(counter), taken = load_word(credit), stopped = lane ? 0 : load_word(stopped_word(a.own));
   u64 room = taken & POISON ? 0 : taken + RING_ROWS;
+  if (__any_sync(WHOLE_WARP, stopped != 0)) return;  // a wait of an earlier launch has failed, and what is sent may hang on it: no header, no message
   Watch watch = {0, 0};
   __syncwarp();
   for (u32 m = 0; m < q.count; m++) {
@@ -350,7 +433,7 @@ __device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, con
           return;
         }
         room = taken + RING_ROWS;
-        if (warp_gives_up(a, watch, t, q.peer, WHAT_ROOM)) return;
+        if (warp_gives_up(x, watch, t, q.peer, WHAT_ROOM, lane ? 0 : need(NEED_CREDIT, row + rows - RING_ROWS))) return;
       }
       frame(v, d, t);
       if (two) frame(v + 4, d + LOADS, t);
@@ -414,7 +497,7 @@ __device__ __forceinline__ void receive_lane(const Exchange& x, const Queue& q, 
           return;
         }
         if (!__any_sync(WHOLE_WARP, missing)) break;
-        if (warp_gives_up(a, watch, t, q.peer, WHAT_MESSAGE)) return;
+        if (warp_gives_up(x, watch, t, q.peer, WHAT_MESSAGE, lane ? 0 : need(NEED_SENT, row + 1))) return;
       }
       unframe(d, v, t);
       if (two) unframe(d + LOADS, v + 4, t);

@@ -1,0 +1,193 @@
+"""Ranks that wait for one another in messages: every circle is told, and nothing else is.
+
+Launches of messages between emulated GPUs: which ranks find a circle long before the deadline, and that programs which end never seem to
+be in one, where waiting warps look at every second poll and stores land late and in any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import tests.gpu.emulator as emulator
+from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.messages import Lowered, Message, lower_messages
+from miraccl.executor.cuda.source import Frame, KernelSpec, write_source
+from miraccl.types import DType
+from tests.gpu.emulator import Machine, launch, needs_compiler, weak_memory
+from tests.gpu.emulator.exchange import THREADS, Send, run
+from tests.gpu.test_messages import FRAMES, few, rules, shrink_pool
+
+pytestmark = needs_compiler
+
+
+def circle_of(where: Machine, rank: int) -> list[int]:
+    """Ranks that wait for one another, beginning with this one, as it has reported them."""
+    host = where.host[rank]
+    found = [rank, int(host[layout.HOST_PEER])]
+    while (after := int(host[layout.HOST_CIRCLE]) >> 4 * found[-1] & 15) != rank:
+        found.append(after)
+    return found
+
+
+LONG = 3 * 2 * layout.RING_ROWS * layout.ROW_BYTES  # more than the rings of two lanes hold
+RIGHT = {
+    "a message before": [Send(0, 1, 40), Send(1, 0, LONG)],
+    "all at once": [Send(a, b, LONG) for a in range(3) for b in range(3)],
+}
+CIRCLES: dict[str, tuple[int, list[Send], dict[int, list[int]]]] = {
+    # ranks, messages to which one side comes, the circle that each rank reports
+    "receives": (2, [Send(1, 0, 40, half=0), Send(0, 1, 4000, half=1)], {0: [0, 1], 1: [1, 0]}),
+    "sends": (2, [Send(0, 1, LONG, half=0), Send(1, 0, LONG, half=1)], {0: [0, 1], 1: [1, 0]}),
+    "a ring of receives": (4, [Send((r + 1) % 4, r, 40, half=r) for r in range(4)], {r: [(r + i) % 4 for i in range(4)] for r in range(4)}),
+    "a ring of sends": (3, [Send(r, (r + 1) % 3, LONG, half=r) for r in range(3)], {r: [(r + i) % 3 for i in range(3)] for r in range(3)}),
+    "of both": (3, [Send(0, 1, LONG, half=0), Send(2, 1, 9, half=1), Send(0, 2, 9, half=2)], {0: [0, 1, 2], 1: [1, 2, 0], 2: [2, 0, 1]}),
+    "with a group": (
+        3,
+        [Send(1, 0, 9, half=0), Send(0, 1, 9, half=1), Send(1, 2, LONG), Send(2, 1, LONG)],
+        {0: [0, 1], 1: [1, 0]},
+    ),
+}
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+@pytest.mark.parametrize("pool", [False, True], ids=["lanes", "bulk"])
+@pytest.mark.parametrize("case", CIRCLES)
+def test_ranks_that_wait_for_one_another_are_told(monkeypatch: pytest.MonkeyPatch, case: str, pool: bool, frame: Frame) -> None:
+    """Long before the deadline, also after messages that were right."""
+    nranks, sends, circles = CIRCLES[case]
+    if pool:
+        shrink_pool(monkeypatch)
+    where = Machine(nranks, timeout_s=60)
+    for before in RIGHT.values():
+        right_before = [send for send in before if max(send.src, send.dst) < nranks]
+        assert [text for text in run(where, few(nranks, frame), right_before) if text] == []
+    run(where, few(nranks, frame), sends)
+    assert where.errors() == [layout.ERROR_CIRCLE if rank in circles else 0 for rank in range(nranks)]
+    assert {rank: circle_of(where, rank) for rank in circles} == circles
+
+
+def test_who_waits_for_ranks_in_a_circle_is_not_in_it() -> None:
+    """Its host is told by theirs."""
+    where = Machine(3, timeout_s=3)
+    run(where, rules(3), [Send(1, 0, 9, half=0), Send(0, 1, 9, half=1), Send(1, 2, 9, half=2)])
+    assert where.errors() == [layout.ERROR_CIRCLE, layout.ERROR_CIRCLE, layout.ERROR_TIMEOUT]
+
+
+MAY_GO_ON = {
+    "the other one sends, too": [Send(0, 1, LONG, half=0), Send(1, 0, 40)],
+    "nobody has begun": [Send(1, 0, 40, half=0), Send(2, 1, 40, half=1)],
+    "the last one holds nobody": [Send(1, 0, 40, half=0), Send(2, 1, 40, half=1), Send(1, 2, 40)],
+}
+
+
+@pytest.mark.parametrize("case", MAY_GO_ON)
+def test_who_waits_for_ranks_that_may_go_on_waits_until_the_deadline(case: str) -> None:
+    where = Machine(3, timeout_s=0.5)
+    run(where, rules(3), MAY_GO_ON[case])
+    assert set(where.errors()) == {0, layout.ERROR_TIMEOUT}
+
+
+def test_what_was_said_of_a_wait_that_has_ended_closes_no_circle() -> None:
+    where = Machine(2, timeout_s=0.5)
+    run(where, rules(2), [Send(1, 0, 40)], only=[0])
+    assert where.errors() == [layout.ERROR_TIMEOUT, 0]
+    for words in (*where.host, where.memory[0][layout.STATE_OFFSET + 8 * layout.STATE_STOPPED :][:8]):
+        words[:] = 0  # as if the wait had not ended by its deadline
+    where.timeout_ns = int(20e9)
+    assert [text for text in run(where, rules(2), [Send(1, 0, 40)]) if text] == []
+    where.timeout_ns = int(0.5e9)
+    run(where, rules(2), [Send(0, 1, 40)], only=[1])
+    assert where.errors() == [0, layout.ERROR_TIMEOUT]
+
+
+# ---- programs that end
+
+SIZES = (0, 9, 40, 1000, 4999, 20_000, 60_000)
+
+
+OFTEN = {"++w.spins >= WARP_SPINS_BEFORE_CHECK": "++w.spins >= 2", "++w.spins < SPINS_BEFORE_CHECK": "++w.spins < 3"}
+
+
+@pytest.fixture
+def flaw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks come often, and the first of two texts is taken out of the kernel, with the second one in its place."""
+    text, instead = request.param
+
+    def write(spec: KernelSpec, arch: int, machine: str = "") -> str:
+        found = write_source(spec, arch, machine)
+        for name, other in {**OFTEN, text: instead}.items():
+            assert name in found
+            found = found.replace(name, other) if name else found
+        return found
+
+    monkeypatch.setattr(emulator, "write_source", write)
+
+
+def what_ends_wrongly(seed: int, pool: bool, timeout_s: float = 30.0) -> str:
+    """Messages in an order that all ranks keep to, each rank's in launches of one or several: errors, and how many were not right."""
+    rng = random.Random(seed)
+    nranks, frame = rng.choice([2, 3, 4]), rng.choice(FRAMES)
+    ends = [rng.sample(range(nranks), 2) for _ in range(rng.randint(5, 30))]
+    if rng.random() < 0.4:  # a ring
+        ends = [[src, (src + 1) % nranks] for src, _ in ends]
+    sources = [np.frombuffer(rng.randbytes(rng.choice(SIZES)), np.uint8) for _ in ends]
+    targets = [np.full(source.size, 0x5A, np.uint8) for source in sources]
+    where, found, keep = Machine(nranks, timeout_s), few(nranks, frame), []
+    programs: list[list[Lowered]] = []
+    for rank in range(nranks):
+        mine = []
+        for (src, dst), source, target in zip(ends, sources, targets, strict=True):
+            if src == rank:
+                mine.append(Message(False, dst, source.ctypes.data, source.size, int(DType.UINT8)))
+            if dst == rank:
+                mine.append(Message(True, src, target.ctypes.data, target.size, int(DType.UINT8)))
+        programs.append([])
+        while mine:
+            together = rng.choice([1, 1, 1, 2, 3, 6])
+            programs[-1].append(lower_messages(mine[:together], where.comm_args(rank), found))
+            mine = mine[together:]
+    room = max(lowered.room for program in programs for lowered in program)
+    spec = replace(found.spec(pool, room), threads=THREADS)
+
+    def follow(program: list[Lowered]) -> None:
+        for lowered in program:
+            if lowered.table is not None:
+                keep.append(table := (ctypes.c_char * len(lowered.table)).from_buffer(lowered.table))
+                lowered.set_table(ctypes.addressof(table))
+            lanes = (lowered.blocks - lowered.bulk) * lowered.threads
+            launch(spec, [lowered.args + bytes(room)], [lowered.bulk + -(-lanes // THREADS)])
+
+    with ThreadPoolExecutor(nranks) as ranks:
+        list(ranks.map(follow, programs))
+    wrong = sum(not np.array_equal(source, target) for source, target in zip(sources, targets, strict=True))
+    return f"seed {seed}: errors {where.errors()}, {wrong} messages wrong" if wrong or any(where.errors()) else ""
+
+
+@pytest.mark.parametrize("pool", [False, True], ids=["lanes", "bulk"])
+@pytest.mark.parametrize("weak", [False, True])
+@pytest.mark.parametrize("flaw", [("", "")], indirect=True, ids=["none"])
+@pytest.mark.usefixtures("flaw")
+def test_programs_that_end_are_in_no_circle(monkeypatch: pytest.MonkeyPatch, weak: bool, pool: bool) -> None:
+    if pool:
+        shrink_pool(monkeypatch)
+    for seed in range(1, 25):
+        with weak_memory(seed) if weak else contextlib.nullcontext():
+            assert not what_ends_wrongly(seed, pool)
+
+
+HELPS = ("if (!(helps >> r & 1) && load_word(count)", "if (load_word(count)")
+COUNTS = ("load_word(count) < (said & WAIT_COUNT)", "true")
+
+
+@pytest.mark.parametrize("flaw", [HELPS, COUNTS], indirect=True, ids=["who helps", "counts"])
+@pytest.mark.usefixtures("flaw")
+def test_a_rank_that_may_go_on_is_not_held() -> None:
+    """Without a part of the rule there are circles where there are none."""
+    assert any(what_ends_wrongly(seed, False, 2.0) for seed in range(1, 200))
