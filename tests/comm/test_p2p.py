@@ -6,6 +6,7 @@ Each rank function is a list of patterns that follow one another on one communic
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import numpy as np
 import pytest
@@ -68,6 +69,52 @@ def receive_first(comm: Communicator, count: int) -> None:
         if way != "sync send":
             assert send.wait() is None
             assert send.exception() is None
+
+
+def while_the_program_is_elsewhere(comm: Communicator) -> None:
+    """A message in the background goes on while its sender, or its receiver, waits in another communicator for the other one."""
+    peer = comm.rank ^ 1
+    other = comm.split(comm.rank // 2)
+    assert other is not None
+    if peer < comm.nranks:
+        out = np.zeros(BIG, np.float32)
+        for elsewhere in (0, 1):
+            work = comm.recv(out, peer, async_op=True) if comm.rank % 2 else comm.send(data(comm.rank, BIG), peer, async_op=True)
+            if comm.rank % 2 == elsewhere:
+                other.barrier()  # to which the other one comes when it has its message
+            work.wait()
+            if comm.rank % 2 != elsewhere:
+                other.barrier()
+            assert comm.rank % 2 == 0 or ref.same(out, data(peer, BIG))
+    other.finalize()
+
+
+def polled_by_another_thread(comm: Communicator) -> None:
+    """Who looks at a message that another thread waits for is told so, and has not ended that thread's wait."""
+    side = comm.split(0)
+    assert side is not None
+    for count in (3, BIG):
+        if comm.rank == 0 and comm.nranks > 1:
+            side.barrier()
+            comm.send(data(0, count), 1)
+        elif comm.rank == 1:
+            out = np.zeros(count, np.float32)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(comm._member, "go_on_alone", lambda: None)  # it would be taken for the thread that waits
+                work = comm.recv(out, 0, async_op=True)
+                waiter = threading.Thread(target=work.wait)
+                waiter.start()
+                while not comm._member.context.occupied:
+                    pass
+                for _ in range(2):
+                    with pytest.raises(InvalidUsage, match="another thread is inside"):
+                        work.done()
+                side.barrier()
+                waiter.join()
+            expect(out, 0)
+        else:
+            side.barrier()
+    side.finalize()
 
 
 def many_in_flight(comm: Communicator) -> None:
@@ -361,6 +408,8 @@ def all_patterns(ranks_per_host: int) -> None:
             ring(comm, count)
             receive_first(comm, count)
             different_groups(comm, count)
+        while_the_program_is_elsewhere(comm)
+        polled_by_another_thread(comm)
         many_in_flight(comm)
         send_while_receive_is_open(comm)
         everybody_to_everybody(comm)

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from miraccl.comm.progress import progress
 from miraccl.torch import BackendError, ProcessGroupMiraccl
-from miraccl.torch.progress import progress
 from tests.torch.worlds import all_here, refused, world
 
 

@@ -44,13 +44,18 @@ class Entry:
 
 
 class Exchange:
-    """All open transfers of one rank. Calls of one thread; ``add`` may come from another thread than ``advance``."""
+    """All open transfers of one rank. Calls of one thread; ``add`` may come from another thread than ``advance``.
+
+    A second thread that comes to ``advance`` is refused, and has changed nothing; ``advance`` waits for ``advance_alone``, which is short.
+    """
 
     def __init__(self, rank: int, wires: Mapping[int, Wires], door: Callable[[int, int], int]) -> None:
         self._rank, self._wires, self._door = rank, wires, door
         self._open: list[Entry] = []
         self._to_self: list[Entry] = []
         self._lock = threading.Lock()
+        self._turn = threading.Lock()  # of the program's thread that is inside
+        self._moving = threading.Lock()  # that one's, or that of ``advance_alone``
 
     @property
     def open(self) -> list[Entry]:
@@ -148,6 +153,30 @@ class Exchange:
     def advance(self, must: Sequence[Entry], among: Sequence[Entry] | None = None, any_of: Sequence[Entry] = ()) -> int:
         """Go on with everything (or ``among`` these alone) until all of ``must`` has ended, or one of ``any_of`` (without either: do what
         can be done at once); a result of the engine."""
+        if not self._turn.acquire(blocking=False):
+            return at.BUSY
+        try:
+            with self._moving:
+                return self._advance(must, among, any_of)
+        finally:
+            self._turn.release()
+
+    def advance_alone(self) -> tuple[int, bool]:
+        """Do what can be done at once, unless a thread is in ``advance``: (a result of the engine, whether anything moved)."""
+        if not self._moving.acquire(blocking=False):
+            return at.OK, False
+        try:
+            before = self._so_far()
+            return self._advance([], None, []), self._so_far() != before
+        finally:
+            self._moving.release()
+
+    def _so_far(self) -> tuple[int, int]:
+        """How many transfers are open, and how many pieces of them are done."""
+        entries = self.open
+        return len(entries), sum(int(e.words[_DONE]) for e in entries)
+
+    def _advance(self, must: Sequence[Entry], among: Sequence[Entry] | None, any_of: Sequence[Entry]) -> int:
         with self._lock:
             entries = [e for e in self._open if among is None or e in among]
         if not entries:

@@ -33,6 +33,7 @@ from miraccl.comm.lookout import lookout
 from miraccl.comm.model import Constants, Shape, default_block_bytes
 from miraccl.comm.notices import of_abort
 from miraccl.comm.planner import Overrides, Planner, Request
+from miraccl.comm.progress import progress
 from miraccl.comm.seat import MemberSeat
 from miraccl.comm.stages import Stages, Underway
 from miraccl.comm.tuning import prepare
@@ -120,6 +121,8 @@ class Member:
         self.rank, self.nranks = session.rank, session.nranks
         self.closed = False
         self.foreign = False
+        self.watched = False
+        self._alone = False  # ``progress`` is inside
         self._life = threading.RLock()  # a signal handler may finalize in the middle of that
         self._leaving = False
         self._losses: dict[int, Loss] = {}
@@ -279,7 +282,7 @@ class Member:
 
     def exchange(self, transfers: Sequence[Transfer], result: Any, name: str, async_op: bool) -> Any:
         """Run sends and receives together. Those in the background begin at once, as far as they can, and go on inside later calls
-        of this communicator; they are waited for before a collective, whose messages take the same ways."""
+        of this communicator, or by themselves; they are waited for before a collective, whose messages take the same ways."""
         if not async_op:
             self._exchange.refuse_lonely(transfers)
         entries = self._exchange.add(transfers)
@@ -289,6 +292,8 @@ class Member:
             return result
         if not self._worker.pending:
             self._advance([], name)
+        if not self.watched and self._exchange.has_open:  # the program may do something else now
+            progress.watch(self)
         return _OpenWork(name, self, entries, result)
 
     def begin_exchange(self, transfers: Sequence[Transfer], name: str) -> Work:
@@ -319,6 +324,23 @@ class Member:
             self.check(0, name)
             self._advance([], name)
         return all(e.done for e in entries)
+
+    def go_on_alone(self) -> bool | None:
+        """As ``progress`` asks: do what sends and receives in the background can do at once."""
+        self._alone = True  # before the look at ``closed``: whoever closes waits for it
+        try:
+            if self.closed or self.faults.fault is not None or not self._exchange.has_open:
+                return None
+            if self._worker.pending:  # they come after that, or are a part of it
+                return False
+            code, moved = self._exchange.advance_alone()
+            self.look_before_running()
+            if code not in (at.OK, at.BUSY):
+                with contextlib.suppress(MiracclError):  # the next call of the program raises it
+                    self._fail(code, "send/recv")
+            return moved
+        finally:
+            self._alone = False
 
     def flush(self, background: bool = False) -> None:
         """End what is open of sends and receives: now, or in the background before what comes next."""
@@ -450,7 +472,7 @@ class Member:
     def _left_alone(self) -> bool:
         """Whether no thread is in the engine, in ``CLOSE_WAIT_S`` at the latest."""
         deadline = time.monotonic() + CLOSE_WAIT_S
-        while self.context.occupied and time.monotonic() < deadline:
+        while (self.context.occupied or self._alone) and time.monotonic() < deadline:
             time.sleep(LOOK_S)
         return not self.context.occupied
 
@@ -473,7 +495,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class _OpenWork(Work):
-    """A send or receive in the background. It goes on inside calls of its communicator, ``wait`` and ``done`` among them."""
+    """A send or receive in the background. It goes on inside calls of its communicator, ``wait`` and ``done`` among them, and by itself."""
 
     def __init__(self, name: str, member: Member, entries: Sequence[Entry], result: Any) -> None:
         super().__init__(name)

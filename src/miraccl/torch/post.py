@@ -24,12 +24,12 @@ import numpy as np
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.exchange import Entry
 from miraccl.comm.lookout import lookout
+from miraccl.comm.progress import progress
 from miraccl.comm.whereabouts import ANY, Wait, Waiting
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.torch.channel import Wire, run_beside, seat_of, set_timeout, timeout_of
 from miraccl.torch.message import SENT, Early, Message, read_header, write_header
-from miraccl.torch.progress import progress
 
 SLICE_S = 0.005
 #: A receive that others stand beside is waited for alone only for so long: their messages may have to go on for its own to come.

@@ -1,8 +1,9 @@
 """Messages go on although the program is elsewhere: in a collective, in a store, in its own work.
 
-``isend`` and ``irecv`` begin a message, and calls of its ``Post`` go on with it.  A program that makes none of these calls for a while may
-be waiting for a rank that waits for the message.  So one thread per process looks after posts with messages under way, as the threads of
-Gloo and of some MPIs do (MPI 4.1, section 2.9 on progress); it sleeps where there are none.
+Sends and receives in the background are begun by a call, and later calls of their communicator, or of their group of PyTorch's, go on with
+them.  A program that makes none of these calls for a while may be waiting for a rank that waits for the message.  So one thread per process
+looks after those with messages under way, as the threads of Gloo and of some MPIs do (MPI 4.1, section 2.9 on progress); it sleeps where
+there are none.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def watch(self, post: Movable) -> None:
-        """Look after a post until nothing has been under way for a while."""
+        """Look after it until nothing has been under way for a while."""
         with self._lock:
             self._watched.add(post)
             post.watched = True
