@@ -420,6 +420,7 @@ def test_options_are_checked() -> None:
         ({"algo": "fast"}, "no algorithm is called 'fast'"),
         ({"proto": "ll64"}, "protocol 'll64' does not exist"),
         ({"buffsize": -5}, "buffsize is -5"),
+        ({"deterministic": "no"}, "deterministic is 'no'; it is True or False"),
     ):
         with pytest.raises(InvalidUsage, match=why):
             miraccl.init(**options)

@@ -85,6 +85,8 @@ class Options:
         for name, text in (("algo", algo), ("proto", proto)):
             if text is not None and not isinstance(text, str):
                 raise InvalidUsage(f"{name} is {text!r}; it is a name, such as {'ring' if name == 'algo' else 'simple'}")
+        if deterministic is not None and not isinstance(deterministic, bool | np.bool_):
+            raise InvalidUsage(f"deterministic is {deterministic!r}; it is True or False")
         if buffsize is not None and (isinstance(buffsize, bool) or not isinstance(buffsize, int) or buffsize < 0):
             raise InvalidUsage(f"buffsize is {buffsize!r}; it is a number of bytes, 0 leaves the choice to us")
         if cta_policy is not None and cta_policy not in params.CTA_POLICIES:
@@ -100,7 +102,7 @@ class Options:
             wishes=tuple(wishes.items()),
             protocols=tuple(protocols.items()),
             proto=protocol or nccl_wishes.on_cpus(protocols),
-            deterministic=params.DETERMINISTIC.read() if deterministic is None else deterministic,
+            deterministic=params.DETERMINISTIC.read() if deterministic is None else bool(deterministic),
             buffsize=params.BUFFSIZE.read() if buffsize is None else buffsize,
             single_copy=params.SINGLE_COPY.read(),
             cta_policy=cta_policy or "",
