@@ -253,24 +253,25 @@ def other_settings(field: str) -> Any:
 # ---- forks
 
 
-def forks() -> tuple[str, float]:
-    """What a forked child, which leaves the ``with`` block by an exception, is told; and a sum of the ranks afterwards."""
+def forks() -> tuple[list[str], float]:
+    """What a forked child, which leaves the ``with`` block by an exception, is told by two calls; and a sum of the ranks afterwards."""
     with miraccl.init(timeout=10) as comm:
         comm.all_reduce(np.ones(3))
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
             with open(writer, "w") as told:
-                try:
-                    comm.all_reduce(np.ones(3))
-                except MiracclError as error:
-                    told.write(f"{type(error).__name__}: {error}")
+                for call in (lambda: comm.all_reduce(np.ones(3)), comm.shrink):
+                    try:
+                        call()
+                    except MiracclError as error:
+                        print(f"{type(error).__name__}: {error}", file=told)
             sys.exit(0)
         os.close(writer)
         _, status = os.waitpid(pid, 0)
         assert status == 0
         with open(reader) as told:
-            return told.read(), float(comm.all_reduce(np.ones(3))[0])
+            return told.read().splitlines(), float(comm.all_reduce(np.ones(3))[0])
 
 
 # ---- death

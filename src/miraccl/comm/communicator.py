@@ -173,6 +173,7 @@ class Communicator(Operations):
 
     def shrink(self) -> Communicator:
         """A communicator of the ranks that live, after this one broke. Collective over the living; who dies meanwhile is left out, too."""
+        self._member.check_open("shrink")
         self._splits += 1
         return shrink(self._member, self._splits, self._make_part)
 
