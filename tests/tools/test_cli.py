@@ -157,6 +157,9 @@ def test_a_full_disk_is_told_in_a_line() -> None:
         (["all_reduce", "--proto", "ll128"], "allowed are simple and ll"),
         (["barrier", "--sizes", "8"], "a barrier has no size"),
         (["barrier", "--max-bytes", "8"], "a barrier has no size"),
+        (["all_reduce", "--sizes", "8,1K", "--factor", "4"], "--factor is for a range of sizes: give --min-bytes or --max-bytes"),
+        (["barrier", "--plot", "rows.svg"], "--plot draws busbw, which is 0 of a barrier"),
+        (["all_reduce", "--ranks", "1", "--plot", "rows.svg"], "--plot draws busbw, which is 0 of all_reduce of one rank"),
     ],
 )
 def test_errors_of_perf_say_what_is_allowed(args: list[str], expected: str) -> None:

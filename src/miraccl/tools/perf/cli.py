@@ -27,7 +27,7 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
 @click.option("-s", "--sizes", type=Sizes(), help=f"Sizes in bytes, with K, M, G.  [default: {DEFAULT_SIZES}]")
 @click.option("-b", "--min-bytes", type=Size(), help="Smallest size of a range, instead of --sizes.")
 @click.option("-e", "--max-bytes", type=Size(), help="Largest size of a range.")
-@click.option("-f", "--factor", type=Finite(1.01), default=2.0, show_default=True, help="Between sizes of a range.")
+@click.option("-f", "--factor", type=Finite(1.01), help="Between sizes of a range; without it 2.")
 @click.option(
     "-d",
     "--dtype",

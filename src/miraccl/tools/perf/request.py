@@ -12,11 +12,12 @@ import click
 from miraccl.tools import launch
 from miraccl.tools.options import Sizes
 from miraccl.tools.perf import devices, plot
-from miraccl.tools.perf.spec import REDUCING, ROOTED, Case, Row, build_case, size_range
+from miraccl.tools.perf.spec import REDUCING, ROOTED, Case, Row, build_case, busbw_factor, size_range
 from miraccl.types import Collective
 
 DEFAULT_RANKS = 2
 DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M"
+DEFAULT_FACTOR = 2.0
 
 
 @dataclass(kw_only=True)
@@ -62,6 +63,8 @@ def check(op: str, options: dict[str, Any]) -> Request:
     joined = None if options["ranks"] else launch.detect_ranks()
     ordinals, device, gpu_bytes = _gpus(options["devices"])
     nranks = options["ranks"] or joined or len(ordinals) or DEFAULT_RANKS
+    if options["plot_target"] and (op == "barrier" or not busbw_factor(op, nranks)):
+        raise click.UsageError(f"--plot draws busbw, which is 0 of {'a barrier' if op == 'barrier' else f'{op} of one rank'}")
     root = options["root"] or 0
     if root >= nranks:
         raise click.UsageError(f"--root {root} is not one of the {nranks} ranks 0..{nranks - 1}")
@@ -153,6 +156,8 @@ def _gpus(wanted: devices.Devices) -> tuple[tuple[int, ...], str, int]:
 def _sizes(options: dict[str, Any]) -> list[int]:
     smallest, largest = options["min_bytes"], options["max_bytes"]
     if smallest is None and largest is None:
+        if options["factor"]:
+            raise click.UsageError("--factor is for a range of sizes: give --min-bytes or --max-bytes")
         sizes = list(options["sizes"] or Sizes().convert(DEFAULT_SIZES, None, None))
     elif options["sizes"]:
         raise click.UsageError("give either --sizes or --min-bytes and --max-bytes")
@@ -161,7 +166,7 @@ def _sizes(options: dict[str, Any]) -> list[int]:
         largest = largest if largest is not None else max(smallest, 16 << 20)
         if smallest < 1:
             raise click.UsageError("a size is at least 1 byte")
-        sizes = size_range(smallest, largest, options["factor"])
+        sizes = size_range(smallest, largest, options["factor"] or DEFAULT_FACTOR)
         if not sizes:
             raise click.UsageError(f"no size lies between --min-bytes {smallest} and --max-bytes {largest}")
     if min(sizes) < 1:
