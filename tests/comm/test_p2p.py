@@ -117,6 +117,45 @@ def polled_by_another_thread(comm: Communicator) -> None:
     side.finalize()
 
 
+def refused_while_another_thread_is_inside(comm: Communicator) -> None:
+    """Of a message that is refused nothing is sent or received later."""
+    side, n = comm.split(0), comm.nranks
+    assert side is not None
+    x, out = np.full(3, 9, np.float32), np.zeros(3, np.float32)
+
+    def in_a_group() -> None:
+        with miraccl.group():
+            comm.send(x, 1)
+
+    for inside in (comm.barrier, lambda: comm.sendrecv(x[:0], (comm.rank + 1) % n, out[:0], (comm.rank - 1) % n)):
+        if comm.rank == 0 and n > 1:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(comm._member, "go_on_alone", lambda: None)  # it would be taken for the thread that is inside
+                waiter = threading.Thread(target=inside)
+                waiter.start()
+                while not comm._member.context.occupied:
+                    pass
+                for call in (
+                    lambda: comm.send(x, 1),
+                    lambda: comm.send(x, 1, async_op=True),
+                    lambda: comm.recv(out, 1),
+                    lambda: comm.recv(out, 1, async_op=True),
+                    lambda: comm.sendrecv(x, 1, out, 1),
+                    in_a_group,
+                ):
+                    with pytest.raises(InvalidUsage, match="another thread is inside"):
+                        call()
+                side.barrier()
+                waiter.join()
+        else:
+            side.barrier()
+            inside()
+        assert (comm.all_reduce(np.ones(3)) == n).all()
+        assert not out.any()
+        assert not comm._member.transfers
+    side.finalize()
+
+
 def many_in_flight(comm: Communicator) -> None:
     """More messages than a FIFO is deep, waited for in the opposite order."""
     to, frm = (comm.rank + 1) % comm.nranks, (comm.rank - 1) % comm.nranks
@@ -410,6 +449,7 @@ def all_patterns(ranks_per_host: int) -> None:
             different_groups(comm, count)
         while_the_program_is_elsewhere(comm)
         polled_by_another_thread(comm)
+        refused_while_another_thread_is_inside(comm)
         many_in_flight(comm)
         send_while_receive_is_open(comm)
         everybody_to_everybody(comm)

@@ -80,6 +80,12 @@ class Exchange:
         self._to_self = [e for e in self._to_self if not e.done]
         return entries
 
+    def withdraw(self, entries: Sequence[Entry]) -> None:
+        """Take out again what has not begun."""
+        with self._lock:
+            self._open = [e for e in self._open if e not in entries or e.words[_DONE]]
+            self._to_self = [e for e in self._to_self if e not in entries]
+
     def table(self, transfers: Sequence[Transfer]) -> tuple[int, list[Entry]]:
         """Entries whose words are the rows of one table, and its address."""
         table = np.zeros((len(transfers), at.OP_SIZE // 8), np.int64)

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -289,11 +289,12 @@ class Member:
             self._exchange.refuse_lonely(transfers)
         entries = self._exchange.add(transfers)
         self.look_before_running()
-        if not async_op:
-            self.finish(entries, name)
-            return result
-        if not self._worker.pending:
-            self._advance([], name)
+        with self._all_or_nothing(entries):
+            if not async_op:
+                self.finish(entries, name)
+                return result
+            if not self._worker.pending:
+                self._advance([], name)
         if not self.watched and self._exchange.has_open:  # the program may do something else now
             progress.watch(self)
         return _OpenWork(name, self, entries, result)
@@ -303,7 +304,22 @@ class Member:
         self._exchange.refuse_lonely(transfers)
         entries = self._exchange.add(transfers)
         self.look_before_running()
-        return self._worker.submit(name, lambda: self._advance(entries, name))
+
+        def run() -> None:
+            with self._all_or_nothing(entries):
+                self._advance(entries, name)
+
+        return self._worker.submit(name, run)
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self, entries: Sequence[Entry]) -> Iterator[None]:
+        """What is refused, because another thread is inside, is not sent later."""
+        try:
+            yield
+        except InvalidUsage:
+            self._exchange.withdraw(entries)
+            self.look_before_running()
+            raise
 
     def finish(self, entries: Sequence[Entry], name: str) -> bool:
         """Go on until these have ended."""
