@@ -167,10 +167,10 @@ class Exchange:
         finally:
             self._turn.release()
 
-    def advance_alone(self) -> tuple[int, bool]:
-        """Do what can be done at once, unless a thread is in ``advance``: (a result of the engine, whether anything moved)."""
+    def advance_alone(self) -> tuple[int, bool | None]:
+        """Do what can be done at once: (the engine's result, whether anything moved); None: a thread is in ``advance``, which does it."""
         if not self._moving.acquire(blocking=False):
-            return at.OK, False
+            return at.OK, None
         try:
             before = self._so_far()
             return self._advance([], None, []), self._so_far() != before

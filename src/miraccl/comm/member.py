@@ -295,8 +295,8 @@ class Member:
                 return result
             if not self._worker.pending:
                 self._advance([], name)
-        if not self.watched and self._exchange.has_open:  # the program may do something else now
-            progress.watch(self)
+            else:
+                self._watch()
         return _OpenWork(name, self, entries, result)
 
     def begin_exchange(self, transfers: Sequence[Transfer], name: str) -> Work:
@@ -333,6 +333,7 @@ class Member:
 
     def _advance(self, must: Sequence[Entry], name: str, among: Sequence[Entry] | None = None) -> None:
         code = self._exchange.advance([e for e in must if not e.done], among)
+        self._watch()
         self.look_before_running()
         self._conclude(code, name)
 
@@ -342,6 +343,10 @@ class Member:
             self.check(0, name)
             self._advance([], name)
         return all(e.done for e in entries)
+
+    def _watch(self) -> None:
+        if not self.watched and self._exchange.has_open:  # the program may do something else now
+            progress.watch(self)
 
     def go_on_alone(self) -> bool | None:
         """As ``progress`` asks: do what sends and receives in the background can do at once."""
