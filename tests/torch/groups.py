@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import inspect
 import os
 import threading
 import time
@@ -198,7 +199,16 @@ def split(path: str) -> None:
         dist.all_reduce(y := torch.ones(2), group=half)
         assert y.tolist() == [nranks - 1.0 if rank < nranks - 1 else 1.0] * 2
         assert dist.split_group(split_ranks=[[0]]) is None or rank == 0
-        assert world_group.comm_split_count() == 1
+        ends = dist.split_group(None, [[nranks - 1, 0], [*range(1, nranks - 1)]], LIMIT)  # which are not in as many groups
+        dist.all_reduce(y := torch.ones(2), group=ends)
+        assert y.tolist() == [2.0 if rank in (0, nranks - 1) else nranks - 2.0] * 2
+        for parts in ([[0], [0, 1]], [[0, 0]], [[0], []], [[nranks]]):
+            with pytest.raises(ValueError, match=f"parts of the ranks 0 to {nranks - 1}"):
+                dist.split_group(split_ranks=parts)
+        if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+            turned = dist.new_group([*range(1, nranks), 0], sort_ranks=False, timeout=LIMIT)
+            assert dist.get_process_group_ranks(dist.split_group(turned, [[*range(nranks)]], LIMIT)) == [*range(1, nranks), 0]
+        assert world_group.comm_split_count() == 4
         dist.barrier()
 
 

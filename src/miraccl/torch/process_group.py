@@ -266,20 +266,25 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
         if self._elsewhere is not None:
             with as_backend_errors():
                 raise InvalidUsage("split_group: this group has backends of other libraries", hint="use new_group")
-        self._splits += 1
+        number = self.count_split()
         member = self.rank() in ranks
         with as_backend_errors():
             color, key = (min(ranks), list(ranks).index(self.rank())) if member else (None, 0)
             part, mail = self.communicator.split(color, key), self._post.comm.split(color, key)
         if part is None or mail is None:
             return None
-        name = group_name or f"{self._group_name}:split{self._splits}:{min(ranks)}"
+        name = group_name or f"{self._group_name}:split{number}:{min(ranks)}"
         group = ProcessGroupMiraccl(dist.PrefixStore(f"{name}/", self._store), part, mail)
         group._set_group_name(name)
-        group._set_group_desc(group_desc or f"{self._group_desc}:split:{self._splits}")
+        group._set_group_desc(group_desc or f"{self._group_desc}:split:{number}")
         if timeout is not None:
             group.set_timeout(timeout)
         return group
+
+    def count_split(self) -> int:
+        """The number of a split that begins, the same on all ranks."""
+        self._splits += 1
+        return self._splits
 
     def comm_split_count(self) -> int:
         return self._splits

@@ -5,7 +5,8 @@
   behind a miraccl group, too.
 - ``monitored_barrier`` takes Gloo's groups only.
 - ``_set_pg_timeout`` knows Gloo's and NCCL's backends only, and else warns.
-- ``split_group`` takes groups bound to a GPU only; the others are made as ``new_group`` makes them, by the ranks that are in them.
+- ``split_group`` takes groups bound to a GPU only; the others are made as ``new_group`` makes them, by the ranks that are in them.  They
+  meet under a name of the group that is split: ``_process_group_name`` counts the groups that a rank is in, which ranks differ in.
 - DDP's built-in FP16 hook reads the C++ type of a future's value, which one made in Python does not have: the same hook in Python does not.
 - ``ShardedTensor.gather`` takes CPU memory where the backend is called Gloo, and else the first device other than the CPU that the backend
   is registered for.
@@ -23,8 +24,10 @@ For all other groups, and all other values of futures, they are PyTorch's own.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import datetime
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,6 +43,8 @@ from miraccl.errors import InvalidUsage
 from miraccl.torch.failures import as_backend_errors
 from miraccl.torch.process_group import ProcessGroupMiraccl
 from miraccl.torch.work import Work
+
+_name_of_split: contextvars.ContextVar[str] = contextvars.ContextVar("name of the group that is split off", default="")
 
 
 def install() -> list[Any]:
@@ -125,22 +130,47 @@ def _set_pg_timeout(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _split_group(original: Callable[..., Any]) -> Callable[..., Any]:
-    def split_group(parent_pg: Any = None, split_ranks: Sequence[Sequence[int]] | None = None, *args: Any, **kwargs: Any) -> Any:
-        parent = _group(parent_pg)
-        if not isinstance(parent, ProcessGroupMiraccl) or parent.bound_device_id is not None or args or not split_ranks:
-            return original(parent_pg, split_ranks, *args, **kwargs)
+    form = inspect.signature(original)
+    keeps_order = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+
+    def split_group(*args: Any, **kwargs: Any) -> Any:
+        given = form.bind(*args, **kwargs).arguments
+        parent, split_ranks = _group(given.get("parent_pg")), given.get("split_ranks")
+        if not isinstance(parent, ProcessGroupMiraccl) or parent.bound_device_id is not None or not split_ranks:
+            return original(*args, **kwargs)
+        _check_parts(split_ranks, parent.size())
+        number = parent.count_split()
         mine = next((sorted(ranks) for ranks in split_ranks if parent.rank() in ranks), None)
         if mine is None:
             return None
-        return dist.new_group(
-            [dist.get_global_rank(parent, rank) for rank in mine],
-            timeout=kwargs.get("timeout"),
-            backend=kwargs.get("backend") or dist.get_backend(parent),
-            use_local_synchronization=True,
-            group_desc=kwargs.get("group_desc"),
-        )
+        token = _name_of_split.set(f"{parent.group_name}:split{number}:{mine[0]}")
+        try:
+            return dist.new_group(
+                [dist.get_global_rank(parent, rank) for rank in mine],
+                timeout=given.get("timeout"),
+                backend=given.get("backend") or dist.get_backend(parent),
+                use_local_synchronization=True,
+                group_desc=given.get("group_desc"),
+                **keeps_order,
+            )
+        finally:
+            _name_of_split.reset(token)
 
     return split_group
+
+
+def _check_parts(split_ranks: Sequence[Sequence[int]], nranks: int) -> None:
+    """All ranks are given the same lists, and raise alike."""
+    together = [rank for ranks in split_ranks for rank in ranks]
+    if not all(split_ranks) or len(set(together)) < len(together) or not {*together} <= {*range(nranks)}:
+        raise ValueError(f"split_group: {list(map(list, split_ranks))} are not parts of the ranks 0 to {nranks - 1}, each with a rank")
+
+
+def _process_group_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    def process_group_name(*args: Any, **kwargs: Any) -> Any:
+        return _name_of_split.get() or original(*args, **kwargs)
+
+    return process_group_name
 
 
 def _maybe_attach_flight_recorder(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,5 +239,6 @@ _WRAPPERS = {
     "monitored_barrier": _monitored_barrier,
     "_set_pg_timeout": _set_pg_timeout,
     "split_group": _split_group,
+    "_process_group_name": _process_group_name,
     "_maybe_attach_flight_recorder": _maybe_attach_flight_recorder,
 }
