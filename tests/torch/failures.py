@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from miraccl.comm.progress import progress
 from miraccl.torch import BackendError, ProcessGroupMiraccl
@@ -112,17 +113,19 @@ def aborted(path: str) -> str:
     return ""
 
 
-def _late(path: str, operation: Callable[[], Any]) -> str:
-    """An operation to which only rank 0 comes; the text of its error."""
+def _late(
+    path: str, operation: Callable[[], Any], *, before: Callable[[], Any] = dist.barrier, failure: type[Exception] = BackendError
+) -> str:
+    """An operation to which only rank 0 comes, after one of all ranks; the text of its error."""
     with world(path) as (rank, _):
-        dist.barrier()
+        before()
         group = dist.group.WORLD
         assert isinstance(group, ProcessGroupMiraccl)
         group.set_timeout(datetime.timedelta(seconds=1))  # not that of the meeting: ranks may start far apart
         if rank == 0:
             try:
                 operation()
-            except BackendError as error:
+            except failure as error:
                 Path(f"{path}-told").touch()
                 return str(error)
         for _ in range(2000):
@@ -135,6 +138,16 @@ def _late(path: str, operation: Callable[[], Any]) -> str:
 def lonely(path: str) -> str:
     """A rank that comes too late to the operation of another one."""
     return _late(path, lambda: dist.all_reduce(torch.ones(2), async_op=True).wait())
+
+
+def late_backward(path: str) -> str:
+    """A gradient that DDP's C++ waits for, which tells all errors as its own."""
+    models: list[Any] = []
+
+    def backward() -> None:
+        models[0](torch.ones(1, 2)).sum().backward()
+
+    return _late(path, backward, before=lambda: models.append(DistributedDataParallel(torch.nn.Linear(2, 2))), failure=RuntimeError)
 
 
 def late_future(path: str) -> str:

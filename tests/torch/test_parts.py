@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from miraccl import params
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.start import get_unique_id
-from miraccl.errors import CollectiveTimeout, InvalidUsage
+from miraccl.errors import CollectiveTimeout, InvalidUsage, PeerDied
 from miraccl.torch import BackendError, ProcessGroupMiraccl, everyday, operators, tensors, transfers, wrapped
 from miraccl.torch.channel import timeout_of
 from miraccl.torch.streams import Streams, StreamWork
@@ -395,6 +395,8 @@ def test_what_kernels_found_is_raised_by_wait_and_told_by_exception() -> None:
         work.wait()
     assert isinstance(work.exception(), BackendError)
     assert not work.is_success()
+    with pytest.raises(BackendError, match="CollectiveTimeout"):
+        work.get_future().wait()
 
 
 def test_messages_that_start_together_are_one_operation() -> None:
@@ -627,6 +629,8 @@ def test_tensors_of_a_future_are_found_as_pytorch_finds_them() -> None:
     for other in (x, (x, y), {"x": [x]}, [x, 1], [torch.nn.Parameter(x)], None):
         assert [id(tensor) for tensor in find(other)] == [id(tensor) for tensor in original(other)]
     assert len(asked) == 6
+    with pytest.raises(BackendError, match="PeerDied"):
+        find(BackendError(PeerDied("rank 1 died")))
 
 
 def test_symmetric_memory_is_refused_before_it_ends_the_process(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,13 +207,14 @@ class Streams:
 
     def future(self, work: StreamWork) -> Any:
         """A future of ``work``; fulfilled at once, for whoever waits for it waits on a stream."""
-        result: Any = torch.futures.Future(devices=[self.device])
         error = work.exception()
         if error is not None:
-            result.set_exception(error)
-        else:
-            with self.lock:
-                self._on_device(lambda: self._fulfil(result, work))
+            failed: Any = torch.futures.Future()  # with devices, the tensors of its value would be looked for
+            failed.set_exception(error)
+            return failed
+        result: Any = torch.futures.Future(devices=[self.device])
+        with self.lock:
+            self._on_device(lambda: self._fulfil(result, work))
         return result
 
     def _fulfil(self, result: Any, work: StreamWork) -> None:

@@ -13,7 +13,8 @@
 - ``_symmetric_memory.rendezvous`` asks a group in C++ for its store, where one written in Python has none, and ends the process: it is
   refused.
 - ``_jit_internal._extract_tensors`` finds the tensors of a future's value by pickling it, which takes longer than a small operation; it is
-  asked by DDP twice a bucket.  A list of tensors is what it was.
+  asked by DDP twice a bucket.  A list of tensors is what it was.  ``Future.set_exception`` makes the error the value, in which DDP's C++
+  takes the first tensor for granted, and ends the process where there is none: our errors are raised.
 - ``_maybe_attach_flight_recorder`` (PyTorch 2.15) means to leave groups in Python alone, as its recorder files entries under a name that
   they have no place for, but knows them by having no devices.
 - ``Join.notify_join_context`` gives its work to DDP's reducer, which keeps its C++ half alone; the module keeps the other one.
@@ -40,7 +41,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from miraccl.errors import InvalidUsage
-from miraccl.torch.failures import as_backend_errors
+from miraccl.torch.failures import BackendError, as_backend_errors
 from miraccl.torch.process_group import ProcessGroupMiraccl
 from miraccl.torch.work import Work
 
@@ -213,6 +214,8 @@ def _extract_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
     def extract_tensors(value: Any) -> Any:
         if type(value) is list and all([type(thing) is torch.Tensor for thing in value]):  # noqa: C419  (a generator takes longer)
             return value.copy()
+        if isinstance(value, BackendError):
+            raise value
         return original(value)
 
     return extract_tensors
