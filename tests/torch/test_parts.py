@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import functools
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -208,6 +210,13 @@ def test_a_list_is_one_array_and_back(count: int, dtype: torch.dtype) -> None:
             target.array[:] = staged.array
             target.store()
             assert all(torch.equal(a, b) for a, b in zip(results, given, strict=True))
+
+
+def test_errors_of_other_processes_are_the_same() -> None:
+    error = BackendError(CollectiveTimeout("waited", rank=0, peer=1, op="all_reduce", graph=("rank 1: never came",)))
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(again) is BackendError
+        assert (str(again), again.error.peer) == (str(error), 1)
 
 
 def test_a_list_is_of_one_type() -> None:

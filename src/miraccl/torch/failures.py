@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,6 +17,10 @@ class BackendError(dist.DistBackendError):
     def __init__(self, error: MiracclError) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
         self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Also out of another process, as pools and Ray bring them."""
+        return type(self), (self.error,)
 
 
 class _AsBackendErrors:
