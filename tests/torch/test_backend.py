@@ -117,7 +117,7 @@ def test_failures_are_told_with_their_reason(tmp_path: Path) -> None:
         failures.other_splits: [("CollectiveMismatch", "rank 1 expects 16 bytes, rank 0 sent 12")] * 2,
         failures.lonely: [("CollectiveTimeout", "rank 1", "rank 1: ", "failures.py"), ()],
         failures.late_message: [("CollectiveTimeout", "deadline of 1 s", "rank 1", "tag 6", "rank 1: "), ("CollectiveTimeout",)],
-        failures.late_backward: [("BackendError: CollectiveTimeout", "deadline of 1 s", "rank 1: ", "failures.py"), ()],
+        failures.late_backward: [("CollectiveTimeout", "deadline of 1 s", "rank 1: ", "failures.py"), ()],
         failures.late_future: [("CollectiveTimeout", "deadline of 1 s", "rank 1", "tag 6", "rank 1: "), ()],
         failures.late_from_anyone: [("CollectiveTimeout", "deadline of 1 s", "any rank", "tag 6", "rank 0: waits for any rank"), ()],
         failures.aborted: [(), ("CommunicatorAborted", "rank 0")],
