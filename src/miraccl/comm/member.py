@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -289,7 +289,7 @@ class Member:
             self._exchange.refuse_lonely(transfers)
         entries = self._exchange.add(transfers)
         self.look_before_running()
-        with self._all_or_nothing(entries):
+        try:
             if not async_op:
                 self.finish(entries, name)
                 return result
@@ -297,6 +297,9 @@ class Member:
                 self._advance([], name)
             else:
                 self._watch()
+        except InvalidUsage:
+            self._withdraw(entries)
+            raise
         return _OpenWork(name, self, entries, result)
 
     def begin_exchange(self, transfers: Sequence[Transfer], name: str) -> Work:
@@ -306,20 +309,18 @@ class Member:
         self.look_before_running()
 
         def run() -> None:
-            with self._all_or_nothing(entries):
+            try:
                 self._advance(entries, name)
+            except InvalidUsage:
+                self._withdraw(entries)
+                raise
 
         return self._worker.submit(name, run)
 
-    @contextlib.contextmanager
-    def _all_or_nothing(self, entries: Sequence[Entry]) -> Iterator[None]:
+    def _withdraw(self, entries: Sequence[Entry]) -> None:
         """What is refused, because another thread is inside, is not sent later."""
-        try:
-            yield
-        except InvalidUsage:
-            self._exchange.withdraw(entries)
-            self.look_before_running()
-            raise
+        self._exchange.withdraw(entries)
+        self.look_before_running()
 
     def finish(self, entries: Sequence[Entry], name: str) -> bool:
         """Go on until these have ended."""
