@@ -35,7 +35,7 @@ _PATTERNS = {
 def _console() -> Console:
     """As wide as the terminal, or as COLUMNS says; in a file or a pipe wide enough for every table."""
     wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(highlight=False, width=_WIDE if wide else None)
+    return Console(highlight=False, emoji=False, width=_WIDE if wide else None)
 
 
 def print_plan(document: Json) -> None:

@@ -174,12 +174,12 @@ def show(
     from miraccl.topo.explain import PathNotes
     from miraccl.topo.load import dump_if_asked
 
-    notes = PathNotes() if explain else None
+    notes = PathNotes() if explain is not None else None
     topology = analyse_topology(_load(file, accelerators).root, _options(nodes, gpus, fuse, collnet), recorder=notes)
     dump_if_asked(topology)
     if json_target:
         write_json(json_target, _show_json(topology, notes, explain))
-    elif notes is not None and explain:
+    elif notes is not None and explain is not None:
         _print_reasons(topology, notes, explain)
     else:
         _print_system(topology)
@@ -194,7 +194,7 @@ def _show_json(topology: Topology, notes: PathNotes | None, explain: str | None)
         "labels": {node.name: node.label for node in topology.system.nodes if node.label},
         "paths": paths_to_json(topology.paths, topology.system),
     }
-    if notes is not None and explain:
+    if notes is not None and explain is not None:
         result["reasons"] = [reason.to_json() for reason in _reasons(topology, notes, explain)]
         result["separations"] = [{"gpus": [i, j], "reason": reason} for i, j, reason in notes.separations()]
     return result
@@ -213,17 +213,20 @@ def _key(system: System, text: str) -> Key:
     """``GPU0,NET1`` as source and target; numbers are positions among the nodes of the type."""
     from miraccl.topo.records import TABLE_SOURCES, TABLE_TARGETS, NodeType
 
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise InvalidUsage(f"--explain {text}: expected two nodes such as GPU0,NET1, or all")
     ends: list[tuple[NodeType, int]] = []
-    for part, allowed in zip(text.split(","), (TABLE_SOURCES, TABLE_TARGETS)):
-        match = re.fullmatch(r"([A-Za-z]+)(\d+)", part.strip())
+    for part, allowed in zip(parts, (TABLE_SOURCES, TABLE_TARGETS)):
+        if ends and ends[0][0] == NodeType.NET:
+            allowed = tuple(kind for kind in allowed if kind != NodeType.NET)
+        match = re.fullmatch(r"([A-Za-z]+)([0-9]{1,9})", part.strip())
         kind = NodeType.__members__.get(match[1].upper()) if match else None
         if match is None or kind not in allowed or int(match[2]) >= system.count(kind):
             lasts = {k.name: system.count(k) - 1 for k in allowed if system.count(k)}
             there = ", ".join(f"{name}0 to {name}{last}" if last else f"{name}0" for name, last in lasts.items())
             raise InvalidUsage(f"--explain {text}: {part!r} is not one of {there}")
         ends.append((kind, int(match[2])))
-    if len(ends) != 2:
-        raise InvalidUsage(f"--explain {text}: expected two nodes such as GPU0,NET1, or all")
     return (*ends[0], *ends[1])
 
 
@@ -250,7 +253,8 @@ def _print_system(topology: Topology) -> None:
     from miraccl.topo.records import LinkType, NodeType
 
     system = topology.system
-    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 10_000)
+    width = None if sys.stdout.isatty() else 10_000
+    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False, width=width)
     console.print(f"maxBw {system.max_bw:g} GB/s, totalBw {system.total_bw:g} GB/s, {len(system.gpus)} GPUs, {len(system.nets)} nets")
     if len(topology.domains) > 1:
         console.print("ranks reach these groups over the network only: " + "; ".join(map(str, topology.local_ranks)))
@@ -379,6 +383,7 @@ def diff(left: str, right: str, accelerators: tuple[str, ...], names: bool, json
         table = Table("what", "times", left, right)
         for difference in found:
             table.add_row(difference.where, str(difference.count), difference.left, difference.right)
-        Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
+        width = None if sys.stdout.isatty() else 200
+        Console(highlight=False, markup=False, emoji=False, width=width).print(table)
     if found:
         sys.exit(1)
