@@ -32,7 +32,7 @@ def machine(ngpus: int, inter: int) -> System:
     return System(nodes=(*gpus, NetNode(id=0, dev=0), NetNode(id=17, dev=17)), inter=inter)
 
 
-floats = st.floats(0, 5000, width=32)
+floats = st.just(0.0) | st.floats(2**-16, 5000, width=32)
 
 
 @st.composite
@@ -132,8 +132,8 @@ def file_of(graph: str, *channels: str) -> str:
         ('<graphs version="2"/>', "version '2'"),
         (file_of(GRAPH), "announces 1 channels and holds 0"),
         (file_of(GRAPH.replace('nchannels="1"', 'nchannels="-1"'), CHANNEL, CHANNEL), "announces -1 channels and holds 2"),
-        (file_of(GRAPH, '<channel><gpu dev="9"/></channel>'), "names GPU 0x9"),
-        (file_of(GRAPH, "<channel><gpu/></channel>"), "invalid literal"),
+        (file_of(GRAPH, '<channel><gpu dev="9"/></channel>'), "channel 0 of the ring graph of the file names GPU 0x9"),
+        (file_of(GRAPH, "<channel><gpu/></channel>"), "has a <gpu> whose dev is ''; wanted is its device number in hex"),
         (file_of(GRAPH, "<channel/>"), "holds the GPUs of ranks none; wanted is each of the 2 GPUs once"),
         (file_of(GRAPH, f"<channel>{GPU0}</channel>"), "channel 0 of the ring graph of the file holds the GPUs of ranks 1; wanted"),
         (file_of(GRAPH, f"<channel>{GPU0}{GPU0}</channel>"), "ranks 1 1; wanted"),
@@ -142,13 +142,26 @@ def file_of(graph: str, *channels: str) -> str:
         (file_of(GRAPH.replace("NVL", "FAR"), CHANNEL), "'FAR' is missing or not a path type"),
         (file_of(GRAPH.replace('speedintra="1"', 'speedintra="nan"'), CHANNEL), "'nan' is no speed"),
         (file_of(GRAPH.replace('speedinter="1"', 'speedinter="-1"'), CHANNEL), "'-1' is no speed"),
-        (file_of(GRAPH.replace('id="0"', 'id="7"')), "7"),
+        (file_of(GRAPH.replace('speedintra="1"', 'speedintra="1e-44"'), CHANNEL), "'1e-44' is no speed; allowed are 0 and 1e-06 to 1e"),
+        (file_of(GRAPH.replace(">", ' latencyinter="3e38">'), CHANNEL), "'3e38' is no latency; allowed are 0 to 1e"),
+        (file_of(GRAPH.replace('crossnic="0"', 'crossnic="99"'), CHANNEL), "with id '0': crossnic is '99'; allowed are 0 to 2"),
+        (file_of(GRAPH.replace('samechannels="1"', 'samechannels="-5"'), CHANNEL), "samechannels is '-5'; allowed are 0 to 1"),
+        (file_of(GRAPH.replace('nchannels="1"', 'nchannels="x"'), CHANNEL), "nchannels is 'x'; allowed are whole numbers"),
+        (file_of(GRAPH.replace('pattern="4"', 'pattern="7"'), CHANNEL), "pattern is '7'; allowed are 1 to 6"),
+        (file_of(GRAPH.replace('id="0"', 'id="7"')), "id is '7'; allowed are 0 to 4"),
         ('<!DOCTYPE g [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;">]><graphs version="1">&b;</graphs>', "document type"),
     ],
 )
 def test_a_wrong_file_is_refused_with_a_reason(text: str, complaint: str) -> None:
     with pytest.raises(TopologyError, match=complaint):
         graphs_from_xml(text, machine(2, 0))
+
+
+def test_nets_of_a_channel_are_those_of_the_system() -> None:
+    text = file_of(GRAPH, f'<channel><net dev="0x77"/>{GPU0}{GPU1}<net dev="0"/></channel>')
+    with pytest.raises(TopologyError, match="channel 0 of the ring graph of the file names NET 0x77, which is not in the system"):
+        graphs_from_xml(text, machine(2, 1))
+    assert graphs_from_xml(text, machine(2, 0))[GraphKind.RING].inter == ()  # a node alone needs none
 
 
 def test_a_tree_of_one_gpu_has_one_pattern() -> None:

@@ -13,7 +13,6 @@ Rules kept here
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,10 @@ MAX_CHANNELS = 64
 """Most channels a graph can have (NCCL ``MAXCHANNELS``)."""
 
 GRAPH_XML_VERSION = 1
+
+# GB/s and us that a graph file may name. Far beyond any machine, and all that follows from them stays finite in single precision.
+MIN_SPEED, MAX_SPEED = 1e-6, 1e6
+MAX_LATENCY = 1e9
 
 
 class GraphKind(enum.IntEnum):
@@ -244,10 +247,10 @@ def graphs_from_xml(text: str, system: System) -> dict[GraphKind, ChannelGraph]:
 
 def _graph_from_element(element: ElementTree.Element, system: System) -> ChannelGraph:
     try:
-        kind = GraphKind(int(element.attrib["id"], 0))
-        count = int(element.attrib["nchannels"], 0)
-        pattern = Pattern(int(element.attrib["pattern"], 0))
-        channels = [_channel_from_element(channel, kind, system) for channel in element]
+        kind = GraphKind(_whole(element, "id", 0, max(GraphKind)))
+        count = _whole(element, "nchannels")
+        pattern = Pattern(_whole(element, "pattern", min(Pattern), max(Pattern)))
+        channels = [_channel_from_element(channel, number, kind, system) for number, channel in enumerate(element)]
         if not 0 <= count <= len(channels):
             raise TopologyError(f"the {kind.label} graph of the file announces {count} channels and holds {len(channels)}")
         channels = channels[:count]
@@ -257,24 +260,28 @@ def _graph_from_element(element: ElementTree.Element, system: System) -> Channel
         return ChannelGraph(
             kind=kind,
             pattern=pattern,
-            bw_intra=_amount(element.attrib["speedintra"]),
-            bw_inter=_amount(element.attrib["speedinter"]),
-            latency_inter=_amount(element.get("latencyinter", "0")),
+            bw_intra=_speed(element.attrib["speedintra"]),
+            bw_inter=_speed(element.attrib["speedinter"]),
+            latency_inter=_latency(element.get("latencyinter", "0")),
             type_intra=PathType[element.attrib["typeintra"]],
             type_inter=PathType[element.attrib["typeinter"]],
-            same_channels=int(element.attrib["samechannels"], 0),
-            cross_nic=int(element.attrib["crossnic"], 0),
+            same_channels=_whole(element, "samechannels", 0, 1),
+            cross_nic=_whole(element, "crossnic", 0, 2),
             min_channels=start.min_channels,
             max_channels=start.max_channels,
             intra=tuple(ranks for ranks, _ in channels),
             inter=tuple(_ends(nets) for _, nets in channels) if system.inter else (),
         )
     except KeyError as error:
-        raise TopologyError(f"a <graph> of the file: {error} is missing or not a path type") from None
+        raise TopologyError(f"{_which(element)}: {error} is missing or not a path type") from None
     except ValueError as error:
         if isinstance(error, TopologyError):
             raise
-        raise TopologyError(f"a <graph> of the file: {error}") from None
+        raise TopologyError(f"{_which(element)}: {error}") from None
+
+
+def _which(element: ElementTree.Element) -> str:
+    return f"the <graph> of the file with id {element.get('id', '')[:40]!r}"
 
 
 def _check_channel(ranks: Sequence[int], number: int, kind: GraphKind, pattern: Pattern, system: System) -> None:
@@ -291,26 +298,59 @@ def _check_channel(ranks: Sequence[int], number: int, kind: GraphKind, pattern: 
         raise TopologyError(f"{name} has one GPU; pattern {int(pattern)} needs two, a tree on one GPU is pattern {int(Pattern.TREE)}")
 
 
-def _amount(text: str) -> float:
-    """GB/s or us."""
-    value = f32(float(text))
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{text!r} is no speed and no latency")
+def _whole(element: ElementTree.Element, name: str, low: int | None = None, high: int | None = None) -> int:
+    """An attribute that is a whole number, of those from ``low`` to ``high``."""
+    text = element.attrib[name]
+    allowed = "whole numbers" if low is None else f"{low} to {high}"
+    try:
+        value = int(text, 0)
+    except ValueError:
+        value = None
+    if value is None or (low is not None and high is not None and not low <= value <= high):
+        raise ValueError(f"{name} is {text[:40]!r}; allowed are {allowed}")
     return value
 
 
-def _channel_from_element(element: ElementTree.Element, kind: GraphKind, system: System) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _speed(text: str) -> float:
+    """GB/s."""
+    value = f32(float(text))
+    if value and not MIN_SPEED <= value <= MAX_SPEED:
+        raise ValueError(f"{text!r} is no speed; allowed are 0 and {MIN_SPEED:g} to {MAX_SPEED:g} GB/s")
+    return value
+
+
+def _latency(text: str) -> float:
+    """us."""
+    value = f32(float(text))
+    if not 0 <= value <= MAX_LATENCY:
+        raise ValueError(f"{text!r} is no latency; allowed are 0 to {MAX_LATENCY:g} us")
+    return value
+
+
+def _channel_from_element(
+    element: ElementTree.Element, number: int, kind: GraphKind, system: System
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Ranks and net ids of a ``<channel>``."""
     ranks = {_device(gpu): gpu.rank for gpu in system.gpus}
+    known = {net.id for net in system.nets}
     order: list[int] = []
     nets: list[int] = []
     for step in element:
-        device = int(step.get("dev", ""), 16)
+        if step.tag not in ("net", "gpu"):
+            continue
+        text = step.get("dev", "")
+        try:
+            device = int(text, 16)
+        except ValueError:
+            what = f"a <{step.tag}> whose dev is {text[:40]!r}; wanted is its device number in hex"
+            raise TopologyError(f"channel {number} of the {kind.label} graph of the file has {what}") from None
+        if device not in ranks if step.tag == "gpu" else system.inter and device not in known:
+            raise TopologyError(
+                f"channel {number} of the {kind.label} graph of the file names {step.tag.upper()} {device:#x}, which is not in the system"
+            )
         if step.tag == "net":
             nets.append(device)
-        elif step.tag == "gpu":
-            if device not in ranks:
-                raise TopologyError(f"the {kind.label} graph of the file names GPU {device:#x}, which is not in the system")
+        else:
             order.append(ranks[device])
     return tuple(order), tuple(nets)
 
