@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,30 @@ def test_graphs_in_nccls_format_can_replace_the_search(tmp_path: Path) -> None:
 def test_graphs_go_where_nccls_variable_says(tmp_path: Path) -> None:
     call("--topo", PCIE, NCCL_GRAPH_DUMP_FILE=str(tmp_path / "dump.xml"))
     assert (tmp_path / "dump.xml").read_text().startswith('<graphs version="1">')
+
+
+def test_an_empty_graph_file_is_no_wish_to_search(tmp_path: Path) -> None:
+    (tmp_path / "empty.xml").write_text("\n")
+    with pytest.raises(InvalidUsage, match=r"the graph file .*empty\.xml is empty"):
+        call("--topo", PCIE, NCCL_GRAPH_FILE=str(tmp_path / "empty.xml"))
+
+
+def test_the_topology_that_is_used_goes_where_nccls_variable_says(tmp_path: Path) -> None:
+    dump, sipu = tmp_path / "dump.xml", DATA / "accelerators"
+    described = ["--topo", str(sipu / "sipu.xml"), "--accelerators", str(sipu / "sipu.toml")]
+    for args in (["--topo", H100, "--gpus", "2,0"], [*described, "--gpus", "3,1"], [*described, "--collnet", "--fuse"]):
+        plan = json.loads(call(*args, "--json", "-", NCCL_TOPO_DUMP_FILE=str(dump)))
+        again = json.loads(call("--topo", str(dump), "--json", "-"))
+        assert {key: again[key] for key in ("system", "paths", "domains")} == {key: plan[key] for key in ("system", "paths", "domains")}
+
+
+def test_a_topology_may_come_from_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(Path(PCIE).read_bytes(),))
+    writer.start()
+    assert json.loads(call("--topo", str(pipe), "--json", "-"))["nranks"] == 8
+    writer.join()
 
 
 def test_pictures(tmp_path: Path) -> None:

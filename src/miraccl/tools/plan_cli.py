@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from miraccl.native.cache import plan_folder
 from miraccl.tools.options import MAX_NODES, Numbers, OutputFile, read_bytes, write_text
 
 if TYPE_CHECKING:
+    from miraccl.graph.plan import PlanRequest
     from miraccl.graph.plan_cache import PlanDocument
     from miraccl.topo.xmlfile import XmlNode
 
@@ -67,21 +70,14 @@ def plan(
         raise InvalidUsage("only one output can go to standard output")
     tables = "-" not in (json_target, graph_xml, svg, html)
     depth = "explain" if explain or html else "bound" if tables else "plan"
-    document = _document(
-        topo_file,
-        nodes=nodes,
-        gpus=gpus or (),
-        collnet=collnet,
-        fuse=fuse,
-        described=accelerators,
-        depth=depth,
-        cached=not no_cache,
-    )
+    source = _Source.of(topo_file or params.TOPO_FILE.read(os.environ), _descriptions(accelerators, os.environ))
+    request = _request(nodes, gpus or (), collnet=collnet, fuse=fuse)
+    document = _document(source, request, depth=depth, cached=not no_cache)
     if dump := params.TOPO_DUMP_FILE.read(os.environ):
-        from miraccl.topo.load import load_topology
+        from miraccl.topo.select import select_topology
         from miraccl.topo.xmlfile import format_topology
 
-        write_text(dump, format_topology(load_topology(topo_file or params.TOPO_FILE.read(os.environ) or None).root))
+        write_text(dump, format_topology(select_topology(source.root, request.topo)))
     if json_target:
         write_text(json_target, document.text.decode())
     for target in filter(None, {graph_xml, params.GRAPH_DUMP_FILE.read(os.environ)}):
@@ -101,58 +97,70 @@ def plan(
             print_explanation(document.data)
 
 
-def _document(
-    topo_file: str | None,
-    *,
-    nodes: int,
-    gpus: Sequence[int],
-    collnet: bool,
-    fuse: bool,
-    described: Sequence[str],
-    depth: str,
-    cached: bool,
-) -> PlanDocument:
-    """The plan. ``depth``: ``plan`` alone, with the ``bound``, or with both that and the reasons (``explain``)."""
+@dataclass(frozen=True)
+class _Source:
+    """What is planned on. ``content`` is that of the topology file ``path``, read once: it may be a pipe, or change meanwhile. None is this
+    machine. ``descriptions``: files of described accelerators."""
+
+    path: str
+    content: bytes | None
+    descriptions: Sequence[str]
+
+    @classmethod
+    def of(cls, path: str, descriptions: Sequence[str]) -> _Source:
+        return cls(path, read_bytes(path, "topology file") if path else None, descriptions)
+
+    @property
+    def name(self) -> str:
+        if self.content is not None:
+            return Path(self.path).name
+        return "this machine" if _gpus(self.root) else "this machine (CPU ranks, planned as if they were GPUs)"
+
+    @cached_property
+    def root(self) -> XmlNode:
+        from miraccl.topo.accelerators import read_accelerators
+        from miraccl.topo.load import load_topology, load_topology_text
+
+        described = [a for file in self.descriptions for a in read_accelerators(file)]
+        if self.content is None:
+            return load_topology(accelerators=described).root
+        return load_topology_text(self.content, source=self.path, accelerators=described).root
+
+
+def _request(nodes: int, gpus: Sequence[int], *, collnet: bool, fuse: bool) -> PlanRequest:
     from miraccl.graph.plan import PlanRequest
+
+    graph_file = params.GRAPH_FILE.read(os.environ)
+    graphs = read_bytes(graph_file, "graph file").decode(errors="replace") if graph_file else ""
+    if graph_file and not graphs.strip():
+        raise InvalidUsage(f"the graph file {graph_file} is empty; expected <graphs>")
+    return PlanRequest.read(os.environ, nodes=nodes, gpus=gpus, collnet=collnet, fuse=fuse, graph_xml=graphs)
+
+
+def _document(source: _Source, request: PlanRequest, *, depth: str, cached: bool) -> PlanDocument:
+    """The plan. ``depth``: ``plan`` alone, with the ``bound``, or with both that and the reasons (``explain``)."""
     from miraccl.graph.plan_cache import cached_document, plan_key
 
-    environ = os.environ
-    graph_file = params.GRAPH_FILE.read(environ)
-    request = PlanRequest.read(
-        environ,
-        nodes=nodes,
-        gpus=gpus,
-        collnet=collnet,
-        fuse=fuse,
-        graph_xml=read_bytes(graph_file, "graph file").decode(errors="replace") if graph_file else "",
-    )
-    name = topo_file or params.TOPO_FILE.read(environ)
-    if not name:  # a detected machine can change, and detecting it is most of the work
-        return cached_document(None, "", lambda: _compute(None, "this machine", request, described, depth))
-    parts = [read_bytes(name, "topology file"), *(read_bytes(file, "description") for file in _descriptions(described, environ))]
-    key = plan_key(b"\0".join(parts), request, flavour=f"{depth} {Path(name).name}")
-    return cached_document(plan_folder() if cached else None, key, lambda: _compute(name, Path(name).name, request, described, depth))
+    if source.content is None:  # a detected machine can change, and detecting it is most of the work
+        return cached_document(None, "", lambda: _compute(source, request, depth))
+    parts = [source.content, *(read_bytes(file, "description") for file in source.descriptions)]
+    key = plan_key(b"\0".join(parts), request, flavour=f"{depth} {source.name}")
+    return cached_document(plan_folder() if cached else None, key, lambda: _compute(source, request, depth))
 
 
 def _descriptions(described: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     return list(described) or [file for file in params.ACCELERATORS.read(environ).split(":") if file]
 
 
-def _compute(path: str | None, name: str, request: Any, described: Sequence[str], depth: str) -> dict[str, Any]:
+def _compute(source: _Source, request: PlanRequest, depth: str) -> dict[str, Any]:
     from dataclasses import replace
 
     from miraccl.graph.plan import make_plan
     from miraccl.graph.plan_json import plan_to_json
-    from miraccl.topo.accelerators import read_accelerators
     from miraccl.topo.explain import PathNotes
-    from miraccl.topo.load import load_topology
 
-    accelerators = [a for file in described for a in read_accelerators(file)] if described else None
-    root = load_topology(path, accelerators=accelerators).root
-    if path is None and not _gpus(root):
-        name += " (CPU ranks, planned as if they were GPUs)"
     notes = PathNotes() if depth == "explain" else None
-    made = replace(make_plan(root, request, recorder=notes), name=name)
+    made = replace(make_plan(source.root, request, recorder=notes), name=source.name)
     result = plan_to_json(made)
     if depth != "plan":
         from miraccl.graph.plan_bound import bound_section
