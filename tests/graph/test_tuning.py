@@ -156,6 +156,19 @@ def test_settings_come_from_the_environment() -> None:
     assert table[Algorithm.RING] == (4, 8, 64)
 
 
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("1-2", (1, -2)), ("1+2 3", (1, 2, 3)), ("5 - 3", (5,)), ("9" * 5000, ((1 << 63) - 1,)), ("x", ())]
+)
+def test_thread_thresholds_are_read_as_nccl_scans_them(text: str, numbers: tuple[int, ...]) -> None:
+    assert TuningSettings.read({"NCCL_THREAD_THRESHOLDS": text}).thread_thresholds == numbers
+
+
+@pytest.mark.parametrize("text", ["1" + "0" * 400, "-" + "9" * 40])
+def test_overheads_without_end_are_refused(text: str) -> None:
+    with pytest.raises(InvalidUsage, match="NCCL_NET_OVERHEAD: allowed are -1000000000000000 to 1000000000000000 ns"):
+        TuningSettings.read({"NCCL_NET_OVERHEAD": text})
+
+
 def test_pat_needs_one_rank_per_node() -> None:
     one = facts(nnodes=8, nranks=8, max_local_ranks=1)
     assert build_model(one).estimate(Collective.ALL_GATHER, Algorithm.PAT, Protocol.SIMPLE).bandwidth > 0

@@ -141,7 +141,8 @@ def test_c2c_and_several_hosts():
         (CPU.format(0, GPU.format(1, '<nvlink count="1" tclass="0x03"/>')), "<nvlink> has no target"),
         (CPU.format(0, GPU.format(1, '<c2c bw="1"/>')), "<c2c> has no count"),
         (CPU.format(0, '<pci busid="1"><gpu><c2c bw="1" count="1"/></gpu></pci>'), "GPU 1, which is not in the system"),
-        (CPU.format(0, '<nic><net dev="0" latency="inf"/></nic>'), "latency inf"),
+        (CPU.format(0, '<nic><net dev="0" latency="inf"/></nic>'), "line 1: latency inf is no number of us up to 1e"),
+        (CPU.format(0, '<nic><net dev="0" latency="3e38"/></nic>'), "line 1: latency 3e38 is no number of us up to 1e"),
     ],
 )
 def test_what_is_missing_is_named(inside, message):

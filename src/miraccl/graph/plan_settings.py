@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from miraccl import params
+from miraccl.errors import InvalidUsage
 
 MAX_CHANNELS = 64
 """Most channels of a communicator (NCCL ``MAXCHANNELS``)."""
+
+MAX_OVERHEAD_NS = 10**15
 
 
 def _bounded(value: int, low: int, high: int) -> int:
@@ -80,6 +83,8 @@ class TuningSettings:
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> TuningSettings:
         overhead = params.NET_OVERHEAD.read(environ)
+        if abs(overhead) > MAX_OVERHEAD_NS:
+            raise InvalidUsage(f"{params.NET_OVERHEAD.resolve(environ)[1]}: allowed are {-MAX_OVERHEAD_NS} to {MAX_OVERHEAD_NS} ns")
         return cls(
             algo=_of_nccl(params.ALGO, environ),
             proto=_of_nccl(params.PROTO, environ),
@@ -98,6 +103,7 @@ def _of_nccl(param: params.Param[str], environ: Mapping[str, str]) -> str:
 
 
 def _leading_integers(text: str) -> tuple[int, ...]:
-    """The whole numbers at the start of a text, as ``sscanf`` reads them: the first word that is none ends the list."""
-    match = re.match(r"\s*((?:[+-]?\d+\s*)*)", text)
-    return tuple(int(word) for word in match[1].split()) if match else ()
+    """The whole numbers at the start of a text, as ``sscanf`` reads them into 64 bits: what is none ends the list."""
+    match = re.match(r"(?:\s*[+-]?[0-9]+)*", text)
+    words = re.findall(r"[+-]?[0-9]+", match[0]) if match else []
+    return tuple(_bounded(int(word[:30]), -(1 << 63), (1 << 63) - 1) for word in words)

@@ -10,7 +10,6 @@ What decides results, and is therefore kept exactly
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -36,6 +35,9 @@ from miraccl.topo.xmlfile import XmlNode, bus_id, c_float, c_long, c_uint64
 
 MAX_NODES = 576
 """Nodes of one type a system may have (``NCCL_TOPO_MAX_NODES``); it also bounds the work a file can cause."""
+
+MAX_LATENCY = 1e9
+"""us of a net. Far beyond any network, and sums of it stay finite in single precision."""
 
 
 class _Builder:
@@ -333,8 +335,8 @@ def _net_record(xml: XmlNode, host: int) -> NetNode:
     dev = xml.integer("dev")
     id = _id(host, dev)
     latency = f32(c_float(xml.attrs.get("latency", "0")))
-    if not math.isfinite(latency):
-        raise TopologyError(f"line {xml.line}: latency {xml.attrs['latency']} is no finite number")
+    if not abs(latency) <= MAX_LATENCY:
+        raise TopologyError(f"line {xml.line}: latency {xml.attrs['latency'][:40]} is no number of us up to {MAX_LATENCY:g}")
     speed = xml.integer("speed")
     return NetNode(
         id=id,
