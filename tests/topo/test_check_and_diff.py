@@ -57,6 +57,17 @@ FLAWS = {
     "net gdr": ('speed="100000" gdr="1"', 'speed="100000"', "note", 10, "net without gdr"),
     "gpu rank": (' rank="1"', "", "note", 7, "gpu without rank: numbered by dev"),
     "gpu gdr": ('sm="80" gdr="1"', 'sm="80"', "note", 4, "gpu without gdr"),
+    "numa with a space": ('numaid="0"', 'numaid=" -1"', "note", 2, "numaid is -1"),
+    "net twice under two numbers": (
+        '<net name="mlx5_0"',
+        '<net name="mlx5_0" dev="7" speed="100000" gdr="1"/><net name="mlx5_0"',
+        "warning",
+        10,
+        "net mlx5_0, port missing, is listed again as dev 0, first in line 10: it counts twice",
+    ),
+    "two nics": ("<nic>", "<nic/><nic>", "warning", 10, "another nic in the pci element of line 9: only the first counts"),
+    "sm": ('rank="1" sm="80"', 'rank="1" sm="a"', "warning", 7, "sm of a gpu is 'a', read as 0: no GPU has it"),
+    "nameless accelerator": ('sm="80" gdr="1"', 'sm="80" accelerator=""', "note", 4, "gpu without gdr"),
     "gpu dev": ('dev="1"', 'dev="0"', "warning", 7, "dev 0 again, first in line 4"),
     "gpu sm": ('rank="1" sm="80"', 'rank="1" sm="90"', "note", 4, "GPUs of different sm (80, 90)"),
     "no sm": ('rank="1" sm="80"', 'rank="1"', "error", 7, "has no sm"),
@@ -90,6 +101,34 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path):
     assert "close every element" in finding.mend
     path.write_text(GOOD.replace('numaid="0"', 'numaid="0" numaid="1"'))
     assert check_file(path)[0].mend == "remove one of the two"
+
+
+@pytest.mark.parametrize(
+    ("cut", "line", "text"),
+    [(GOOD.index("class"), 3, "unclosed token"), (GOOD.index("</pci>"), 5, "no element found: <pci> of line 3 is not closed")],
+)
+def test_a_file_that_ends_too_early_says_what_to_close(cut, line, text, tmp_path):
+    (tmp_path / "a, b.xml").write_text(GOOD[:cut])
+    (finding,) = check_file(tmp_path / "a, b.xml")
+    assert (finding.severity, finding.line, finding.text) == ("error", line, text)
+    assert finding.mend.startswith("close every element")
+
+
+def test_the_line_of_an_error_is_said_once(tmp_path):
+    (tmp_path / "x.xml").write_text(GOOD.replace(' sm="80"', ""))
+    assert [(f.line, f.text) for f in check_file(tmp_path / "x.xml") if f.severity == "error"] == [(4, "<gpu> has no sm")]
+
+
+@pytest.mark.parametrize("where", ["second in its element", "below a NIC"])
+def test_gpus_that_do_not_get_into_the_machine_are_refused(where):
+    second = '<gpu dev="1" rank="1" sm="80" gdr="1"/>'
+    text = GOOD.replace("<nvlink", "<nothing")
+    if where == "below a NIC":
+        text = text.replace("<nic>", f'<pci busid="0000:04:00.0" class="0x0302">{second.replace("1", "7")}</pci><nic>')
+    else:
+        text = text.replace("</gpu>\n</pci>", f"</gpu>{second.replace('1', '7')}\n</pci>", 1)
+    (error,) = [finding for finding in check_topology(load_topology_text(text)) if finding.severity == "error"]
+    assert error.text.startswith("the GPU with dev 7 is not in the machine")
 
 
 def test_equal_findings_are_put_together():

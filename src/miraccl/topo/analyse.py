@@ -57,8 +57,19 @@ def analyse_topology(root: XmlNode, options: TopoOptions | None = None, *, recor
     """
     options = options or TopoOptions()
     selected = select_topology(root, options)
-    topology = analyse_system(build_system(selected), nodes=options.nodes, options=options.paths, recorder=recorder)
+    whole = build_system(selected)
+    _refuse_lost_gpus(selected, whole)
+    topology = analyse_system(whole, nodes=options.nodes, options=options.paths, recorder=recorder)
     return replace(topology, root=selected)
+
+
+def _refuse_lost_gpus(root: XmlNode, system: System) -> None:
+    """A GPU that has a rank and is not in the graph would leave a job with holes."""
+    there = {gpu.rank for gpu in system.gpus}
+    for node in root.walk():
+        if node.name == "gpu" and system.gpus and node.integer("rank") not in there:
+            why = "a <pci> holds one <gpu>, and a <pci> that holds another one has to be a PCI switch"
+            raise TopologyError(f"line {node.line}: the GPU with dev {node.attrs.get('dev')} is not in the machine: {why}")
 
 
 def analyse_system(

@@ -23,6 +23,9 @@ from miraccl.topo.xmlfile import XmlFile, XmlNode, bus_id
 
 Severity = Literal["error", "warning", "note"]
 
+_SM = range(30, 200)
+"""Compute capabilities times ten that GPUs have, or may have some day."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -71,7 +74,7 @@ def _refused(error: TopologyError) -> Finding:
     match = re.search(r"lines? (\d+)", error.message)
     text = error.message
     mend = ""
-    if "not closed" in text or "no element found" in text or "mismatched tag" in text:
+    if any(words in text for words in ("not closed", "no element found", "mismatched tag", "unclosed token")):
         mend = "close every element, <pci ...>...</pci> or <pci .../>"
     elif "duplicate attribute" in text:
         mend = "remove one of the two"
@@ -81,7 +84,7 @@ def _refused(error: TopologyError) -> Finding:
         mend = "this is the PCI tree only: add a <gpu> element to the <pci> element of each GPU, or let NCCL or detection complete it"
     elif "two GPUs have rank" in text:
         mend = "give each gpu element its own rank"
-    text = re.sub(r"^[^,]*, line \d+: ", "", text)  # where it is stands in front of every finding
+    text = re.sub(r"^(?:.*?, )?line \d+: ", "", text)  # where it is stands in front of every finding
     return Finding(severity="error", line=int(match[1]) if match else 0, text=text, mend=mend)
 
 
@@ -109,7 +112,7 @@ def _repeated(nodes: Iterator[XmlNode], key: Callable[[XmlNode], object]) -> Ite
 
 def _cpus(root: XmlNode) -> Iterator[Finding]:
     for cpu in _of(root, "cpu"):
-        if cpu.attrs.get("numaid") == "-1":
+        if cpu.integer("numaid") == -1:
             text = "numaid is -1: the NUMA domain is not known (a virtual machine often hides it); everything below counts as one domain"
             yield Finding(severity="note", line=cpu.line, text=text, mend="write one cpu element per NUMA domain, numaid 0, 1, ...")
         if "arch" not in cpu.attrs:
@@ -133,6 +136,10 @@ def _pcis(root: XmlNode) -> Iterator[Finding]:
             text = f"busid {pci.attrs['busid']!r} is not like 0000:1b:00.0"
             yield Finding(severity="warning", line=pci.line, text=text, mend="write domain:bus:device.function in hex")
         device = any(child.name in ("gpu", "nic") for child in pci.children)
+        for kind in ("gpu", "nic"):
+            for more in [child for child in pci.children if child.name == kind][1:]:
+                text = f"another {kind} in the pci element of line {pci.line}: only the first counts, this one is left out"
+                yield Finding(severity="warning", line=more.line, text=text, mend=f"give each {kind} its own pci element, or join them")
         if "class" not in pci.attrs and not device:
             text = "pci without class: taken for a PCI switch"
             yield Finding(severity="note", line=pci.line, text=text, mend='add class="0x060400"')
@@ -176,9 +183,12 @@ def _gpus(root: XmlNode) -> Iterator[Finding]:
             rule = "numbered by bus id" if key == "dev" else "numbered by dev"
             yield Finding(severity="note", line=lacking[0].line, text=f"gpu without {key}: {rule}", mend=f"add {key} to every gpu")
     for gpu in gpus:
-        if "accelerator" in gpu.attrs and "sm" in gpu.attrs:
-            text = f"{gpu.attrs['accelerator'].split()[0]} is planned as if it were a GPU of sm {gpu.attrs['sm']}"
+        if (kind := gpu.attrs.get("accelerator", "").partition(" ")[0]) and "sm" in gpu.attrs:
+            text = f"{kind} is planned as if it were a GPU of sm {gpu.attrs['sm']}"
             yield Finding(severity="note", line=gpu.line, text=text)
+        if "sm" in gpu.attrs and gpu.integer("sm") not in _SM:
+            text = f"sm of a gpu is {gpu.attrs['sm']!r}, read as {gpu.integer('sm')}: no GPU has it"
+            yield Finding(severity="warning", line=gpu.line, text=text, mend='write the compute capability times ten, such as sm="90"')
         if "gdr" not in gpu.attrs:
             yield Finding(severity="note", line=gpu.line, text="gpu without gdr: GPUDirect RDMA assumed", mend='add gdr="1" or gdr="0"')
     for gpu, first in _repeated(iter(gpus), lambda g: g.attrs.get("dev")):
@@ -244,6 +254,11 @@ def _nets(root: XmlNode) -> Iterator[Finding]:
         text = f"a net with dev {net.attrs['dev']} ({net.attrs.get('name', 'no name')}) is listed again, first in line {first.line}"
         mend = "list each net once, below the NIC it belongs to: paths lead to the first one only"
         yield Finding(severity="warning", line=net.line, text=text, mend=mend)
+    for net, first in _repeated(iter(nets), lambda n: (n.attrs["name"], n.attrs.get("port")) if "name" in n.attrs else None):
+        if net.attrs.get("dev") != first.attrs.get("dev"):
+            text = f"net {net.attrs['name']}, port {net.attrs.get('port', 'missing')}, is listed again as dev {net.attrs.get('dev')}, "
+            text += f"first in line {first.line}: it counts twice"
+            yield Finding(severity="warning", line=net.line, text=text, mend="list each net once")
 
 
 def _planned(topology: Topology) -> Iterator[Finding]:
