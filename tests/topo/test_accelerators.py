@@ -185,6 +185,14 @@ def test_in_a_file_of_version_1_xgmi_is_nothing_as_for_nccl():
         ('format = 1\n[accelerator.a.link]\nbw = 1\nonly = "ring"', "only is 'ring'"),
         ("format = 1\n[accelerator.a]\npci_class = [3]", "pci_class is [3], expected a text or a list"),
         ("format = ", "Invalid value"),
+        ('format = 1\n[accelerator.""]', "an accelerator is called ''; expected a name"),
+        ('format = 1\n[accelerator.a]\nlabel = ["gcn"]', "accelerator.a.label is ['gcn'], expected a text"),
+        ("format = 1\n[accelerator.a]\nversion = true", "accelerator.a.version is True, expected 1 or 2"),
+        (
+            'format = 1\n[accelerator.a.link]\nbw = 1\nkind = "t"\ngpu = ["x"]\ncpu = ["x"]',
+            "accelerator.a.link has 'x' for both gpu and cpu",
+        ),
+        ("format = 1\nother = " + "[" * 5000, "nested too deeply"),
     ],
 )
 def test_wrong_descriptions_are_named(toml, message, tmp_path):

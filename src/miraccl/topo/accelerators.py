@@ -180,6 +180,8 @@ def read_accelerators(path: str | os.PathLike[str]) -> tuple[Accelerator, ...]:
         return parse_accelerators(tomllib.loads(read_bytes(path, "description of accelerators").decode()), source=name)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TopologyError(f"{name}: {error}") from None
+    except RecursionError:
+        raise TopologyError(f"{name}: lists or tables are nested too deeply for a description") from None
 
 
 def parse_accelerators(data: Mapping[str, Any], *, source: str = "<toml>") -> tuple[Accelerator, ...]:
@@ -236,10 +238,12 @@ class _Table:
 
 def _accelerator(name: str, table: _Table) -> Accelerator:
     table.only("element", "pci_class", "pci_vendor", "sm", "label", "version", "link")
+    if not name.strip():
+        raise TopologyError(f"{table.source}: an accelerator is called {name!r}; expected a name")
     sm, version = table.data.get("sm"), table.data.get("version", 0)
     if sm is not None and (not isinstance(sm, int) or isinstance(sm, bool) or not 0 < sm < 1000):
         raise table.fail("sm", "a compute capability times ten, such as 80")
-    if version not in (0, 1, 2):
+    if version not in (0, 1, 2) or isinstance(version, bool):
         raise table.fail("version", "1 or 2")
     return Accelerator(
         name=name,
@@ -247,7 +251,7 @@ def _accelerator(name: str, table: _Table) -> Accelerator:
         pci_class=tuple(v.lower() for v in table.texts("pci_class")),
         pci_vendor=tuple(v.lower() for v in table.texts("pci_vendor")),
         sm=sm,
-        label=table.data.get("label", ""),
+        label=table.text("label", "-") if "label" in table.data else "",
         version=version,
         link=_link(table.table("link")) if "link" in table.data else None,
     )
@@ -263,6 +267,10 @@ def _link(table: _Table) -> LinkDescription:
     else:
         default = table.bw("bw")
     values = {value: kind for kind in _KINDS for value in table.texts(kind)}
+    for kind in _KINDS:
+        for value in table.texts(kind):
+            if values[value] != kind:
+                raise TopologyError(f"{table.source}: {table.where} has {value!r} for both {kind} and {values[value]}")
     only = table.text("only", "switch")
     if only not in _KINDS:
         raise table.fail("only", "switch, gpu or cpu")
