@@ -167,3 +167,10 @@ def test_one_slow_link_is_seen():
     assert [(d.where, d.left, d.right) for d in compare_topologies(left, right)][:1] == [
         ("GPU links", "NVL 80 to GPU, PCI 24 to CPU", "NVL 60 to GPU, PCI 24 to CPU")
     ]
+
+
+@pytest.mark.parametrize(("attribute", "left", "right"), [("latency", "0 us", "30 us"), ("maxconn", "64", "1")])
+def test_numbers_of_a_net_are_compared(attribute, left, right):
+    changed = GOOD.replace('speed="100000"', f'speed="100000" {attribute}="{right.split()[0]}"')
+    one, two = (analyse_topology(load_topology_text(text).root) for text in (GOOD, changed))
+    assert [(d.where, d.left, d.right) for d in compare_topologies(one, two)] == [(f"NET {attribute}", left, right)]

@@ -86,6 +86,13 @@ def test_one_endless_token_is_read_in_time():
         parse_topology(b'<system version="1" name="' + b"x" * (xmlfile.MAX_BYTES - 100))
 
 
+def test_a_name_as_large_as_a_file_is_not_repeated():
+    with pytest.raises(TopologyError, match=r"the outermost element is <s{40}>, expected"):
+        parse_topology("<" + "s" * 100_000 + "/>")
+    (note,) = parse_topology('<system version="1"><' + "s" * 100_000 + "/></system>").notes
+    assert len(note[1]) < 100
+
+
 @pytest.mark.parametrize("kind", ["missing", "folder"])
 def test_what_cannot_be_opened(kind, tmp_path):
     path = tmp_path / "no.xml" if kind == "missing" else tmp_path

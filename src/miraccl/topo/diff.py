@@ -61,7 +61,14 @@ def _facts(node: TopoNode) -> dict[str, str]:
     if isinstance(node, CpuNode):
         return {"kind": cpu_name(node)}
     if isinstance(node, NetNode):
-        return {"bandwidth": f"{node.bw:g} GB/s", "gdr": str(node.gdr), "coll": str(node.coll), "port": str(node.port)}
+        return {
+            "bandwidth": f"{node.bw:g} GB/s",
+            "latency": f"{node.latency:g} us",
+            "gdr": str(node.gdr),
+            "coll": str(node.coll),
+            "port": str(node.port),
+            "maxconn": str(node.max_channels),
+        }
     return {}
 
 

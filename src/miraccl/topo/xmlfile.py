@@ -213,9 +213,9 @@ class _Reader:
             return
         if not self.stack:
             if name != "system":
-                raise self.fail(f"the outermost element is <{name}>, expected <system>")
+                raise self.fail(f"the outermost element is <{name[:40]}>, expected <system>")
         elif name not in self.allowed.get(self.stack[-1].name, ()):
-            self.notes.append((line, f"<{name}> inside <{self.stack[-1].name}> is ignored"))
+            self.notes.append((line, f"<{name[:40]}> inside <{self.stack[-1].name}> is ignored"))
             self.ignored = 1
             return
         node = XmlNode(name, self.attributes(name, flat), line=line)
