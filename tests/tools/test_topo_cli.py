@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from miraccl.errors import InvalidUsage, TopologyError
 from miraccl.tools.topo_cli import topo
+from miraccl.topo.build import MAX_NODES, build_system
 from miraccl.topo.xmlfile import parse_topology
 from tests.topo.golden import DATA, TOPOLOGIES
 
@@ -131,3 +132,10 @@ def test_the_environment_counts(monkeypatch):
     monkeypatch.setenv("NCCL_TOPO_FILE", A100)
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     assert "PHB 24" in call("show")
+
+
+def test_as_many_cpu_ranks_are_detected_as_a_file_can_have(tmp_path):
+    file = str(tmp_path / "machine.xml")
+    call("detect", "--cpu-ranks", str(MAX_NODES), "--out", file)
+    assert len(build_system(parse_topology((tmp_path / "machine.xml").read_text()).root).gpus) == MAX_NODES
+    call("detect", "--cpu-ranks", str(MAX_NODES + 1), status=2)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from miraccl.topo.records import NodeType, System
     from miraccl.topo.xmlfile import XmlFile
 
+MAX_CPU_RANKS = 576
+"""As many devices as a system may have (``topo.build.MAX_NODES``)."""
+
 
 @click.group(cls=KnownCommands, short_help="Show, read and compare the topology of machines.")
 def topo() -> None:
@@ -77,7 +80,11 @@ def _options(nodes: int, gpus: tuple[int, ...] | None, fuse: bool, collnet: bool
 @click.option(
     "--out", type=OutputFile(), metavar="FILE", default="-", help="Where to write the topology file; - is standard output.  [default: -]"
 )
-@click.option("--cpu-ranks", type=click.IntRange(0, 1024), help="CPU ranks to add.  [default: one per CPU if there are no GPUs, at most 8]")
+@click.option(
+    "--cpu-ranks",
+    type=click.IntRange(0, MAX_CPU_RANKS),
+    help="CPU ranks to add.  [default: one per CPU if there are no GPUs, at most 8]",
+)
 @click.option(
     "--root",
     type=click.Path(exists=True, file_okay=False),
