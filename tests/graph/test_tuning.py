@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from miraccl.errors import InvalidUsage
 from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern
 from miraccl.graph.connect import connect
 from miraccl.graph.plan_settings import ConnectSettings, TuningSettings
-from miraccl.graph.tuning import build_model
+from miraccl.graph.tuning import TuningModel, build_model
 from miraccl.graph.tuning_choice import TABLE_SIZES, candidates, choose, predict_time, tuning_to_json
 from miraccl.graph.tuning_constants import TUNED, Algorithm
 from miraccl.graph.tuning_facts import TuningFacts
@@ -24,9 +25,7 @@ from tests.topo.golden import GoldenCase
 ALL_REDUCE = Collective.ALL_REDUCE
 
 
-@pytest.mark.golden
-@pytest.mark.parametrize("case", sample(3))
-def test_model_and_choices_are_those_of_nccl(case: GoldenCase) -> None:
+def recorded_model(case: GoldenCase) -> TuningModel:
     want = case.load()
     domains = recorded_domains(want)
     plan = connect(
@@ -36,8 +35,42 @@ def test_model_and_choices_are_those_of_nccl(case: GoldenCase) -> None:
         collnet=case.options.collnet,
         settings=ConnectSettings.read(case.env),
     )
-    model = build_model(TuningFacts.of(plan, domains[0].system), TuningSettings.read(case.env))
-    assert differences(want["tuning"], tuning_to_json(model), "tuning") == []
+    return build_model(TuningFacts.of(plan, domains[0].system), TuningSettings.read(case.env))
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("case", sample(3))
+def test_model_and_choices_are_those_of_nccl(case: GoldenCase) -> None:
+    assert differences(case.load()["tuning"], tuning_to_json(recorded_model(case)), "tuning") == []
+
+
+def said(limits: tuple[str, ...]) -> float:
+    """The bandwidth that a reader of the reasons works out."""
+    value = 0.0
+    for words in limits:
+        numbers = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", words)]
+        match words.split()[0]:
+            case "half":
+                value /= 2
+            case "divided":
+                value /= numbers[0]
+            case "times":
+                value *= numbers[0]
+            case _ if " % of it: " in words:
+                value *= numbers[0] / 100
+            case _ if " at most " in words:
+                value = numbers[-1]
+            case _:
+                value = numbers[0] * numbers[1]
+    return value
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("case", sample(4, offset=1))
+def test_the_reasons_of_a_bandwidth_make_that_bandwidth(case: GoldenCase) -> None:
+    for key, estimate in recorded_model(case).estimates.items():
+        if estimate.bandwidth:
+            assert said(estimate.limits) == pytest.approx(estimate.bandwidth, rel=0.01), (key, estimate)
 
 
 def graph(kind: GraphKind, pattern: Pattern, **changes: object) -> ChannelGraph:

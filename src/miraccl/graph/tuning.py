@@ -28,7 +28,7 @@ Key = tuple[Collective, Algorithm, Protocol]
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Latency us and algorithm bandwidth GB/s (0: cannot be used); ``limits`` says what lowered the bandwidth, ``off`` why it is 0."""
+    """Latency us and algorithm bandwidth GB/s (0: cannot be used); ``limits`` says what makes the bandwidth, ``off`` why it is 0."""
 
     latency: float = 0.0
     bandwidth: float = 0.0
@@ -112,7 +112,7 @@ def _pat_enabled(facts: TuningFacts, settings: TuningSettings) -> bool:
 
 
 def _algorithm_bandwidth(facts: TuningFacts, coll: Collective, algo: Algorithm, proto: Protocol) -> tuple[float, list[str]]:
-    """Algorithm bandwidth (bytes of the operation per time) before anything is switched off, and what limited it."""
+    """Algorithm bandwidth (bytes of the operation per time) before anything is switched off, and what it comes from, factor by factor."""
     graph = facts.graphs[algo.graph]
     if not graph.n_channels:
         return 0.0, [f"the {algo.graph.label} search found no channels"]
@@ -120,7 +120,7 @@ def _algorithm_bandwidth(facts: TuningFacts, coll: Collective, algo: Algorithm, 
     per_channel = _channel_bandwidth(facts, coll, algo, limits)
     bus = f32(graph.n_channels * per_channel)
     bus = _refined(facts, coll, algo, proto, bus, limits)
-    return _bus_to_algorithm(facts, coll, algo, bus), limits
+    return _bus_to_algorithm(facts, coll, algo, bus, limits), limits
 
 
 def _channel_bandwidth(facts: TuningFacts, coll: Collective, algo: Algorithm, limits: list[str]) -> float:
@@ -133,17 +133,20 @@ def _channel_bandwidth(facts: TuningFacts, coll: Collective, algo: Algorithm, li
     channels = graph.n_channels
     efficiency = f32(k.NVLS_EFFICIENCY[facts.generation])
     intra = f32(f32(f32(graph.bw_intra * efficiency) * (channels - 1)) / channels)
-    if coll == Collective.ALL_REDUCE:  # reduction and broadcast overlap
+    how = f"{efficiency:.2g} of {graph.bw_intra:g}, one channel kept back"
+    if coll == Collective.ALL_REDUCE:
         intra = f32(intra * 2)
+        how += ", twice as reduction and broadcast overlap"
     else:
         ppn = facts.ranks_per_node
         intra = f32(intra * f32(f32(ppn - 1) / ppn))
+        how += f", {f32(ppn - 1) / ppn:.3g} of it from other GPUs"
     inter = f32(graph.bw_inter * (2 if facts.nnodes <= 2 and algo == Algorithm.NVLS_TREE else 1))
     found = {"inside nodes": intra, "between nodes": inter}
     if algo == Algorithm.NVLS_TREE:
         found["as measured per channel"] = f32(k.NVLS_TREE_PER_CHANNEL[facts.generation][facts.scale])
     where = min(found, key=lambda name: found[name])
-    limits.append(f"{channels} channels of {found[where]:g} GB/s {where}")
+    limits.append(f"{channels} channels of {found[where]:g} GB/s {where}" + (f" ({how})" if where == "inside nodes" else ""))
     return found[where]
 
 
@@ -167,6 +170,7 @@ def _refined(facts: TuningFacts, coll: Collective, algo: Algorithm, proto: Proto
         bus = f32(at_most(bus * 0.92, cap, f"{channels} channels of LL128 reach at most"))
     if algo == Algorithm.TREE:
         if coll == Collective.ALL_REDUCE:
+            limits.append("92 % of it: a tree")
             cap = channels * k.TREE_PER_CHANNEL[generation][scale]
             bus = f32(at_most(bus * 0.92, cap, f"{channels} tree channels reach at most"))
         if proto == Protocol.LL:
@@ -187,7 +191,7 @@ def _refined(facts: TuningFacts, coll: Collective, algo: Algorithm, proto: Proto
         limits.append("CollNet runs over Simple only")
         return 0.0
     if algo == Algorithm.COLLNET_DIRECT:
-        bus = _collnet_direct(facts, coll, bus)
+        bus = _collnet_direct(facts, coll, bus, limits)
     gathers = coll in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     if gathers and facts.nnodes > 1 and algo in (Algorithm.NVLS, Algorithm.COLLNET_DIRECT) and facts.max_local_ranks > facts.collnet_heads:
         limits.append(f"{facts.max_local_ranks} GPUs per node need as many CollNet heads, there are {facts.collnet_heads}")
@@ -202,15 +206,23 @@ def _ll_max(facts: TuningFacts) -> float:
     return k.LL_MAX[1 if facts.cpu_vendor == CpuVendor.AMD else 0][facts.scale]
 
 
-def _collnet_direct(facts: TuningFacts, coll: Collective, bus: float) -> float:
+def _collnet_direct(facts: TuningFacts, coll: Collective, bus: float, limits: list[str]) -> float:
     graph = facts.graphs[GraphKind.COLLNET_DIRECT]
     ppn = facts.ranks_per_node
     if coll != Collective.ALL_REDUCE:
-        return f32(ppn * min(graph.bw_intra, f32(graph.bw_inter * f32(0.9))))
+        each = min(graph.bw_intra, f32(graph.bw_inter * f32(0.9)))
+        why = f"the least of {graph.bw_intra:g} inside and 0.9 of {graph.bw_inter:g} between nodes"
+        limits[:] = [f"{ppn:g} GPUs per node of {each:g} GB/s: {why}"]
+        return f32(ppn * each)
     gpus_per_nic = f32(ppn / (1.0 * graph.n_channels))
     gpus_per_nic = f32(gpus_per_nic - f32(f32(gpus_per_nic - 1) / 2))
+    if gpus_per_nic != 1:
+        limits.append(f"divided by {gpus_per_nic:g}: {ppn:g} GPUs per node on {graph.n_channels} channels")
     bus = f32(bus / gpus_per_nic)
-    return f32(bus * 0.85) if facts.min_sm >= 90 else bus
+    if facts.min_sm < 90:
+        return bus
+    limits.append("85 % of it: CollNet direct from sm 90 on")
+    return f32(bus * 0.85)
 
 
 def _steps(coll: Collective, nranks: int) -> int:
@@ -220,12 +232,17 @@ def _steps(coll: Collective, nranks: int) -> int:
     return nranks - 1 if coll in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER) else nranks
 
 
-def _bus_to_algorithm(facts: TuningFacts, coll: Collective, algo: Algorithm, bus: float) -> float:
+def _bus_to_algorithm(facts: TuningFacts, coll: Collective, algo: Algorithm, bus: float, limits: list[str]) -> float:
     """Bus bandwidth is what the links carry; the operation itself is shorter by the number of times that its bytes cross them."""
-    if algo != Algorithm.RING and coll in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
+    if not bus or (algo != Algorithm.RING and coll in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)):
         return bus
     if algo == Algorithm.RING or algo.uses_nvls:
-        return f32(bus * f32((1.0 * facts.nranks) / _steps(coll, facts.nranks)))
+        steps = _steps(coll, facts.nranks)
+        if steps != facts.nranks:
+            limits.append(f"times {facts.nranks / steps:.4g}: a link carries {steps}/{facts.nranks} of the bytes")
+        return f32(bus * f32((1.0 * facts.nranks) / steps))
+    ways = "up the tree and down again" if algo == Algorithm.TREE else "to the network and back"
+    limits.append(f"half of it: bytes go {ways}")
     return f32(bus * 0.5)
 
 
