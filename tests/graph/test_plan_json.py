@@ -53,6 +53,12 @@ def test_a_plan_comes_back(case: GoldenCase) -> None:
     assert_same(plan_from_json(written(made)), made)
 
 
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_plan_of_one_gpu_with_collnet_comes_back(nodes: int) -> None:
+    made = plan(SMALL, nodes, collnet=True)
+    assert_same(plan_from_json(written(made)), made)
+
+
 @pytest.mark.golden
 @pytest.mark.parametrize("case", sample(15, 6))
 def test_what_nccl_decided_is_read_too(case: GoldenCase) -> None:

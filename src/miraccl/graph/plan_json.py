@@ -95,7 +95,7 @@ _PATTERNS: dict[GraphKind, tuple[Pattern, ...]] = {
     GraphKind.TREE: (Pattern.BALANCED_TREE, Pattern.SPLIT_TREE, Pattern.TREE),
     GraphKind.COLLNET_CHAIN: (Pattern.TREE,),
     GraphKind.NVLS: (Pattern.NVLS,),
-    GraphKind.COLLNET_DIRECT: (Pattern.COLLNET_DIRECT,),
+    GraphKind.COLLNET_DIRECT: (Pattern.COLLNET_DIRECT, Pattern.TREE),  # the latter on a single GPU
 }
 _NEEDED = (GraphKind.RING, GraphKind.TREE)  # every plan has a channel of these
 
