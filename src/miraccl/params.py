@@ -310,6 +310,14 @@ NVLS_ENABLE = declare(
     "NVLS_ENABLE", 2, parse_integer, "NVLink SHARP: 0 off, 1 on, 2 where the GPUs have it.", kind="choice", nccl="NVLS_ENABLE"
 )
 NVLS_NCHANNELS = declare("NVLS_NCHANNELS", 0, parse_integer, "Channels for NVLS; 0 chooses.", kind="count", nccl="NVLS_NCHANNELS")
+COLLNET_ENABLE = declare(
+    "COLLNET_ENABLE",
+    1,
+    _parse_flag,
+    "0: no CollNet, even where miraccl plan --collnet supposes a plugin of it.",
+    kind="flag",
+    nccl="COLLNET_ENABLE",
+)
 COLLNET_NODE_THRESHOLD = declare(
     "COLLNET_NODE_THRESHOLD", 2, parse_integer, "Least number of nodes for CollNet.", kind="count", nccl="COLLNET_NODE_THRESHOLD"
 )

@@ -107,6 +107,13 @@ def test_settings_of_the_environment_count() -> None:
     assert {row[1] for row in data["tuning"]["choice"]["AllReduce"]} == {"Ring"}
 
 
+def test_collnet_that_is_switched_off_stays_off() -> None:
+    on, off = (json.loads(call("--topo", H100, "--nodes", "2", "--collnet", "--json", "-", NCCL_COLLNET_ENABLE=text)) for text in "10")
+    assert (on["collnet"], on["comm"]["collnetEnable"]) == (1, 1)
+    assert (off["collnet"], off["comm"]["collnetEnable"], off["env"]) == (0, 0, {"NCCL_COLLNET_ENABLE": "0"})
+    assert off["tuning"] == json.loads(call("--topo", H100, "--nodes", "2", "--json", "-"))["tuning"]
+
+
 def test_the_second_time_it_is_known(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = call("--topo", PCIE, "--json", "-")
     assert len(list(plans.iterdir())) == 1

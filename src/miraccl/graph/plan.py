@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from miraccl import params
 from miraccl.errors import InvalidUsage
 from miraccl.graph.connect import Connections, PlannedDomain, connect
 from miraccl.graph.plan_settings import ConnectSettings, TuningSettings
@@ -60,6 +61,7 @@ class PlanRequest:
         if nodes < 1:
             raise InvalidUsage(f"a job has at least 1 node, not {nodes}")
         seen = _Seen(environ)
+        collnet = collnet and params.COLLNET_ENABLE.read(seen) == 1
         request = cls(
             nodes=nodes,
             gpus=tuple(gpus),
