@@ -111,6 +111,8 @@ def test_collnet_that_is_switched_off_stays_off() -> None:
     on, off = (json.loads(call("--topo", H100, "--nodes", "2", "--collnet", "--json", "-", NCCL_COLLNET_ENABLE=text)) for text in "10")
     assert (on["collnet"], on["comm"]["collnetEnable"]) == (1, 1)
     assert (off["collnet"], off["comm"]["collnetEnable"], off["env"]) == (0, 0, {"NCCL_COLLNET_ENABLE": "0"})
+    plain = json.loads(call("--topo", H100, "--nodes", "2", "--json", "-", NCCL_COLLNET_ENABLE="0"))
+    assert plain == off  # what was read of the environment is recorded either way
     assert off["tuning"] == json.loads(call("--topo", H100, "--nodes", "2", "--json", "-"))["tuning"]
 
 

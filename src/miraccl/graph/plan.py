@@ -61,7 +61,7 @@ class PlanRequest:
         if nodes < 1:
             raise InvalidUsage(f"a job has at least 1 node, not {nodes}")
         seen = _Seen(environ)
-        collnet = collnet and params.COLLNET_ENABLE.read(seen) == 1
+        collnet = params.COLLNET_ENABLE.read(seen) == 1 and collnet
         request = cls(
             nodes=nodes,
             gpus=tuple(gpus),
