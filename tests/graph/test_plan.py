@@ -42,6 +42,22 @@ def test_a_system_gives_the_plan_of_its_file() -> None:
     assert [name for name in SECTIONS if a.get(name) != b.get(name)] == []
 
 
+def test_nodes_of_a_host_are_numbered_by_rank_not_by_place() -> None:
+    """As NCCL does, which meets the ranks one after the other; the system shown is the one that rank 0 is in."""
+    there, back = plan(PCIE, 2), plan(PCIE, 2, gpus=(4, 5, 6, 7, 0, 1, 2, 3))
+    first, second = plan_to_json(there), plan_to_json(back)
+    assert [gpu.dev for gpu in back.topology.system.gpus] == [4, 5, 6, 7]
+    assert [second[key] for key in ("domains", "comm", "tuning")] == [first[key] for key in ("domains", "comm", "tuning")]
+    mixed = plan_to_json(plan(PCIE, 2, gpus=(7, 1, 6, 0)))
+    assert (mixed["domains"], mixed["comm"]["rankToNode"]) == ([[2, 0], [3, 1]], [0, 1, 0, 1, 2, 3, 2, 3])
+
+
+def test_a_file_that_lists_ranks_in_another_order_can_be_split() -> None:
+    alone = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+    made = plan_to_json(plan(TOPOLOGIES / "pcie8-amd-direct-1nic.xml", env=alone))
+    assert made["domains"] == [[rank] for rank in range(8)]  # in the file they are 0 1 6 7 2 3 4 5
+
+
 def test_gpus_are_chosen_in_a_file_only() -> None:
     whole = plan(PCIE).topology.whole
     assert isinstance(whole, System)

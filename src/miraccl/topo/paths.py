@@ -180,12 +180,13 @@ def _pxn_helps(table: _Table, net: int, gpu: int, relay: int) -> bool:
 
 
 def find_domains(system: System, paths: PathTable) -> tuple[tuple[int, ...], ...]:
-    """GPU positions grouped by who reaches whom without the network (ncclTopoTrimSystem)."""
+    """GPU positions grouped by who reaches whom without the network (ncclTopoTrimSystem); the group with the lowest rank is the first."""
     domain: list[int] = []
     for gpu in range(len(system.gpus)):
         near = [domain[peer] for peer in range(gpu) if paths.gpu_gpu(gpu, peer).type < PathType.NET]
         domain.append(min([gpu, *near]))
-    return tuple(tuple(g for g, d in enumerate(domain) if d == group) for group in sorted(set(domain)))
+    groups = (tuple(g for g, d in enumerate(domain) if d == group) for group in set(domain))
+    return tuple(sorted(groups, key=lambda group: min(system.gpus[gpu].rank for gpu in group)))
 
 
 def keep_domain(system: System, gpus: tuple[int, ...]) -> System:
