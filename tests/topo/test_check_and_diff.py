@@ -131,6 +131,15 @@ def test_gpus_that_do_not_get_into_the_machine_are_refused(where):
     assert error.text.startswith("the GPU with dev 7 is not in the machine")
 
 
+def test_bus_ids_and_numbers_are_of_one_host():
+    cpu = GOOD[GOOD.index("<cpu") : GOOD.index("</system>")]
+    second = cpu.replace('rank="1"', 'rank="3"').replace('rank="0"', 'rank="2"')
+    both = cpu.replace("<cpu", '<cpu host_hash="0x1"') + second.replace("<cpu", '<cpu host_hash="0x2"')
+    found = check_topology(load_topology_text(f'<system version="1">{both}</system>'))
+    assert [finding.text for finding in found if "again" in finding.text or finding.severity == "warning"] == []
+    assert any("2 hosts" in finding.text for finding in found)
+
+
 def test_equal_findings_are_put_together():
     findings = check_topology(load_topology_text(GOOD.replace("16.0 GT/s PCIe", "fast")))
     (gpus,) = [f for f in findings if "of a gpu is 'fast'" in f.text]

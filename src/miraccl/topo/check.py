@@ -99,6 +99,11 @@ def _of(root: XmlNode, name: str) -> Iterator[XmlNode]:
     return (node for node in root.walk() if node.name == name)
 
 
+def _hosts(root: XmlNode) -> dict[int, str | None]:
+    """The host of each element below a cpu: bus ids and device numbers are of one host."""
+    return {id(node): cpu.attrs.get("host_hash") for cpu in _of(root, "cpu") for node in cpu.walk()}
+
+
 def _repeated(nodes: Iterator[XmlNode], key: Callable[[XmlNode], object]) -> Iterator[tuple[XmlNode, XmlNode]]:
     """Pairs of a node and an earlier one with the same key; a key of None is never the same."""
     first: dict[object, XmlNode] = {}
@@ -150,7 +155,8 @@ def _pcis(root: XmlNode) -> Iterator[Finding]:
             yield Finding(severity="note", line=pci.line, text="a PCI switch without GPU and NIC: it is left out")
         else:
             yield from _pci_link(pci)
-    for pci, first in _repeated(_of(root, "pci"), lambda p: p.attrs.get("busid")):
+    hosts = _hosts(root)
+    for pci, first in _repeated(_of(root, "pci"), lambda p: (hosts[id(p)], p.attrs["busid"]) if "busid" in p.attrs else None):
         text = f"busid {pci.attrs['busid']} again, first in line {first.line}"
         yield Finding(severity="warning", line=pci.line, text=text, mend="each PCI device has one element")
 
@@ -191,7 +197,8 @@ def _gpus(root: XmlNode) -> Iterator[Finding]:
             yield Finding(severity="warning", line=gpu.line, text=text, mend='write the compute capability times ten, such as sm="90"')
         if "gdr" not in gpu.attrs:
             yield Finding(severity="note", line=gpu.line, text="gpu without gdr: GPUDirect RDMA assumed", mend='add gdr="1" or gdr="0"')
-    for gpu, first in _repeated(iter(gpus), lambda g: g.attrs.get("dev")):
+    hosts = _hosts(root)
+    for gpu, first in _repeated(iter(gpus), lambda g: (hosts[id(g)], g.attrs["dev"]) if "dev" in g.attrs else None):
         text = f"dev {gpu.attrs['dev']} again, first in line {first.line}"
         yield Finding(severity="warning", line=gpu.line, text=text, mend="give each gpu element its own dev")
     if len({gpu.attrs.get("sm") for gpu in gpus}) > 1:
@@ -200,12 +207,13 @@ def _gpus(root: XmlNode) -> Iterator[Finding]:
 
 
 def _links(root: XmlNode) -> Iterator[Finding]:
-    counts: dict[tuple[int, int], int] = {}
-    owners: dict[int, XmlNode] = {}
+    counts: dict[tuple[tuple[str | None, int], tuple[str | None, int]], int] = {}
+    owners: dict[tuple[str | None, int], XmlNode] = {}
+    hosts = _hosts(root)
     for pci in _of(root, "pci"):
         gpu = pci.child("gpu")
         if gpu is not None:
-            owners[bus_id(pci.attrs.get("busid", ""))] = gpu
+            owners[hosts[id(pci)], bus_id(pci.attrs.get("busid", ""))] = gpu
     for own, gpu in owners.items():
         for link in gpu.children:
             if link.name == LINK_ELEMENT:
@@ -213,7 +221,7 @@ def _links(root: XmlNode) -> Iterator[Finding]:
             peer = link.name == "nvlink" and pci_class(link.attrs.get("tclass", "")) == NodeType.GPU
             if not peer and link.attrs.get("kind") != "gpu":
                 continue
-            target = bus_id(link.attrs.get("target", ""))
+            target = own[0], bus_id(link.attrs.get("target", ""))
             counts[own, target] = counts.get((own, target), 0) + link.integer("count")
             if target == own:
                 text = f"a GPU linked to itself ({link.attrs.get('target')}): the link is of no use"
@@ -225,7 +233,7 @@ def _links(root: XmlNode) -> Iterator[Finding]:
     for (one, other), count in counts.items():
         back = counts.get((other, one), 0)
         if other in owners and other != one and back != count:
-            text = f"{count} links to {other:x}, but {back} back"
+            text = f"{count} links to {other[1]:x}, but {back} back"
             yield Finding(severity="warning", line=owners[one].line, text=text, mend="links between GPUs are written on both sides")
 
 
@@ -250,11 +258,12 @@ def _nets(root: XmlNode) -> Iterator[Finding]:
         if "gdr" not in net.attrs:
             text = "net without gdr: no GPUDirect RDMA assumed"
             yield Finding(severity="note", line=net.line, text=text, mend='add gdr="1" where the NIC can access GPU memory')
-    for net, first in _repeated(iter(nets), lambda n: n.attrs.get("dev")):
+    hosts = _hosts(root)
+    for net, first in _repeated(iter(nets), lambda n: (hosts[id(n)], n.attrs["dev"]) if "dev" in n.attrs else None):
         text = f"a net with dev {net.attrs['dev']} ({net.attrs.get('name', 'no name')}) is listed again, first in line {first.line}"
         mend = "list each net once, below the NIC it belongs to: paths lead to the first one only"
         yield Finding(severity="warning", line=net.line, text=text, mend=mend)
-    for net, first in _repeated(iter(nets), lambda n: (n.attrs["name"], n.attrs.get("port")) if "name" in n.attrs else None):
+    for net, first in _repeated(iter(nets), lambda n: (hosts[id(n)], n.attrs["name"], n.attrs.get("port")) if "name" in n.attrs else None):
         if net.attrs.get("dev") != first.attrs.get("dev"):
             text = f"net {net.attrs['name']}, port {net.attrs.get('port', 'missing')}, is listed again as dev {net.attrs.get('dev')}, "
             text += f"first in line {first.line}: it counts twice"
@@ -262,13 +271,14 @@ def _nets(root: XmlNode) -> Iterator[Finding]:
 
 
 def _planned(topology: Topology) -> Iterator[Finding]:
-    system, paths = topology.system, topology.paths
+    system = topology.system
     if len(topology.domains) > 1:
         groups = "; ".join(",".join(map(str, ranks)) for ranks in topology.local_ranks)
         yield Finding(severity="note", line=0, text=f"ranks {groups}: between these groups the network is faster, each counts as a node")
     first: dict[int, int] = {}
     for j, net in enumerate(system.nets):
-        if first.setdefault(net.id, j) == j and all(paths.gpu_net(i, j).type == PathType.DIS for i in range(len(system.gpus))):
+        paths = [domain.paths.gpu_net(i, j) for domain in topology.domains for i in range(len(domain.ranks))]
+        if first.setdefault(net.id, j) == j and all(path.type == PathType.DIS for path in paths):
             yield Finding(severity="warning", line=0, text=f"no GPU reaches {net.name} ({net.label or 'no name'})")
     if not system.nets:
         mend = "add a net element below each NIC for jobs of several nodes"
