@@ -162,6 +162,8 @@ def test_nets_of_a_channel_are_those_of_the_system() -> None:
     with pytest.raises(TopologyError, match="channel 0 of the ring graph of the file names NET 0x77, which is not in the system"):
         graphs_from_xml(text, machine(2, 1))
     assert graphs_from_xml(text, machine(2, 0))[GraphKind.RING].inter == ()  # a node alone needs none
+    without = System(nodes=machine(2, 1).gpus, inter=1)  # the search, too, writes 0 there
+    assert graphs_from_xml(text.replace("0x77", "0"), without)[GraphKind.RING].inter == ((0, 0),)
 
 
 def test_a_tree_of_one_gpu_has_one_pattern() -> None:

@@ -332,7 +332,7 @@ def _channel_from_element(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Ranks and net ids of a ``<channel>``."""
     ranks = {_device(gpu): gpu.rank for gpu in system.gpus}
-    known = {net.id for net in system.nets}
+    known = {0, *(net.id for net in system.nets)}  # 0 also where no net was found
     order: list[int] = []
     nets: list[int] = []
     for step in element:
