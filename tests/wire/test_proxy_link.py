@@ -269,6 +269,17 @@ def test_close_does_not_wait_for_a_peer_that_takes_nothing_any_more():
     assert link.loss is None
 
 
+def test_close_that_the_kernel_takes_after_the_peer_ended_its_stream_is_no_news():
+    """The peer was killed when our CLOSE frames were queued; its end came over one stream first, where the kernel took the frame still."""
+    link = Link(CONFIG)
+    link.handle(rec.CloseAsked())
+    assert link.handle(rec.StreamEnded(0, "gone")) == []
+    assert link.handle(rec.Taken(0, 1)) == []
+    validate_state(link)
+    assert isinstance(link.handle(rec.StreamEnded(1, "gone"))[-1], rec.Finished)
+    assert link.loss is None
+
+
 def test_close_of_an_idle_link_does_not_wait_for_the_executor():
     world = World(CONFIG, ([], []))
     world.handle(0, rec.CloseAsked())

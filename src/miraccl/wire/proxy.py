@@ -105,7 +105,7 @@ class Link:
 
     def _consumed(self, event: Consumed) -> None:
         self.receiver.consume(event.tail)
-        # The peer stops at nslots; half of it keeps it going and saves seven frames out of eight where traffic is one way only.
+        # The peer stops at nslots; half of it keeps it going and saves three frames out of four where traffic is one way only.
         if event.tail - self.sender.told >= self.config.nslots // 2 and not self.sender.talks:
             self.sender.tell(FrameType.CREDIT)
 

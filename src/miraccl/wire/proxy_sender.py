@@ -37,6 +37,7 @@ class Sender:
         self._control: deque[tuple[FrameType, int, int, int]] = deque()
         self._queued: list[deque[tuple[int, int]]] = [deque() for _ in range(config.nstreams)]
         self._queued_bytes = [0] * config.nstreams
+        self._dropped: set[int] = set()
         self._do = do
 
     @property
@@ -65,6 +66,9 @@ class Sender:
         self._control.append((kind, message, signature, nbytes))
 
     def taken(self, event: Taken) -> None:
+        """Frames of a stream that was dropped may have been on their way to the kernel: nobody waits for these."""
+        if event.stream in self._dropped:
+            return
         queue = self._queued[event.stream]
         for _ in range(event.frames):
             message, nbytes = queue.popleft()
@@ -85,9 +89,11 @@ class Sender:
             self._send(Frame(FrameType.CLOSE, stream, self.next_post, ack=ack), _CLOSE)
 
     def drop(self, stream: int) -> None:
-        """Nothing that is queued there goes any more."""
+        """Nothing that is queued there is waited for any more."""
         self.closing -= sum(message == _CLOSE for message, _ in self._queued[stream])
+        self._dropped.add(stream)
         self._queued[stream].clear()
+        self._queued_bytes[stream] = 0
 
     # --- what the peer says
 
