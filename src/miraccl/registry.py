@@ -1,8 +1,7 @@
-"""A name -> thing table with good errors; algorithms, transports and executors are found through one of these."""
+"""A name -> thing table with good errors: algorithms are found through one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from miraccl.errors import InvalidUsage
@@ -25,9 +24,6 @@ class Registry(Generic[T]):
         self._entries[name] = entry
         return entry
 
-    def register(self, name: str) -> Callable[[T], T]:
-        return lambda entry: self.add(name, entry)
-
     def remove(self, name: str) -> None:
         self._entries.pop(name, None)
 
@@ -40,9 +36,3 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         return sorted(self._entries)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names())

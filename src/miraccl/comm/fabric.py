@@ -115,7 +115,7 @@ class Fabric:
         self._open_transports(me, beliefs)
 
     def _open_transports(self, me: Endpoint, beliefs: Beliefs) -> None:
-        near = {r: e for r, e in self.endpoints.items() if r != self.rank and self.hosts[r] == self.hosts[self.rank]}
+        near = {r: e for r, e in self.endpoints.items() if r != self.rank and ShmTransport.can_connect(me, e)}
         far = {r: e for r, e in self.endpoints.items() if r != self.rank and r not in near}
         largest = NET_SLOT if far else LARGEST_SLOT
         shm = ShmTransport(me, near, budget=beliefs.buffsize, largest_slot=largest)

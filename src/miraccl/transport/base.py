@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from miraccl.registry import Registry
 from miraccl.transport import fifo
 from miraccl.wire.proxy_records import Loss
 
@@ -126,9 +125,7 @@ class ProxyPort(Protocol):
 
 
 class Transport(abc.ABC):
-    """A way to connect pairs of ranks; one object per communicator and rank."""
-
-    name: str
+    """A way to connect pairs of ranks; one object per communicator and rank. ``comm.fabric`` says which pairs get which."""
 
     @staticmethod
     @abc.abstractmethod
@@ -160,7 +157,3 @@ class Transport(abc.ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-TRANSPORTS: Registry[type[Transport]] = Registry("transport")
-"""Transports by name; ``comm`` asks them in its order of preference."""

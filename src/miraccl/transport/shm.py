@@ -19,7 +19,7 @@ from typing import Any
 
 from miraccl.errors import ProtocolError, SystemFailure
 from miraccl.transport import fifo
-from miraccl.transport.base import TRANSPORTS, Endpoint, Fifo, FifoKind, FifoPair, Transport
+from miraccl.transport.base import Endpoint, Fifo, FifoKind, FifoPair, Transport
 from miraccl.transport.mapped_file import MappedFile
 
 CONTROL_BYTES = fifo.PAGE_BYTES
@@ -93,14 +93,11 @@ def default_window_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-@TRANSPORTS.register("shm")
 class ShmTransport(Transport):
     """Shared memory between the ranks of a host. ``peers`` are the other local ranks, in any order.
 
     ``largest_slot`` in bytes is for communicators that reach other hosts too, where larger pieces pay.
     """
-
-    name = "shm"
 
     def __init__(
         self,

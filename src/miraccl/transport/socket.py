@@ -22,7 +22,7 @@ from typing import Any
 from miraccl import params
 from miraccl.deadline import Deadline
 from miraccl.errors import CommunicatorClosed, ProtocolError, SystemFailure, as_system_failure
-from miraccl.transport.base import TRANSPORTS, Endpoint, Fifo, FifoKind, FifoPair, NetConnection, ProxyPort, Transport
+from miraccl.transport.base import Endpoint, Fifo, FifoKind, FifoPair, NetConnection, ProxyPort, Transport
 from miraccl.transport.fifo import FifoMemory, check_slot_bytes
 from miraccl.transport.meeting import Invitation, Meeting, Proven, family_of, tune
 from miraccl.wire.stream import MAX_STREAMS, derive_key
@@ -77,7 +77,6 @@ class SocketOptions:
         return cls(nstreams=min(max(nstreams, 1), MAX_STREAMS), buffer_bytes=params.SOCKET_BUFFER.read(environ))
 
 
-@TRANSPORTS.register("socket")
 class SocketTransport(Transport):
     """TCP streams to ranks of other hosts.
 
@@ -85,8 +84,6 @@ class SocketTransport(Transport):
     multiple of the page); ``timeout`` in seconds bounds each ``connect``, a deadline all of them; ``check`` is called
     during it and raises where a peer has died meanwhile.
     """
-
-    name = "socket"
 
     def __init__(
         self,
