@@ -25,7 +25,7 @@ from miraccl.executor.cpu.context import Context, WaitPolicy, Wires, words_at
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.graph.rank_order import RankPlace, order_ranks
 from miraccl.native import atomics
-from miraccl.transport.base import Endpoint, FifoKind, FifoPair, OnLost, Transport
+from miraccl.transport.base import Endpoint, FifoKind, FifoPair, OnLost, Transport, machine
 from miraccl.transport.shm import LARGEST_SLOT, ShmTransport, slot_bytes_for
 from miraccl.wire.proxy_records import Loss, LossKind
 
@@ -309,7 +309,7 @@ def _cores() -> int:
 
 
 def numa_domain() -> int:
-    """The NUMA domain of the processor this thread is on, from sysfs; -1 where the kernel has none."""
+    """The NUMA domain of the first processor that this thread may run on, from sysfs; -1 where the kernel has none."""
     with contextlib.suppress(OSError, ValueError):
         cpu = min(os.sched_getaffinity(0))
         for entry in os.listdir(f"/sys/devices/system/cpu/cpu{cpu}"):
@@ -328,15 +328,6 @@ def last_level_cache_bytes() -> int:
         except (OSError, ValueError):
             continue
     return max(sizes, default=32 << 20)
-
-
-def machine() -> str:
-    """The kernel's boot, whatever host this rank claims to be on."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return os.uname().nodename
 
 
 def _compare(beliefs: list[dict[str, Any]]) -> None:

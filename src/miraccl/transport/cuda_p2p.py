@@ -20,6 +20,7 @@ from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError, SystemFailure
 from miraccl.topo.records import PathType
 from miraccl.transport import cuda_pairs as pairs
+from miraccl.transport.base import machine
 from miraccl.transport.cuda_fds import TIMEOUT_S, Address, Door, close_all
 from miraccl.transport.cuda_pairs import DIRECT, HOST, IPC, PROCESS, SELF, VMM, Facts, Pair, Paths, Settings
 from miraccl.transport.cuda_shm import Fills, HostSegment, PinningGpu
@@ -253,7 +254,7 @@ class SymmetricMemory:
         """Exchange what ways are decided from."""
         mine = Facts(
             rank=self.rank,
-            process=f"{_machine()}/{pairs.pid_namespace()}/{os.getpid()}",
+            process=f"{machine()}/{pairs.pid_namespace()}/{os.getpid()}",
             pid=os.getpid(),
             pid_namespace=pairs.pid_namespace(),
             ordinal=self.gpu.ordinal,
@@ -388,12 +389,3 @@ class WindowMemory:
         """May be called twice."""
         self._shared.close()
         self.own, self.addresses = 0, []
-
-
-def _machine() -> str:
-    """The kernel's boot, whatever host this rank claims to be on."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return os.uname().nodename
