@@ -27,10 +27,10 @@ from miraccl.errors import (
 from miraccl.types import Collective, DType, PreMulSum, Protocol, RedOp
 
 if TYPE_CHECKING:
-    from miraccl.bootstrap import UniqueId
+    from miraccl.bootstrap import UniqueId, get_unique_id
     from miraccl.comm.communicator import Communicator
     from miraccl.comm.group import group
-    from miraccl.comm.start import get_unique_id, init
+    from miraccl.comm.start import init
     from miraccl.comm.work import Work
 
 __version__ = "0.1.0"
@@ -42,7 +42,7 @@ _LATE = {
     "Communicator": "miraccl.comm.communicator",
     "UniqueId": "miraccl.bootstrap",
     "Work": "miraccl.comm.work",
-    "get_unique_id": "miraccl.comm.start",
+    "get_unique_id": "miraccl.bootstrap",
     "group": "miraccl.comm.group",
     "init": "miraccl.comm.start",
 }

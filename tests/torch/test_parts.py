@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-from miraccl import params
+from miraccl import get_unique_id, params
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.start import get_unique_id
 from miraccl.errors import CollectiveTimeout, InvalidUsage, PeerDied
 from miraccl.torch import BackendError, ProcessGroupMiraccl, everyday, operators, tensors, transfers, wrapped
 from miraccl.torch.channel import timeout_of

@@ -69,7 +69,6 @@ class Root:
         self._met: list[HubMachine] = []  # of earlier jobs whose ranks are still there
         self._listeners = list(listeners)
         self._lines: dict[int, _Line] = {}
-        self._dirty: set[int] = set()
         self._next_conn = 1
         self._close_reason: str | None = None
         self._listen_again_at: float | None = None
@@ -390,7 +389,8 @@ def create_root(
 
 
 def get_unique_id() -> UniqueId:
-    """A new job whose hub runs in this process until all its ranks have left (``ncclGetUniqueId``)."""
+    """Start the meeting point of a new job in this process and give its id, which all ranks need (``str(id)`` fits in a variable). It is
+    there until all ranks have left (``ncclGetUniqueId``)."""
     unique_id, root = create_root()
     _kept[:] = [other for other in _kept if other.alive]
     _kept.append(root)

@@ -20,7 +20,7 @@ from miraccl.bootstrap.names import Lookup
 from miraccl.errors import BootstrapError, InvalidUsage, as_system_failure
 
 SIOCGIFADDR, SIOCGIFFLAGS = 0x8915, 0x8913  # linux/sockios.h
-IFF_UP, IFF_LOOPBACK, IFF_RUNNING = 0x1, 0x8, 0x40  # linux/if.h
+IFF_UP, IFF_LOOPBACK = 0x1, 0x8  # linux/if.h
 DISCARD_PORT = 9
 #: Seconds that the name service is given to tell where a host is, which only orders the addresses of this one.
 ROUTE_SECONDS = 2.0

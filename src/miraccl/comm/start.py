@@ -1,4 +1,4 @@
-"""How a communicator begins: from the environment of a launcher, from an MPI communicator, or from a unique id that the user carries."""
+"""How a communicator begins: from the environment of a launcher, or from an MPI communicator."""
 
 from __future__ import annotations
 
@@ -14,15 +14,7 @@ from miraccl.comm.member import Options
 from miraccl.comm.stages import Stages
 from miraccl.errors import BootstrapError, InvalidUsage
 
-_roots: list[Root] = []
 _FAILED = "failed: "
-
-
-def get_unique_id() -> UniqueId:
-    """Start the meeting point of a new job in this process and give its id, which all ranks need (``str(id)`` fits in a variable)."""
-    unique_id, root = create_root()
-    _roots[:] = [*(other for other in _roots if other.alive), root]
-    return unique_id
 
 
 def init(mpi: Any = None, /, **options: Any) -> Communicator:

@@ -142,10 +142,6 @@ class StagingProxy:
         ready = self._get(at.FLAGS) + self._get(at.SLOT) * at.SLOT_STRIDE + at.READY_OFFSET
         return ctypes.c_uint32.from_address(ready).value == 0 and self._get(at.PIECE) == self.lane
 
-    @property
-    def draining(self) -> bool:
-        return self._get(at.DRAIN) != 0
-
     def drain(self) -> None:
         """Run nothing any more, but answer. Any thread may call it."""
         self._set(at.DRAIN, 1)

@@ -1,4 +1,4 @@
-"""The proxy: one thread per rank that moves messages between FIFOs in memory and network streams.
+"""The proxy: one thread per rank of a communicator that moves messages between FIFOs in memory and network streams.
 
 It owns the sockets given to it.  It sleeps in epoll on all of them and on its bell, an eventfd, and uses no processor while nothing moves:
 before it sleeps it sets the word ``asleep`` (sequentially consistent) and looks at all FIFOs once more; an executor that published
@@ -156,7 +156,7 @@ class Proxy:
             done.set()
 
     def _round(self) -> bool:
-        """One call per stream and direction; True when some stream is ready for another."""
+        """Some calls per stream and direction (``driver.CALLS``); True when some stream is ready for more."""
         self.rounds += 1
         self._run_commands()
         busy = False

@@ -46,7 +46,6 @@ class MemberMachine:
         self._handshake: Handshake | None = None
         self._sealer: Sealer | None = None
         self._opener: Opener | None = None
-        self._closing = ""
         self._out: list[Any] = []
 
     @property
