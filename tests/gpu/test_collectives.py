@@ -40,7 +40,6 @@ def test_a_rank_outlives_another(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["copies stop", "copies stop in a graph"])
 def test_a_rank_that_waits_for_copies_is_told(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TEST_TIMEOUT", "2")
     monkeypatch.setenv("MIRACCL_SMS", "0")
     assert run_cases([{"failure": how}], 2) == [["", ""]]
 

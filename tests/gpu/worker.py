@@ -198,6 +198,8 @@ class Rank:
         if comm.rank == 1:
             vars_of: Any = StagedLaunch
             vars_of._enqueue = stands
+        else:
+            comm.faults._timeout = 2.0  # its deadline is the first
         begin = time.monotonic()
         try:
             if captured and comm.rank == 0:
