@@ -181,7 +181,8 @@ def test_a_broken_cache_is_compiled_anew(tmp_path: Path) -> None:
         "from miraccl.native import atomics; import ctypes; word = ctypes.c_int64(5);"
         "print(atomics.load_acquire(ctypes.addressof(word)))"
     )
-    env = {**os.environ, "MIRACCL_CACHE_DIR": str(tmp_path)}
+    (other := tmp_path / "other").mkdir()  # instead of the one that others may have used in the place of theirs
+    env = {**os.environ, "MIRACCL_CACHE_DIR": str(tmp_path), "TMPDIR": str(other)}
 
     def run() -> str:
         return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
