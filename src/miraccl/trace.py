@@ -25,7 +25,7 @@ def logger(subsystem: str) -> logging.Logger:
 
 
 def configure() -> None:
-    """Apply the environment once; a handler that the application installed on ``miraccl`` is left alone."""
+    """Apply the environment as it is now; a handler that the application installed on ``miraccl`` is left alone."""
     level = params.DEBUG.read()
     root = logging.getLogger("miraccl")
     if not root.handlers:

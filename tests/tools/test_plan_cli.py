@@ -37,6 +37,10 @@ def call(*args: str, status: int = 0, **environ: str) -> str:
     return result.stdout
 
 
+def test_an_empty_name_of_a_topology_is_refused() -> None:
+    call("--topo", "", status=2)
+
+
 def test_help_has_examples() -> None:
     assert "Examples" in call("--help")
 

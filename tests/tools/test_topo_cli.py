@@ -71,6 +71,13 @@ def test_the_nodes_that_there_are_are_named():
         call("show", H100, "--explain", "GPU0,GPU9")
 
 
+@pytest.mark.parametrize("args", [["show", ""], ["check", ""], ["dump", ""], ["diff", H100, ""], ["detect", "--base", ""]])
+def test_an_empty_name_is_not_this_machine(args):
+    refused = CliRunner().invoke(topo, args)
+    assert refused.exit_code == 2
+    assert "the name of the file is empty" in refused.stderr
+
+
 def test_wrong_gpus():
     refused = CliRunner().invoke(topo, ["show", H100, "--gpus", "a"])
     assert refused.exit_code == 2

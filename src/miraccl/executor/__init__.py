@@ -1,0 +1,1 @@
+"""What runs schedules: ``cpu`` in compiled code on processors, ``cuda`` in kernels on NVIDIA GPUs."""

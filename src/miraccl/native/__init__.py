@@ -1,9 +1,10 @@
 """Compiled code: kernels written in Python, compiled once per machine, cached on disk, loaded in milliseconds.
 
-``library(module)`` is the whole interface.  The first process that needs a library compiles it under a lock, tells the user on
-stderr, and leaves the object code in the cache; the other ranks wait for it; every later process loads it through llvmlite alone.
-The key of the cache is what the code depends on: the text of the kernel's package, of this one and of the modules and packages that a
-package lists as ``SOURCES``, the versions of Numba, llvmlite and Python, and the processor with its features.
+``library(module)`` gives the code, ``builtin`` makes an entry of it callable from Python.  The first process that needs a library
+compiles it under a lock, tells the user on stderr, and leaves the object code in the cache; the other ranks wait for it; every later
+process loads it through llvmlite alone.  The key of the cache is what the code depends on: the text of the kernel's package, of this one
+and of the modules and packages that a package lists as ``SOURCES``, the versions of Numba, llvmlite and Python, and the processor with
+its features.
 """
 
 from __future__ import annotations

@@ -44,6 +44,15 @@ class Sizes(click.ParamType[tuple[int, ...]]):
             self.fail(f"{value!r}: {error}", param, ctx)
 
 
+class File(click.Path):
+    """A file; a variable of a shell that is not set gives an empty name, which is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not value:
+            self.fail("the name of the file is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 class Numbers(click.ParamType[tuple[int, ...]]):
     """A comma-separated list of device numbers."""
 

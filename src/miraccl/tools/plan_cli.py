@@ -18,7 +18,7 @@ import click
 from miraccl import params
 from miraccl.errors import InvalidUsage
 from miraccl.native.cache import plan_folder
-from miraccl.tools.options import MAX_NODES, Numbers, OutputFile, read_bytes, write_text
+from miraccl.tools.options import MAX_NODES, File, Numbers, OutputFile, read_bytes, write_text
 
 if TYPE_CHECKING:
     from miraccl.graph.plan import PlanRequest
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Show which algorithm and which channels are chosen, and why.")
-@click.option("--topo", "topo_file", type=click.Path(), help="Topology file; without it NCCL_TOPO_FILE, or this machine.")
+@click.option("--topo", "topo_file", type=File(), help="Topology file; without it NCCL_TOPO_FILE, or this machine.")
 @click.option("--nodes", type=click.IntRange(1, MAX_NODES), default=1, show_default=True, help="Number of such machines in the job.")
 @click.option("--gpus", type=Numbers(), metavar="0,2,...", help="Only the GPUs with these device numbers, in the order of their ranks.")
 @click.option("--collnet", is_flag=True, help="A CollNet plugin is present, and every net supports it.")

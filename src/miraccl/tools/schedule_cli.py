@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from miraccl.errors import InvalidUsage, MiracclError, ScheduleError
-from miraccl.tools.options import Finite, KnownCommands, Numbers, OutputFile, Size, Sizes, read_bytes, write_json, write_text
+from miraccl.tools.options import File, Finite, KnownCommands, Numbers, OutputFile, Size, Sizes, read_bytes, write_json, write_text
 from miraccl.types import Collective
 
 _COLLECTIVES = tuple(c.label for c in Collective if c is not Collective.SEND_RECV)
@@ -169,7 +169,7 @@ def draw(algo: str, collective: str, ranks: int, root: int, plugin: str | None, 
 @_options
 @click.option("-r", "--ranks", type=click.IntRange(1, 256), help="Number of ranks.  [default: 4, or those of --topo]")
 @click.option("-s", "--sizes", type=Sizes(), default="8,1K,256K,4M,64M", show_default=True, help="Sizes in bytes, with K, M, G.")
-@click.option("--topo", "topo_file", type=click.Path(), help="Topology file: the links are those of this machine, its GPUs the ranks.")
+@click.option("--topo", "topo_file", type=File(), help="Topology file: the links are those of this machine, its GPUs the ranks.")
 @click.option("--nodes", type=click.IntRange(1, 64), default=1, show_default=True, help="Such machines in the job.")
 @click.option("--gpus", type=Numbers(), metavar="0,2,...", help="Only the GPUs with these device numbers.")
 @click.option("--bandwidth", type=Finite(0, min_open=True), help="Without --topo: GB/s of each rank to and from a switch.  [default: 100]")

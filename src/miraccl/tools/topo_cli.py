@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from miraccl.errors import InvalidUsage
-from miraccl.tools.options import MAX_NODES, KnownCommands, Numbers, OutputFile, write_json, write_text
+from miraccl.tools.options import MAX_NODES, File, KnownCommands, Numbers, OutputFile, write_json, write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,7 +59,7 @@ def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _json_option = click.option("--json", "json_target", type=OutputFile(), metavar="FILE", help="Write JSON; - is standard output.")
 _accelerators_option = click.option("--accelerators", multiple=True, metavar="TOML", help="Description of accelerators; repeatable.")
-_file_argument = click.argument("file", required=False, type=click.Path())
+_file_argument = click.argument("file", required=False, type=File())
 
 
 def _load(file: str | None, accelerators: Sequence[str]) -> XmlFile:
@@ -92,7 +92,7 @@ def _options(nodes: int, gpus: tuple[int, ...] | None, fuse: bool, collnet: bool
     show_default=True,
     help="Folder that holds sys and proc of a machine.",
 )
-@click.option("--base", type=click.Path(), help="Topology file to complete, such as the PCI tree of a provider's virtual machine.")
+@click.option("--base", type=File(), help="Topology file to complete, such as the PCI tree of a provider's virtual machine.")
 @_json_option
 def detect(out: str, cpu_ranks: int | None, root: str, base: str | None, json_target: str | None) -> None:
     """Detect this machine: PCI tree and NUMA domains, nets, GPUs and their links.
@@ -357,8 +357,8 @@ def check(file: str | None, accelerators: tuple[str, ...], json_target: str | No
 
 
 @topo.command(short_help="Compare two machines: counts, attributes, links and paths.")
-@click.argument("left", type=click.Path())
-@click.argument("right", type=click.Path())
+@click.argument("left", type=File())
+@click.argument("right", type=File())
 @_accelerators_option
 @click.option("--names", is_flag=True, help="Compare bus ids and NUMA numbers, too.")
 @_json_option

@@ -284,8 +284,8 @@ class Context:
     # ---- doors and plans
 
     def door(self, kind: str, collective: Collective, *, arg: int = 0, run: Run | None = None) -> Callable[..., int]:
-        """A builtin of the engine (``collective``, ``uneven``, ``prepared`` or ``send_recv``) bound to this context. Who gives a ``run``
-        holds it as long as the door."""
+        """A builtin of the engine bound to this context; ``kind``: an entry of ``kernels.engine``, such as ``collective`` or ``prepared``.
+        Who gives a ``run`` holds it as long as the door."""
         record = np.array([self.address, int(collective), arg, run.address if run else 0], np.int64)
         door = native.builtin(collective.label, _engine(kind), int(record.ctypes.data))
         (self._doors if run is None else run.keep).append(record)  # the door of a run lives no longer than the run
@@ -324,7 +324,7 @@ class Context:
 
 
 def _plan_key(coll: int, count: int, out_count: int, dtype: int, arg: int, in_place: int) -> int:
-    """The hash of ``engine.find_plan``, in 64-bit arithmetic."""
+    """The hash of ``kernels.calls.find_plan``, in 64-bit arithmetic."""
     key = count * 0x9E3779B1 + out_count * 0x85EBCA6B + coll * 0x27D4EB2F + dtype * 0x165667B1 + arg * 0x2545F491 + in_place
     key = (key + (1 << 63)) % (1 << 64) - (1 << 63)
     return key ^ (key >> 15)
