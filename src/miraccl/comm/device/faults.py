@@ -211,7 +211,7 @@ class DeviceFaults:
         """Who waits for whom in messages, and where its program is, beginning with the lowest rank."""
         waits_for, rooms = int(self._words[layout.HOST_CIRCLE]), int(self._words[layout.HOST_CIRCLE + 1])
         circle = [self.session.rank, int(self._words[layout.HOST_PEER])]
-        while (following := waits_for >> 4 * circle[-1] & 15) != circle[0]:
+        while (following := waits_for >> 4 * circle[-1] & 15) not in circle:
             circle.append(following)
         first = circle.index(min(circle, key=self._called.__getitem__))
         turned = circle[first:] + circle[:first]
