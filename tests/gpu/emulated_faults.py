@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -223,8 +223,9 @@ def death_between_copies() -> None:
             me.synchronize()
 
 
-def never_comes_to_copies() -> dict[str, Any]:
-    """Rank 1 does not come to copies through staging memory, and nobody else looks at rank 0's GPU, which waits for them."""
+@contextlib.contextmanager
+def ready_for_copies() -> Iterator[tuple[Rank, DeviceCommunicator, Any, Any]]:
+    """A rank that has copied through staging memory, its GPU side, and what it gathers from and into. All have time."""
     from miraccl.executor.cuda import staged_copies
     from tests.gpu import fake_cuda
 
@@ -235,6 +236,12 @@ def never_comes_to_copies() -> dict[str, Any]:
         me.synchronize()
         device = me.comm._device
         assert isinstance(device, DeviceCommunicator)
+        yield me, device, x, out
+
+
+def never_comes_to_copies() -> dict[str, Any]:
+    """Rank 1 does not come to copies through staging memory, and nobody else looks at rank 0's GPU, which waits for them."""
+    with ready_for_copies() as (me, device, x, out):
         device._engines._comm_args = dataclasses.replace(device._engines._comm_args, timeout_ns=int(0.3e9))  # only now: compilers have run
         device._engines._launches.clear()
         try:
@@ -256,15 +263,8 @@ def never_comes_to_copies() -> dict[str, Any]:
 def copies_stop(captured: bool) -> dict[str, Any]:
     """All ranks meet for copies through staging memory, and rank 1's program stands before it has enqueued its own."""
     from miraccl.executor.cuda import staged_copies
-    from tests.gpu import fake_cuda
 
-    staged_copies.STAGE_BYTES, fake_cuda.WAIT_LIMIT_S = 64 << 10, 15.0
-    with rank(timeout=600.0) as me:
-        out, x = me.zeros(1000 * me.nranks), me.put(np.ones(1000))
-        me.comm.all_gather(x, out, stream=0)
-        me.synchronize()
-        device = me.comm._device
-        assert isinstance(device, DeviceCommunicator)
+    with ready_for_copies() as (me, device, x, out):
         stay_until_told(me)
 
         def stands(*_: Any) -> None:

@@ -7,7 +7,6 @@ be in one, where waiting warps look at every second poll and stores land late an
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,13 +14,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import tests.gpu.emulator as emulator
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.messages import Lowered, Message, lower_messages
-from miraccl.executor.cuda.source import Frame, KernelSpec, write_source
+from miraccl.executor.cuda.source import Frame
 from miraccl.types import DType
-from tests.gpu.emulator import Machine, launch, needs_compiler, weak_memory
-from tests.gpu.emulator.exchange import THREADS, Send, run
+from tests.gpu.emulator import Machine, change_kernels, launch, needs_compiler, weak_memory
+from tests.gpu.emulator.exchange import THREADS, Send, blocks_of, hold_table, run
 from tests.gpu.test_messages import FRAMES, few, rules, shrink_pool
 
 pytestmark = needs_compiler
@@ -118,15 +116,7 @@ OFTEN = {"++w.spins >= WARP_SPINS_BEFORE_CHECK": "++w.spins >= 2", "++w.spins < 
 def flaw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks come often, and the first of two texts is taken out of the kernel, with the second one in its place."""
     text, instead = request.param
-
-    def write(spec: KernelSpec, arch: int, machine: str = "") -> str:
-        found = write_source(spec, arch, machine)
-        for name, other in {**OFTEN, text: instead}.items():
-            assert name in found
-            found = found.replace(name, other) if name else found
-        return found
-
-    monkeypatch.setattr(emulator, "write_source", write)
+    change_kernels(monkeypatch, OFTEN | {text: instead})
 
 
 def what_ends_wrongly(seed: int, pool: bool, timeout_s: float = 30.0) -> str:
@@ -157,11 +147,8 @@ def what_ends_wrongly(seed: int, pool: bool, timeout_s: float = 30.0) -> str:
 
     def follow(program: list[Lowered]) -> None:
         for lowered in program:
-            if lowered.table is not None:
-                keep.append(table := (ctypes.c_char * len(lowered.table)).from_buffer(lowered.table))
-                lowered.set_table(ctypes.addressof(table))
-            lanes = (lowered.blocks - lowered.bulk) * lowered.threads
-            launch(spec, [lowered.args + bytes(room)], [lowered.bulk + -(-lanes // THREADS)])
+            keep.append(hold_table(lowered))
+            launch(spec, [lowered.args + bytes(room)], [blocks_of(lowered)])
 
     with ThreadPoolExecutor(nranks) as ranks:
         list(ranks.map(follow, programs))

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import pytest
 
-import tests.gpu.emulator as emulator
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.plan import DevicePlan
-from miraccl.executor.cuda.source import Frame, KernelSpec, write_source
+from miraccl.executor.cuda.source import Frame
 from miraccl.types import Collective, DType
-from tests.gpu.emulator import Machine, needs_compiler, weak_memory
+from tests.gpu.emulator import Machine, change_kernels, needs_compiler, weak_memory
 from tests.gpu.emulator.collective import asked, run, run_in_a_row
 from tests.gpu.emulator.exchange import Send
 from tests.gpu.emulator.exchange import run as exchange
@@ -50,14 +49,7 @@ class Flaw:
 @pytest.fixture
 def flaw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Flaw:
     found: Flaw = request.param
-    write = write_source
-
-    def write_flawed(spec: KernelSpec, arch: int, machine: str = "") -> str:
-        text = write(spec, arch, machine)
-        assert found.text in text
-        return text.replace(found.text, found.instead)
-
-    monkeypatch.setattr(emulator, "write_source", write_flawed)
+    change_kernels(monkeypatch, {found.text: found.instead})
     return found
 
 

@@ -139,8 +139,7 @@ class Rank:
                     self.comm.all_reduce(self.torch.ones(1000 + self.comm.rank, device="cuda"))
                     self.comm.synchronize()
             except CollectiveMismatch as error:
-                still_usable = float((self.torch.ones(10, device="cuda") * 2).sum()) == 20
-                return "" if error.peer != self.comm.rank and still_usable else f"unexpected: {error}"
+                return "" if error.peer != self.comm.rank and self.is_usable() else f"unexpected: {error}"
             return "different sizes were not noticed"
         if how.startswith("death"):
             return self.outlive(working=how == "death while it works")
@@ -161,6 +160,10 @@ class Rank:
         self.session.barrier("told")  # who waits for a rank that leaves is told that
         return answer
 
+    def is_usable(self) -> bool:
+        """Whether the GPU still computes."""
+        return float((self.torch.ones(10, device="cuda") * 2).sum()) == 20
+
     def outlive(self, working: bool) -> str:
         """Rank 1 is killed before an operation, or while its GPU and that of rank 0 are at work; rank 0 is told, and its GPU is usable."""
         from miraccl.errors import PeerDied
@@ -176,8 +179,7 @@ class Rank:
             self.comm.synchronize()
         except PeerDied as error:
             waited = time.monotonic() - begin
-            still_usable = float((self.torch.ones(10, device="cuda") * 2).sum()) == 20
-            return "" if error.peer == 1 and still_usable and waited < 30 else f"unexpected: {error} after {waited:.1f} s"
+            return "" if error.peer == 1 and self.is_usable() and waited < 30 else f"unexpected: {error} after {waited:.1f} s"
         return "nobody was missed"
 
     def stop_before_copies(self, captured: bool) -> str:
@@ -213,10 +215,9 @@ class Rank:
             answer = "the wait ended without an error"
         except CollectiveTimeout as error:
             waited = time.monotonic() - begin
-            still_usable = float((torch.ones(10, device="cuda") * 2).sum()) == 20
             whom = "between ranks" if captured else "from rank 1"  # in graphs nobody counts the copies
             told = comm.rank == 1 or whom in str(error)
-            answer = "" if told and still_usable and waited < 20 else f"unexpected: {error} after {waited:.1f} s"
+            answer = "" if told and self.is_usable() and waited < 20 else f"unexpected: {error} after {waited:.1f} s"
         self.session.barrier("told")
         return answer
 

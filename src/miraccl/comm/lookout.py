@@ -23,7 +23,7 @@ from miraccl.bootstrap import Session
 from miraccl.bootstrap.host import process_token
 from miraccl.comm import whereabouts
 from miraccl.comm.control import COUNTED_RANKS, TELL_US
-from miraccl.comm.statuses import place, together
+from miraccl.comm.statuses import circle, place, together
 from miraccl.comm.whereabouts import Wait
 from miraccl.errors import CollectiveMismatch, MiracclError
 
@@ -166,15 +166,13 @@ def _session_with(wait: Wait) -> Session | None:
 
 
 def _describe(cycle: list[str], programs: dict[str, dict[str, Any]], places: dict[str, str], session: Session) -> str:
-    """Who waits for whom, and where its program is, beginning with the lowest rank."""
+    """Who waits for whom, and where its program is."""
     ranks = [session.tokens.index(token) for token in cycle]
-    first = ranks.index(min(ranks))
-    turned = cycle[first:] + cycle[:first]
-    lines = []
-    for token, following in zip(turned, [*turned[1:], turned[0]], strict=True):
-        rank, other = session.tokens.index(token), session.tokens.index(following)
-        lines.append(together(f"rank {rank} waits for rank {other} in {programs[token]['wait']['op']}", places[token]))
-    return "ranks wait for one another, so none goes on: " + " | ".join(lines)
+
+    def says(i: int, j: int) -> str:
+        return together(f"rank {ranks[i]} waits for rank {ranks[j]} in {programs[cycle[i]]['wait']['op']}", places[cycle[i]])
+
+    return circle(ranks, says)
 
 
 lookout = Lookout()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from miraccl.bootstrap import Session
@@ -36,6 +36,15 @@ def silence(answer: Mapping[str, Any]) -> str:
 def together(*said: str) -> str:
     """What is said of a rank, in one line; what is empty is left out."""
     return "; ".join(filter(None, said))
+
+
+def circle(ranks: Sequence[int], says: Callable[[int, int], str]) -> str:
+    """That each of these ranks waits for the next one, the last one for the first, beginning with the lowest; ``says(i, j)`` is what the
+    i-th does, which waits for the j-th."""
+    first = ranks.index(min(ranks))
+    turned = [*range(first, len(ranks)), *range(first)]
+    lines = map(says, turned, [*turned[1:], turned[0]])
+    return "ranks wait for one another, so none goes on: " + " | ".join(lines)
 
 
 def graph_line(rank: int, *said: str) -> str:

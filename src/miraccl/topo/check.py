@@ -104,6 +104,12 @@ def _hosts(root: XmlNode) -> dict[int, str | None]:
     return {id(node): cpu.attrs.get("host_hash") for cpu in _of(root, "cpu") for node in cpu.walk()}
 
 
+def _named_by(root: XmlNode, name: str, *more: str) -> Callable[[XmlNode], object]:
+    """A key of ``_repeated``: these attributes, on one host; none without the first."""
+    hosts = _hosts(root)
+    return lambda node: (hosts[id(node)], *map(node.attrs.get, (name, *more))) if name in node.attrs else None
+
+
 def _repeated(nodes: Iterator[XmlNode], key: Callable[[XmlNode], object]) -> Iterator[tuple[XmlNode, XmlNode]]:
     """Pairs of a node and an earlier one with the same key; a key of None is never the same."""
     first: dict[object, XmlNode] = {}
@@ -155,8 +161,7 @@ def _pcis(root: XmlNode) -> Iterator[Finding]:
             yield Finding(severity="note", line=pci.line, text="a PCI switch without GPU and NIC: it is left out")
         else:
             yield from _pci_link(pci)
-    hosts = _hosts(root)
-    for pci, first in _repeated(_of(root, "pci"), lambda p: (hosts[id(p)], p.attrs["busid"]) if "busid" in p.attrs else None):
+    for pci, first in _repeated(_of(root, "pci"), _named_by(root, "busid")):
         text = f"busid {pci.attrs['busid']} again, first in line {first.line}"
         yield Finding(severity="warning", line=pci.line, text=text, mend="each PCI device has one element")
 
@@ -197,8 +202,7 @@ def _gpus(root: XmlNode) -> Iterator[Finding]:
             yield Finding(severity="warning", line=gpu.line, text=text, mend='write the compute capability times ten, such as sm="90"')
         if "gdr" not in gpu.attrs:
             yield Finding(severity="note", line=gpu.line, text="gpu without gdr: GPUDirect RDMA assumed", mend='add gdr="1" or gdr="0"')
-    hosts = _hosts(root)
-    for gpu, first in _repeated(iter(gpus), lambda g: (hosts[id(g)], g.attrs["dev"]) if "dev" in g.attrs else None):
+    for gpu, first in _repeated(iter(gpus), _named_by(root, "dev")):
         text = f"dev {gpu.attrs['dev']} again, first in line {first.line}"
         yield Finding(severity="warning", line=gpu.line, text=text, mend="give each gpu element its own dev")
     if len({gpu.attrs.get("sm") for gpu in gpus}) > 1:
@@ -258,12 +262,11 @@ def _nets(root: XmlNode) -> Iterator[Finding]:
         if "gdr" not in net.attrs:
             text = "net without gdr: no GPUDirect RDMA assumed"
             yield Finding(severity="note", line=net.line, text=text, mend='add gdr="1" where the NIC can access GPU memory')
-    hosts = _hosts(root)
-    for net, first in _repeated(iter(nets), lambda n: (hosts[id(n)], n.attrs["dev"]) if "dev" in n.attrs else None):
+    for net, first in _repeated(iter(nets), _named_by(root, "dev")):
         text = f"a net with dev {net.attrs['dev']} ({net.attrs.get('name', 'no name')}) is listed again, first in line {first.line}"
         mend = "list each net once, below the NIC it belongs to: paths lead to the first one only"
         yield Finding(severity="warning", line=net.line, text=text, mend=mend)
-    for net, first in _repeated(iter(nets), lambda n: (hosts[id(n)], n.attrs["name"], n.attrs.get("port")) if "name" in n.attrs else None):
+    for net, first in _repeated(iter(nets), _named_by(root, "name", "port")):
         if net.attrs.get("dev") != first.attrs.get("dev"):
             text = f"net {net.attrs['name']}, port {net.attrs.get('port', 'missing')}, is listed again as dev {net.attrs.get('dev')}, "
             text += f"first in line {first.line}: it counts twice"

@@ -273,7 +273,7 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
             part, mail = self.communicator.split(color, key), self._post.comm.split(color, key)
         if part is None or mail is None:
             return None
-        name = group_name or f"{self._group_name}:split{number}:{min(ranks)}"
+        name = group_name or self.name_of_split(number, ranks)
         group = ProcessGroupMiraccl(dist.PrefixStore(f"{name}/", self._store), part, mail)
         group._set_group_name(name)
         group._set_group_desc(group_desc or f"{self._group_desc}:split:{number}")
@@ -285,6 +285,10 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
         """The number of a split that begins, the same on all ranks."""
         self._splits += 1
         return self._splits
+
+    def name_of_split(self, number: int, ranks: Sequence[int]) -> str:
+        """Under which these ranks of a split meet."""
+        return f"{self._group_name}:split{number}:{min(ranks)}"
 
     def comm_split_count(self) -> int:
         return self._splits

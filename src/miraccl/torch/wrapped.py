@@ -144,7 +144,7 @@ def _split_group(original: Callable[..., Any]) -> Callable[..., Any]:
         mine = next((sorted(ranks) for ranks in split_ranks if parent.rank() in ranks), None)
         if mine is None:
             return None
-        token = _name_of_split.set(f"{parent.group_name}:split{number}:{mine[0]}")
+        token = _name_of_split.set(parent.name_of_split(number, mine))
         try:
             return dist.new_group(
                 [dist.get_global_rank(parent, rank) for rank in mine],

@@ -17,7 +17,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -121,6 +121,20 @@ def weak_memory(seed: int) -> Iterator[None]:
         yield
     finally:
         word.value = 0
+
+
+def change_kernels(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, str]) -> None:
+    """Kernels have other words instead of some that must be there, from now to the end of the test."""
+    write = write_source
+
+    def changed(spec: KernelSpec, arch: int, machine: str = "") -> str:
+        text = write(spec, arch, machine)
+        for words, instead in changes.items():
+            assert words in text
+            text = text.replace(words, instead) if words else text
+        return text
+
+    monkeypatch.setitem(globals(), "write_source", changed)
 
 
 def compile_kernel(spec: KernelSpec) -> Any:

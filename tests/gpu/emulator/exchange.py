@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.executor.cuda.messages import LaneRules, Message, lower_messages
+from miraccl.executor.cuda.messages import LaneRules, Lowered, Message, lower_messages
 from miraccl.types import DType
 from tests.gpu.emulator import Machine
 
@@ -37,6 +37,20 @@ def _placed(nbytes: int, offset: int, fill: Any) -> Any:
     start = -room.ctypes.data % 64 + 64 + offset
     room[start : start + nbytes] = fill
     return room[start : start + nbytes], room
+
+
+def hold_table(lowered: Lowered) -> Any:
+    """Make a launch read its table where it is, if it has one, as long as what this gives is kept."""
+    if lowered.table is None:
+        return None
+    table = (ctypes.c_char * len(lowered.table)).from_buffer(lowered.table)
+    lowered.set_table(ctypes.addressof(table))
+    return table
+
+
+def blocks_of(lowered: Lowered) -> int:
+    """How many blocks of ``THREADS`` a launch has."""
+    return lowered.bulk + -(-(lowered.blocks - lowered.bulk) * lowered.threads // THREADS)
 
 
 def run(
@@ -67,14 +81,10 @@ def run(
         for message, position in zip(messages, lowered.positions, strict=True):
             block = lowered.args if lowered.table is None else lowered.table
             assert struct.unpack_from("<Q", block, position) == (message.address,)
-        if lowered.table is not None:
-            table = (ctypes.c_char * len(lowered.table)).from_buffer(lowered.table)
-            keep.append(table)
-            lowered.set_table(ctypes.addressof(table))
+        keep.append(hold_table(lowered))
         args.append(lowered.args)
         comes = (messages or signature) and (only is None or rank in only)
-        lanes = (lowered.blocks - lowered.bulk) * lowered.threads
-        blocks.append(lowered.bulk + -(-lanes // THREADS) if comes else 0)
+        blocks.append(blocks_of(lowered) if comes else 0)
         bulk, room = bulk or lowered.bulk > 0, max(room, lowered.room)
     for argument in args:  # what follows the messages is not looked at
         argument.extend(bytes(room))

@@ -18,7 +18,7 @@ from miraccl.bootstrap import HUB, Event, Notice, PeerLeft, PeerLost, Session
 from miraccl.comm.device.boards import Ahead, Boards
 from miraccl.comm.device.messages import mismatch
 from miraccl.comm.notices import from_words, of_abort, of_death, of_leave, to_words
-from miraccl.comm.statuses import ask, graph_line, place, silence, together
+from miraccl.comm.statuses import ask, circle, graph_line, place, silence, together
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 from miraccl.executor.cuda import layout
 
@@ -174,9 +174,8 @@ class DeviceFaults:
             hint = "a send and its receive come before or after the same collectives on both ranks"
             return CollectiveMismatch(text, rank=rank, peer=peer, hint=hint)
         if error == layout.ERROR_CIRCLE:
-            text = f"ranks wait for one another, so none goes on: {self._circle(answers)}"
             hint = "sends and receives that need one another belong into one group, or a sendrecv"
-            return CollectiveMismatch(text, rank=rank, peer=peer, hint=hint)
+            return CollectiveMismatch(self._circle(answers), rank=rank, peer=peer, hint=hint)
         boards = self._look()
         unlike = boards.unlike(number) if boards is not None and op is not None and error != layout.ERROR_MISMATCH else None
         if unlike is not None:
@@ -208,18 +207,18 @@ class DeviceFaults:
         return CollectiveTimeout(text, graph=tuple(graph_line(*line) for line in graph), rank=rank, peer=peer, op=op, hint=hint)
 
     def _circle(self, answers: Mapping[int, Mapping[str, Any]]) -> str:
-        """Who waits for whom in messages, and where its program is, beginning with the lowest rank."""
+        """Who waits for whom in messages, and where its program is."""
         waits_for, rooms = int(self._words[layout.HOST_CIRCLE]), int(self._words[layout.HOST_CIRCLE + 1])
-        circle = [self.session.rank, int(self._words[layout.HOST_PEER])]
-        while (following := waits_for >> 4 * circle[-1] & 15) not in circle:
-            circle.append(following)
-        first = circle.index(min(circle, key=self._called.__getitem__))
-        turned = circle[first:] + circle[:first]
-        lines = []
-        for there, other in zip(turned, [*turned[1:], turned[0]], strict=True):
-            what = f"rank {self._called[other]} to receive" if rooms >> there & 1 else f"a message from rank {self._called[other]}"
-            lines.append(together(f"rank {self._called[there]} waits for {what}", place(answers.get(there, {}))))
-        return " | ".join(lines)
+        found = [self.session.rank, int(self._words[layout.HOST_PEER])]
+        while (following := waits_for >> 4 * found[-1] & 15) not in found:
+            found.append(following)
+        ranks = [self._called[there] for there in found]
+
+        def says(i: int, j: int) -> str:
+            what = f"rank {ranks[j]} to receive" if rooms >> found[i] & 1 else f"a message from rank {ranks[j]}"
+            return together(f"rank {ranks[i]} waits for {what}", place(answers.get(found[i], {})))
+
+        return circle(ranks, says)
 
     # ---- ending waits
 

@@ -55,8 +55,7 @@ __device__ __forceinline__ bool block_gives_up(const Exchange& x, Watch& w, u32 
   between_polls();
   if (++w.spins < SPINS_BEFORE_CHECK) return false;
   w.spins = 0;
-  w.waited = check_message(x.a, w.waited, peer, what);
-  if (needed && !(w.waited & SEEN_PAST)) w.waited = look_for_circle(x.a, w.waited, peer, what, needed | held_here(x));
+  w.waited = look_around(x, w.waited, peer, what, needed);
   return w.waited == NEVER;
 }
 

@@ -374,15 +374,20 @@ __device__ __noinline__ u64 check_message(const Args& a, u64 waited, u32 peer, u
   return past ? waited | SEEN_PAST : waited;
 }
 
+// One thread, rarely: how long it has waited, as ``check_message``; ``needed``: what the peer must have done, as ``need`` gives it, 0: circles are not
+// looked for.
+__device__ __forceinline__ u64 look_around(const Exchange& x, u64 waited, u32 peer, u32 what, u64 needed) {
+  waited = check_message(x.a, waited, peer, what);
+  return needed && !(waited & SEEN_PAST) ? look_for_circle(x.a, waited, peer, what, needed | held_here(x)) : waited;
+}
+
 __device__ __forceinline__ bool warp_gives_up(const Exchange& x, Watch& w, u32 t, u32 peer, u32 what, u64 needed) {
-  const Args& a = x.a;
   bool over = false;
   if (t == 0) {
     between_polls();
     if (++w.spins >= WARP_SPINS_BEFORE_CHECK) {
       w.spins = 0;
-      w.waited = check_message(a, w.waited, peer, what);
-      if (needed && !(w.waited & SEEN_PAST)) w.waited = look_for_circle(a, w.waited, peer, what, needed | held_here(x));
+      w.waited = look_around(x, w.waited, peer, what, needed);
       over = w.waited == NEVER;
     }
   }
