@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed._symmetric_memory as symmetric_memory
+from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import quantization_perchannel_hook, quantization_pertensor_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -158,6 +159,15 @@ def futures(path: str) -> None:
         assert nested.wait().tolist() == [float(nranks**2)] * 3
         x = functional.all_reduce(filled(3, rank), "sum", dist.group.WORLD)
         assert (x + 0).tolist() == [float(sum(range(nranks)))] * 3
+        mine = torch.full((2, 3), float(rank), device="cuda")
+        for own in (mine, mine.t().contiguous().t()):  # as PyTorch passes most lists, and through temporaries
+            outputs = [torch.empty_like(own) for _ in range(nranks)]
+            work = dist.all_gather(outputs, own, async_op=True)
+            (whole,) = work.get_future().wait()  # one tensor, as with NCCL
+            assert whole.shape == (nranks, 2, 3)
+            assert work.result()[0] is whole
+            assert (whole == torch.stack(outputs)).all()
+            assert whole[:, 0, 0].tolist() == list(map(float, range(nranks)))
 
 
 def graphs(path: str) -> None:
@@ -325,6 +335,31 @@ def training(path: str) -> None:
             assert torch.allclose(mean, torch.tensor(alone), rtol=1e-4), (name, mean, alone)
             if other is not None and nranks == 2:  # the sum of two does not depend on their order
                 assert ours == _losses(wrap, rank, nranks, other, device, nranks), name
+
+
+def quantized(path: str) -> None:
+    """PyTorch's hooks that send gradients as 8-bit numbers, by futures of ``all_gather``."""
+    with world(path) as (rank, nranks):
+        device = use_gpu(rank)
+        for hook in (quantization_pertensor_hook, quantization_perchannel_hook):
+            torch.manual_seed(0)
+            layers = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)).to(device)
+            x = torch.randn(4, 8, device=device) * (rank + 1)
+            layers(x).square().sum().backward()
+            exact = [p.grad.clone() for p in layers.parameters()]
+            for grad in exact:
+                dist.all_reduce(grad, dist.ReduceOp.AVG)
+            layers.zero_grad()
+            model = DistributedDataParallel(layers)
+            model.register_comm_hook(dist.group.WORLD, hook)
+            model(x).square().sum().backward()
+            ours = [p.grad for p in layers.parameters()]
+            spread = max(float(grad.max() - grad.min()) for grad in exact)
+            for mine, right in zip(ours, exact, strict=True):
+                assert torch.allclose(mine, right, rtol=0, atol=0.02 * nranks * spread), hook
+                first = mine.clone()
+                dist.broadcast(first, 0)
+                assert torch.equal(first, mine)
 
 
 def _ddp(layers: Any, group: Any) -> Any:

@@ -36,6 +36,7 @@ TIMEOUT_S = 300.0
         cuda.beside,
         cuda.bound,
         cuda.training,
+        cuda.quantized,
         cuda.tensors,
         cuda.symmetric,
     ],

@@ -38,8 +38,17 @@ class Collectives:
 
     communicator: Communicator
 
-    def _go(self, name: str, tensors: Sequence[Any], staged: Sequence[Staged], action: Callable[[], Any], opts: Any) -> Work:
-        """Run ``action`` where the staged arrays lie, as ``opts`` say; ``tensors`` hold the result."""
+    def _go(
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        staged: Sequence[Staged],
+        action: Callable[[], Any],
+        opts: Any,
+        value: Callable[[], Sequence[Any]] | None = None,
+    ) -> Work:
+        """Run ``action`` where the staged arrays lie, as ``opts`` say; ``tensors`` hold the result. ``value`` is for what futures on GPUs
+        hold, where that is something else."""
         raise NotImplementedError
 
     @by_device("allreduce")
@@ -127,7 +136,8 @@ class Collectives:
                     self.communicator.all_gather_v(source.array, target.counts, target.array)
                 target.store()
 
-        return self._go(name, [t for outputs in output_lists for t in outputs], [s for job in jobs for s in job], action, opts)
+        tensors, staged = [t for outputs in output_lists for t in outputs], [s for job in jobs for s in job]
+        return self._go(name, tensors, staged, action, opts, lambda: [whole for _, target in jobs for whole in target.stacked])
 
     @by_device("all_gather_single", "_allgather_base")
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = _ALL_GATHER) -> Work:

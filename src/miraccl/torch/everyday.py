@@ -89,13 +89,15 @@ class Everyday(Collectives):
         usual = _is_usual(c10d.AllgatherOptions, rest, inputs) and _is_one(output_lists)
         if usual and self._are_everyday_on_gpu(inputs) and self._is_of_each_rank(output_lists[0], inputs[0]):
             outputs, x = output_lists[0], inputs[0]
+            result: list[Any] = []  # of futures: one tensor of all ranks' (see ``collectives``)
 
             def action() -> None:
                 whole = x.new_empty((len(outputs), *x.shape))
+                result.append(whole)
                 self.communicator.all_gather(x, whole)
                 _copy_each(outputs, whole.unbind())
 
-            return self._run("all_gather", outputs, (x, *outputs), rest[0], action)
+            return self._run("all_gather", result, (x, *outputs), rest[0], action)
         return super().allgather(output_lists, inputs, *rest, **named)
 
     def reduce_scatter(self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], *rest: Any, **named: Any) -> Work:

@@ -160,7 +160,15 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
 
     # ---- running
 
-    def _go(self, name: str, tensors: Sequence[Any], staged: Sequence[Staged], action: Callable[[], Any], opts: Any) -> Work:
+    def _go(
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        staged: Sequence[Staged],
+        action: Callable[[], Any],
+        opts: Any,
+        value: Callable[[], Sequence[Any]] | None = None,
+    ) -> Work:
         if not all([place.temporary is None for place in staged]):  # noqa: C419  (a generator takes as long as a small operation)
             with as_backend_errors():
                 for tensor in tensors:
@@ -168,6 +176,8 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
             action = loaded(staged, action)
         self._sequence += 1
         on_gpu = bool(staged) and staged[0].device.type != "cpu"
+        if on_gpu and value is not None:
+            tensors = value()
         start = self._on_stream if on_gpu else self._on_cpu
         if profiling():
             work = profiled(f"{NAME}:{name}", lambda: start(name, tensors, staged, action, opts), on_gpu)

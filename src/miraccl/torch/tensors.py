@@ -89,6 +89,15 @@ class Staged:
         return self.tensors[0] if self.temporary is None else self.temporary
 
     @property
+    def stacked(self) -> Sequence[Any]:
+        """The tensors of a list; where they have one shape, the temporary as one tensor of them all: the value of futures of ``all_gather``
+        with c10d's NCCL backend, on which PyTorch's hooks that quantize gradients count."""
+        shape = self.tensors[0].shape
+        if any(tensor.shape != shape for tensor in self.tensors):
+            return self.tensors
+        return [self.temporary.view(len(self.tensors), *shape)]
+
+    @property
     def memory(self) -> list[Any]:
         """The tensors whose memory is used."""
         return [*self.tensors, *([] if self.temporary is None else [self.temporary])]
