@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from miraccl.errors import MissingDependency, SystemFailure
 from miraccl.executor.cuda import toolkit
@@ -100,6 +102,36 @@ def address_of(name: str) -> int:
     return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
+class _Modules:
+    """Machine code in the context of a GPU, loaded once for all communicators of this process that use it: loading waits for what the GPU
+    computes, and takes memory there."""
+
+    _of_contexts: ClassVar[dict[int, _Modules]] = {}
+    _lock: ClassVar[threading.RLock] = threading.RLock()  # of users; a signal handler may close a communicator in the middle
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.functions: dict[tuple[bytes, str], Any] = {}  # by the code's digest and the name; asked without a lock, while others load
+        self.loading = threading.RLock()
+        self.modules: list[Any] = []
+
+    @classmethod
+    def enter(cls, context: int) -> _Modules:
+        with cls._lock:
+            modules = cls._of_contexts.setdefault(context, cls())
+            modules.users += 1
+            return modules
+
+    def leave(self, context: int) -> list[Any]:
+        """The modules that nobody uses any more."""
+        with self._lock:
+            self.users -= 1
+            if self.users:
+                return []
+            del self._of_contexts[context]
+            return self.modules
+
+
 class Gpu:
     """The GPU with number ``ordinal`` in this process, with its primary context retained until ``close``."""
 
@@ -114,7 +146,7 @@ class Gpu:
             kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
         )
         self.multiprocessors = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
-        self._modules: list[Any] = []
+        self._modules = _Modules.enter(int(self._context))
         self._own: set[int] = set()  # addresses that ``owner`` was asked for
         self._side = check(self.cuda.cuStreamCreate(1), "cuStreamCreate")  # non-blocking: independent of the legacy stream
 
@@ -332,7 +364,16 @@ class Gpu:
     # ---- kernels and streams
 
     def load(self, cubin: bytes, entry: str) -> Any:
-        """The function ``entry`` of a module."""
+        """The function ``entry`` of a module, which is loaded if nobody has in this process."""
+        name = hashlib.sha256(cubin).digest(), entry
+        known = self._modules.functions
+        if name not in known:
+            with self._modules.loading:
+                if name not in known:
+                    known[name] = self._load(cubin, entry)
+        return known[name]
+
+    def _load(self, cubin: bytes, entry: str) -> Any:
         with self.outside_of_capture():
             try:
                 module = check(self.cuda.cuModuleLoadData(cubin), "cuModuleLoadData")
@@ -340,7 +381,7 @@ class Gpu:
                 if toolkit.version()[0] > self.driver_version // 1000:
                     error.hint = f"the driver is of CUDA {self.driver_version // 1000}: a newer one, or {toolkit.INSTALL_12}"
                 raise
-            self._modules.append(module)
+            self._modules.modules.append(module)
             return check(self.cuda.cuModuleGetFunction(module, entry.encode()), f"cuModuleGetFunction({entry})")
 
     def is_capturing(self, stream: int) -> bool:
@@ -425,7 +466,7 @@ class Gpu:
         """Release modules and the context; may be called twice."""
         if self._context is None:
             return
-        for module in self._modules:
+        for module in self._modules.leave(int(self._context)):
             self.cuda.cuModuleUnload(module)
         self.cuda.cuStreamDestroy(self._side)
         self.cuda.cuDevicePrimaryCtxRelease(self._device)
