@@ -543,6 +543,7 @@ def operators_again() -> None:
             me.synchronize()
             same(out, 2.0 * n * np.arange(1, 5))
         share = me.zeros(4 // n)
+        wrongs: list[Any] = [0, False, np.int64(0), 0.0, 1, True, RedOp.PREMUL_SUM, 2.0, [RedOp.SUM], {}, np.zeros(2)]
         calls: list[Callable[[Any], Any]] = [
             lambda op: comm.all_reduce(x, op=op),
             lambda op: comm.reduce(x, 0, op=op),
@@ -553,7 +554,7 @@ def operators_again() -> None:
             for right in (RedOp.SUM, RedOp.PROD):
                 call(right)
                 me.synchronize()
-            for wrong in (0, False, np.int64(0), 0.0, 1, True, RedOp.PREMUL_SUM, 2.0):
+            for wrong in wrongs:
                 with pytest.raises(InvalidUsage, match="op is"):
                     call(wrong)
 

@@ -208,6 +208,8 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
     ) -> None:
         self._check_result(target, collective, root, collective.label)
+        if type(op) is not RedOp:  # what is none may have no hash, by which launches are found
+            operator(op, source.dtype, collective.label)
         if self.nranks == 1 or count == 0:
             enqueued = self._run_alone(collective, source, target, op, stream)
         else:
