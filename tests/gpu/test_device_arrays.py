@@ -14,7 +14,7 @@ from miraccl.comm.arguments import view as cpu_view
 from miraccl.comm.device import memory
 from miraccl.comm.device.arguments import DeviceArguments
 from miraccl.comm.device.memory import DeviceMemory, device_view
-from miraccl.comm.device.stream import number_of
+from miraccl.comm.device.stream import find_current_stream, number_of
 from miraccl.comm.device.windows import DeviceArray, _element_type
 from miraccl.comm.window import element_type
 from miraccl.errors import InvalidUsage
@@ -113,6 +113,22 @@ def test_arrays_of_cupy_name_the_current_stream(monkeypatch: pytest.MonkeyPatch)
     view(Described(stream=5), 6, gpu)
     assert gpu.ordered == []
     assert memory.kinds == {}
+
+
+def test_the_current_stream_is_that_of_a_library_that_came_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that a program imports after its first operation."""
+    for name in ("torch", "cupy"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    ask = find_current_stream()
+    assert ask(0) == 0
+    streams = types.SimpleNamespace(get_current_stream=lambda: types.SimpleNamespace(ptr=5))
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=streams))
+    assert ask(0) == find_current_stream()(0) == 5
+    torch: Any = types.SimpleNamespace(_C=types.SimpleNamespace())  # not made for CUDA
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert ask(0) == find_current_stream()(0) == 5
+    torch._C._cuda_getCurrentRawStream = lambda ordinal: 7 + ordinal
+    assert ask(1) == find_current_stream()(1) == 8
 
 
 @pytest.mark.parametrize("stream", [True, False, -1, -(1 << 62), 1 << 63, 1 << 70, 1.0, "0", types.SimpleNamespace(cuda_stream=-1)])

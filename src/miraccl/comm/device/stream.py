@@ -13,14 +13,20 @@ _TOO_LARGE = 1 << 63  # for an address, which a stream is, or one of the small n
 
 def find_current_stream() -> Callable[[int], int]:
     """How to ask for the current stream of a device: PyTorch's, CuPy's, or the legacy default stream."""
-    torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch._C, "_cuda_getCurrentRawStream"):
-        raw: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-        return raw
-    cupy = sys.modules.get("cupy")
-    if cupy is not None:
-        return lambda ordinal: int(cupy.cuda.get_current_stream().ptr)
-    return lambda ordinal: 0
+    return _stream_of_torch() or _stream_now
+
+
+def _stream_of_torch() -> Callable[[int], int] | None:
+    """PyTorch's function, where it is there and made for CUDA."""
+    return getattr(getattr(sys.modules.get("torch"), "_C", None), "_cuda_getCurrentRawStream", None)
+
+
+def _stream_now(ordinal: int) -> int:
+    """Without PyTorch what is there is looked up in every call: a program may import a library after its first operation."""
+    if (of_torch := _stream_of_torch()) is not None:
+        return of_torch(ordinal)
+    of_cupy = getattr(getattr(sys.modules.get("cupy"), "cuda", None), "get_current_stream", None)
+    return 0 if of_cupy is None else int(of_cupy().ptr)
 
 
 def number_of(stream: Any) -> int:
