@@ -71,7 +71,7 @@ class Without(Side):
 
     def ask(self, ordinal: int) -> Any:
         self.asked.append(ordinal)
-        if isinstance(self.stream, Exception):
+        if isinstance(self.stream, BaseException):
             raise self.stream
         return self.stream
 
@@ -200,6 +200,25 @@ def test_the_stream_is_asked_for(side: Without, make: Callable[..., Any]) -> Non
     assert side.driver.seen[-1][-3] == 5
     assert side.all_reduce(x, stream=5) == 0
     assert len(side.asked) == 7
+
+
+def test_what_ends_programs_does(side: Without, make: Callable[..., Any]) -> None:
+    """Such as a signal handler that runs while the stream is asked for."""
+    x, out = make(zeros(12)), make(zeros(24))
+    side.remember(Collective.ALL_REDUCE, F32, 12)
+    side.stream = KeyboardInterrupt()
+    for call in (
+        lambda: side.all_reduce(x),
+        lambda: side.send(x),
+        lambda: side.sendrecv(x, out),
+        lambda: side.door["gather"](x, out, 0, None, None, False, None),
+        lambda: side.door["reduce_scatter_v"](out, x, RedOp.SUM, False, None, [12, 12]),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    side.stream = 0
+    assert side.all_reduce(x) == 0
+    assert len(side.driver.seen) == 1
 
 
 def test_arrays_in_groups(side: Without, make: Callable[..., Any]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.arrays import item_size
-from miraccl.executor.cuda.doors.streams import captures
+from miraccl.executor.cuda.doors.streams import captures, forgive
 from miraccl.executor.cuda.doors.tensors import address, call_int4, count_of, data_type, is_there, number_of
 from miraccl.native.intrinsics import (
     Py_DecRef,
@@ -19,7 +19,6 @@ from miraccl.native.intrinsics import (
     PyCapsule_IsValid,
     PyDict_GetItem,
     PyErr_Clear,
-    PyErr_ExceptionMatches,
     PyLong_AsLong,
     PyLong_FromLong,
     PyObject_GetAttr,
@@ -45,13 +44,6 @@ def kind_of(state: int, thing: int) -> int:
             return row
         row += at.KIND_BYTES
     return 0
-
-
-@inline
-def forgive(state: int) -> None:
-    """Forget an exception, with which the long way is to deal; not one that ends programs (``KeyboardInterrupt``)."""
-    if PyErr_ExceptionMatches(load(state + at.STATE_EXCEPTION)) != 0:
-        PyErr_Clear()
 
 
 @inline

@@ -10,7 +10,16 @@ from numba.extending import intrinsic
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.arrays import taken
 from miraccl.executor.cuda.doors.tensors import call_int2, call_int3, number_of
-from miraccl.native.intrinsics import I64, PyErr_Clear, PyObject_Vectorcall, inline, load, load32, store
+from miraccl.native.intrinsics import (
+    I64,
+    PyErr_Clear,
+    PyErr_ExceptionMatches,
+    PyObject_Vectorcall,
+    inline,
+    load,
+    load32,
+    store,
+)
 
 
 @intrinsic
@@ -27,13 +36,32 @@ def ask_stream(typingctx: Any, function: Any, device: Any, where: Any) -> Any:
 
 
 @inline
+def forgive(state: int) -> None:
+    """Forget an exception, with which the long way is to deal; not one that ends programs (``KeyboardInterrupt``)."""
+    if PyErr_ExceptionMatches(load(state + at.STATE_EXCEPTION)) != 0:
+        PyErr_Clear()
+
+
+@inline
+def asked(state: int) -> int:
+    """The current stream as Python's function says, -1 for anything else; a signal handler may raise in there."""
+    ask = load(state + at.STATE_ASK)
+    if ask == 0:
+        return -1
+    answer = PyObject_Vectorcall(ask, state + at.STATE_ORDINAL, 1, 0)
+    if answer == 0:
+        forgive(state)
+        return -1
+    return taken(answer)
+
+
+@inline
 def stream_of(state: int, given: int) -> int:
     """The stream of a call as a number: an int of the caller's, the current one for None; -1 for anything else."""
     if given != load(state + at.STATE_NONE):
         return number_of(state, given)
     if load(state + at.STATE_CURRENT) == 0:
-        ask = load(state + at.STATE_ASK)
-        return taken(PyObject_Vectorcall(ask, state + at.STATE_ORDINAL, 1, 0)) if ask != 0 else -1
+        return asked(state)
     if ask_stream(load(state + at.STATE_CURRENT), load(state + at.STATE_DEVICE), state + at.STATE_ANSWER) != 0:
         PyErr_Clear()
         return -1
