@@ -23,6 +23,7 @@ from miraccl.comm.device.order import Orders
 from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.member import Options
 from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda.driver import Gpu
 from miraccl.types import Collective, PreMulSum, RedOp
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import FakeArray, place, seen
@@ -807,6 +808,46 @@ def several_in_threads() -> list[int]:
             comms[turn].synchronize()
             comms[turn].finalize()
         return found
+
+
+def after_a_capture() -> None:
+    """What runs waits for what ran before, whatever was captured in between and is not replayed."""
+    with rank() as me:
+        part = me.comm.split(0)
+        assert part is not None
+        first, second, third = (me.cuda.cuStreamCreate(1)[1] for _ in range(3))
+        x, large = me.put(np.ones(9)), me.put(np.ones(600_000))
+        part.barrier(stream=first)
+        order, waits = me.comm._device_side(0).gpu.order_streams, []
+
+        def ordered(gpu: Any, before: int, after: int) -> None:
+            waits.append((before, after))
+            order(before, after)
+
+        vars_of: Any = Gpu
+        vars_of.order_streams = ordered
+
+        def capture(array: Any) -> None:
+            me.cuda.begin_capture(second)
+            for _ in range(2):
+                me.comm.all_reduce(array, stream=second)
+            me.cuda.end_capture(second)
+
+        for following in (second, third, first):
+            me.comm.all_reduce(x, stream=first)
+            waits.clear()
+            capture(x)
+            assert not waits
+            me.comm.all_reduce(x, stream=following)
+            assert waits == [(first, following)] * (following != first)
+        me.comm.all_reduce(large, stream=first)
+        waits.clear()
+        capture(large)
+        part.all_reduce(large, stream=third)  # fills the GPU, as the other one did
+        assert waits == [(first, third)] * 2  # its own barrier, the other communicator's sum
+        me.synchronize()
+        part.synchronize()
+        part.finalize()
 
 
 def ordered() -> list[float]:

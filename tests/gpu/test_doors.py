@@ -147,6 +147,19 @@ def test_powers_of_two_find_places_of_their_own(side: Side) -> None:
     assert len(side.doors._launches) == len(kinds) * len(dtypes) * 30
 
 
+def test_the_first_operation_after_a_capture_is_pythons(side: Side) -> None:
+    """Which knows what it is to wait for."""
+    x = torch.zeros(12)
+    side.remember(Collective.ALL_REDUCE, DType.FLOAT32, 12)
+    side.doors.stream, side.doors.captured = 5, True
+    side.driver.capturing = {5}
+    assert (side.all_reduce(x, stream=5), side.all_reduce(x, stream=6)) == (0, 1)
+    side.driver.capturing = set()
+    assert (side.all_reduce(x, stream=5), side.all_reduce(x, stream=6)) == (1, 1)
+    side.doors.captured = False
+    assert side.all_reduce(x, stream=5) == 0
+
+
 def test_reduce_looks_at_the_root(side: Side) -> None:
     x, out, odd = torch.zeros(12), torch.zeros(3, 4), torch.zeros(24)[::2]
     for op in (RedOp.SUM, RedOp.MAX):

@@ -61,6 +61,10 @@ def test_large_operations_of_several_communicators_are_ordered_whichever_threads
     assert run_ranks(emulated_ranks.several_in_threads, 2, env=env, timeout=100.0) == [[1, 0, 1, 1, 0, 1, 1]] * 2
 
 
+def test_what_runs_waits_for_what_ran_before_a_capture() -> None:
+    run_ranks(emulated_ranks.after_a_capture, 2, env={"MIRACCL_SMS": "16", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
+
+
 @pytest.mark.parametrize("nranks", [1, 2])
 def test_operators_again(nranks: int) -> None:
     run(emulated_ranks.operators_again, nranks)

@@ -165,8 +165,13 @@ def streams() -> None:
         comm.all_reduce(x, out, stream=other)
         assert not me.through_a_door()
         graph = cuda.cuStreamEndCapture(other)[1]
+        comm.all_reduce(x, out, stream=one)  # after what ran last, which was in this stream
+        assert not me.through_a_door()
+        assert len(order.changes) == 6
+        comm.all_reduce(x, out, stream=other)
+        assert me.through_a_door()
+        assert order.changes[6:] == [(one, other)]
         comm.all_reduce(x, out, stream=one)
-        assert order.changes[6:] == [(other, one)]
         me.synchronize()
         out.zero_()
         cuda.cuGraphLaunch(graph, one)

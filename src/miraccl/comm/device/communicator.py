@@ -143,6 +143,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         self._kept = Kept(self.gpu)
         self._order = (orders or of_thread()).on(ordinal)
         self._event = self.gpu.make_event()  # by which a stream waits for another
+        self._outside = -1  # the stream of the last operation that was not captured, while captured ones follow it
         self._doors = self._open_doors()
         vars(self).update({f"_{name}": self._doors.door(name) for name in CALLS})
         rules = LaneRules(nranks=self.nranks, multiprocessors=self.ctas.most, frame=frame_of(self.symmetric))
@@ -349,11 +350,21 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         return number_of(stream)
 
     def _change_stream(self, number: int) -> None:
-        """The first call in another stream waits for what this communicator did in the last one, inside a capture for what was captured."""
-        before, self._doors.stream = self._doors.stream, number
-        if before != -1 and self.gpu.capture_id(number) == self.gpu.capture_id(before):
+        """The first call in another stream, or after a capture, waits for what this communicator did outside of captures; inside of one for
+        what was captured."""
+        capture = self.gpu.capture_id(number)
+        before = self.last_in(capture)
+        if not self._doors.captured:
+            self._outside = self._doors.stream
+        self._doors.stream, self._doors.captured = number, capture != 0
+        if before not in (-1, number):
             self._doors.release()
             self.gpu.order_streams(before, number)
+
+    def last_in(self, capture: int) -> int:
+        """The stream of the last operation that a capture took in, of the last one that ran for 0; -1 where none is to be waited for."""
+        last = self._outside if self._doors.captured and not capture else self._doors.stream
+        return last if last != -1 and self.gpu.capture_id(last) == capture else -1
 
     def _enter(self, name: str, stream: Any, fills: bool = True) -> int:
         """What every operation begins with: raise what is known to be wrong, and the stream's number, ordered after the one before.
@@ -365,7 +376,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         self._doors.learn_types()
         self._doors.learn_kinds(kinds)
         number = self._stream_number(stream)
-        if number != self._doors.stream:
+        if number != self._doors.stream or self._doors.captured:
             self._change_stream(number)
         if fills and self._order.last is not self:
             self._order.take(self.gpu, self, number)

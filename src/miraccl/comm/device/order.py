@@ -29,10 +29,11 @@ SMALL_THREADS = 2048
 
 
 class Launcher(Protocol):
-    """A communicator: ``stream`` is where its last operation was enqueued."""
+    """A communicator."""
 
-    @property
-    def stream(self) -> int: ...
+    def last_in(self, capture: int) -> int:
+        """The stream of its last operation that a capture took in, of the last one that ran for 0; -1 where none is to be waited for."""
+        ...
 
 
 class Order:
@@ -47,10 +48,11 @@ class Order:
         """``who`` enqueues in ``stream`` next; it waits for the one before."""
         before, self.last = self.last, who
         self._word.value = id(who)
-        if before is None or before is who or before.stream in (-1, stream):
+        if before is None or before is who:
             return
-        if gpu.capture_id(stream) == gpu.capture_id(before.stream):
-            gpu.order_streams(before.stream, stream)
+        last = before.last_in(gpu.capture_id(stream))
+        if last not in (-1, stream):
+            gpu.order_streams(last, stream)
 
     def leave(self, who: Launcher) -> None:
         if self.last is who:

@@ -92,10 +92,12 @@ def follow(state: int, stream: int) -> bool:
 @inline
 def may_go_on(state: int, stream: int) -> bool:
     """Whether nothing is wrong, and ``stream`` is that of the operation before, or follows it. What producers of arrays have made that one
-    wait for is waited for then, too."""
+    wait for is waited for then, too. The first operation after a capture is Python's."""
     if load32(load(state + at.STATE_ABORT)) != 0 or load(state + at.STATE_STREAM) == -1:
         return False
     number = stream_of(state, stream)
+    if load(state + at.STATE_CAPTURED) != 0:
+        return number == load(state + at.STATE_STREAM) and captures(state, number)
     return number == load(state + at.STATE_STREAM) or (number >= 0 and follow(state, number))
 
 

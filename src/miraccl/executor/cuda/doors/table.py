@@ -149,6 +149,15 @@ class Doors:
     def stream(self, number: int) -> None:
         self._put(at.STATE_STREAM, number)
 
+    @property
+    def captured(self) -> bool:
+        """Whether that stream was captured when an operation came to it that went the long way."""
+        return bool(self._state[at.STATE_CAPTURED // 8])
+
+    @captured.setter
+    def captured(self, is_so: bool) -> None:
+        self._put(at.STATE_CAPTURED, int(is_so))
+
     def door(self, name: str, following: Door | None = None, *, notes: bool = False) -> Door:
         """The builtin for an operation (``doors.call`` has the arguments); calls that it does not take go to ``following``.
 
