@@ -22,7 +22,7 @@ from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.order import Orders
 from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.member import Options
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.types import Collective, PreMulSum, RedOp
 from tests.gpu.emulated_cuda import EmulatedCuda
@@ -848,6 +848,32 @@ def after_a_capture() -> None:
         me.synchronize()
         part.synchronize()
         part.finalize()
+
+
+def in_streams_that_end() -> None:
+    """A program may destroy the stream of an operation that is under way; of a number that is no stream nothing is kept."""
+    with rank() as me:
+        comm, n, gate = me.comm, me.nranks, threading.Event()
+        comm.barrier(stream=0)
+        x, stream, wait = me.put(np.full(9, me.rank + 1)), me.cuda.cuStreamCreate(1)[1], me.cuda.cuCtxSynchronize
+
+        def held_up() -> None:
+            assert gate.wait(30)
+
+        me.cuda.streams[stream].put(held_up)
+        comm.all_reduce(x, stream=stream)
+        with pytest.raises(SystemFailure, match="cuStreamIsCapturing: CUDA_ERROR_INVALID_HANDLE"):
+            comm.all_reduce(x, stream=12345)
+        me.cuda.cuStreamDestroy(stream)
+
+        def waited() -> Any:
+            gate.set()
+            return wait()
+
+        vars(me.cuda)["cuCtxSynchronize"] = waited
+        comm.all_reduce(x)
+        me.synchronize()
+        same(x, np.full(9, n * n * (n + 1) / 2))
 
 
 def ordered() -> list[float]:

@@ -41,6 +41,7 @@ class Result(enum.IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_NOT_SUPPORTED = 801
     CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704
 
@@ -123,6 +124,7 @@ class FakeCuda:
         self.handles: dict[int, int] = {}  # handle -> descriptor
         self.pinned: set[int] = set()
         self.streams: dict[int, Stream] = {0: Stream()}
+        self.destroyed: list[Stream] = []  # whose work goes on
         self.enabled: set[int] = set()
         self._opened: dict[int, int] = {}
         self._host: dict[int, mmap.mmap] = {}
@@ -300,6 +302,7 @@ class FakeCuda:
         return Result.CUDA_SUCCESS, number
 
     def cuStreamDestroy(self, stream: int) -> tuple[Any, ...]:
+        self.destroyed.append(self.streams.pop(int(stream)))
         return (Result.CUDA_SUCCESS,)
 
     def _put(self, stream: int, work: Callable[[], None]) -> tuple[Any, ...]:
@@ -311,11 +314,13 @@ class FakeCuda:
         return (Result.CUDA_SUCCESS,)
 
     def cuCtxSynchronize(self) -> tuple[Any, ...]:
-        for stream in list(self.streams.values()):
+        for stream in [*self.streams.values(), *self.destroyed]:
             stream.synchronize()
         return (Result.CUDA_SUCCESS,)
 
     def cuStreamIsCapturing(self, stream: int) -> tuple[Any, ...]:
+        if stream not in self.streams:
+            return Result.CUDA_ERROR_INVALID_HANDLE, None
         return Result.CUDA_SUCCESS, int(self.streams[stream].graph is not None)
 
     def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:

@@ -65,6 +65,10 @@ def test_what_runs_waits_for_what_ran_before_a_capture() -> None:
     run_ranks(emulated_ranks.after_a_capture, 2, env={"MIRACCL_SMS": "16", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
 
 
+def test_streams_that_are_destroyed_or_none() -> None:
+    run(emulated_ranks.in_streams_that_end, 2)
+
+
 @pytest.mark.parametrize("nranks", [1, 2])
 def test_operators_again(nranks: int) -> None:
     run(emulated_ranks.operators_again, nranks)

@@ -364,7 +364,13 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
     def last_in(self, capture: int) -> int:
         """The stream of the last operation that a capture took in, of the last one that ran for 0; -1 where none is to be waited for."""
         last = self._outside if self._doors.captured and not capture else self._doors.stream
-        return last if last != -1 and self.gpu.capture_id(last) == capture else -1
+        try:
+            return last if last != -1 and self.gpu.capture_id(last) == capture else -1
+        except SystemFailure:  # whoever had it has destroyed it, and the GPU may not have come past it
+            if not capture:
+                self.gpu.synchronize()
+                self._doors.held.clear()
+            return -1
 
     def _enter(self, name: str, stream: Any, fills: bool = True) -> int:
         """What every operation begins with: raise what is known to be wrong, and the stream's number, ordered after the one before.
