@@ -196,6 +196,35 @@ def by_copy_engines() -> None:
         assert len(comm._device._engines._sides) == 1  # a capture that has ended leaves it free
 
 
+def of_many_shapes() -> None:
+    """Copy engines keep neither launches without end nor an event for each."""
+    from miraccl.comm.device import engines
+
+    vars(engines)["MAX_LAUNCHES"] = 3
+    with rank() as me:
+        events, found = [0], []
+        make, destroy = me.cuda.cuEventCreate, me.cuda.cuEventDestroy
+
+        def made(*args: Any) -> Any:
+            events[0] += 1
+            return make(*args)
+
+        def destroyed(*args: Any) -> Any:
+            events[0] -= 1
+            return destroy(*args)
+
+        vars(me.cuda).update(cuEventCreate=made, cuEventDestroy=destroyed)
+        for count in (10, 20, 30, 40, 50, 10):
+            out = me.zeros(count * me.nranks)
+            me.comm.all_gather(me.put(me.data(me.rank, count)), out, stream=0)
+            me.synchronize()
+            same(out, np.concatenate([me.data(r, count) for r in range(me.nranks)]))
+            found.append(events[0])
+        assert found == found[:1] * 6
+        assert isinstance(me.comm._device, DeviceCommunicator)
+        assert len(me.comm._device._engines.launches()) == 3
+
+
 def point_to_point() -> int:
     """Sends, receives, groups of them in bad orders, to oneself, of nothing."""
     with rank() as me:

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from miraccl.comm.communicator import Communicator
+from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.member import Options
 from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda import one_sided
 from miraccl.schedule import catalog
 from miraccl.schedule.ir import Schedule, Step
 from miraccl.schedule.steps import barrier, copy, get, inp, one_channel, others, out, put, scratch, signal, wait
@@ -114,6 +116,32 @@ def two_shot_put() -> None:
         comm.broadcast(small, stream=0)  # which that algorithm does not know
         me.synchronize()
         comm.finalize()
+
+
+def many_places() -> None:
+    """A launch belongs to the places that peers address, whatever else a call is given, and not all places are kept."""
+    vars(one_sided)["MOST_PLACES"] = 2
+    with session() as world:
+        me = OneSided(world, "two_shot_put")
+        comm, n = me.comm, me.nranks
+        window = me.window(1000)
+
+        def places() -> list[int]:
+            assert isinstance(comm._device, DeviceCommunicator)
+            return [len(launch._launches) for launch in comm._device._launches.values() if isinstance(launch, one_sided.OneSidedLaunch)]
+
+        found: list[int] = []
+        for at in (0, 0, 4, 3, 0):
+            whole, share = me.part(window, at, np.zeros(100 * n)), me.put(me.data(me.rank, 100))
+            world.barrier("cleared")
+            comm.all_gather(share, whole, stream=0)
+            me.synchronize()
+            np.testing.assert_array_equal(whole.array, np.concatenate([me.data(r, 100) for r in range(n)]))
+            found += places()
+            world.barrier("seen")
+        assert found == [1, 1, 2, 1, 2]
+        comm.finalize()
+
 
 
 def user_schedules() -> None:

@@ -44,6 +44,10 @@ def test_copy_engines(nranks: int) -> None:
     run_ranks(emulated_ranks.by_copy_engines, nranks, env={"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
 
 
+def test_copy_engines_of_many_shapes() -> None:
+    run_ranks(emulated_ranks.of_many_shapes, 2, env={"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
+
+
 def test_refusals() -> None:
     run(emulated_ranks.refusals, 2)
 

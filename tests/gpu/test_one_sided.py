@@ -28,6 +28,10 @@ def test_schedules_of_a_user() -> None:
     run(one_sided_ranks.puts_into_scratch, 3)
 
 
+def test_places_that_are_new_in_every_call() -> None:
+    run(one_sided_ranks.many_places, 2)
+
+
 def test_another_place_is_a_mismatch() -> None:
     answers = run(one_sided_ranks.other_places, 2)
     assert all(answer.startswith("CollectiveMismatch") for answer in answers), answers

@@ -24,7 +24,7 @@ from miraccl.comm.arguments import operator
 from miraccl.comm.control import SET_UP, Bare, Plane
 from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
 from miraccl.comm.device.ctas import Ctas
-from miraccl.comm.device.engines import CopyEngines
+from miraccl.comm.device.engines import MAX_LAUNCHES, CopyEngines
 from miraccl.comm.device.explain import DeviceCandidate, candidates
 from miraccl.comm.device.faults import DeviceFaults
 from miraccl.comm.device.grouped import GroupableByDoors
@@ -67,7 +67,6 @@ from miraccl.types import Collective, DType, RedOp
 _log = trace.logger("init")
 AnyLaunch = Launch | OneSidedLaunch | CopyLaunch | StagedLaunch
 CLOSE_WAIT_S = 10.0
-MAX_LAUNCHES = 4096  # prepared ones that are kept; scalars of pre-multiplied sums may be new in every call
 
 
 class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):

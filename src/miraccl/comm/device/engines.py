@@ -19,6 +19,8 @@ from miraccl.executor.cuda.staged_copies import ALGORITHMS, Directions, StagedLa
 from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.types import Collective, DType, RedOp
 
+MAX_LAUNCHES = 4096  # prepared ones that are kept; scalars of pre-multiplied sums, and places in windows, may be new in every call
+
 
 class CopyEngines:
     """Those of a communicator's GPU. They are taken where they are faster than kernels, or where multiprocessors are not to be used."""
@@ -49,6 +51,8 @@ class CopyEngines:
         else:
             return None
         if key not in self._launches:
+            if len(self._launches) >= MAX_LAUNCHES:
+                self._launches.clear()
             self._gpu.make_current()
             with self._gpu.outside_of_capture():
                 self._launches[key] = (

@@ -14,6 +14,7 @@ from miraccl.executor.cuda.launch import Kernels, Launch
 from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.schedule.ir import Buffer, Schedule, input_blocks, output_blocks
 
+MOST_PLACES = 256  # of an operation, whose launches are kept
 Find = Callable[[int, int], Place | None]
 """(address, bytes) -> where that memory lies in a window of all ranks, or None."""
 
@@ -36,7 +37,7 @@ class OneSidedLaunch:
         self._kernels, self._request, self._comm_args, self._find = kernels, request, comm_args, find
         blocks = (input_blocks(request.collective, request.nranks), output_blocks(request.collective, request.nranks))
         self._bytes = [count * request.block_bytes if Buffer(buffer) in schedule.addressed else 0 for buffer, count in enumerate(blocks)]
-        self._launches: dict[tuple[int, int], Launch] = {}
+        self._launches: dict[tuple[int, ...], Launch] = {}  # by the addresses of what peers address
 
     @property
     def signatures(self) -> tuple[int, ...]:
@@ -46,14 +47,18 @@ class OneSidedLaunch:
     def run(self, source: int, target: int, stream: int) -> None:
         """Enqueue in ``stream``: read at ``source``, write at ``target``, of which those that peers address lie in windows (else
         ``InvalidUsage``)."""
-        launch = self._launches.get((source, target)) or self._prepare(source, target)
+        key = tuple([address if size else 0 for address, size in zip((source, target), self._bytes)])
+        launch = self._launches.get(key) or self._prepare(key)
         launch.run(source, target, stream)
 
-    def _prepare(self, source: int, target: int) -> Launch:
-        places = [self._find(address, size) if size else None for address, size in zip((source, target), self._bytes, strict=True)]
+    def _prepare(self, key: tuple[int, ...]) -> Launch:
+        places = [self._find(address, size) if size else None for address, size in zip(key, self._bytes, strict=True)]
         rank = self._comm_args.rank
         apart = [tuple(there - place.windows[rank] for there in place.windows) if place else () for place in places]
         where = tuple(number for place in places if place for number in (place.number, place.offset))
         windows = schedules.Windows(in_at=apart[0], out_at=apart[1], place=where)
-        self._launches[source, target] = launch = self._kernels.prepare(self.plan, self._request, self._comm_args, windows)
+        launch = self._kernels.prepare(self.plan, self._request, self._comm_args, windows)
+        if len(self._launches) >= MOST_PLACES:
+            self._launches.clear()
+        self._launches[key] = launch
         return launch

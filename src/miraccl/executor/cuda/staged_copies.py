@@ -147,7 +147,6 @@ class StagedLaunch:
         self._directions: Directions = {key: sides.get(key) or Side(gpu) for key in used}
         sides.update(self._directions)
         self._done: Counter[tuple[int, bool]] = Counter()  # chunks of each direction that a run has enqueued
-        self._fork = gpu.make_event()
 
     @property
     def signatures(self) -> tuple[int, ...]:
@@ -159,9 +158,9 @@ class StagedLaunch:
         gpu = self._gpu
         self._before.run(source, target, stream)
         directions = list(self._directions.values())
-        gpu.record(self._fork, stream)
+        gpu.record(directions[0].event, stream)
         for direction in directions:
-            gpu.wait_event(direction.stream, self._fork)
+            gpu.wait_event(direction.stream, directions[0].event)
         self._done.clear()
         base = {Buffer.INPUT: source, Buffer.OUTPUT: target}
         for chunk in in_turns(self._chunks):
