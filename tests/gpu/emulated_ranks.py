@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging.handlers
+import os
 import queue
 import sys
 import threading
@@ -22,7 +23,7 @@ from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.order import Orders
 from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.member import Options
-from miraccl.errors import InvalidUsage, SystemFailure
+from miraccl.errors import CommunicatorClosed, InvalidUsage, SystemFailure
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.types import Collective, PreMulSum, RedOp
 from tests.gpu.emulated_cuda import EmulatedCuda
@@ -668,8 +669,6 @@ def begins_on_the_second_gpu() -> int:
 
 def in_the_order_of_the_machine(topology: str) -> tuple[tuple[int, ...], str]:
     """Rings, chains from every root, and trees between GPUs whose order is not that of the ranks; gives the order."""
-    import os
-
     os.environ["NCCL_TOPO_FILE"] = topology
     with session() as world:
         me = Rank.__new__(Rank)
@@ -749,8 +748,6 @@ def explanations() -> None:
 
 def plans(settings: dict[str, str], options: dict[str, Any], count: int = 1000) -> dict[str, str]:
     """How operations run, with these settings and options."""
-    import os
-
     os.environ.update(settings)
     found: dict[str, str] = {}
     with session() as world:
@@ -903,6 +900,43 @@ def in_streams_that_end() -> None:
         comm.all_reduce(x)
         me.synchronize()
         same(x, np.full(9, n * n * (n + 1) / 2))
+
+
+def forks() -> list[str]:
+    """What a forked child is told, which has neither the GPU nor what is pinned for it; the parent goes on."""
+    with rank() as me:
+        comm, x, out = me.comm, me.put(np.ones(4)), me.zeros(4)
+        prepared, window = comm.all_reduce_init(x, out), comm.empty(4, device="cuda")
+        comm.all_reduce(x)
+        me.synchronize()
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            del me.comm._device._host  # type: ignore[union-attr]
+            with open(writer, "w") as told:
+                for call in (
+                    lambda: comm.all_reduce(x),
+                    prepared,
+                    lambda: comm.send(window, 1 - me.rank),
+                    lambda: comm.barrier(stream=0),
+                    lambda: comm.empty(4, device="cuda"),
+                    comm.synchronize,
+                ):
+                    try:
+                        call()
+                    except Exception as error:
+                        print(f"{type(error).__name__}: {error}", file=told)
+            os._exit(0)
+        os.close(writer)
+        with open(reader) as told:
+            lines = told.read().splitlines()
+        assert os.waitpid(pid, 0)[1] == 0
+        assert prepared() is out
+        me.synchronize()
+        same(out, np.full(4, me.nranks**2))
+    with pytest.raises(CommunicatorClosed, match="finalized"):
+        comm.synchronize()
+    return lines
 
 
 def ordered() -> list[float]:

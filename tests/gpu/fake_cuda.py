@@ -41,6 +41,7 @@ class Result(enum.IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_NOT_SUPPORTED = 801
     CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704
@@ -126,6 +127,7 @@ class FakeCuda:
         self.streams: dict[int, Stream] = {0: Stream()}
         self.destroyed: list[Stream] = []  # whose work goes on
         self.enabled: set[int] = set()
+        self.current: int | None = None  # the context
         self._opened: dict[int, int] = {}
         self._host: dict[int, mmap.mmap] = {}
         self._numbers = iter(range(1000, 1 << 30))
@@ -160,7 +162,8 @@ class FakeCuda:
     def cuDevicePrimaryCtxRelease(self, device: int) -> tuple[Any, ...]:
         return (Result.CUDA_SUCCESS,)
 
-    def cuCtxSetCurrent(self, context: int) -> tuple[Any, ...]:
+    def cuCtxSetCurrent(self, context: int | None) -> tuple[Any, ...]:
+        self.current = context
         return (Result.CUDA_SUCCESS,)
 
     def cuDeviceGetAttribute(self, kind: int, device: int) -> tuple[Any, ...]:
@@ -314,6 +317,8 @@ class FakeCuda:
         return (Result.CUDA_SUCCESS,)
 
     def cuCtxSynchronize(self) -> tuple[Any, ...]:
+        if self.current is None:
+            return (Result.CUDA_ERROR_INVALID_CONTEXT,)
         for stream in [*self.streams.values(), *self.destroyed]:
             stream.synchronize()
         return (Result.CUDA_SUCCESS,)

@@ -69,6 +69,13 @@ def test_what_runs_waits_for_what_ran_before_a_capture() -> None:
     run_ranks(emulated_ranks.after_a_capture, 2, env={"MIRACCL_SMS": "16", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
 
 
+def test_a_forked_child_has_no_gpu() -> None:
+    for rank, told in enumerate(run(emulated_ranks.forks, 2)):
+        names = ("all_reduce", "all_reduce", "send", "barrier", "empty", "")
+        who = [f"CommunicatorClosed: rank {rank}{name and ', '}{name}: the communicator belongs to the process" for name in names]
+        assert [line[: len(start)] for line, start in zip(told, who, strict=True)] == who
+
+
 def test_streams_that_are_destroyed_or_none() -> None:
     run(emulated_ranks.in_streams_that_end, 2)
 

@@ -50,6 +50,7 @@ REASON_PENDING, REASON_CLOSED, REASON_OPEN = at.BUSY_PENDING, 2, 4
 MAX_RUNS = 2048
 CLOSE_WAIT_S = 10.0
 LOOK_S = 0.001
+FOREIGN = "the communicator belongs to the process that made it, from which this one was forked"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,8 +216,7 @@ class Member:
 
     def check_open(self, name: str) -> None:
         if self.foreign:
-            text = "the communicator belongs to the process that made it, from which this one was forked"
-            raise CommunicatorClosed(text, rank=self.rank, op=name)
+            raise CommunicatorClosed(FOREIGN, rank=self.rank, op=name)
         if self.closed:
             raise CommunicatorClosed("the communicator has been finalized", rank=self.rank, op=name)
 

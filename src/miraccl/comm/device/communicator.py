@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,7 +38,7 @@ from miraccl.comm.device.order import SMALL_THREADS, Orders, of_thread
 from miraccl.comm.device.rings import Ring, find_ring
 from miraccl.comm.device.stream import find_current_stream, number_of
 from miraccl.comm.device.windows import Windows
-from miraccl.comm.member import Options
+from miraccl.comm.member import FOREIGN, Options
 from miraccl.comm.nccl_wishes import Wishes
 from miraccl.comm.stages import Stages
 from miraccl.errors import (
@@ -151,7 +153,8 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
         if self.ctas.none and self.nranks > 1:
             self.faults.watch_copies(self._engines, self._looks.copies)
-        self.closed = False
+        self.closed = self._foreign = False
+        _all.add(self)
         ways = {a + b - self.rank: way for (a, b), way, _ in self.ways() if self.rank in (a, b)}
         _log.info("%s: %s", session.name, summary.of_gpu(self.rank, ordinal, ways, self.ring.order, self.ring.why, self.ctas.most))
 
@@ -413,7 +416,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
     def check(self, name: str = "") -> None:
         """Raise if the communicator is closed, was aborted, or a kernel passed its deadline. Does not wait for kernels."""
         if self.closed:
-            raise CommunicatorClosed("the communicator has been finalized", rank=self.rank, op=name or None)
+            raise CommunicatorClosed(FOREIGN if self._foreign else "the communicator has been finalized", rank=self.rank, op=name or None)
         self.faults.check(name)
 
     def abort(self, reason: str = "abort() was called") -> None:
@@ -428,6 +431,8 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
 
     def synchronize(self) -> None:
         """Wait for this rank's GPU, then ``check``."""
+        if self.closed:
+            self.check()
         self.gpu.make_current()
         self.gpu.synchronize()
         self.judge()
@@ -486,3 +491,19 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         if self._leaves:
             self.session.close()
         return untold
+
+    def forked(self) -> None:
+        """In a forked child, where CUDA does not work, and what it has pinned may not be there."""
+        self.closed = self._foreign = True
+        self._doors.close()
+
+
+_all: weakref.WeakSet[DeviceCommunicator] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for comm in list(_all):
+        comm.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
