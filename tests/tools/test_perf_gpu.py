@@ -314,8 +314,9 @@ def test_nccl_is_measured_in_the_same_call(how: tuple[str, ...]) -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_peer_that_cannot_be_captured_is_left_out() -> None:
-    words = ("all_gather", "--devices", "cuda", "--sizes", "3000", "--compare", "nccl", "--graph", "--json", "-", *QUICK)
+@pytest.mark.parametrize("how", [(), ("--threads",)])
+def test_a_peer_that_cannot_be_captured_is_left_out(how: tuple[str, ...]) -> None:
+    words = ("all_gather", "--devices", "cuda", "--sizes", "3000", "--compare", "nccl", "--graph", "--json", "-", *how, *QUICK)
     done = perf(2, *words, env={"FAKE_SHY": "1"})
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("not while I am watched") == 2, "once for each form"

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.tools.perf import device_check
 from miraccl.tools.perf.device_array import Arena
-from miraccl.tools.perf.device_miraccl import Chosen, DeviceBound, DeviceLibrary
+from miraccl.tools.perf.device_miraccl import Chosen, DeviceBound, DeviceLibrary, MiracclDevice
 from miraccl.tools.perf.measure import Options
 from miraccl.tools.perf.spec import Case, Row, build_row
 
@@ -213,7 +213,7 @@ def _warm_up(bench: Bench, cell: Cell, trial: _Trial) -> bool:
     if cell.graph:
         bench.barrier()
         problem = _capture(bench, trial, batch)
-        if problem and trial.library is bench.libraries[0]:
+        if problem and trial.library.name == MiracclDevice.name:
             raise CellFailed(f"{cell.case.op} of {cell.case.nbytes} bytes cannot be captured: {problem}")
         if problem:
             _say(bench, f"{trial.library.name}: {cell.case.op} of {cell.case.nbytes} bytes cannot be captured: {problem}")

@@ -350,7 +350,9 @@ def _join(line: Line, nccl: _NcclGroup) -> Line:
     line = join(line, nccl.times, "nccl")
 
     def with_host(row: Any) -> Any:
-        return None if row is None else replace(row, peer_host_us=nccl.host_times.get((line.number, row.in_place)))
+        if row is None or row.peer_time_us is None:  # without the peer, as where it is measured in the same process
+            return None if row is None else replace(row, peer="")
+        return replace(row, peer_host_us=nccl.host_times.get((line.number, row.in_place)))
 
     return replace(line, out_of_place=with_host(line.out_of_place), in_place=with_host(line.in_place))
 
