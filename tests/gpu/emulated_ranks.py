@@ -653,6 +653,13 @@ def on_another_gpu() -> None:
         comm.all_reduce(x)
         me.synchronize()
         same(x, np.full(4, me.nranks))
+        window = comm.empty(4, device="cuda")
+        for thing, address in ((x, x.memory.address), (window, window.address)):  # an address may get memory of another GPU
+            comm.all_reduce(thing)
+            me.cuda.placed[address] = 1
+            with pytest.raises(InvalidUsage, match="all_reduce: x lies on GPU 1"):
+                comm.all_reduce(thing)
+        me.synchronize()
 
 
 def begins_on_the_second_gpu() -> int:

@@ -122,15 +122,12 @@ def device_view(thing: Any, name: str, where: str, stream: Any = None, gpu: Gpu 
         return _view_tensor(thing, torch, name, where, gpu)
     if isinstance(thing, DeviceMemory):
         return thing
-    view = getattr(type(thing), "miraccl_view", None)
-    if view is not None:
-        return thing.miraccl_view  # type: ignore[no-any-return]
+    if hasattr(type(thing), "miraccl_view"):
+        return _on(gpu, thing.miraccl_view, name, where)
     immutable = type(thing).__module__.partition(".")[0] in IMMUTABLE
     interface = None if immutable else _interface_of(thing, name, where)
     if interface is not None:
-        view = _view_interface(thing, interface, name, where)
-        if gpu is not None and view.count and (owner := gpu.owner(view.address)) != gpu.ordinal:
-            raise _elsewhere(name, where, owner, gpu)
+        view = _on(gpu, _view_interface(thing, interface, name, where), name, where)
         if not _is_cupys(thing):
             _wait_for_producer(interface, stream, gpu)
             _note(thing, Kind(dlpack=False))
@@ -146,6 +143,13 @@ def device_view(thing: Any, name: str, where: str, stream: Any = None, gpu: Gpu 
         raise InvalidUsage(f"{where}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU")
     text = f"{where}: {name} is a {type(thing).__name__}"
     raise InvalidUsage(f"{text}; allowed are PyTorch tensors and GPU memory with __cuda_array_interface__ or DLPack")
+
+
+def _on(gpu: Gpu | None, view: DeviceMemory, name: str, where: str) -> DeviceMemory:
+    """The memory, unless it is another GPU's."""
+    if gpu is not None and view.count and (owner := gpu.owner(view.address)) != gpu.ordinal:
+        raise _elsewhere(name, where, owner, gpu)
+    return view
 
 
 def _interface_of(thing: Any, name: str, where: str) -> Any:

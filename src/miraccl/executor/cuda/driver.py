@@ -27,7 +27,6 @@ POINTER_MEMORY_TYPE, POINTER_IS_MANAGED = 2, 8  # cuda.h CU_POINTER_ATTRIBUTE_*
 PEER_ACCESS_ALREADY_ENABLED = 704  # cuda.h CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 WAIT_VALUE_EQ = 0x01  # cuda.h CU_STREAM_WAIT_VALUE_EQ
 IPC_LAZY_ENABLE_PEER_ACCESS = 0x01
-MAX_ADDRESSES = 4096  # of arrays that are remembered
 EVENT_DISABLE_TIMING = 0x02
 STREAM_NON_BLOCKING = 0x01
 
@@ -147,7 +146,6 @@ class Gpu:
         )
         self.multiprocessors = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
         self._modules = _Modules.enter(int(self._context))
-        self._own: set[int] = set()  # addresses that ``owner`` was asked for
         self._side = check(self.cuda.cuStreamCreate(1), "cuStreamCreate")  # non-blocking: independent of the legacy stream
 
     def _attribute(self, kind: Any) -> int:
@@ -175,16 +173,11 @@ class Gpu:
     # ---- memory
 
     def owner(self, address: int) -> int:
-        """The number of the GPU whose memory lies at ``address``: this one's also for memory that every GPU sees. Asked once."""
-        if address in self._own:
+        """The number of the GPU whose memory lies at ``address``: this one's also for memory that every GPU sees."""
+        if pointer_attribute(POINTER_DEVICE_ORDINAL, address) == self.ordinal:
             return self.ordinal
         found = ordinal_at(address)
-        if found is not None and found != self.ordinal:
-            return found
-        if len(self._own) >= MAX_ADDRESSES:
-            self._own.clear()
-        self._own.add(address)
-        return self.ordinal
+        return self.ordinal if found is None else found
 
     def allocate(self, nbytes: int) -> int:
         return int(check(self.cuda.cuMemAlloc(nbytes), f"cuMemAlloc of {nbytes} bytes"))
