@@ -465,6 +465,8 @@ def refusals() -> None:
         me.synchronize()
         same(x, np.full(4, me.nranks))
         assert comm.empty(4, bool, device="cuda").dtype is miraccl.DType.UINT8
+        for count in (0, 1, 3, 5, 4):  # not all are whole words
+            assert not seen(comm.empty(count, "int8", device="cuda").miraccl_view).any()
 
 
 def refused_when_prepared() -> None:

@@ -64,6 +64,14 @@ def _map(fd: int, nbytes: int, at: int = 0) -> int:
     return int(address)
 
 
+def _memory(name: str, nbytes: int) -> int:
+    """A file of so many bytes, which begins with whatever was there."""
+    fd = os.memfd_create(name)
+    os.ftruncate(fd, nbytes)
+    os.pwrite(fd, b"\xff" * min(nbytes, 4096), 0)
+    return fd
+
+
 class Stream:
     """Runs work in order, in a thread; while it captures, work goes to ``graph`` instead."""
 
@@ -192,8 +200,7 @@ class FakeCuda:
     # memory
 
     def cuMemAlloc(self, nbytes: int) -> tuple[Any, ...]:
-        fd = os.memfd_create("gpu")
-        os.ftruncate(fd, nbytes)
+        fd = _memory("gpu", nbytes)
         address = _map(fd, nbytes)
         self.live[address] = (fd, nbytes)
         return Result.CUDA_SUCCESS, address
@@ -235,8 +242,7 @@ class FakeCuda:
     def cuMemCreate(self, nbytes: int, properties: Any, flags: int) -> tuple[Any, ...]:
         assert (properties.type, properties.requestedHandleTypes, properties.location.type) == (1, 1, 1)
         assert nbytes % (2 << 20) == 0
-        fd = os.memfd_create("physical")
-        os.ftruncate(fd, nbytes)
+        fd = _memory("physical", nbytes)
         return Result.CUDA_SUCCESS, self._handle(fd)
 
     def _handle(self, fd: int) -> int:

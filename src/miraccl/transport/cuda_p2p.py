@@ -344,7 +344,7 @@ class WindowMemory:
     """
 
     def __init__(self, base: SymmetricMemory, nbytes: int, stages: Stages) -> None:
-        self.nbytes = nbytes
+        self.nbytes = nbytes = -(-nbytes // 4) * 4  # it is filled word by word
         self._base = base
         direct = {p: kind for p, kind in enumerate(base.kinds) if kind in DIRECT}
         ordinals = [f.ordinal for f in base.facts] if base.nranks > 1 else []
