@@ -15,7 +15,7 @@ from miraccl.comm.device import memory
 from miraccl.comm.device.arguments import DeviceArguments
 from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.comm.device.stream import find_current_stream, number_of
-from miraccl.comm.device.windows import DeviceArray, _element_type
+from miraccl.comm.device.windows import DeviceArray, Windows, _element_type
 from miraccl.comm.window import element_type
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.doors import layout as at
@@ -402,6 +402,23 @@ def test_windows_are_shown_to_others_as_numbers_that_they_know(code: DType) -> N
     assert shown == kind if kind.isbuiltin == 1 else (shown.kind, shown.itemsize) == ("u", kind.itemsize)
     assert view(window) == DeviceMemory(4096, 6, code)
     assert memory.kinds == {}
+
+
+def test_a_window_is_a_tensor_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on the one that is current in PyTorch, to which it would be copied."""
+    torch = torch_with_doors()
+    devices: list[str] = []
+
+    def as_tensor(flat: Any, device: str) -> Any:
+        devices.append(device)
+        return torch.zeros(flat.nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    memory: Any = types.SimpleNamespace(gpu=types.SimpleNamespace(ordinal=1), window=lambda nbytes, stages: types.SimpleNamespace(own=4096))
+    plane: Any = types.SimpleNamespace(meet=lambda what, name, asked, deadline: [asked])
+    stages: Any = types.SimpleNamespace(what="", deadline=None)
+    tensor = Windows(memory).empty((2, 3), torch.bfloat16, plane, stages)
+    assert (tensor.shape, tensor.dtype, devices) == ((2, 3), torch.bfloat16, ["cuda:1"])
 
 
 def test_doors_are_told_what_was_right(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,9 @@ class DeviceArray:
     16- and 8-bit floats that NumPy does not know are shown to others as unsigned integers of their size.
     """
 
-    def __init__(self, address: int, shape: tuple[int, ...], dtype: DType, keep: Any) -> None:
-        self.address, self.shape, self.dtype, self._keep = address, shape, dtype, keep
+    def __init__(self, address: int, shape: tuple[int, ...], dtype: DType, keep: Any, ordinal: int = 0) -> None:
+        """``keep`` holds the memory, which is that of the GPU ``ordinal``."""
+        self.address, self.shape, self.dtype, self._keep, self._ordinal = address, shape, dtype, keep, ordinal
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +56,7 @@ class DeviceArray:
 
         kind = getattr(torch, "float8_e4m3fn" if self.dtype is DType.FLOAT8_E4M3 else self.dtype.label)
         flat = DeviceArray(self.address, (max(1, self.nbytes),), DType.UINT8, self._keep)
-        tensor = torch.as_tensor(flat, device="cuda")[: self.nbytes]
+        tensor = torch.as_tensor(flat, device=f"cuda:{self._ordinal}")[: self.nbytes]  # on the current one it would be a copy
         return tensor.view(kind).reshape(self.shape)
 
     def __repr__(self) -> str:
@@ -87,7 +88,7 @@ class Windows:
         window = self._memory.window(nbytes, stages)
         bisect.insort(self._starts, (window.own, len(self._windows)))
         self._windows.append(window)
-        array = DeviceArray(window.own, dims, kind, window)
+        array = DeviceArray(window.own, dims, kind, window, self._memory.gpu.ordinal)
         # bool is uint8 here
         return array.torch().view(dtype) if "torch" in sys.modules and isinstance(dtype, sys.modules["torch"].dtype) else array
 
