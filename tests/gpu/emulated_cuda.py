@@ -31,6 +31,8 @@ class EmulatedCuda(FakeCuda):
     def cuLaunchKernel(
         self, function: Any, blocks: int, y: int, z: int, threads: int, ty: int, tz: int, shared: int, stream: int, params: int, extra: int
     ) -> tuple[Any, ...]:
+        if self.current is None:
+            return (Result.CUDA_ERROR_INVALID_CONTEXT,)
         address = ctypes.c_void_p.from_address(params).value
         assert address is not None
         size = int(function.argument_bytes)

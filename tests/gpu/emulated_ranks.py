@@ -911,6 +911,36 @@ def in_streams_that_end() -> None:
         same(x, np.full(9, n * n * (n + 1) / 2))
 
 
+def from_another_thread() -> None:
+    """A thread in which nothing of CUDA was done calls what is prepared already, and waits for it."""
+    with rank() as me:
+        comm, x, failed = me.comm, me.put(np.full(9, me.rank + 1)), []
+        out, right, left = me.zeros(9), (me.rank + 1) % me.nranks, (me.rank - 1) % me.nranks
+        calls: list[Callable[[], Any]] = [
+            lambda: comm.all_reduce(x, out),
+            lambda: comm.sendrecv(x, right, out, left),
+            lambda: comm.barrier(stream=0),
+            comm.all_reduce_init(x, out),
+            lambda: comm.all_reduce(x, out, async_op=True).wait(),
+            comm.all_reduce(x, out, async_op=True).wait,
+        ]
+
+        def go(call: Callable[[], Any]) -> None:
+            try:
+                call()
+            except Exception as error:
+                failed.append(error)
+
+        for call in calls:
+            call()
+            thread = threading.Thread(target=go, args=(call,))
+            thread.start()
+            thread.join()
+        assert not failed
+        me.synchronize()
+        same(out, np.full(9, me.nranks * (me.nranks + 1) / 2))
+
+
 def forks() -> list[str]:
     """What a forked child is told, which has neither the GPU nor what is pinned for it; the parent goes on."""
     with rank() as me:

@@ -135,7 +135,7 @@ class FakeCuda:
         self.streams: dict[int, Stream] = {0: Stream()}
         self.destroyed: list[Stream] = []  # whose work goes on
         self.enabled: set[int] = set()
-        self.current: int | None = None  # the context
+        self._threads = threading.local()
         self._opened: dict[int, int] = {}
         self._host: dict[int, mmap.mmap] = {}
         self._numbers = iter(range(1000, 1 << 30))
@@ -171,8 +171,16 @@ class FakeCuda:
         return (Result.CUDA_SUCCESS,)
 
     def cuCtxSetCurrent(self, context: int | None) -> tuple[Any, ...]:
-        self.current = context
+        self._threads.current = context
         return (Result.CUDA_SUCCESS,)
+
+    @property
+    def current(self) -> int | None:
+        """The context that is current in this thread."""
+        return getattr(self._threads, "current", None)
+
+    def cuCtxGetCurrent(self) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, int(self.current is not None)
 
     def cuDeviceGetAttribute(self, kind: int, device: int) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, {75: 9, 76: 0, 16: 132, 103: 1}[kind]
@@ -330,6 +338,8 @@ class FakeCuda:
         return (Result.CUDA_SUCCESS,)
 
     def cuStreamIsCapturing(self, stream: int) -> tuple[Any, ...]:
+        if self.current is None:
+            return Result.CUDA_ERROR_INVALID_CONTEXT, None
         if stream not in self.streams:
             return Result.CUDA_ERROR_INVALID_HANDLE, None
         return Result.CUDA_SUCCESS, int(self.streams[stream].graph is not None)
@@ -349,6 +359,8 @@ class FakeCuda:
 
     def cuStreamWaitEvent(self, stream: int, event: Any, flags: int) -> tuple[Any, ...]:
         """A stream that waits for one that is captured is captured with it."""
+        if self.current is None:
+            return (Result.CUDA_ERROR_INVALID_CONTEXT,)
         recorded = event.recorded
         if event.graph is not None:
             self.streams[stream].graph = event.graph

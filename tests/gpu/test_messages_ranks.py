@@ -69,6 +69,10 @@ def test_what_runs_waits_for_what_ran_before_a_capture() -> None:
     run_ranks(emulated_ranks.after_a_capture, 2, env={"MIRACCL_SMS": "16", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
 
 
+def test_threads_that_have_no_context_yet() -> None:
+    run(emulated_ranks.from_another_thread, 2)
+
+
 def test_a_forked_child_has_no_gpu() -> None:
     for rank, told in enumerate(run(emulated_ranks.forks, 2)):
         names = ("all_reduce", "all_reduce", "send", "barrier", "empty", "")

@@ -381,6 +381,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         """
         if self.closed or self._host[layout.HOST_ABORT]:
             self.check(name)
+        self.gpu.make_any_current()
         self._doors.learn_types()
         self._doors.learn_kinds(kinds)
         number = self._stream_number(stream)

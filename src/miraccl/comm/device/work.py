@@ -35,6 +35,7 @@ class DeviceWork(Work):
     def wait(self, timeout: float | None = None, *, stream: Any = None) -> Any:
         """The result, for use in ``stream`` (None: the current one); raises what is known to have failed by now."""
         number = stream_of(self._gpu, stream)
+        self._gpu.gpu.make_any_current()
         self._gpu.gpu.wait_event(number, self._event)
         if timeout is not None:
             self.synchronize(timeout)

@@ -160,6 +160,11 @@ class Gpu:
         """Make the context current in the calling thread."""
         check(self.cuda.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
 
+    def make_any_current(self) -> None:
+        """Make the context current in a thread that has none, in which nothing could be launched; a program's own choice stays."""
+        if not int(check(self.cuda.cuCtxGetCurrent(), "cuCtxGetCurrent")):
+            self.make_current()
+
     @contextlib.contextmanager
     def outside_of_capture(self) -> Iterator[None]:
         """Calls within are made even if this thread captures a stream."""
