@@ -104,9 +104,7 @@ def run_cases(job: Job, engine: Any, turn: Callable[[], None], report: Callable[
 
 
 def explain(comm: Any, case: Case) -> list[dict[str, Any]]:
-    """The candidates for a case as plain dictionaries; none for operations without a choice."""
-    if case.op in ("sendrecv", "barrier"):
-        return []
+    """The candidates for a case as plain dictionaries."""
     redop = "sum" if case.redop == "none" else case.redop
     records = comm.explain(case.op, case.nbytes, case.dtype, redop)
     names = ("algo", "proto", "channels", "predicted_us", "chosen", "reason")

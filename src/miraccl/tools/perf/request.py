@@ -80,6 +80,10 @@ def check(op: str, options: dict[str, Any]) -> Request:
         raise click.UsageError("--peer-python belongs to --compare")
     if options["persistent"] and op in ("sendrecv", "barrier"):
         raise click.UsageError(f"--persistent: {op} has no persistent form")
+    if options["explain"] and op in ("sendrecv", "barrier"):
+        raise click.UsageError(f"--explain is for operations with a choice; {op} has none")
+    if options["explain"] and options["json_target"] == "-":
+        raise click.UsageError("--explain stands in the table, which --json - leaves out: give --json a file")
     together = devices.count_together(nranks, options["hosts"], bool(joined)) if ordinals else nranks
     _check_choice(op, nranks, options)
     if together == nranks:
