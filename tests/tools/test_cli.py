@@ -248,10 +248,38 @@ def test_a_wrong_schedule_is_refused(tmp_path: Path) -> None:
         ["draw", "ring", "--ranks", "300"],
         ["verify", "ring", "--ranks", "\N{SUPERSCRIPT TWO}"],
         ["show", "ring", "--load", "no_such_file.py"],
+        ["verify", "chain", "--collective", "broadcast", "--ranks", "2-4", "--root", "4"],
     ],
 )
 def test_schedule_errors(args: list[str]) -> None:
     assert invoke("schedule", *args).exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["show", "verify", "draw", "simulate"])
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--ranks", "2"], "the schedule in ring has ranks 3"),
+        (["--collective", "all_gather"], "has collective all_reduce"),
+        (["--root", "1"], "has root 0"),
+        (["--load", "plugin.py"], "--load is for algorithms that a Python file registers"),
+    ],
+)
+def test_options_that_contradict_the_schedule_in_a_file_are_refused(command: str, args: list[str], words: str, tmp_path: Path) -> None:
+    name = str(tmp_path / "ring")
+    Path(name).write_text(invoke("schedule", "show", "ring", "--ranks", "3").output)
+    assert invoke("schedule", command, name, "--ranks", "3", "--collective", "all_reduce", "--root", "0").exit_code == 0
+    result = invoke("schedule", command, name, *args)
+    assert result.exit_code == 2
+    assert words in message(result).replace(name, "ring")
+
+
+def test_the_name_of_a_file_with_a_schedule_needs_no_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").write_text(invoke("schedule", "show", "ring", "--ranks", "3").output)
+    Path("two_shot").write_text("an algorithm has this name, too")
+    assert "ring all_reduce over 3 ranks: right" in invoke("schedule", "verify", "mine").output
+    assert "two_shot all_reduce over 4 ranks: right" in invoke("schedule", "verify", "two_shot").output
 
 
 def test_a_rank_that_there_is_not_is_refused_before_anything_is_shown() -> None:
@@ -308,6 +336,7 @@ def test_a_simulated_run_is_a_trace(tmp_path: Path) -> None:
         (["--bandwidth", "0"], "x>0"),
         (["--bandwidth", "nan"], "finite"),
         (["--slot", "0"], "--slot is at least 1 byte"),
+        (["--trace", "-", "--json", "-"], "only one of --trace and --json"),
         (["--sizes", "8,0"], "a size is at least 1 byte"),
         (["--slot", "1", "--sizes", "1G"], "take larger slots"),
     ],

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from miraccl.errors import InvalidUsage, MiracclError, ScheduleError
 from miraccl.tools.options import File, Finite, KnownCommands, Numbers, OutputFile, Size, Sizes, read_bytes, write_json, write_text
@@ -123,13 +124,15 @@ def verify(algo: str, collective: str, ranks: str, root: int, plugin: str | None
 
     def builds() -> Iterator[tuple[Any, bool]]:
         """Each schedule, and whether its additions are said to have the order of the ranks."""
-        if _is_file(algo):
-            yield _build(algo, collective, 0, 0, plugin), False
+        if _is_file(algo, plugin):
+            yield _read(algo), False
             return
         kind = Collective[collective.upper()]
         _load(plugin)
-        algorithm = catalog.get(algo)
-        for n in _parse_ranks(ranks):
+        algorithm, numbers = catalog.get(algo), _parse_ranks(ranks)
+        if kind.rooted and root >= numbers.stop - 1:
+            raise InvalidUsage(f"--root {root} is not one of the {numbers.stop - 1} ranks 0..{numbers.stop - 2}")
+        for n in numbers:
             if algorithm.supports(kind, n):
                 yield algorithm.build(kind, n, min(root, n - 1)), algorithm.rank_ordered and kind.reduces
 
@@ -207,6 +210,8 @@ def simulate(algo: str, collective: str, ranks: int | None, root: int, plugin: s
             raise InvalidUsage("--nodes and --gpus belong to --topo")
         built = _build(algo, collective, ranks or 4, root, plugin)
         links = simulation.uniform(built.nranks, options["bandwidth"] or 100.0, options["latency"], direct=options["mesh"])
+    if options["trace_file"] == options["json_target"] == "-":
+        raise InvalidUsage("only one of --trace and --json can go to standard output")
     if options["slot"] < 1:
         raise InvalidUsage("--slot is at least 1 byte")
     if min(options["sizes"]) < 1:
@@ -225,25 +230,39 @@ def simulate(algo: str, collective: str, ranks: int | None, root: int, plugin: s
         print(simulation.table(built, links, records))
 
 
-def _is_file(algo: str) -> bool:
+def _is_file(algo: str, plugin: str | None) -> bool:
     """Whether ``ALGO`` means a file in the text form and not a registered name, which has neither a dot nor a slash."""
-    return "." in algo or "/" in algo
+    from miraccl.schedule import catalog
+
+    return "." in algo or "/" in algo or (not plugin and algo not in catalog.names() and Path(algo).is_file())
 
 
 def _build(algo: str, collective: str, ranks: int, root: int, plugin: str | None) -> Any:
-    """The schedule that the options mean; that in a file has its own collective and ranks."""
+    """The schedule that the options mean."""
     from miraccl.schedule import catalog
 
-    if _is_file(algo):
-        from miraccl.schedule.text import parse
-
-        try:
-            return parse(read_bytes(algo, "schedule").decode())
-        except UnicodeDecodeError:
-            raise InvalidUsage(f"the schedule {algo} is no text") from None
-
+    if _is_file(algo, plugin):
+        return _read(algo)
     _load(plugin)
     return catalog.get(algo).build(Collective[collective.upper()], ranks, root)
+
+
+def _read(path: str) -> Any:
+    """The schedule in a file, which says itself for what it is: options that say something else are refused."""
+    from miraccl.schedule.text import parse
+
+    context = click.get_current_context()
+    if context.params["plugin"]:
+        raise InvalidUsage("--load is for algorithms that a Python file registers, not for a schedule in a file")
+    try:
+        built = parse(read_bytes(path, "schedule").decode())
+    except UnicodeDecodeError:
+        raise InvalidUsage(f"the schedule {path} is no text") from None
+    for name, own in (("collective", built.collective.label), ("ranks", built.nranks), ("root", built.root)):
+        given = context.params[name]
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and str(given) != str(own):
+            raise InvalidUsage(f"--{name} {given}: the schedule in {path} has {name} {own}; leave the option out")
+    return built
 
 
 def _load(plugin: str | None) -> None:
