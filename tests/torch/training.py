@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,9 @@ def sparse(path: str) -> None:
     """Sums of sparse tensors, by themselves and as the gradients of an embedding under DDP, are those of Gloo."""
     with world(path) as (rank, nranks):
         other = gloo()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # PyTorch says once in a process what it has to say of sparse tensors
+            dist.all_reduce(torch.eye(2).to_sparse())
 
         def summed(group: Group) -> list[Any]:
             results = []

@@ -31,7 +31,8 @@ def all_reduce(comm: Communicator, tensor: Any, where: str) -> None:
     counts = comm.all_gather(np.array([own._nnz()])).tolist()
     indices = _gathered(comm, own.indices().t(), counts, where)
     values = _gathered(comm, own.values(), counts, where)
-    total = torch.sparse_coo_tensor(indices.t(), values, own.shape).coalesce()
+    checked = torch.sparse.check_sparse_tensor_invariants.is_enabled()  # not said, PyTorch warns that it is off
+    total = torch.sparse_coo_tensor(indices.t(), values, own.shape, check_invariants=checked).coalesce()
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.copy_(total)  # not its detach(): that one would get new entries, which the tensor does not see
 
