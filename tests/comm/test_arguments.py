@@ -224,6 +224,7 @@ WRONG: list[tuple[str, Any]] = [
     ("x has dtype complex64", lambda c: c.all_reduce(np.zeros(3, np.complex64))),
     ("x has dtype bool", lambda c: c.all_reduce(np.zeros(3, bool))),
     ("x has dtype object", lambda c: c.all_reduce(np.zeros(3, object))),
+    ("float8_e4m3, float8_e5m2 (float8_e4m3 is float8_e4m3fn here)", lambda c: c.all_reduce(np.zeros(3, ml_dtypes.float8_e4m3))),
     ("x has the other byte order", lambda c: c.all_reduce(np.zeros(3, ">f4"))),
     ("x is not contiguous", lambda c: c.all_reduce(GRID[:, 1])),
     ("x is not contiguous", lambda c: c.all_reduce(GRID.T)),

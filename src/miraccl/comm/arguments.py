@@ -54,7 +54,8 @@ def view(thing: Any, name: str, *, writes: bool, where: str) -> Memory:
     dtype = dtype_of(array)
     if dtype is None:
         reason = "has the other byte order" if array.dtype.newbyteorder() in NUMPY_DTYPE.values() else f"has dtype {array.dtype}"
-        raise InvalidUsage(f"{where}: {name} {reason}; allowed are {ALLOWED}")
+        meant = next((NUMPY_DTYPE[code] for code in DType if code.label == str(array.dtype)), None)  # ml_dtypes has a float8_e4m3, too
+        raise InvalidUsage(f"{where}: {name} {reason}; allowed are {ALLOWED}", hint=f"{array.dtype} is {meant} here" if meant else None)
     if not array.flags.c_contiguous:
         hint = "pass numpy.ascontiguousarray(...) and copy the result back if you need it there"
         raise InvalidUsage(f"{where}: {name} is not contiguous (shape {array.shape}, strides {array.strides})", hint=hint)
