@@ -7,6 +7,7 @@ import os
 import sys
 
 from miraccl import params
+from miraccl.errors import InvalidUsage
 
 LEVELS = {
     "none": logging.CRITICAL + 1,
@@ -33,7 +34,10 @@ def configure() -> None:
         handler.setFormatter(logging.Formatter(f"miraccl %(levelname)s [{os.getpid()}] %(name)s: %(message)s"))
         root.addHandler(handler)
         root.propagate = False
-    inverted, named = parse_subsystems(params.DEBUG_SUBSYS.read())
+    text, variable = params.DEBUG_SUBSYS.resolve()
+    inverted, named = parse_subsystems(text)
+    if variable.startswith("MIRACCL_") and not named <= set(SUBSYSTEMS):  # NCCL has others, which mean nothing here
+        raise InvalidUsage(f"{variable}={text!r}: allowed are all, {', '.join(SUBSYSTEMS)}, separated by commas, and ^ in front")
     quiet = max(LEVELS[level], logging.WARNING)
     root.setLevel(quiet if named and not inverted else LEVELS[level])
     for subsystem in named:

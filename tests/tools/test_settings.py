@@ -90,6 +90,7 @@ def levels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("ALL", set(trace.SUBSYSTEMS)),
         ("bootstrap, tuning", {"bootstrap", "tuning"}),
         ("INIT,NET", {"init", "socket"}),
+        ("INIT,COLL", {"init"}),
         ("^NET", set(trace.SUBSYSTEMS) - {"socket"}),
         ("^ALL", set()),
     ],
@@ -116,6 +117,13 @@ def test_no_logging_is_none_of_any_subsystem(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_wrong_level_is_told_by_the_name_of_its_variable(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "loud")
     with pytest.raises(InvalidUsage, match=f"^{variable}='loud': allowed are none, warn"):
+        trace.configure()
+
+
+@pytest.mark.parametrize("subsystems", ["bootstap", "init,coll", "^sockets"])
+def test_a_subsystem_that_there_is_not_is_refused_in_a_variable_of_ours(monkeypatch: pytest.MonkeyPatch, subsystems: str) -> None:
+    monkeypatch.setenv("MIRACCL_DEBUG_SUBSYS", subsystems)
+    with pytest.raises(InvalidUsage, match=re.escape(f"MIRACCL_DEBUG_SUBSYS={subsystems!r}: allowed are all, bootstrap, cache, ")):
         trace.configure()
 
 
