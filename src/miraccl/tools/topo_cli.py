@@ -30,8 +30,8 @@ MAX_CPU_RANKS = 576
 def topo() -> None:
     """Show, read and compare the topology of machines.
 
-    FILE is a topology file as NCCL writes it (NCCL_TOPO_DUMP_FILE); without it this machine is detected. What is shown is what NCCL 2.28.9
-    would see on that machine, with the NCCL_* settings of the environment.
+    FILE is a topology file as NCCL writes it (NCCL_TOPO_DUMP_FILE); without it NCCL_TOPO_FILE, or this machine, is taken. What is shown is
+    what NCCL 2.28.9 would see on that machine, with the NCCL_* settings of the environment.
 
     \b
     Examples:
