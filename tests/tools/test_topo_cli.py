@@ -135,6 +135,15 @@ def test_detect_writes_a_file_that_can_be_shown(tmp_path):
     assert tree["element"] == "system"
 
 
+def test_detect_writes_both_files_that_are_asked_for(tmp_path):
+    out = tmp_path / "here.xml"
+    tree = json.loads(call("detect", "--root", str(tmp_path), "--cpu-ranks", "3", "--out", str(out), "--json", "-"))
+    assert tree["element"] == "system"
+    assert call("show", str(out)).startswith("maxBw 12 GB/s, totalBw 12 GB/s, 3 GPUs, 0 nets")
+    with pytest.raises(InvalidUsage, match="only one of --out and --json"):
+        call("detect", "--out", "-", "--json", "-")
+
+
 def test_the_environment_counts(monkeypatch):
     monkeypatch.setenv("NCCL_TOPO_FILE", A100)
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")

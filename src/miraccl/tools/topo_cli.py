@@ -78,7 +78,10 @@ def _options(nodes: int, gpus: tuple[int, ...] | None, fuse: bool, collnet: bool
 
 @topo.command(short_help="Detect this machine and write its topology file.")
 @click.option(
-    "--out", type=OutputFile(), metavar="FILE", default="-", help="Where to write the topology file; - is standard output.  [default: -]"
+    "--out",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Where to write the topology file; - is standard output.  [default: -, or nowhere with --json]",
 )
 @click.option(
     "--cpu-ranks",
@@ -94,7 +97,7 @@ def _options(nodes: int, gpus: tuple[int, ...] | None, fuse: bool, collnet: bool
 )
 @click.option("--base", type=File(), help="Topology file to complete, such as the PCI tree of a provider's virtual machine.")
 @_json_option
-def detect(out: str, cpu_ranks: int | None, root: str, base: str | None, json_target: str | None) -> None:
+def detect(out: str | None, cpu_ranks: int | None, root: str, base: str | None, json_target: str | None) -> None:
     """Detect this machine: PCI tree and NUMA domains, nets, GPUs and their links.
 
     \b
@@ -104,14 +107,16 @@ def detect(out: str, cpu_ranks: int | None, root: str, base: str | None, json_ta
     from miraccl.topo.detect import detect_machine
     from miraccl.topo.xmlfile import read_topology
 
+    if out == json_target == "-":
+        raise InvalidUsage("only one of --out and --json can go to standard output")
     tree = read_topology(base).root if base else None
     machine = detect_machine(root, cpu_ranks=cpu_ranks, gpus=None if root == "/" else (), base=tree)
     for _, text in machine.notes:
         click.echo(f"note: {text}", err=True)
     if json_target:
         write_json(json_target, _tree(machine))
-        return
-    _write(machine, out)
+    if out or not json_target:
+        _write(machine, out or "-")
 
 
 def _write(file: XmlFile, out: str) -> None:
