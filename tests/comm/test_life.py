@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
 import os
+import pickle
 import signal
 import threading
 import time
@@ -515,6 +517,14 @@ def descriptors() -> list[int]:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_communicator_is_neither_copied_nor_pickled(duplicate: Callable[[Any], Any]) -> None:
+    with Communicator(1, miraccl.get_unique_id(), 0) as comm:
+        with pytest.raises(TypeError, match=r"neither pickled nor copied \(other processes get a rank of their own"):
+            duplicate(comm)
+        assert comm.all_reduce(np.ones(2)).tolist() == [1, 1]
+
+
 def test_communicators_of_one_job_share_its_descriptors() -> None:
     for before, during, after in run_ranks(descriptors, 3):
         assert before == during == after

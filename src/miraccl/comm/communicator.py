@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from miraccl.bootstrap import Session, UniqueId
 from miraccl.comm.control import FINALIZE
@@ -221,6 +221,11 @@ class Communicator(Operations):
         except MiracclError:
             if value is None:
                 raise
+
+    def __reduce__(self) -> NoReturn:
+        """A shallow copy would count parts by itself, and have a GPU side of its own."""
+        advice = "other processes get a rank of their own, by miraccl.init() or a unique id"
+        raise TypeError(f"a Communicator belongs to the process that made it and can be neither pickled nor copied ({advice})")
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.nranks}{' closed' if self._member.closed else ''}>"
