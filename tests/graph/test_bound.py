@@ -210,6 +210,12 @@ def test_one_slow_rank_limits_an_all_gather_but_less_an_all_reduce() -> None:
     assert bound.all_reduce_ceiling == Fraction(3, 2)
 
 
+@pytest.mark.parametrize(("ranks", "words"), [(2, "rank 0 has 3 GB/s over 1 link ("), (3, "2 ranks (0, 1) share 3 GB/s over 1 link (")])
+def test_the_narrowest_cut_is_a_sentence(ranks: int, words: str) -> None:
+    line = {(a, a + 1): Fraction(3) for a in range(ranks - 1)} | {(a + 1, a): Fraction(9) for a in range(ranks - 1)}
+    assert bound_of_network(network(ranks, 0, line)).all_gather_cut.sentence().startswith(words)
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 def test_copies_of_a_node_are_taken_as_alike(nodes: int) -> None:
     """The short cut through symmetry gives what the whole graph gives."""

@@ -44,7 +44,8 @@ class Bottleneck:
     def sentence(self) -> str:
         shown = _some([f"{a} to {b}" for a, b, _ in self.links], 4)
         links = f"{len(self.links)} link{'' if len(self.links) == 1 else 's'}"
-        return f"{len(self.inside)} ranks ({_some(self.inside, 8)}) share {float(self.capacity):g} GB/s over {links} ({shown})"
+        ranks = f"rank {self.inside[0]} has" if len(self.inside) == 1 else f"{len(self.inside)} ranks ({_some(self.inside, 8)}) share"
+        return f"{ranks} {float(self.capacity):g} GB/s over {links} ({shown})"
 
 
 @dataclass(frozen=True, kw_only=True)
