@@ -20,7 +20,7 @@ class Registry(Generic[T]):
         if name in self._entries:
             raise InvalidUsage(f"{self.kind} {name!r} is registered already")
         if not name or name != name.lower():
-            raise InvalidUsage(f"the name of a {self.kind} is lower case, got {name!r}")
+            raise InvalidUsage(f"names of {self.kind}s are lower case, got {name!r}")
         self._entries[name] = entry
         return entry
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -89,6 +91,28 @@ def test_a_name_is_taken_once(mine):
         catalog.register("mine", collectives=[C.BROADCAST], sentence="Again.")(lambda collective, nranks, root: None)  # type: ignore[arg-type,return-value]
 
 
+def test_names_of_built_in_algorithms_are_taken_from_the_beginning():
+    program = """
+from miraccl.schedule import catalog
+try:
+    catalog.register("ring", collectives=[], sentence="Mine.")(print)
+except ValueError as error:
+    print(error)
+catalog.unregister("chain")
+catalog.register("chain", collectives=[], sentence="Mine.")(print)
+print(catalog.get("ring").builtin, catalog.get("chain").builtin)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == ["algorithm 'ring' is registered already", "True False"]
+
+
+@pytest.mark.parametrize("wrong", ["all_reduce", 0])
+def test_the_collectives_of_an_algorithm_are_collectives(wrong):
+    with pytest.raises(InvalidUsage, match=f"'named': collectives has {wrong!r}; allowed are members of miraccl.Collective"):
+        catalog.register("named", collectives=[C.REDUCE, wrong], sentence="For tests.")(catalog.get("ring").builder)
+    assert "named" not in catalog.names()
+
+
 @pytest.mark.parametrize(("made", "name"), [(None, "NoneType"), ("ring", "str"), ([[]], "list")])
 def test_an_algorithm_builds_a_schedule(made, name):
     catalog.register("odd", collectives=[C.BROADCAST], sentence="For tests.")(lambda collective, nranks, root: made)
@@ -117,6 +141,7 @@ def test_a_builder_that_fails_is_named_with_what_to_do():
 
 def test_an_algorithm_in_the_place_of_a_built_in_one_is_proved(monkeypatch):
     """Also where ranks have an order, which built-in algorithms of that name follow."""
+    catalog.names()  # loads those that are built in
     monkeypatch.setattr(catalog, "_ALGORITHMS", Registry("algorithm"))
     catalog.register("ring", collectives=[C.BROADCAST], sentence="For tests.")(
         lambda collective, nranks, root: one_channel("ring", collective, [[] for _ in range(nranks)])

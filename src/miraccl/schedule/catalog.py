@@ -139,11 +139,17 @@ def register(
     """
 
     def add(builder: Build) -> Build:
+        builtin = builder.__module__.startswith(_BUILTIN)
+        if not builtin:
+            _load_builtins()  # whose names are taken
+        has = frozenset(collectives)
+        if wrong := [thing for thing in has if not isinstance(thing, Collective)]:
+            raise InvalidUsage(f"algorithm {name!r}: collectives has {wrong[0]!r}; allowed are members of miraccl.Collective")
         _ALGORITHMS.add(
             name,
             Algorithm(
                 name=name,
-                collectives=frozenset(collectives),
+                collectives=has,
                 builder=builder,
                 sentence=sentence,
                 rank_ordered=rank_ordered,
@@ -156,7 +162,7 @@ def register(
                 root=root,
                 latency=latency,
                 wire=wire,
-                builtin=builder.__module__.startswith(_BUILTIN),
+                builtin=builtin,
             ),
         )
         return builder
@@ -179,6 +185,7 @@ def register_schedule(schedule: Schedule, sentence: str = "A single schedule.") 
 
 def unregister(name: str) -> None:
     """Forget an algorithm, its schedules and its proofs."""
+    _load_builtins()
     _ALGORITHMS.remove(name)
     _built.cache_clear()
     _ordered.cache_clear()
