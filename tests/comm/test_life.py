@@ -8,10 +8,12 @@ import gc
 import itertools
 import os
 import pickle
+import resource
 import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from miraccl.comm.window import PAGE, Window
 from miraccl.comm.work import Worker
 from miraccl.errors import CollectiveMismatch, CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError, PeerDied, SystemFailure
 from miraccl.executor.cpu.kernels import layout as at
-from miraccl.transport.shm import Segment, slot_bytes_for
+from miraccl.transport.shm import Segment, default_window_bytes, slot_bytes_for
 from miraccl.wire.proxy_records import Loss, LossKind
 from tests.comm import cases
 from tests.comm.late_watcher import LateWatcher
@@ -582,6 +584,31 @@ def test_slots_share_a_budget(npeers: int, budget: int) -> None:
 
 
 # ---- window memory
+
+
+@pytest.mark.parametrize(
+    ("memory", "nranks", "size"), [(4 << 40, 8, 64 << 30), (4 << 40, 192, (512 << 30) // 192), (24 << 30, 8, 24 << 30)]
+)
+def test_windows_leave_addresses_for_other_communicators(memory: int, nranks: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank maps those of all: half a TiB of 128, however much memory the host has."""
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": PAGE, "SC_PHYS_PAGES": memory // PAGE}.__getitem__)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert default_window_bytes(nranks) == size // PAGE * PAGE
+
+
+@pytest.mark.multiprocess
+def test_ranks_whose_address_space_is_limited_have_window_memory() -> None:
+    """As batch systems limit it (``ulimit -v``), here to a gigabyte more than is mapped already."""
+    assert run_ranks(limited, 2) == [3.0, 3.0]
+
+
+def limited() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * PAGE + (1 << 30), resource.getrlimit(resource.RLIMIT_AS)[1]))
+    with miraccl.init(timeout=20) as comm:
+        x = comm.empty(1000, np.float32)
+        x[:] = comm.rank + 1
+        return float(comm.all_reduce(x)[-1])
 
 
 def make_window(pages: int) -> Window:

@@ -3,7 +3,7 @@
 Each rank makes two segments: one with its control page and its outgoing FIFOs, and one for window memory.  Segments are anonymous
 files (``memfd_create``), opened by peers as ``/proc/<pid>/fd/<n>``: they never have a name that could be left behind, whatever kills
 the job.  Once all peers have mapped them, no descriptor is kept.  Pages count only once they are touched, so the window segment may be as
-large as the machine.
+large as the machine; addresses are what could run out, on hosts with much memory and many ranks or communicators.
 
 A rank's budget for FIFOs is shared out among its peers: memory is linear in the number of ranks of a host.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,9 @@ CONTROL_BYTES = fifo.PAGE_BYTES
 DEFAULT_BUDGET = 4 << 20
 """Bytes of all outgoing FIFOs of a rank (NCCL takes 4 MiB per connection)."""
 SMALLEST_SLOT, LARGEST_SLOT = 2 * fifo.PAGE_BYTES, 64 << 10
+ADDRESSES = 1 << 47
+"""Bytes that a process can map on x86-64; on aarch64 not fewer."""
+COMMUNICATORS = 256
 MAGIC = 0x6D697261
 
 
@@ -88,9 +92,13 @@ class Segment:
             os.close(fd)
 
 
-def default_window_bytes() -> int:
-    """Address space for window memory: all of the machine's memory; none of it is taken before it is used."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def default_window_bytes(nranks: int) -> int:
+    """Address space for the window memory of one of ``nranks`` ranks of a host, each of which maps all of them: the machine's memory, none
+    of which is taken before it is used, but no more than leaves addresses for ``COMMUNICATORS`` communicators."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    space = ADDRESSES if limit == resource.RLIM_INFINITY else min(limit, ADDRESSES)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(memory, space // COMMUNICATORS // nranks) // fifo.PAGE_BYTES) * fifo.PAGE_BYTES
 
 
 class ShmTransport(Transport):
@@ -115,7 +123,7 @@ class ShmTransport(Transport):
         size = CONTROL_BYTES + len(self._order) * self._fifo_bytes
         self.segment = Segment.create(f"miraccl-rank{endpoint.rank}", size)
         try:
-            self.window = Segment.create(f"miraccl-window{endpoint.rank}", window_bytes or default_window_bytes())
+            self.window = Segment.create(f"miraccl-window{endpoint.rank}", window_bytes or default_window_bytes(1 + len(peers)))
         except SystemFailure:
             self.segment.release()
             raise
