@@ -35,9 +35,9 @@ def configure() -> None:
         root.addHandler(handler)
         root.propagate = False
     text, variable = params.DEBUG_SUBSYS.resolve()
+    if variable.startswith("MIRACCL_") and (wrong := judge_subsystems(text)):  # NCCL has others, which mean nothing here
+        raise InvalidUsage(f"{variable}={text!r}: {wrong}")
     inverted, named = parse_subsystems(text)
-    if variable.startswith("MIRACCL_") and not named <= set(SUBSYSTEMS):  # NCCL has others, which mean nothing here
-        raise InvalidUsage(f"{variable}={text!r}: allowed are all, {', '.join(SUBSYSTEMS)}, separated by commas, and ^ in front")
     quiet = max(LEVELS[level], logging.WARNING)
     root.setLevel(quiet if named and not inverted else LEVELS[level])
     for subsystem in named:
@@ -51,3 +51,9 @@ def parse_subsystems(text: str) -> tuple[bool, frozenset[str]]:
     if "all" in names:
         return inverted, frozenset(SUBSYSTEMS if inverted else ())
     return inverted, frozenset(_NCCL_NAMES.get(name, name) for name in names)
+
+
+def judge_subsystems(text: str) -> str:
+    """What is allowed, if ``text`` names a subsystem that there is not."""
+    known = parse_subsystems(text.lower())[1] <= set(SUBSYSTEMS)
+    return "" if known else f"allowed are all, {', '.join(SUBSYSTEMS)}, separated by commas, and ^ in front"

@@ -214,6 +214,8 @@ def test_without_a_fabric_there_is_nothing_to_say() -> None:
         ({"MIRACCL_PROTO": "LL128"}, "note", "overridden"),
         ({"MIRACCL_PROTO": "ll129"}, "note", "allowed are simple, ll, ll128"),
         ({"MIRACCL_DEBUG": "loud"}, "note", "MIRACCL_DEBUG='loud': allowed are none, warn"),
+        ({"MIRACCL_DEBUG_SUBSYS": "^sockets"}, "note", "MIRACCL_DEBUG_SUBSYS: allowed are all, bootstrap, cache"),
+        ({"MIRACCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_SUBSYS": "COLL"}, "ok", "MIRACCL_DEBUG_SUBSYS=INIT,NET"),
         ({"MIRACCL_SMSS": "4"}, "note", "did you mean MIRACCL_SMS?"),
         ({"MIRACCL_SMS": "many"}, "note", "whole number"),
     ],

@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from miraccl import trace
 from miraccl.errors import MiracclError
 from miraccl.params import PROTOCOLS
 from miraccl.schedule import catalog
@@ -233,6 +234,7 @@ _OPINIONS: dict[str, Callable[[str], str]] = {
     "NCCL_ALGO": lambda value: value and _WISHED,
     "MIRACCL_PROTO": lambda value: value and (_PICKED if value.lower() in PROTOCOLS else f"{_NO_PROTOCOL} {', '.join(PROTOCOLS)}"),
     "NCCL_PROTO": lambda value: value and _WISHED,
+    "MIRACCL_DEBUG_SUBSYS": trace.judge_subsystems,
 }
 _PREFIXES = ("MIRACCL_", "NCCL_")
 _NAMES = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER", "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")
