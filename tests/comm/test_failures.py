@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from miraccl.comm.differences import parted
+from miraccl.comm.differences import differences, parted
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.tools.spawn import Outcome
 from miraccl.types import Collective
@@ -58,7 +58,7 @@ def test_a_mismatch_names_ranks_and_field_on_every_rank(field: str, ranks_per_ho
         assert MISMATCHES[field] in got["text"]
         one, two = sorted({0, 1, 2} - {odd})  # one of which may not have come yet
         assert f"on rank {odd}" in got["text"]
-        assert any(f"on rank{who}" in got["text"] for who in (f" {one}", f" {two}", f"s {one}, {two}"))
+        assert any(f"on rank{who}" in got["text"] for who in (f" {one}", f" {two}", f"s {one} and {two}"))
 
 
 def test_a_mismatch_of_large_operations() -> None:
@@ -155,7 +155,7 @@ MESSAGE = int(Collective.SEND_RECV) << 16
 @pytest.mark.parametrize(
     ("statuses", "text"),
     [
-        ([board(4), board(3, **IN_SPLIT), board(4)], "all_reduce on ranks 0, 2, split on rank 1"),
+        ([board(4), board(3, **IN_SPLIT), board(4)], "all_reduce on ranks 0 and 2, split on rank 1"),
         ([board(4, p2p_sig=MESSAGE, peer=1), board(4, **IN_SPLIT)], "send_recv on rank 0, split on rank 1"),
         ([board(4, p2p_sig=MESSAGE, peer=2), board(4, **IN_SPLIT), board(4)], ""),  # waits for somebody else
         ([board(4), board(4, **IN_SPLIT), board(3)], ""),  # rank 2 is missing in operation 4, which rank 1 has behind it
@@ -169,6 +169,11 @@ def test_who_has_called_something_else(statuses: list[dict[str, Any]], text: str
     found = parted(dict(enumerate(statuses)))
     assert found.endswith(text)
     assert bool(found) == bool(text)
+
+
+def test_lists_of_ranks_and_values_are_told_apart() -> None:
+    found = differences({0: {"count": "4"}, 1: {"count": "5"}, 2: {"count": "4"}, 3: {"count": "4"}})
+    assert found.endswith(": count is 4 on ranks 0, 2 and 3, 5 on rank 1")
 
 
 @pytest.mark.parametrize("field", ["algo", "deterministic", "buffsize"])

@@ -131,4 +131,6 @@ def activity(board: dict[str, Any], newest: int) -> str:
 
 
 def _ranks(who: list[int]) -> str:
-    return f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"
+    """Ends with ``and``: behind a comma stands another value, which may be a number, too."""
+    *some, last = map(str, who)
+    return f"ranks {', '.join(some)} and {last}" if some else f"rank {last}"
