@@ -198,6 +198,14 @@ def test_a_death_ends_what_waits(hosts: str, apart: bool, sends: bool) -> None:
     _check_death(rank_outcomes(fake_hosts.death, len(hosts), hosts, apart, sends))
 
 
+@pytest.mark.parametrize(("hosts", "what"), [("AB", "all_reduce"), ("AB", "recv"), ("AB", "send"), ("ABC", "large")])
+def test_a_rank_that_leaves_is_not_waited_for(hosts: str, what: str) -> None:
+    texts = run_ranks(fake_hosts.leaves, len(hosts), hosts, what)
+    assert texts[0].startswith("PeerDied: ")
+    assert f"rank {len(hosts) - 1} has left the communicator" in texts[0]
+    assert not texts[-1]
+
+
 @needs_compiler
 def test_a_death_ends_kernels_that_wait() -> None:
     env = SMALL | {"MIRACCL_EMULATOR_CACHE": str(folder())}

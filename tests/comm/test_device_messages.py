@@ -222,8 +222,22 @@ def test_a_wait_ends_with_an_abort_and_when_a_peer_leaves() -> None:
                 ranks[0].control[at.CTRL_ABORT // 8] = at.ERR_ABORTED
             else:
                 ranks[0].context.gone[1] = 1
+                ranks[1].sockets[0].shutdown(socket.SHUT_WR)
             thread.join(WAIT_S)
             assert codes == [code]
+
+
+def test_what_a_peer_sent_before_it_left_is_taken() -> None:
+    with connected(2) as ranks:
+        ranks[0].context.gone[1] = 1
+        got, codes = np.zeros(1, np.uint8), list[int]()
+        thread = threading.Thread(target=lambda: codes.append(ranks[0].run([message(True, 1, 1)], got)[0]))
+        thread.start()
+        while ranks[0].board(at.BOARD_STATE) != at.STATE_WAITING:
+            pass
+        assert ranks[1].run([message(False, 0, 1)], np.full(1, 7, np.uint8))[0] == at.OK
+        thread.join(WAIT_S)
+        assert (codes, got[0]) == ([at.OK], 7)
 
 
 def test_nothing_begins_where_the_doors_are_shut_or_after_an_abort() -> None:

@@ -739,6 +739,31 @@ def death(hosts: str, apart: bool, sends: bool, kernels: bool = False) -> str:
         return _fault(w, x, (PeerDied,))
 
 
+def leaves(hosts: str, what: str, kernels: bool = False) -> str:
+    """The last rank closes, and waits for the others as long as that takes; they wait for it in vain."""
+    vars(several)["CLOSE_WAIT_S"] = 600.0
+    with session() as world:
+        w = World(world, hosts, apart=True, kernels=kernels, timeout=30.0)
+        x, big, last = w.zeros(1000, DType.FLOAT32), w.zeros(1 << 22, DType.FLOAT32), w.nranks - 1
+        w.comm.all_reduce(x)
+        w.comm.synchronize()
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": lambda: w.comm.all_reduce(x),
+            "recv": lambda: w.comm.recv(x, last),
+            "send": lambda: w.comm.send(big, last),  # more than the kernel takes
+            "large": lambda: w.comm.all_reduce(big),
+        }
+        try:
+            if w.rank != last:
+                calls[what]()
+                w.comm.synchronize()
+        except MiracclError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            w.comm.close()
+        return ""
+
+
 def told_between_checks() -> str:
     """What a call raises that has found nothing wrong between the hosts, and is late to look at its own."""
     with session() as world:

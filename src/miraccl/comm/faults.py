@@ -284,7 +284,7 @@ class Faults:
             return self.spread(CollectiveTimeout(text, graph=graph, rank=self.rank, peer=peer, op=op, hint=HINT))
         if code == at.ERR_PARTED and self.control.told_by(peer) != control.FINALIZE:
             return self.spread(self._parted(peer, op))
-        if code in (at.ERR_LEFT, at.ERR_PARTED):
+        if code in (at.ERR_LEFT, at.ERR_PARTED) or (code == at.ERR_CUT and peer in self.left):
             left = of_leave(peer, self.left.get(peer, "finalized"), rank=self.rank, op=op)
             left.hint = HINT
             return self.spread(self._behind(left, self.statuses()))

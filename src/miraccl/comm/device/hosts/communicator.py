@@ -328,6 +328,12 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
                 self.faults.fail(found)
         self.check()
 
+    def _leave(self) -> None:
+        """Tell the others that this rank's GPU and lanes have ended their work for good: who still waits for them does so in vain."""
+        if not self.local.faults.broken:
+            self.local.faults.leave()
+        self.jobs.leave()
+
     def close(self, told: bool = False) -> MiracclError | None:
         """Free everything, after this rank's GPU has ended its work; may be called twice. Gives what was found and no call has told;
         ``told`` as of ``DeviceCommunicator.close``."""
@@ -338,8 +344,10 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             self.gpu.make_current()
             self.gpu.synchronize()
             tally = self.jobs.tally()
+            if self.faults.fault is None:
+                self._leave()
         if self.faults.fault is None:
-            with contextlib.suppress(MiracclError):  # no CPU communicator ends while another rank's stream needs it
+            with contextlib.suppress(MiracclError):  # what comes from others until then is counted
                 tallies = self.session.all_gather(tally, "gpu hosts close", CLOSE_WAIT_S)
                 mismatch = untaken.find([Tally.from_bytes(data) if data else None for data in tallies], self.rank)
         self.faults.closed = True

@@ -68,6 +68,9 @@ class DirectStreams:
             self._landings[number] = np.empty(nbytes, np.uint8)
         return self._landings[number]
 
+    def leave(self) -> None:
+        self._streams.leave()
+
     def close(self) -> None:
         """May be called twice."""
         self._streams.close()

@@ -248,6 +248,14 @@ class HostsJobs:
         for cpu in self._cpus:
             cpu.abort(reason)
 
+    def leave(self) -> None:
+        """Leave the CPU communicators, once all has ended: the lanes of others that wait for this rank do so in vain, and end. What they
+        need has been sent."""
+        for cpu in self._cpus:
+            cpu.finalize()
+        for streams in self._streams:
+            streams.leave()
+
     def finalize(self) -> None:
         """Leave the CPU communicators, after ``staging`` was closed."""
         self._watch.close()

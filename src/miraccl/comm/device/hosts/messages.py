@@ -84,6 +84,9 @@ class MessageStreams:
         ``between``: whether the lane is between operations."""
         return self._lookout.look(self._collectives, self._ways, between)
 
+    def leave(self) -> None:
+        self._streams.leave()
+
     def close(self) -> None:
         """May be called twice."""
         self._streams.close()

@@ -82,6 +82,12 @@ class PeerStreams:
     def descriptor(self, peer: int) -> int:
         return self._keeper.streams[peer].fileno()
 
+    def leave(self) -> None:
+        """Let the peers find the end behind what was sent to them; nothing is taken any more."""
+        for stream in self.sockets.values():
+            with contextlib.suppress(OSError):
+                stream.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         """May be called twice."""
         self._transport.close()

@@ -16,7 +16,7 @@ from miraccl.native.intrinsics import inline, load, load_acquire, pause, sched_y
 # arch/*/entry/syscalls; include/linux/socket.h; include/uapi/asm-generic/poll.h
 SYS_SENDMSG, SYS_RECVMSG, SYS_PPOLL = (211, 212, 73) if platform.machine() == "aarch64" else (46, 47, 271)
 MSG_DONTWAIT, MSG_NOSIGNAL = 0x40, 0x4000
-POLLIN, POLLOUT, POLLERR, POLLHUP = 1, 4, 8, 16
+POLLIN, POLLOUT, POLLERR, POLLHUP, POLLRDHUP = 1, 4, 8, 16, 0x2000
 
 
 @inline
@@ -133,18 +133,20 @@ def cut_off(exchange: int) -> int:
 
 @inline
 def look_around(ctx: int, exchange: int, now: int, idle: int) -> int:
-    """What may end a wait: an abort, the deadline, a peer that has left or to which there is no connection any more."""
+    """What may end a wait: an abort, the deadline, a peer that has left or to which there is no connection any more.
+
+    Who has left may have done its part first, so what it has sent is taken up to the end of its stream.
+    """
     ctrl, peer = load(ctx + at.CTX_CTRL), show_missing(ctx, exchange)
     if load_acquire(ctrl + at.CTRL_ABORT) != 0:
         return fail(ctx, at.ERR_ABORTED, peer, 0, load(ctrl + at.CTRL_ABORT))
     if expired(ctx, now):
         return fail(ctx, at.ERR_TIMEOUT, peer, 0, 0)
-    if peer >= 0 and load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0:
-        return fail(ctx, at.ERR_LEFT, peer, 0, 0)
-    if idle > ex.CUT_NS:
-        cut = cut_off(exchange)
-        if cut >= 0:
-            return fail(ctx, at.ERR_CUT, cut, 0, 0)
+    cut = cut_off(exchange)
+    if cut >= 0 and load_acquire(load(ctx + at.CTX_GONE) + 8 * cut) != 0:
+        return fail(ctx, at.ERR_LEFT, cut, 0, 0)
+    if cut >= 0 and idle > ex.CUT_NS:
+        return fail(ctx, at.ERR_CUT, cut, 0, 0)
     return at.OK
 
 
@@ -156,14 +158,15 @@ def nap(exchange: int, nanoseconds: int) -> None:
         row = load(exchange + ex.ROWS) + i * ex.ROW_BYTES
         wants = 0
         if load(row + ex.ENDED) == 0:
-            wants = POLLIN * (left(row + ex.IN) > 0) | POLLOUT * (left(row + ex.OUT) > 0)
+            to_come, to_go = left(row + ex.IN) > 0, left(row + ex.OUT) > 0
+            wants = POLLIN * to_come | POLLOUT * to_go | POLLRDHUP * (to_go and not to_come)  # who sends no more takes no more
         descriptor = load(row + ex.DESCRIPTOR) if wants != 0 else 0xFFFFFFFF  # -1: not looked at
         store(polls + 8 * i, descriptor | wants << 32)
     store(exchange + ex.TIME, 0)
     store(exchange + ex.TIME + 8, nanoseconds)
     if syscall(SYS_PPOLL, polls, count, exchange + ex.TIME, 0, 0, 0) > 0:
         for i in range(count):
-            if load(polls + 8 * i) >> 48 & (POLLERR | POLLHUP) != 0:  # what has come is read without asking again
+            if load(polls + 8 * i) >> 48 & (POLLERR | POLLHUP | POLLRDHUP) != 0:  # what has come is read without asking again
                 store(load(exchange + ex.ROWS) + i * ex.ROW_BYTES + ex.ENDED, 1)
 
 
