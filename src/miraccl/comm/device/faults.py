@@ -66,7 +66,7 @@ class DeviceFaults:
         self._fault: MiracclError | None = None
         self._found = False  # what kernels wrote is the fault, or came too late to be
         self._heard = False  # another rank's is the fault
-        self._told = False
+        self.told = False  # a call has raised the fault
         self._lock = threading.RLock()  # a signal handler may abort in the middle
         self._ended = threading.Event()
         self._engines: Engines | None = None  # whose streams wait for peers
@@ -90,7 +90,7 @@ class DeviceFaults:
             if fault is None and self.broken:
                 fault = CommunicatorAborted("the communicator was aborted", rank=self.rank)
         if fault is not None:
-            self._told = True
+            self.told = True
             raised = copy.copy(fault)  # each has a traceback of its own
             raised.op = fault.op or name or None
             raise raised
@@ -101,7 +101,7 @@ class DeviceFaults:
         its work."""
         self._take_in()
         fault = self._fault
-        if fault is None or self._told:
+        if fault is None or self.told:
             return None
         void = self._found or (self._heard and not told and (isinstance(fault, CollectiveMismatch) or self._stopped()))
         return fault if void else None

@@ -361,4 +361,4 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         self.jobs.finalize()
         if self._leaves:
             self.session.close()
-        return None if self.faults.told else mine or untold or mismatch
+        return None if self.faults.told or self.local.faults.told else mine or untold or mismatch
