@@ -64,6 +64,12 @@ def test_uneven_collectives(hosts: str, apart: bool) -> None:
     run_ranks(fake_hosts.uneven_collectives, len(hosts), hosts, apart, env=SMALL)
 
 
+@needs_compiler
+def test_ranks_pass_different_places_of_windows() -> None:
+    env = {"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}
+    run_ranks(fake_hosts.anywhere_in_windows, 4, "AABB", env=env, timeout=120.0)
+
+
 @pytest.mark.parametrize(("hosts", "apart"), [("AB", True), ("AB", False)])
 def test_counts_that_change_with_every_call_do_not_pile_up(hosts: str, apart: bool) -> None:
     run_ranks(fake_hosts.changing_counts, len(hosts), hosts, apart, env=SMALL)

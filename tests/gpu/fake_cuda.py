@@ -490,6 +490,7 @@ class FakeLocal:
         self.deterministic = options.deterministic
         self.symmetric, self.ways = types.SimpleNamespace(nbytes=0), list
         self.memory = lambda: {"device": 0, "windows": 0, "pinned": 0}
+        self.in_any_place = contextlib.nullcontext
 
     def judge(self) -> None:
         """The CPU communicator compares what comes."""

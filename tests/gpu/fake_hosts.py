@@ -279,6 +279,25 @@ def uneven_collectives(hosts: str, apart: bool) -> None:
         w.finish()
 
 
+def anywhere_in_windows(hosts: str) -> None:
+    """Ranks pass different places of a window, and plain memory, where that is allowed in one host, too."""
+    with session() as world:
+        w = World(world, hosts, kernels=True, apart=True)
+        count, total = 1001, w.nranks * (w.nranks + 1) / 2
+        window: DeviceMemory = w.comm.empty(4 * count, "float32").miraccl_view
+        x = w.put(np.full(count, w.rank + 1.0, np.float32))
+        for y in (window.part(w.rank * count, count), window.part(0, count) if w.rank == 1 else w.zeros(count, DType.FLOAT32)):
+            for root in range(2):  # the second time as a graph
+                w.comm.all_reduce(x, y)
+                w.comm.synchronize()
+                check(y, np.full(count, total), "all_reduce")
+                seen(y)[:] = w.rank
+                w.comm.broadcast(y, root)
+                w.comm.synchronize()
+                check(y, np.full(count, root), "broadcast")
+        w.finish()
+
+
 def changing_counts(hosts: str, apart: bool) -> None:
     """Counts that are others at every call, between calls that come again: as graphs, captured, and neither."""
     vars(hosts_jobs)["MOST_JOBS"] = 4

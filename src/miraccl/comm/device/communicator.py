@@ -15,7 +15,7 @@ import contextlib
 import ctypes
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from miraccl import trace
@@ -140,6 +140,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         self._launches: dict[tuple[Any, ...], Launch | OneSidedLaunch] = {}
         self._plans: dict[tuple[Any, ...], DevicePlan] = {}
         self._windows: Windows | None = None
+        self._places_agree = True
         self._engines = CopyEngines(self.gpu, self._kernels, self._comm_args, self.symmetric, self.ctas)
         self._kept = Kept(self.gpu)
         self._order = (orders or of_thread()).on(ordinal)
@@ -219,7 +220,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             key: tuple[Any, ...] = (collective, source.dtype, count, op, root)
             launch: AnyLaunch | None = None
             if self._engines.may_take(collective, self._windows is not None, count * source.dtype.itemsize):
-                place = self._windows.place(target) if self._windows is not None else None
+                place = self._windows.place(target) if self._windows is not None and self._places_agree else None
                 launch = self._engines.find(
                     collective, source.dtype, count, root, place, lambda: self.request(collective, source.dtype, count, SUM, root)
                 )
@@ -229,6 +230,15 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             enqueued = True
         if enqueued and (source.keep is not None or target.keep is not None):
             self._hold([source, target], self._doors.stream)
+
+    @contextlib.contextmanager
+    def in_any_place(self) -> Iterator[None]:
+        """Inside the block ranks may give outputs in different places of windows, or in none, so copy engines take none for a window's."""
+        self._places_agree = False
+        try:
+            yield
+        finally:
+            self._places_agree = True
 
     def _start(self, launch: AnyLaunch, source: int, target: int, stream: Any, collective: Collective) -> None:
         number = self._enter(collective.label, stream, launch.threads > SMALL_THREADS)

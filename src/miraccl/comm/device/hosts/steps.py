@@ -78,10 +78,11 @@ class TwoSteps:
         if mine.count:
             shape = self._cross_shape(Collective.ALL_REDUCE, mine, mine.count)
             self._between(shape, mine.dtype, op, (mine.address, mine.address), number, captured)
-        if share:
-            self.local.all_gather(shard, target.part(0, even), stream=number)
-        if rest:
-            self.local.broadcast(target.part(even, rest), last, stream=number)
+        with self.local.in_any_place():
+            if share:
+                self.local.all_gather(shard, target.part(0, even), stream=number)
+            if rest:
+                self.local.broadcast(target.part(even, rest), last, stream=number)
 
     def all_gather(self, source: DeviceMemory, target: DeviceMemory, number: int, captured: bool) -> None:
         """all_gather between hosts among ranks of equal index, then inside each host."""
@@ -121,7 +122,8 @@ class TwoSteps:
 
         def after(piece: int, slot: int) -> None:
             size = min(most, memory.count - piece * most)
-            self.local.broadcast(memory.part(piece * most, size), index, stream=number)
+            with self.local.in_any_place():
+                self.local.broadcast(memory.part(piece * most, size), index, stream=number)
 
         both = (memory.address, memory.address)
         self._between(shape, memory.dtype, SUM, both, number, captured, takes_part=index == self.at.index, after=after)
