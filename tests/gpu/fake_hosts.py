@@ -613,13 +613,13 @@ def lonely(hosts: str, apart: bool, sends: bool) -> str:
 
 
 def differing(hosts: str, apart: bool) -> str:
-    """Rank 0 adds, the others take the largest."""
+    """The ranks of the first host add, the others take the largest."""
     with session() as world:
         w = World(world, hosts, apart=apart)
         x = w.zeros(100, DType.FLOAT32)
         w.comm.all_reduce(x)
         w.comm.synchronize()
-        w.comm.all_reduce(x, None, RedOp.SUM if w.rank == 0 else RedOp.MAX)
+        w.comm.all_reduce(x, None, RedOp.SUM if w.comm.layout.host == 0 else RedOp.MAX)
         w.cuda.cuCtxSynchronize()
         return _fault(w, x, (CollectiveMismatch,))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from miraccl.bootstrap import Event, Notice, PeerLeft, PeerLost, Session
@@ -59,6 +59,7 @@ class Faults:
         """``alone``: see ``control``."""
         self.session, self.fabric = session, fabric
         self.rank, self.nranks = session.rank, session.nranks
+        self.called: Sequence[int] = range(session.nranks)  # the numbers of the ranks in errors of operations
         self._alone = alone
         self.fault: MiracclError | None = None
         self.lost: dict[int, str] = {}
@@ -158,7 +159,7 @@ class Faults:
         if self._needs_nobody:
             return
         self.lost[lost.rank] = lost.reason
-        error = of_death(lost, rank=self.rank)
+        error = of_death(lost, rank=self.called[self.rank], called=self.called)
         error.hint = HINT
         self.settle(self._behind(error))
 
@@ -182,7 +183,7 @@ class Faults:
             self._tell_loss(rank, loss)
 
     def _tell_loss(self, rank: int, loss: Loss, op: str | None = None) -> MiracclError:
-        error = loss.error(rank=self.rank, peer=rank)
+        error = loss.error(rank=self.called[self.rank], peer=self.called[rank])
         error.hint, error.op = HINT, op
         return self.spread(self._behind(error))
 
@@ -194,7 +195,7 @@ class Faults:
         if payload.get("kind") == lookout.KIND:
             lookout.end(str(payload.get("message")), payload.get("waits", {}))
             return
-        if (error := from_words(payload, rank=self.rank, source=source)) is not None:
+        if (error := from_words(payload, rank=self.called[self.rank], source=self._name(source))) is not None:
             error.hint = error.hint or HINT
             self.settle(self._behind(error))
 
@@ -251,7 +252,7 @@ class Faults:
         now = self.fabric.board()["seq"]
         for number in sorted(self.fabric.history(self.rank), key=lambda number: (number - now - 1) & at.SEQ_MASK):  # the oldest first
             if differing := self._compared(number, statuses or {}):
-                return CollectiveMismatch(differing, rank=self.rank, peer=error.peer, op=error.op, hint=HINT)
+                return CollectiveMismatch(differing, rank=self.called[self.rank], peer=error.peer, op=error.op, hint=HINT)
         return error
 
     # ---- from the thread that was waiting
@@ -263,14 +264,14 @@ class Faults:
         peer, step = context.get(at.CTX_ERR_PEER), context.get(at.CTX_ERR_STEP)
         want, got = context.get(at.CTX_ERR_WANT), context.get(at.CTX_ERR_GOT)
         board = self.fabric.board()
-        op = describe_operation(board)
+        op, rank, whom = describe_operation(board), self.called[self.rank], self._name(peer)
         if code in _BEHIND_S:
             self._await_news(_BEHIND_S[code])
             if self.fault is not None and self.fault.op is None:  # a death: it is told what it has interrupted
                 self.fault.op = op
             self._let_hear()
         if code == at.ERR_ABORTED:
-            error = CommunicatorAborted("the operation was aborted", rank=self.rank, op=op, hint=HINT)
+            error = CommunicatorAborted("the operation was aborted", rank=rank, op=op, hint=HINT)
             return self.fault or self.settle(self._behind(error))
         if self.fault is not None:
             return self.fault
@@ -278,39 +279,46 @@ class Faults:
             statuses = self.statuses()
             differing = "" if board["p2p_sig"] else self._compared(board["sig"] & at.SEQ_MASK, statuses)
             if differing := differing or parted(statuses) or self._waits_in_vain(peer, board, statuses):
-                return self.spread(CollectiveMismatch(differing, rank=self.rank, peer=peer, op=op, hint=HINT))
+                return self.spread(CollectiveMismatch(differing, rank=rank, peer=whom, op=op, hint=HINT))
             graph = self.wait_for_graph(statuses)
-            text = f"rank {self.rank} passed the deadline of {self.fabric.timeout:g} s while waiting for rank {peer} in step {step}"
-            return self.spread(CollectiveTimeout(text, graph=graph, rank=self.rank, peer=peer, op=op, hint=HINT))
+            text = f"rank {rank} passed the deadline of {self.fabric.timeout:g} s while waiting for rank {whom} in step {step}"
+            return self.spread(CollectiveTimeout(text, graph=graph, rank=rank, peer=whom, op=op, hint=HINT))
         if code == at.ERR_PARTED and self.control.told_by(peer) != control.FINALIZE:
             return self.spread(self._parted(peer, op))
         if code in (at.ERR_LEFT, at.ERR_PARTED) or (code == at.ERR_CUT and peer in self.left):
-            left = of_leave(peer, self.left.get(peer, "finalized"), rank=self.rank, op=op)
+            left = of_leave(whom, self.left.get(peer, "finalized"), rank=rank, op=op)
             left.hint = HINT
             return self.spread(self._behind(left, self.statuses()))
         if code == at.ERR_MISMATCH:
             if describe_signature(want)["collective"] == SEND_RECV and not board["p2p_sig"]:
                 op = "send/recv"  # of a group that has not waited yet: the board shows what was before it
-            return self.spread(CollectiveMismatch(self._mismatch(peer, want, got), rank=self.rank, peer=peer, op=op, hint=HINT))
+            return self.spread(CollectiveMismatch(self._mismatch(peer, want, got), rank=rank, peer=whom, op=op, hint=HINT))
         if code == at.ERR_SIZE:
-            text = f"ranks disagree on the size of a message: rank {self.rank} expects {want} bytes, rank {peer} sent {got}"
-            return self.spread(CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT))
+            text = f"ranks disagree on the size of a message: rank {rank} expects {want} bytes, rank {whom} sent {got}"
+            return self.spread(CollectiveMismatch(text, rank=rank, peer=whom, op=op, hint=HINT))
         if code == at.ERR_ENDED:
-            return self.spread(CollectiveMismatch(in_vain(self.rank, peer), rank=self.rank, peer=peer, op=op, hint=HINT))
+            return self.spread(CollectiveMismatch(self._in_vain(peer), rank=rank, peer=whom, op=op, hint=HINT))
         if code == at.ERR_CUT:
             return self._tell_loss(peer, Loss(LossKind.RESET, CLOSED_WITHOUT_A_WORD), op)
         if code == at.ERR_CMA:
-            text = f"the kernel refused to copy {want} bytes from the memory of rank {peer}"
+            text = f"the kernel refused to copy {want} bytes from the memory of rank {whom}"
             hint = "MIRACCL_CMA_DISABLE=1 avoids process_vm_readv"
-            return self.spread(SystemFailure(text, rank=self.rank, peer=peer, op=op, hint=hint))
-        return self.spread(MiracclError(f"the engine returned {code}", rank=self.rank, op=op))
+            return self.spread(SystemFailure(text, rank=rank, peer=whom, op=op, hint=hint))
+        return self.spread(MiracclError(f"the engine returned {code}", rank=rank, op=op))
+
+    def _name(self, rank: int) -> int:
+        """The number in errors; what is no rank stays as it is."""
+        return self.called[rank] if 0 <= rank < self.nranks else rank
+
+    def _in_vain(self, peer: int) -> str:
+        return in_vain(self.called[self.rank], self.called[peer])
 
     def _waits_in_vain(self, peer: int, board: dict[str, int], statuses: dict[int, dict[str, Any]]) -> str:
         """Where ``peer`` has ended the operation on ``board``, and nothing of what it sent is under way: so in words; else empty."""
         theirs = statuses.get(peer, {}).get("status")
         if board["p2p_sig"] or not isinstance(theirs, dict) or "sent" not in theirs or not has_ended(board, theirs):
             return ""
-        return in_vain(self.rank, peer) if theirs["sent"][self.rank] == self.fabric.context.received(peer) else ""
+        return self._in_vain(peer) if theirs["sent"][self.rank] == self.fabric.context.received(peer) else ""
 
     def _parted(self, peer: int, op: str) -> MiracclError:
         """The error of a wait for a rank that waits on the control plane."""
@@ -336,7 +344,7 @@ class Faults:
         for number in (got & at.SEQ_MASK, want & at.SEQ_MASK):
             if differing := self._compared(number, statuses):
                 return differing
-        return of_another_operation(self.rank, peer, want, got) or self._unlike(peer, want, got)
+        return of_another_operation(self.called[self.rank], self.called[peer], want, got) or self._unlike(peer, want, got)
 
     def _compared(self, number: int, statuses: dict[int, dict[str, Any]]) -> str:
         """How the ranks' operations with this number (``SEQ_MASK``) differ, as far as boards and ``statuses`` tell; else empty."""
@@ -346,14 +354,14 @@ class Faults:
             for entry in status.get("history", ()) if isinstance(status, dict) else ():
                 if isinstance(entry, list) and len(entry) == 3 and entry[0] == number:
                     found[rank] = (int(entry[1]), int(entry[2]))
-        return compared(found)
+        return compared({self.called[rank]: entry for rank, entry in found.items()})
 
     def _unlike(self, peer: int, want: int, got: int) -> str:
         """Two ranks whose messages do not belong together."""
         board = self.fabric.board()
         count = board["p2p_count"] if board["p2p_sig"] == want else board["count"] if board["sig"] == want else -1
         same_count = describe_signature(want)["count"] == describe_signature(got)["count"]
-        return unlike_messages(self.rank, (want, count), peer, (got, count if same_count else -1))
+        return unlike_messages(self.called[self.rank], (want, count), self.called[peer], (got, count if same_count else -1))
 
     def statuses(self) -> dict[int, dict[str, Any]]:
         """What all ranks are doing, as ``statuses.ask`` has it."""
@@ -370,9 +378,9 @@ class Faults:
             answer = statuses.get(rank, {"answered": False, "reason": "no answer"})
             board = answer.get("status")
             if rank in self.left:
-                lines.append(graph_line(rank, f"left the communicator ({self.left[rank]})"))
+                lines.append(graph_line(self.called[rank], f"left the communicator ({self.left[rank]})"))
             elif not answer.get("answered") or not isinstance(board, dict) or "seq" not in board:
-                lines.append(graph_line(rank, silence(answer)))
+                lines.append(graph_line(self.called[rank], silence(answer)))
             else:
-                lines.append(graph_line(rank, activity(board, newest), place(answer)))
+                lines.append(graph_line(self.called[rank], activity({**board, "peer": self._name(board["peer"])}, newest), place(answer)))
         return tuple(lines)
