@@ -193,6 +193,12 @@ def test_a_fault_that_is_heard_in_the_middle_of_a_call_is_told_as_what_it_is() -
         assert "rank 5 died: for a test" in text
 
 
+def test_what_a_call_finds_before_a_lane_tells_is_told_once() -> None:
+    for text in run_ranks(fake_hosts.told_by_a_lane_later, 2):
+        assert text.startswith("PeerDied: ")
+        assert "rank 5 died: for a test" in text
+
+
 @pytest.mark.parametrize("sends", [False, True])
 def test_a_stream_that_breaks_ends_what_waits_for_it(sends: bool) -> None:
     for text in run_ranks(fake_hosts.cut, 2, sends):

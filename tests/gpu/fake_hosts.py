@@ -802,6 +802,20 @@ def told_between_checks() -> str:
         return ""
 
 
+def told_by_a_lane_later() -> str:
+    """What a call of a new kind raises when the network is broken, and the lane that has found that is about to tell. The end does not."""
+    with session() as world:
+        w = World(world, "AB")
+        broken = w.comm.jobs.world._member.faults.settle(PeerDied("rank 5 died: for a test", rank=w.rank, peer=5))
+        try:
+            w.comm.all_reduce(w.zeros(10, DType.FLOAT32))
+        except MiracclError as error:
+            w.comm.faults.found(broken)
+            assert w.comm.close() is None, "it was told"
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
 def cut(sends: bool) -> str:
     """The stream that an operation takes breaks between ranks that live."""
     with session() as world:

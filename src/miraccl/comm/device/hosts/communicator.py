@@ -36,12 +36,22 @@ from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.comm.device.uneven import Uneven, UnevenCollectives, transfers_of
 from miraccl.comm.member import Options
 from miraccl.comm.stages import Stages
-from miraccl.errors import CommunicatorAborted, InvalidUsage, MiracclError, SystemFailure
+from miraccl.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    CommunicatorAborted,
+    InvalidUsage,
+    MiracclError,
+    PeerDied,
+    SystemFailure,
+)
 from miraccl.executor.cuda.moves import move_signature
 from miraccl.transport.cuda_p2p import Explanation
 from miraccl.types import Collective, DType
 
 CLOSE_WAIT_S = 10.0
+FAULTS = (CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, PeerDied, SystemFailure)
+"""What a call may raise other than that it is refused: of the driver, and of what the operation is made of, before that has told."""
 
 
 def make_device_communicator(
@@ -271,7 +281,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         number = self.local._enter(name, stream)
         try:
             yield number, self.gpu.capture_id(number) != 0
-        except SystemFailure as error:  # half of it may be enqueued: no rank can count on what comes next
+        except FAULTS as error:  # half of it may be enqueued: no rank can count on what comes next
             self.faults.fail(error)
             raise
         self.local._hold(views, number)
