@@ -187,6 +187,13 @@ def test_nor_are_those_inside_a_host(hosts: str, case: str) -> None:
 
 
 @needs_compiler
+def test_what_is_found_inside_a_host_at_the_end_is_told() -> None:
+    env = {"MIRACCL_SMS": "1", "MIRACCL_EMULATOR_CACHE": str(folder())}
+    for text in run_ranks(fake_hosts.unlike_at_the_end, 3, "AAB", env=env):
+        assert text.startswith("CollectiveMismatch: ")
+
+
+@needs_compiler
 def test_a_fault_that_is_heard_in_the_middle_of_a_call_is_told_as_what_it_is() -> None:
     for text in run_ranks(fake_hosts.told_between_checks, 2, env={"MIRACCL_EMULATOR_CACHE": str(folder())}):
         assert text.startswith("PeerDied: ")

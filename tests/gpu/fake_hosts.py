@@ -683,6 +683,17 @@ def unlike_collectives(hosts: str, kernels: bool, case: str) -> str:
         return _fault(w, w.zeros(10, DType.FLOAT32), (CollectiveMismatch,))
 
 
+def unlike_at_the_end(hosts: str) -> str:
+    """Rank 0 gathers to the last rank and the others to rank 0, and then all end: also messages inside a host are taken by nobody."""
+    with session() as world:
+        w = World(world, hosts, kernels=True, apart=True)
+        root = w.nranks - 1 if w.rank == 0 else 0
+        every = w.zeros(w.nranks, DType.FLOAT32) if w.rank == root else None
+        w.comm.gather_v(w.zeros(1, DType.FLOAT32), [1] * w.nranks, root, every)
+        error = w.comm.close()
+        return f"{type(error).__name__}: {error}"
+
+
 def uneven_again(hosts: str, kernels: bool) -> None:
     """Collectives with counts that are messages, with the same arrays, as graphs and captured, where some ranks have nothing to move."""
     with session() as world:

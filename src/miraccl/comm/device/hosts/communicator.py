@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -107,6 +108,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         self.faults = HostsFaults(session, let_go=self._let_go, abort_network=lambda reason: self.jobs.abort(reason))
         self._side: int | None = None
         self._cut = False  # lanes were at work when a fault ended that
+        self._ending = threading.RLock()  # a signal handler may abort in the middle
         self._local_session = session.sub(self.layout.mine, f"{session.name}/gpu host {self.layout.host}")
         with contextlib.ExitStack() as unless_made:
             unless_made.callback(self._local_session.close)
@@ -320,8 +322,10 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
 
     def _let_go(self, fault: MiracclError) -> None:
         """End what streams wait for."""
-        self._cut |= not self.jobs.staging.between_jobs
-        self.jobs.staging.drain()
+        with self._ending:
+            if not self.faults.closed:  # else the words of lanes are gone, and what the host's GPUs have done is still looked at
+                self._cut |= not self.jobs.staging.between_jobs
+                self.jobs.staging.drain()
         self.local.settle(fault)
 
     def abort(self, reason: str = "abort() was called") -> None:
@@ -360,7 +364,8 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             with contextlib.suppress(MiracclError):  # what comes from others until then is counted
                 tallies = self.session.all_gather(tally, "gpu hosts close", CLOSE_WAIT_S)
                 mismatch = untaken.find([Tally.from_bytes(data) if data else None for data in tallies], self.rank)
-        self.faults.closed = True
+        with self._ending:
+            self.faults.closed = True
         with contextlib.suppress(MiracclError):
             self.jobs.staging.close()
             self.replays.close()
