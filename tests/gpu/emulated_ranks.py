@@ -9,6 +9,7 @@ import os
 import queue
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -21,9 +22,10 @@ from miraccl.comm.arguments import DLTensor
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.order import Orders
+from miraccl.comm.device.stream import KEPT_STREAMS
 from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.member import Options
-from miraccl.errors import CommunicatorClosed, InvalidUsage, SystemFailure
+from miraccl.errors import CommunicatorClosed, InvalidUsage
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.types import Collective, PreMulSum, RedOp
 from tests.gpu.emulated_cuda import EmulatedCuda
@@ -885,30 +887,38 @@ def after_a_capture() -> None:
         part.finalize()
 
 
+class OwnStream:
+    """A stream that ends with its object, as CuPy's."""
+
+    def __init__(self, cuda: EmulatedCuda) -> None:
+        self._cuda, self.ptr = cuda, cuda.cuStreamCreate(1)[1]
+
+    def __del__(self) -> None:
+        self._cuda.cuStreamDestroy(self.ptr)
+
+
 def in_streams_that_end() -> None:
-    """A program may destroy the stream of an operation that is under way; of a number that is no stream nothing is kept."""
+    """The stream of the last operation lives on until another one has been ordered after it, however many come."""
     with rank() as me:
-        comm, n, gate = me.comm, me.nranks, threading.Event()
+        comm, n, current = me.comm, me.nranks, types.SimpleNamespace(stream=None)
         comm.barrier(stream=0)
-        x, stream, wait = me.put(np.full(9, me.rank + 1)), me.cuda.cuStreamCreate(1)[1], me.cuda.cuCtxSynchronize
-
-        def held_up() -> None:
-            assert gate.wait(30)
-
-        me.cuda.streams[stream].put(held_up)
-        comm.all_reduce(x, stream=stream)
-        with pytest.raises(SystemFailure, match="cuStreamIsCapturing: CUDA_ERROR_INVALID_HANDLE"):
-            comm.all_reduce(x, stream=12345)
-        me.cuda.cuStreamDestroy(stream)
-
-        def waited() -> Any:
-            gate.set()
-            return wait()
-
-        vars(me.cuda)["cuCtxSynchronize"] = waited
-        comm.all_reduce(x)
+        x, others = me.put(np.full(9, me.rank + 1)), len(me.cuda.streams)
+        for _ in range(2 * KEPT_STREAMS):
+            comm.all_reduce(x, op=RedOp.MAX, stream=OwnStream(me.cuda))
+        assert len(me.cuda.streams) <= others + KEPT_STREAMS + 1
+        for name in ("torch", "cupy"):
+            sys.modules.pop(name, None)
+        cuda = types.SimpleNamespace(get_current_stream=lambda: current.stream)
+        vars(sys)["modules"]["cupy"] = types.SimpleNamespace(cuda=cuda, ndarray=OwnStream)
+        for _ in range(2 * KEPT_STREAMS):
+            current.stream = OwnStream(me.cuda)
+            comm.all_reduce(x, op=RedOp.MAX)
+        current.stream = None
+        comm.all_reduce(x, stream=0)
         me.synchronize()
-        same(x, np.full(9, n * n * (n + 1) / 2))
+        same(x, np.full(9, n * n))
+        assert len(me.cuda.streams) <= others + KEPT_STREAMS + 1
+        del sys.modules["cupy"]
 
 
 def from_another_thread() -> None:

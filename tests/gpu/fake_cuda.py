@@ -42,7 +42,6 @@ class Result(enum.IntEnum):
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_INVALID_CONTEXT = 201
-    CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_NOT_SUPPORTED = 801
     CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704
 
@@ -340,8 +339,7 @@ class FakeCuda:
     def cuStreamIsCapturing(self, stream: int) -> tuple[Any, ...]:
         if self.current is None:
             return Result.CUDA_ERROR_INVALID_CONTEXT, None
-        if stream not in self.streams:
-            return Result.CUDA_ERROR_INVALID_HANDLE, None
+        assert stream in self.streams, "the driver ends the process"
         return Result.CUDA_SUCCESS, int(self.streams[stream].graph is not None)
 
     def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:

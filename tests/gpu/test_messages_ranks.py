@@ -80,7 +80,7 @@ def test_a_forked_child_has_no_gpu() -> None:
         assert [line[: len(start)] for line, start in zip(told, who, strict=True)] == who
 
 
-def test_streams_that_are_destroyed_or_none() -> None:
+def test_streams_that_end_with_their_objects() -> None:
     run(emulated_ranks.in_streams_that_end, 2)
 
 

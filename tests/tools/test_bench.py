@@ -38,7 +38,9 @@ def test_a_benchmark_writes_its_results(script: str, args: list[str], tmp_path: 
     assert "|" in (tmp_path / "result.md").read_text()
 
 
-@pytest.mark.parametrize("command", ["gpu_hosts.py", "gpu_links.py", "gpu_clock.py", "gpu_sweep.py", "call_overhead.py --devices cuda"])
+@pytest.mark.parametrize(
+    "command", ["gpu_hosts.py", "gpu_links.py", "gpu_clock.py", "gpu_sweep.py", "gpu_versions.py", "call_overhead.py --devices cuda"]
+)
 def test_without_a_gpu_a_line_says_what_is_missing(command: str) -> None:
     script, *words = command.split()
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

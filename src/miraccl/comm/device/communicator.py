@@ -36,7 +36,7 @@ from miraccl.comm.device.memory import DeviceMemory, kinds
 from miraccl.comm.device.messages import MessageCalls, frame_of
 from miraccl.comm.device.order import SMALL_THREADS, Orders, of_thread
 from miraccl.comm.device.rings import Ring, find_ring
-from miraccl.comm.device.stream import find_current_stream, number_of
+from miraccl.comm.device.stream import Owners, find_current_stream, number_of
 from miraccl.comm.device.windows import Windows
 from miraccl.comm.member import FOREIGN, Options
 from miraccl.comm.nccl_wishes import Wishes
@@ -147,6 +147,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         self._event = self.gpu.make_event()  # by which a stream waits for another
         self._outside = -1  # the stream of the last operation that was not captured, while captured ones follow it
         self._doors = self._open_doors()
+        self._owners = Owners(lambda: (self._doors.stream, self._outside))
         vars(self).update({f"_{name}": self._doors.door(name) for name in CALLS})
         rules = LaneRules(nranks=self.nranks, multiprocessors=self.ctas.most, frame=frame_of(self.symmetric))
         self._messages = MessageLaunches(self.gpu, self._kernels, self._comm_args, rules, self._doors)
@@ -356,10 +357,13 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         """A stream as the driver's number; None: the current one (``comm.device.stream``)."""
         if stream is None:
             if self._current_stream is None:
-                self._current_stream = find_current_stream()
+                self._current_stream = find_current_stream(self._owners.keep)
                 self._doors.ask_for_stream(self._current_stream)
             return self._current_stream(self.gpu.ordinal)
-        return number_of(stream)
+        number = number_of(stream)
+        if type(stream) is not int:
+            self._owners.keep(number, stream)
+        return number
 
     def _change_stream(self, number: int) -> None:
         """The first call in another stream, or after a capture, waits for what this communicator did outside of captures; inside of one for
@@ -376,13 +380,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
     def last_in(self, capture: int) -> int:
         """The stream of the last operation that a capture took in, of the last one that ran for 0; -1 where none is to be waited for."""
         last = self._outside if self._doors.captured and not capture else self._doors.stream
-        try:
-            return last if last != -1 and self.gpu.capture_id(last) == capture else -1
-        except SystemFailure:  # whoever had it has destroyed it, and the GPU may not have come past it
-            if not capture:
-                self.gpu.synchronize()
-                self._doors.held.clear()
-            return -1
+        return last if last != -1 and self.gpu.capture_id(last) == capture else -1
 
     def _enter(self, name: str, stream: Any, fills: bool = True) -> int:
         """What every operation begins with: raise what is known to be wrong, and the stream's number, ordered after the one before.
@@ -473,6 +471,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         with contextlib.suppress(MiracclError):
             self.gpu.make_current()
             self.gpu.synchronize()
+            self._owners.let_go()
             self.judge()
         together = not self.faults.broken
         if together:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from miraccl.errors import InvalidUsage
@@ -11,9 +12,33 @@ from miraccl.errors import InvalidUsage
 _TOO_LARGE = 1 << 63  # for an address, which a stream is, or one of the small numbers that stand for a default one
 
 
-def find_current_stream() -> Callable[[int], int]:
-    """How to ask for the current stream of a device: PyTorch's, CuPy's, or the legacy default stream."""
-    return _stream_of_torch() or _stream_now
+#: objects of streams that a communicator keeps, besides those of its last operations
+KEPT_STREAMS = 16
+
+
+class Owners:
+    """The objects whose streams a communicator was given. CuPy destroys a stream with its object, and the next operation in another stream
+    asks the driver about that of the last one: asked about one that was destroyed, the driver ends the process (580.159)."""
+
+    def __init__(self, in_use: Callable[[], Container[int]]) -> None:
+        """``in_use``: the streams of the last operations."""
+        self._in_use = in_use
+        self._objects: dict[int, Any] = {}
+
+    def keep(self, number: int, stream: Any) -> None:
+        if number not in self._objects and len(self._objects) >= KEPT_STREAMS:
+            used = self._in_use()
+            self._objects = {number: kept for number, kept in self._objects.items() if number in used}
+        self._objects[number] = stream
+
+    def let_go(self) -> None:
+        self._objects.clear()
+
+
+def find_current_stream(keep: Callable[[int, Any], None] = lambda number, stream: None) -> Callable[[int], int]:
+    """How to ask for the current stream of a device: PyTorch's, CuPy's, or the legacy default stream. ``keep`` hears of objects that may
+    destroy their streams, which PyTorch's do not."""
+    return _stream_of_torch() or functools.partial(_stream_now, keep)
 
 
 def _stream_of_torch() -> Callable[[int], int] | None:
@@ -21,12 +46,16 @@ def _stream_of_torch() -> Callable[[int], int] | None:
     return getattr(getattr(sys.modules.get("torch"), "_C", None), "_cuda_getCurrentRawStream", None)
 
 
-def _stream_now(ordinal: int) -> int:
+def _stream_now(keep: Callable[[int, Any], None], ordinal: int) -> int:
     """Without PyTorch what is there is looked up in every call: a program may import a library after its first operation."""
     if (of_torch := _stream_of_torch()) is not None:
         return of_torch(ordinal)
     of_cupy = getattr(getattr(sys.modules.get("cupy"), "cuda", None), "get_current_stream", None)
-    return 0 if of_cupy is None else int(of_cupy().ptr)
+    if of_cupy is None:
+        return 0
+    stream = of_cupy()
+    keep(number := int(stream.ptr), stream)
+    return number
 
 
 def number_of(stream: Any) -> int:
