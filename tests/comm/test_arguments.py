@@ -401,6 +401,8 @@ def test_a_prepared_operation_on_cpu_memory_takes_no_stream(comm: Communicator) 
 def test_the_patience_of_a_wait_is_any_number(comm: Communicator) -> None:
     for timeout in (1e300, 10**400, float("inf"), 0.5, 30):
         assert comm.all_reduce(np.ones(2), async_op=True).wait(timeout=timeout).sum() == 2
+        assert comm.all_reduce(np.ones(2), async_op=True).synchronize(timeout).sum() == 2  # as on GPU memory
+    assert comm.all_reduce(np.ones(2), async_op=True).wait(stream=0).sum() == 2
     work = comm.all_reduce(np.ones(2), async_op=True)
     for wrong in (float("nan"), "5", True, [1]):
         with pytest.raises(InvalidUsage, match="it is a number of seconds, or None"):

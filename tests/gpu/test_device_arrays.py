@@ -33,12 +33,16 @@ class Gpu:
 
     def __init__(self, captures: tuple[int, ...] = ()) -> None:
         self.ordered: list[tuple[int, int]] = []
-        self._captures = captures
+        self._captures, self._current = captures, False
 
     def owner(self, address: int) -> int:
         return 0
 
+    def make_any_current(self) -> None:
+        self._current = True
+
     def capture_id(self, stream: int) -> int:
+        assert self._current
         return int(stream in self._captures)
 
     def order_streams(self, before: int, after: int) -> None:

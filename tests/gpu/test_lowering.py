@@ -267,7 +267,6 @@ def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError('"cuda" can only be found via system search')
 
     monkeypatch.setattr(driver, "bindings", lambda name: Bindings)
-    assert driver.device_count() == 0
     with pytest.raises(MissingDependency, match=r"no NVIDIA driver.*miraccl doctor"):
         driver.Gpu(0)
 

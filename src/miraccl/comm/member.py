@@ -526,7 +526,7 @@ class _OpenWork(Work):
         self._member, self._entries = member, entries
         self._result = result
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None, *, stream: Any = None) -> Any:
         if (seconds := patience(timeout)) is not None:
             self._poll_until(seconds)
         if not self.done():

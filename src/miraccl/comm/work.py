@@ -32,8 +32,11 @@ class Work:
         self._result: Any = None
         self._error: BaseException | None = None
 
-    def wait(self, timeout: float | None = None) -> Any:
-        """The result, once it is there; raises the operation's error, or ``CollectiveTimeout`` after ``timeout`` seconds."""
+    def wait(self, timeout: float | None = None, *, stream: Any = None) -> Any:
+        """The result, once it is there; raises the operation's error, or ``CollectiveTimeout`` after ``timeout`` seconds.
+
+        ``stream`` says something on GPU memory alone; what is in CPU memory is there for every stream.
+        """
         if timeout is None and self._where is not None and not self._done.is_set():
             with Waiting(self._where):
                 self._done.wait()
@@ -42,6 +45,10 @@ class Work:
         if self._error is not None:
             raise self._error
         return self._result
+
+    def synchronize(self, timeout: float | None = None) -> Any:
+        """As ``wait``, which on GPU memory does not wait on the host."""
+        return self.wait(timeout)
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""

@@ -175,6 +175,7 @@ def _wait_for_producer(interface: dict[str, Any], stream: Any, gpu: Gpu | None) 
     consumer = find_current_stream()(gpu.ordinal) if stream is None else number_of(stream)
     if (int(producer) or at.STREAM_LEGACY) == (consumer or at.STREAM_LEGACY):
         return
+    gpu.make_any_current()
     if gpu.capture_id(int(producer)) == gpu.capture_id(consumer):  # what is not in the graph is no part of its order
         gpu.order_streams(int(producer), consumer)
 

@@ -55,15 +55,6 @@ def driver() -> Any:
     return cuda
 
 
-def device_count() -> int:
-    """GPUs that this process sees; 0 where there is no driver."""
-    try:
-        cuda = driver()
-        return int(check(cuda.cuDeviceGetCount(), "cuDeviceGetCount"))
-    except Exception:  # no package, no library, no driver, no device: all the same to who asks
-        return 0
-
-
 def ordinal_at(address: int) -> int | None:
     """The number of the GPU whose memory lies at ``address``; None for other memory, and where the driver does not say."""
     if pointer_attribute(POINTER_MEMORY_TYPE, address) != MEMORYTYPE_DEVICE or pointer_attribute(POINTER_IS_MANAGED, address):
