@@ -99,6 +99,13 @@ def test_the_public_way() -> None:
     run_ranks(fake_hosts.public_way, 2)
 
 
+def test_a_forked_child_and_who_has_finalized_have_no_gpu() -> None:
+    for told in run_ranks(fake_hosts.has_ended, 2):
+        assert len(told) == 4
+        assert all("CommunicatorClosed: " in line and "forked" in line for line in told[:2])
+        assert all("CommunicatorClosed: " in line and "finalized" in line for line in told[2:])
+
+
 WAITS = [(False, False), (True, False), (True, True)]
 """Collectives of CPU communicators over shared memory and over TCP, and receives."""
 

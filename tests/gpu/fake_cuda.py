@@ -490,6 +490,10 @@ class FakeLocal:
         self.memory = lambda: {"device": 0, "windows": 0, "pinned": 0}
         self.in_any_place = contextlib.nullcontext
 
+    @property
+    def closed(self) -> bool:
+        return self._cpu._member.closed
+
     def judge(self) -> None:
         """The CPU communicator compares what comes."""
 

@@ -7,6 +7,7 @@ import functools
 import itertools
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -551,6 +552,44 @@ def public_way() -> None:
         except MiracclError:
             return
         raise AssertionError("a finalized communicator went on")
+
+
+def has_ended() -> list[str]:
+    """What those are told that have no GPU side over hosts: a forked child, and a program after ``finalize``."""
+    from tests.gpu.fake_cuda import FakeArray
+
+    os.environ["MIRACCL_HOSTID"] = f"host{os.environ['MIRACCL_RANK']}"
+    cuda = FakeCuda().install()
+    with session() as world:
+        comm = Communicator.from_session(world, Options.create(timeout=30))
+        x = FakeArray(cuda, np.ones(10, np.float32))
+        works = [comm.all_reduce(x, async_op=True)]
+        comm.synchronize()
+        calls: tuple[Callable[[], Any], ...] = (lambda: comm.all_reduce(x), comm.synchronize)
+
+        def told() -> list[str]:
+            del comm._device.gpu.cuda  # type: ignore[union-attr]  # nobody calls the driver any more
+            lines = []
+            for call in (*calls, works.clear):
+                try:
+                    call()
+                except Exception as error:
+                    lines.append(f"{type(error).__name__}: {error}")
+            return lines
+
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            with open(writer, "w") as out:
+                sys.unraisablehook = lambda what: print(what.exc_value, file=out)
+                print(*told(), sep="\n", file=out)
+            os._exit(0)
+        os.close(writer)
+        with open(reader) as child:
+            lines = child.read().splitlines()
+        assert os.waitpid(pid, 0)[1] == 0
+        comm.finalize()
+        return [*lines, *told()]
 
 
 def abort(hosts: str, apart: bool, sends: bool) -> str:

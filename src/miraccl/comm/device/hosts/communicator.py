@@ -143,7 +143,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
 
     @property
     def closed(self) -> bool:
-        return self.faults.closed
+        return self.faults.closed or self.local.closed  # a forked child's are closed inside the host alone
 
     # ---- collectives
 
@@ -334,6 +334,8 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
 
     def synchronize(self) -> None:
         """Wait for this rank's GPU, then ``check``."""
+        if self.closed:
+            self.check()
         self.gpu.make_current()
         self.gpu.synchronize()
         if not self.closed and self.faults.fault is None:
