@@ -478,6 +478,19 @@ def test_capsules_are_handed_over_with_their_stream(side: Side) -> None:
     assert [(len(objects), stream) for objects, stream in side.held] == [(2, 0), (1, 5)]
 
 
+def test_a_stream_is_left_with_nothing_held_of_it(side: Side) -> None:
+    """The program may destroy it then."""
+    record, wait = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64), ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 3)
+    calls = record(lambda event, stream: 0), wait(lambda stream, event, flags: 0)
+    side.doors.follow_streams(1, *[ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls])
+    x = Packed(zeros())
+    assert (side.all_reduce(x, stream=0), len(side.doors.held)) == (0, 1)
+    assert (side.all_reduce(x, stream=5), side.doors.stream) == (1, 0)
+    side.doors.release()
+    assert (side.all_reduce(x, stream=5), side.doors.stream) == (0, 5)
+    assert [(len(objects), stream) for objects, stream in side.held] == [(1, 0)]
+
+
 def test_what_is_not_done_is_not_held(side: Side) -> None:
     x, odd, unknown = Packed(zeros()), Packed(zeros(24)[::2]), Packed(zeros(13))
     assert side.all_reduce(odd) == side.all_reduce(unknown) == side.all_reduce(x, unknown) == side.all_reduce(x, odd) == 1

@@ -14,6 +14,7 @@ from miraccl.native.intrinsics import (
     I64,
     PyErr_Clear,
     PyErr_ExceptionMatches,
+    PyList_Size,
     PyObject_Vectorcall,
     inline,
     load,
@@ -79,8 +80,11 @@ def captures(state: int, stream: int) -> bool:
 
 @inline
 def follow(state: int, stream: int) -> bool:
-    """Make ``stream`` wait for that of the operation before, and be that from now on. Captures and groups are Python's."""
+    """Make ``stream`` wait for that of the operation before, and be that from now on. Captures and groups are Python's, and so is a stream
+    of which something is held: it may be destroyed after this."""
     before, event = load(state + at.STATE_STREAM), load(state + at.STATE_EVENT)
+    if PyList_Size(load(state + at.STATE_HELD)) != 0:
+        return False
     if event == 0 or load32(load(state + at.STATE_GROUPS)) != 0 or captures(state, before) or captures(state, stream):
         return False
     if call_int2(load(state + at.STATE_RECORD), event, before) != 0 or call_int3(load(state + at.STATE_WAIT), stream, event, 0) != 0:
