@@ -46,7 +46,8 @@ def share_modules() -> None:
                     known[key] = own(self, cubin, entry)
         return known[key]
 
-    vars(sys.modules[Gpu.__module__])["Gpu"].load = load
+    patched: Any = Gpu
+    patched.load = load
 
 
 def operation(comm: Any, op: str, x: Any, y: Any) -> Callable[[], Any]:

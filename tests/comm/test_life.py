@@ -518,7 +518,6 @@ def descriptors() -> list[int]:
         return counts
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_communicator_is_neither_copied_nor_pickled(duplicate: Callable[[Any], Any]) -> None:
     with Communicator(1, miraccl.get_unique_id(), 0) as comm:
@@ -527,6 +526,7 @@ def test_a_communicator_is_neither_copied_nor_pickled(duplicate: Callable[[Any],
         assert comm.all_reduce(np.ones(2)).tolist() == [1, 1]
 
 
+@pytest.mark.multiprocess
 def test_communicators_of_one_job_share_its_descriptors() -> None:
     for before, during, after in run_ranks(descriptors, 3):
         assert before == during == after

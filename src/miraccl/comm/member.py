@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -21,7 +19,7 @@ import numpy as np
 
 from miraccl import __version__, params, trace
 from miraccl.bootstrap import Session
-from miraccl.comm import nccl_wishes, summary, whereabouts
+from miraccl.comm import forks, nccl_wishes, summary, whereabouts
 from miraccl.comm.arguments import data_type
 from miraccl.comm.calls import Call, Place, barrier
 from miraccl.comm.control import COUNTED_RANKS
@@ -29,6 +27,7 @@ from miraccl.comm.device.memory import MOST_BYTES
 from miraccl.comm.exchange import Entry, Exchange, Transfer
 from miraccl.comm.fabric import Beliefs, Fabric
 from miraccl.comm.faults import Faults
+from miraccl.comm.forks import why_closed
 from miraccl.comm.lookout import lookout
 from miraccl.comm.model import Constants, Shape, default_block_bytes
 from miraccl.comm.notices import of_abort
@@ -50,7 +49,6 @@ REASON_PENDING, REASON_CLOSED, REASON_OPEN = at.BUSY_PENDING, 2, 4
 MAX_RUNS = 2048
 CLOSE_WAIT_S = 10.0
 LOOK_S = 0.001
-FOREIGN = "the communicator belongs to the process that made it, from which this one was forked"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +173,7 @@ class Member:
             self.context.set(at.CTX_LOOKOUT, lookout.open())
             whereabouts.take(self.seat)
         session.on_event(self.underway.hear)
-        _members.add(self)
+        forks.tell(self)
         _log.info("%s: %s", session.name, summary.of_ranks(self.rank, self.fabric.hosts, session.addresses[self.rank]))
 
     def _copy_once_from(self, asked: str, measured: int) -> int:
@@ -215,10 +213,8 @@ class Member:
         self.check_open(name)
 
     def check_open(self, name: str) -> None:
-        if self.foreign:
-            raise CommunicatorClosed(FOREIGN, rank=self.rank, op=name)
         if self.closed:
-            raise CommunicatorClosed("the communicator has been finalized", rank=self.rank, op=name)
+            raise CommunicatorClosed(why_closed(self.foreign), rank=self.rank, op=name)
 
     def _conclude(self, code: int, name: str) -> None:
         if code == at.BUSY:
@@ -505,17 +501,6 @@ class Member:
         self.closed = self.foreign = True
         self._life = threading.RLock()
         self.look_before_running()
-
-
-_members: weakref.WeakSet[Member] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for member in list(_members):
-        member.forked()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 class _OpenWork(Work):

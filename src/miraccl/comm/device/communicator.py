@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from miraccl import trace
 from miraccl.bootstrap import Session
+from miraccl.comm import forks, nccl_wishes, summary
 from miraccl.comm import group as groups
-from miraccl.comm import nccl_wishes, summary
 from miraccl.comm.arguments import operator
 from miraccl.comm.control import SET_UP, Bare, Plane
 from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
@@ -38,7 +36,8 @@ from miraccl.comm.device.order import SMALL_THREADS, Orders, of_thread
 from miraccl.comm.device.rings import Ring, find_ring
 from miraccl.comm.device.stream import Owners, find_current_stream, number_of
 from miraccl.comm.device.windows import Windows
-from miraccl.comm.member import FOREIGN, Options
+from miraccl.comm.forks import why_closed
+from miraccl.comm.member import Options
 from miraccl.comm.nccl_wishes import Wishes
 from miraccl.comm.stages import Stages
 from miraccl.errors import (
@@ -156,7 +155,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         if self.ctas.none and self.nranks > 1:
             self.faults.watch_copies(self._engines, self._looks.copies)
         self.closed = self._foreign = False
-        _all.add(self)
+        forks.tell(self)
         ways = {a + b - self.rank: way for (a, b), way, _ in self.ways() if self.rank in (a, b)}
         _log.info("%s: %s", session.name, summary.of_gpu(self.rank, ordinal, ways, self.ring.order, self.ring.why, self.ctas.most))
 
@@ -425,7 +424,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
     def check(self, name: str = "") -> None:
         """Raise if the communicator is closed, was aborted, or a kernel passed its deadline. Does not wait for kernels."""
         if self.closed:
-            raise CommunicatorClosed(FOREIGN if self._foreign else "the communicator has been finalized", rank=self.rank, op=name or None)
+            raise CommunicatorClosed(why_closed(self._foreign), rank=self.rank, op=name or None)
         self.faults.check(name)
 
     def abort(self, reason: str = "abort() was called") -> None:
@@ -506,14 +505,3 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         """In a forked child, where CUDA does not work, and what it has pinned may not be there."""
         self.closed = self._foreign = True
         self._doors.close()
-
-
-_all: weakref.WeakSet[DeviceCommunicator] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for comm in list(_all):
-        comm.forked()
-
-
-os.register_at_fork(after_in_child=_after_fork)

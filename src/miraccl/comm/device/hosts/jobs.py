@@ -258,7 +258,7 @@ class HostsJobs:
             streams.leave()
 
     def finalize(self) -> None:
-        """Leave the CPU communicators, after ``staging`` was closed."""
+        """Free everything, after ``staging`` was closed; whether ``leave`` came before or not."""
         self._watch.close()
         for streams in self._streams:
             streams.close()
