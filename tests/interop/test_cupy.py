@@ -54,3 +54,30 @@ def test_collectives(dtype: str) -> None:
         assert got["gather"] == np.concatenate(xs).tolist()
         assert got["scatter"] == total[4 * rank : 4 * rank + 4].tolist()
         assert got["stream"] == (2 * (xs[-1] + 1)).tolist()
+
+
+def streams_that_end(given: bool) -> list[float]:
+    """An operation in each of many streams, which CuPy destroys with their objects, the arrays' last."""
+    import cupy
+
+    with miraccl.init(timeout=60.0) as comm:
+        cupy.cuda.Device(comm.local_rank % cupy.cuda.runtime.getDeviceCount()).use()
+        arrays = []
+        for turn in range(40):
+            stream = cupy.cuda.Stream(non_blocking=True)
+            with stream:
+                arrays.append(cupy.full(1000, turn + comm.rank, "float32"))
+                if not given:
+                    comm.all_reduce(arrays[-1])
+            if given:
+                comm.all_reduce(arrays[-1], stream=stream)
+            del stream
+        comm.all_reduce(last := cupy.full(1000, 100, "float32"))
+        comm.synchronize()
+        return [float(array[999]) for array in [*arrays, last]]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_streams_that_end_after_their_last_operation(given: bool) -> None:
+    for got in run_ranks(streams_that_end, 2, given, timeout=180.0):
+        assert got == [*(2.0 * turn + 1 for turn in range(40)), 200.0]
