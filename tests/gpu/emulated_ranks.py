@@ -22,7 +22,7 @@ from miraccl.comm.arguments import DLTensor
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.order import Orders
-from miraccl.comm.device.stream import KEPT_STREAMS
+from miraccl.comm.device.stream_order import KEPT_STREAMS
 from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.member import Options
 from miraccl.errors import CommunicatorClosed, InvalidUsage
@@ -691,14 +691,14 @@ def in_the_order_of_the_machine(topology: str) -> tuple[tuple[int, ...], str]:
         data = [np.random.default_rng(r).integers(-1000, 1000, count).astype(np.float32) for r in range(me.nranks)]
         device: Any = me.comm._device
         for algo, rooted in (("ring", "chain"), ("double_binary_tree", "double_binary_tree")):
-            device.algo = algo
+            device.planner.algo = algo
             device._forget()
             total = me.put(data[me.rank])
             me.comm.all_reduce(total)
             assert device.last_plan.algo == algo
             me.synchronize()
             same(total, sum(data))
-            device.algo = rooted
+            device.planner.algo = rooted
             device._forget()
             for root in range(me.nranks):
                 x, y = me.put(data[me.rank]), me.put(data[me.rank])

@@ -485,7 +485,8 @@ class FakeLocal:
         ways: Any = {"look": lambda: None, "name": lambda *_: "", "refused": lambda _: None, "stopped": lambda: False}
         self.faults = DeviceFaults(session, self.words, options.timeout, **ways, called=called)
         self.calls: list[Collective] = []
-        self.deterministic = options.deterministic
+        self.planner = types.SimpleNamespace(deterministic=options.deterministic)
+        self.streams = types.SimpleNamespace(number=lambda stream: int(stream or 0))
         self.symmetric, self.ways = types.SimpleNamespace(nbytes=0), list
         self.memory = lambda: {"device": 0, "windows": 0, "pinned": 0}
         self.in_any_place = contextlib.nullcontext
@@ -497,12 +498,9 @@ class FakeLocal:
     def judge(self) -> None:
         """The CPU communicator compares what comes."""
 
-    def _stream_number(self, stream: Any) -> int:
-        return int(stream or 0)
-
     def _enter(self, name: str, stream: Any) -> int:
         self.check(name)
-        before, self._stream = self._stream, self._stream_number(stream)
+        before, self._stream = self._stream, self.streams.number(stream)
         if before not in (-1, self._stream):
             self.gpu.order_streams(before, self._stream)
         return self._stream

@@ -87,9 +87,9 @@ class Rank:
             return scene
         collective, dtype = Collective[case["collective"].upper()], DType[case["dtype"].upper()]
         op, count, root = RedOp[case.get("op", "SUM")], case["count"], case.get("root", 0)
-        comm.algo, comm.proto = case.get("algo", ""), case.get("proto", "")
+        comm.planner.algo, comm.planner.proto = case.get("algo", ""), case.get("proto", "")
         comm._launches.clear()
-        comm._plans.clear()
+        comm.planner.use_none()
         if "plan" in case:
             comm.use_plan(collective, dtype, count, DevicePlan(**case["plan"]), op)
         blocks = comm.nranks if collective in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL) else 1

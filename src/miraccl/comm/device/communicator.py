@@ -18,7 +18,7 @@ from typing import Any
 
 from miraccl import trace
 from miraccl.bootstrap import Session
-from miraccl.comm import forks, nccl_wishes, summary
+from miraccl.comm import forks, summary
 from miraccl.comm import group as groups
 from miraccl.comm.arguments import operator
 from miraccl.comm.control import SET_UP, Bare, Plane
@@ -33,12 +33,12 @@ from miraccl.comm.device.looks import Looks
 from miraccl.comm.device.memory import DeviceMemory, kinds
 from miraccl.comm.device.messages import MessageCalls, frame_of
 from miraccl.comm.device.order import SMALL_THREADS, Orders, of_thread
+from miraccl.comm.device.planner import DevicePlanner
 from miraccl.comm.device.rings import Ring, find_ring
-from miraccl.comm.device.stream import Owners, find_current_stream, number_of
+from miraccl.comm.device.stream_order import StreamOrder
 from miraccl.comm.device.windows import Windows
 from miraccl.comm.forks import why_closed
 from miraccl.comm.member import Options
-from miraccl.comm.nccl_wishes import Wishes
 from miraccl.comm.stages import Stages
 from miraccl.errors import (
     BootstrapError,
@@ -50,7 +50,6 @@ from miraccl.errors import (
     SystemFailure,
 )
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.copies import CopyLaunch, Place
 from miraccl.executor.cuda.doors.table import CALLS, Door, Doors, group_builtins
 from miraccl.executor.cuda.driver import Gpu
@@ -59,9 +58,8 @@ from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.message_launch import MessageLaunches
 from miraccl.executor.cuda.messages import LaneRules
 from miraccl.executor.cuda.one_sided import OneSidedLaunch, launch_of
-from miraccl.executor.cuda.plan import DevicePlan, Request, check_protocol
+from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.executor.cuda.staged_copies import StagedLaunch
-from miraccl.schedule import catalog
 from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
 from miraccl.types import Collective, DType, RedOp
 
@@ -91,12 +89,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         if self.nranks > layout.MAX_RANKS or len(set(session.hosts)) > 1:
             raise InvalidUsage(f"GPU memory is communicated among 1 to {layout.MAX_RANKS} ranks of one host", rank=self.rank)
-        self.algo, self.proto = options.algo, "" if options.protocols else options.proto  # that is what CPU ranks make of them
-        check_protocol(self.proto)
-        if self.algo:
-            catalog.get(self.algo)  # an unknown name is refused now
-        self._wishes = Wishes(algos=nccl_wishes.on_gpus(dict(options.wishes)), protos=dict(options.protocols))
-        self.deterministic = options.deterministic
+        self.planner = DevicePlanner(self.rank, self.nranks, options)
         self.gpu = Gpu(ordinal)
         self._plane = plane or Bare(session)
         self.symmetric = SymmetricMemory(
@@ -137,20 +130,16 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         )
         self._kernels = Kernels(self.gpu)
         self._launches: dict[tuple[Any, ...], Launch | OneSidedLaunch] = {}
-        self._plans: dict[tuple[Any, ...], DevicePlan] = {}
         self._windows: Windows | None = None
         self._places_agree = True
         self._engines = CopyEngines(self.gpu, self._kernels, self._comm_args, self.symmetric, self.ctas)
         self._kept = Kept(self.gpu)
         self._order = (orders or of_thread()).on(ordinal)
-        self._event = self.gpu.make_event()  # by which a stream waits for another
-        self._outside = -1  # the stream of the last operation that was not captured, while captured ones follow it
         self._doors = self._open_doors()
-        self._owners = Owners(lambda: (self._doors.stream, self._outside))
+        self.streams = StreamOrder(self.gpu, self._doors)
         vars(self).update({f"_{name}": self._doors.door(name) for name in CALLS})
         rules = LaneRules(nranks=self.nranks, multiprocessors=self.ctas.most, frame=frame_of(self.symmetric))
         self._messages = MessageLaunches(self.gpu, self._kernels, self._comm_args, rules, self._doors)
-        self._current_stream: Callable[[int], int] | None = None
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
         if self.ctas.none and self.nranks > 1:
             self.faults.watch_copies(self._engines, self._looks.copies)
@@ -183,8 +172,6 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             hold=self._kept.hold,
         )
         doors.ask_the_driver(*fast_calls(self.gpu, "cuPointerGetAttribute", "cuStreamIsCapturing"))
-        if all(order := fast_calls(self.gpu, "cuEventRecord", "cuStreamWaitEvent")):
-            doors.follow_streams(int(self._event), *order)
         return doors
 
     def stand_before(self, following: Callable[[str], Door | None], cpu_plan: int) -> dict[str, Callable[..., Any]]:
@@ -277,7 +264,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         if self.nranks == 1:
             launch = self._kernels.prepare_scale(request, self._comm_args)
         else:
-            launch = launch_of(self._kernels, self.plan(request), request, self._comm_args, self._in_window)
+            launch = launch_of(self._kernels, self.planner.plan(request), request, self._comm_args, self._in_window)
         if len(self._launches) >= MAX_LAUNCHES:
             self._forget()
         self._launches[key] = launch
@@ -296,39 +283,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
 
     def request(self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0) -> Request:
         """What ``choose`` decides about; ``count`` are the elements of a block."""
-        kind, scalar = operator(op, dtype, collective.label)
-        algo, why = self._algorithm(collective)
-        asked = Request(
-            collective=collective,
-            dtype=dtype,
-            op=kind,
-            scalar=scalar,
-            count=count,
-            nranks=self.nranks,
-            root=root,
-            algo=algo,
-            why=why,
-            ordered=self.deterministic,
-            proto=self.proto or self._wishes.protos.get(collective, ""),
-        )
-        return self.ctas.apply(asked)
-
-    def _algorithm(self, collective: Collective) -> tuple[str, str]:
-        """What was asked for where it has a schedule, and why, or nothing: then ``choose`` does. A wish that rules forbid is none."""
-        ordered = self.deterministic and collective.reduces
-        asked = self.algo or self._wishes.algos.get(collective, "")
-        if asked and catalog.get(asked).supports(collective, self.nranks):
-            if not ordered or catalog.get(asked).rank_ordered:
-                return asked, "asked for" if self.algo else "asked for (NCCL_ALGO)"
-            if self.algo:
-                text = f"{collective.label}: {asked} does not add in the order of the ranks (deterministic)"
-                raise InvalidUsage(text, rank=self.rank)
-        return "", ""
-
-    def plan(self, request: Request) -> DevicePlan:
-        """The plan for a request: one given with ``use_plan``, else what ``choose`` says."""
-        given = self._plans.get((request.collective, request.dtype, request.count, request.op))
-        return given or choose(request)
+        return self.ctas.apply(self.planner.request(collective, dtype, count, op, root))
 
     def explain(self, collective: Collective, block_bytes: int, dtype: DType, op: Operator = SUM) -> list[DeviceCandidate]:
         """All ways to run ``collective`` on blocks of so many bytes, the chosen one first. Nothing is communicated."""
@@ -338,7 +293,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             order=self.ring.order,
             order_reason=self.ring.why,
             ways=self.ways(),
-            given=self._plans.get((collective, dtype, request.count, request.op)),
+            given=self.planner.given(request),
             no_multiprocessors=self.ctas.none,
             all_direct=self.symmetric.all_direct,
         )
@@ -349,37 +304,12 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
 
     def use_plan(self, collective: Collective, dtype: DType, count: int, plan: DevicePlan, op: RedOp = SUM) -> None:
         """Run operations of this kind with ``plan`` from now on; all ranks give the same."""
-        self._plans[collective, dtype, count, op] = plan
+        self.planner.use(collective, dtype, count, plan, op)
         self._forget()
 
-    def _stream_number(self, stream: Any) -> int:
-        """A stream as the driver's number; None: the current one (``comm.device.stream``)."""
-        if stream is None:
-            if self._current_stream is None:
-                self._current_stream = find_current_stream(self._owners.keep)
-                self._doors.ask_for_stream(self._current_stream)
-            return self._current_stream(self.gpu.ordinal)
-        number = number_of(stream)
-        if type(stream) is not int:
-            self._owners.keep(number, stream)
-        return number
-
-    def _change_stream(self, number: int) -> None:
-        """The first call in another stream, or after a capture, waits for what this communicator did outside of captures; inside of one for
-        what was captured."""
-        capture = self.gpu.capture_id(number)
-        before = self.last_in(capture)
-        if not self._doors.captured:
-            self._outside = self._doors.stream
-        self._doors.stream, self._doors.captured = number, capture != 0
-        if before not in (-1, number):
-            self._doors.release()
-            self.gpu.order_streams(before, number)
-
     def last_in(self, capture: int) -> int:
-        """The stream of the last operation that a capture took in, of the last one that ran for 0; -1 where none is to be waited for."""
-        last = self._outside if self._doors.captured and not capture else self._doors.stream
-        return last if last != -1 and self.gpu.capture_id(last) == capture else -1
+        """The stream of the last operation (``comm.device.order.Launcher``)."""
+        return self.streams.last_in(capture)
 
     def _enter(self, name: str, stream: Any, fills: bool = True) -> int:
         """What every operation begins with: raise what is known to be wrong, and the stream's number, ordered after the one before.
@@ -391,9 +321,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         self.gpu.make_any_current()
         self._doors.learn_types()
         self._doors.learn_kinds(kinds)
-        number = self._stream_number(stream)
-        if number != self._doors.stream or self._doors.captured:
-            self._change_stream(number)
+        number = self.streams.follow(stream)
         if fills and self._order.last is not self:
             self._order.take(self.gpu, self, number)
         return number
@@ -470,7 +398,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         with contextlib.suppress(MiracclError):
             self.gpu.make_current()
             self.gpu.synchronize()
-            self._owners.let_go()
+            self.streams.let_go()
             self.judge()
         together = not self.faults.broken
         if together:
@@ -492,7 +420,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             self.symmetric.close()
             self._doors.held.clear()
             self._kept.close()
-            self.gpu.destroy_event(self._event)
+            self.streams.close()
             self._messages.close()
             with contextlib.suppress(MiracclError):
                 self.gpu.free_host(self._host_address)

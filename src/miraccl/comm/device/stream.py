@@ -4,35 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any
 
 from miraccl.errors import InvalidUsage
 
 _TOO_LARGE = 1 << 63  # for an address, which a stream is, or one of the small numbers that stand for a default one
-
-
-#: objects of streams that a communicator keeps, besides those of its last operations
-KEPT_STREAMS = 16
-
-
-class Owners:
-    """The objects whose streams a communicator was given. CuPy destroys a stream with its object, and the next operation in another stream
-    asks the driver about that of the last one: asked about one that was destroyed, the driver ends the process (580.159)."""
-
-    def __init__(self, in_use: Callable[[], Container[int]]) -> None:
-        """``in_use``: the streams of the last operations."""
-        self._in_use = in_use
-        self._objects: dict[int, Any] = {}
-
-    def keep(self, number: int, stream: Any) -> None:
-        if number not in self._objects and len(self._objects) >= KEPT_STREAMS:
-            used = self._in_use()
-            self._objects = {number: kept for number, kept in self._objects.items() if number in used}
-        self._objects[number] = stream
-
-    def let_go(self) -> None:
-        self._objects.clear()
 
 
 def find_current_stream(keep: Callable[[int, Any], None] = lambda number, stream: None) -> Callable[[int], int]:

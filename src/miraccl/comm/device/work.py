@@ -81,7 +81,7 @@ class DeviceWork(Work):
 
 def stream_of(gpu: Any, stream: Any) -> int:
     """A stream of the user's as a number."""
-    number: int = getattr(gpu, "local", gpu)._stream_number(stream)
+    number: int = getattr(gpu, "local", gpu).streams.number(stream)
     return number
 
 

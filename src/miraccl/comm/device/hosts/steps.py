@@ -59,7 +59,7 @@ class TwoSteps:
         """Whether sums may be made in two steps, on GPUs first. Sums of floats depend on where hosts begin then, which ``deterministic``
         forbids."""
         averages_integers = op is RedOp.AVG and not dtype.is_float
-        ordered = self.local.deterministic and dtype.is_float
+        ordered = self.local.planner.deterministic and dtype.is_float
         return self.at.hierarchical and isinstance(op, RedOp) and dtype in ON_GPU and not averages_integers and not ordered
 
     def all_reduce(self, source: DeviceMemory, target: DeviceMemory, op: RedOp, number: int, captured: bool) -> None:
