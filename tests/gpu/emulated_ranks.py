@@ -921,6 +921,66 @@ def in_streams_that_end() -> None:
         del sys.modules["cupy"]
 
 
+class Cupys(FakeArray):
+    """An array of CuPy's."""
+
+
+def beside_torch() -> None:
+    """Arrays of CuPy's in a program that has PyTorch too: in CuPy's current stream, in every form of a call; all others in PyTorch's."""
+    with rank() as me:
+        comm, n, peer = me.comm, me.nranks, 1 - me.rank
+        torchs, cupys = me.cuda.cuStreamCreate(0)[1], me.cuda.cuStreamCreate(0)[1]
+        current = types.SimpleNamespace(get_current_stream=lambda: types.SimpleNamespace(ptr=int(cupys)))
+        torch: Any = types.SimpleNamespace(Tensor=OwnStream, _C=types.SimpleNamespace(_cuda_getCurrentRawStream=lambda _: int(torchs)))
+        vars(sys)["modules"] |= {"torch": torch, "cupy": types.SimpleNamespace(cuda=current, ndarray=Cupys)}
+        x, other, out = (kind(me.cuda, np.full(9, me.rank + 1, np.float32)) for kind in (Cupys, FakeArray, Cupys))
+        prepared = comm.all_reduce_init(x, op=RedOp.MAX)
+        device: Any = comm._device
+
+        def group() -> None:
+            with miraccl.group():
+                comm.send(x, peer)
+                comm.recv(out, peer)
+
+        calls: list[Callable[[], Any]] = [
+            lambda: comm.all_reduce(x, op=RedOp.MAX),
+            lambda: comm.all_reduce(x, op=RedOp.MAX),  # perhaps through a door
+            lambda: comm.sendrecv(x, peer, out, peer),
+            prepared,
+            group,
+        ]
+        for call in calls:
+            comm.all_reduce(other, op=RedOp.MAX)
+            assert device.stream == int(torchs)
+            call()
+            assert device.stream == int(cupys)
+        orders: list[tuple[int, int]] = []
+        waits: list[int] = []
+        order, wait = device.gpu.order_streams, device.gpu.wait_event
+
+        def note_order(before: int, after: int) -> None:
+            orders.append((before, after))
+            order(before, after)
+
+        def note_wait(stream: int, event: Any) -> None:
+            waits.append(stream)
+            wait(stream, event)
+
+        device.gpu.order_streams, device.gpu.wait_event = note_order, note_wait
+        for array, stream in ((x, int(cupys)), (other, int(torchs))):
+            orders.clear()
+            work = comm.all_reduce(array, op=RedOp.MAX, async_op=True)
+            assert orders[0] == (stream, device.stream)
+            assert work.wait() is array
+            assert waits.pop() == stream
+        comm.all_reduce(x, op=RedOp.MAX, stream=int(torchs))
+        assert device.stream == int(torchs)
+        del sys.modules["torch"], sys.modules["cupy"]
+        me.synchronize()
+        same(x, np.full(9, n))
+        same(out, np.full(9, n))
+
+
 def from_another_thread() -> None:
     """A thread in which nothing of CUDA was done calls what is prepared already, and waits for it."""
     with rank() as me:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Callable
@@ -68,6 +69,7 @@ class Without(Side):
         self.stream: Any = 0
         self.asked: list[int] = []
         self.doors.ask_for_stream(self.ask)
+        self.doors.ask_for_stream_of_arrays(self.ask)
 
     def ask(self, ordinal: int) -> Any:
         self.asked.append(ordinal)
@@ -257,15 +259,16 @@ def test_references_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tensors_and_arrays(monkeypatch: pytest.MonkeyPatch, library: tuple[Any, Callable[..., Any]]) -> None:
-    """Whichever library comes first: one table of launches, and PyTorch's stream where doors knew of it at the first operation."""
+    """Whichever library comes first: one table of launches, and each array in the current stream of its library. That of PyTorch's
+    tensors is asked of compiled code where doors knew of PyTorch at the first operation."""
     torch = torch_with_doors()
     cupy, make = library
     modules: dict[str, Any] = {}
     monkeypatch.setattr(table, "sys", types.SimpleNamespace(modules=modules))
-    asked: list[int] = []
+    asked: list[str] = []
 
-    def ask(ordinal: int) -> int:
-        asked.append(ordinal)
+    def ask(name: str, ordinal: int) -> int:
+        asked.append(name)
         return 0
 
     tensor, array = torch.zeros(12), make(zeros(12))
@@ -276,17 +279,46 @@ def test_tensors_and_arrays(monkeypatch: pytest.MonkeyPatch, library: tuple[Any,
         side = Side()
         side.remember(Collective.ALL_REDUCE, F32, 12)
         assert side.all_reduce(tensor) == side.all_reduce(array) == 1
+        side.doors.ask_for_stream_of_arrays(functools.partial(ask, "cupy"))
         modules[first] = types.SimpleNamespace()  # which is being imported
         side.doors.learn_types()
         modules[first] = {"torch": torch, "cupy": cupy}[first]
         side.doors.learn_types()
-        side.doors.ask_for_stream(ask)
+        side.doors.ask_for_stream(functools.partial(ask, "torch"))
         assert side.all_reduce(things[first]) == 0
         assert side.all_reduce(things[second]) == 1
         modules[second] = {"torch": torch, "cupy": cupy}[second]
         side.doors.learn_types()
         assert side.all_reduce(tensor) == side.all_reduce(array) == side.all_reduce(tensor, make(zeros(12))) == 0
-        assert bool(asked) == (first == "cupy")
+        assert set(asked) == ({"cupy"} if first == "torch" else {"cupy", "torch"})
+
+
+def test_each_in_the_stream_of_its_library(monkeypatch: pytest.MonkeyPatch, library: tuple[Any, Callable[..., Any]]) -> None:
+    """That of the first array that is used."""
+    torch, (cupy, make) = torch_with_doors(), library
+    monkeypatch.setattr(table, "sys", types.SimpleNamespace(modules={"torch": torch, "cupy": cupy}))
+    side, tensor, array, blocks = Side(), torch.zeros(12), make(zeros(12)), make(zeros(24))
+    side.doors.ask_for_stream_of_arrays(lambda ordinal: 5)
+    side.remember(Collective.ALL_REDUCE, F32, 12)
+    side.remember_messages(1, (False, 1, 12, F32))
+    side.remember_messages(2, (False, 1, 12, F32), (True, 1, 12, F32))
+    side.remember_messages(3, (True, 1, 12, F32), signature=move_signature(Collective.SCATTER, 1, (12, 12)))
+    side.remember_messages(4, (False, 1, 12, F32), signature=move_signature(Collective.GATHER, 1, (12, 12)))
+    calls: list[Callable[[], int]] = [
+        lambda: side.all_reduce(array, tensor),
+        lambda: side.send(array),
+        lambda: side.sendrecv(array, tensor),
+        lambda: side.door["scatter"](None, array, 1, None, None, False, None),
+        lambda: side.door["gather"](array, None, 1, None, None, False, None),
+        lambda: side.door["reduce_scatter_v"](blocks, array, RedOp.SUM, False, None, [12, 12]),
+    ]
+    assert [call() for call in calls] == [1] * len(calls)  # the last operation was in stream 0; there is no event to follow it
+    assert side.all_reduce(tensor, array) == 0
+    side.doors.stream = 5
+    assert side.all_reduce(tensor, array) == 1
+    side.remember(Collective.REDUCE_SCATTER, F32, 12)
+    assert [call() for call in calls] == [0] * len(calls)
+    assert side.all_reduce(tensor, stream=5) == 0
 
 
 # ---- the long way

@@ -84,6 +84,10 @@ def test_streams_that_end_with_their_objects() -> None:
     run(emulated_ranks.in_streams_that_end, 2)
 
 
+def test_arrays_of_cupy_beside_pytorch() -> None:
+    run(emulated_ranks.beside_torch, 2)
+
+
 @pytest.mark.parametrize("nranks", [1, 2])
 def test_operators_again(nranks: int) -> None:
     run(emulated_ranks.operators_again, nranks)

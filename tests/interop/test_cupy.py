@@ -56,6 +56,44 @@ def test_collectives(dtype: str) -> None:
         assert got["stream"] == (2 * (xs[-1] + 1)).tolist()
 
 
+def beside_torch() -> dict[str, float]:
+    """In a stream of CuPy's that is not PyTorch's current one, after and before much work there."""
+    import cupy
+    import torch
+
+    with miraccl.init(timeout=60.0) as comm:
+        device = comm.local_rank % cupy.cuda.runtime.getDeviceCount()
+        cupy.cuda.Device(device).use()
+        torch.cuda.set_device(device)
+        comm.all_reduce(torch.ones(9, device="cuda"))
+        found = {}
+        forms = {
+            "plain": comm.all_reduce,
+            "in the background": lambda x: comm.all_reduce(x, async_op=True).wait(),
+            "message": lambda x: comm.sendrecv(x.copy(), 1 - comm.rank, x, 1 - comm.rank),
+        }
+        busy = cupy.ones((4096, 4096), "float32")
+        for name, call in forms.items():
+            for _ in range(3):
+                with cupy.cuda.Stream(non_blocking=True) as stream:
+                    x = cupy.zeros(1 << 20, "float32")
+                    for _ in range(4):
+                        busy = busy @ busy * 0 + 1
+                    x += busy[0, 0] + comm.rank
+                    call(x)
+                    x *= 2
+                    found[name] = float(x.sum())
+                    stream.synchronize()
+        return {name: total / (1 << 20) for name, total in found.items()} | {"rank": comm.rank}
+
+
+def test_in_the_current_stream_beside_pytorch() -> None:
+    pytest.importorskip("torch")
+    for got in run_ranks(beside_torch, 2, timeout=180.0):
+        other = 2.0 * (1 - got["rank"] + 1)
+        assert got == {"plain": 6.0, "in the background": 6.0, "message": other, "rank": got["rank"]}
+
+
 def streams_that_end(given: bool) -> list[float]:
     """An operation in each of many streams, which CuPy destroys with their objects, the arrays' last."""
     import cupy

@@ -13,6 +13,7 @@ from miraccl.comm.calls import Call, Place
 from miraccl.comm.control import SET_UP
 from miraccl.comm.device.memory import current_ordinal, lies_on_gpu, ordinal_of
 from miraccl.comm.device.order import Orders
+from miraccl.comm.device.stream import stream_of_its_own
 from miraccl.comm.exchange import Transfer
 from miraccl.comm.member import Member
 from miraccl.comm.persistent import Persistent
@@ -54,8 +55,14 @@ class Ways:
                 if self._device is not None and not async_op:
                     self._cpu_plan[0] = 0
                     group = groups.current()
-                    return self._device if group is None else self._device.grouped(group)
-                return self._gpu_calls(async_op, ordinal_of(x))
+                    calls = self._device if group is None else self._device.grouped(group)
+                else:
+                    calls = self._gpu_calls(async_op, ordinal_of(x))
+                if (current := stream_of_its_own(x)) is None:
+                    return calls
+                from miraccl.comm.device.work import InItsStream
+
+                return InItsStream(calls, current)
         refuse_stream(stream, self.rank)
         return None
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from miraccl.comm.device.checks import Checks
+from miraccl.comm.device.stream import stream_of_its_own
+from miraccl.comm.device.work import InItsStream
 
 #: operations that make an array for the result where none is given -> where that stands in the arguments of the public methods
 _PLACE_OF_OUT = {
@@ -44,7 +46,9 @@ class DevicePersistent:
         """``cpu_plan`` is the word that names the last plan on CPU memory."""
         self.name, self._gpu = name, gpu
         self.result, bound = result_of(name, args, gpu)
-        self._method, self._args, self._cpu_plan = getattr(gpu, name), bound, cpu_plan
+        current = next((own for x in args if (own := stream_of_its_own(x)) is not None), None)
+        method = getattr(gpu if current is None else InItsStream(gpu, current), name)
+        self._method, self._args, self._cpu_plan = method, bound, cpu_plan
 
     def __call__(self, *, stream: Any = None) -> Any:
         self._cpu_plan[0] = 0

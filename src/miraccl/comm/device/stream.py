@@ -13,8 +13,8 @@ _TOO_LARGE = 1 << 63  # for an address, which a stream is, or one of the small n
 
 
 def find_current_stream(keep: Callable[[int, Any], None] = lambda number, stream: None) -> Callable[[int], int]:
-    """How to ask for the current stream of a device: PyTorch's, CuPy's, or the legacy default stream. ``keep`` hears of objects that may
-    destroy their streams, which PyTorch's do not."""
+    """How to ask for the current stream of a device: PyTorch's, CuPy's, or the legacy default stream, whichever is there first. ``keep``
+    hears of objects that may destroy their streams, which PyTorch's do not."""
     return _stream_of_torch() or functools.partial(_stream_now, keep)
 
 
@@ -25,14 +25,28 @@ def _stream_of_torch() -> Callable[[int], int] | None:
 
 def _stream_now(keep: Callable[[int, Any], None], ordinal: int) -> int:
     """Without PyTorch what is there is looked up in every call: a program may import a library after its first operation."""
-    if (of_torch := _stream_of_torch()) is not None:
-        return of_torch(ordinal)
+    of_torch = _stream_of_torch()
+    return stream_of_cupy(keep, ordinal) if of_torch is None else of_torch(ordinal)
+
+
+def stream_of_cupy(keep: Callable[[int, Any], None], ordinal: int) -> int:
+    """CuPy's current stream, on the current device; the legacy default stream without CuPy."""
     of_cupy = getattr(getattr(sys.modules.get("cupy"), "cuda", None), "get_current_stream", None)
     if of_cupy is None:
         return 0
     stream = of_cupy()
     keep(number := int(stream.ptr), stream)
     return number
+
+
+def stream_of_its_own(array: Any) -> Callable[[], Any] | None:
+    """The function that gives the current stream of the library of ``array``, where that is not what ``find_current_stream`` finds: CuPy's,
+    in a program that has PyTorch as well. Else None."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not isinstance(array, cupy.ndarray) or _stream_of_torch() is None:
+        return None
+    current: Callable[[], Any] = cupy.cuda.get_current_stream
+    return current
 
 
 def number_of(stream: Any) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container
 from typing import Any
 
-from miraccl.comm.device.stream import find_current_stream, number_of
+from miraccl.comm.device.stream import find_current_stream, number_of, stream_of_cupy
 from miraccl.executor.cuda.doors.table import Doors
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.executor.cuda.launch import fast_calls
@@ -42,6 +43,7 @@ class StreamOrder:
         self._outside = -1  # the stream of the last operation that was not captured, while captured ones follow it
         self._owners = Owners(lambda: (doors.stream, self._outside))
         self._current: Callable[[int], int] | None = None
+        doors.ask_for_stream_of_arrays(functools.partial(stream_of_cupy, self._owners.keep))
         self._event = gpu.make_event()  # by which doors let a stream wait for another
         if all(calls := fast_calls(gpu, "cuEventRecord", "cuStreamWaitEvent")):
             doors.follow_streams(int(self._event), *calls)

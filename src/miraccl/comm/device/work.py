@@ -16,6 +16,8 @@ from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.executor.cuda.driver import Gpu
 
 POLL_S = 50e-6
+Current = Callable[[], Any]
+"""Gives the current stream as an object."""
 
 
 class DeviceWork(Work):
@@ -25,16 +27,17 @@ class DeviceWork(Work):
     the host waits.
     """
 
-    def __init__(self, name: str, gpu: Any, stream: int, result: Any, keep: Any) -> None:
+    def __init__(self, name: str, gpu: Any, stream: int, result: Any, keep: Any, current: Current | None = None) -> None:
+        """``current`` gives the current stream, where the library of the arrays has one of its own."""
         super().__init__(name)
-        self._gpu, self._result, self._keep = gpu, result, keep
+        self._gpu, self._result, self._keep, self._current = gpu, result, keep, current
         self._captured = gpu.gpu.is_capturing(stream)
         self._event: Any = gpu.gpu.make_event()
         gpu.gpu.record(self._event, stream)
 
     def wait(self, timeout: float | None = None, *, stream: Any = None) -> Any:
         """The result, for use in ``stream`` (None: the current one); raises what is known to have failed by now."""
-        number = stream_of(self._gpu, stream)
+        number = stream_of(self._gpu, stream, self._current)
         self._gpu.gpu.make_any_current()
         self._gpu.gpu.wait_event(number, self._event)
         if timeout is not None:
@@ -79,10 +82,29 @@ class DeviceWork(Work):
             self._gpu.gpu.destroy_event(event)
 
 
-def stream_of(gpu: Any, stream: Any) -> int:
-    """A stream of the user's as a number."""
+def stream_of(gpu: Any, stream: Any, current: Current | None = None) -> int:
+    """A stream of the user's as a number; for None what ``current`` gives, or else the current one."""
+    if stream is None and current is not None:
+        stream = current()
     number: int = getattr(gpu, "local", gpu).streams.number(stream)
     return number
+
+
+class InItsStream:
+    """The methods of ``gpu``, or of its ``Background``, for arrays of a library that has a current stream of its own."""
+
+    def __init__(self, gpu: Any, current: Current) -> None:
+        self._gpu, self._current = gpu, current
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._gpu, name)
+
+        def call(*args: Any, stream: Any = None, **more: Any) -> Any:
+            if isinstance(self._gpu, Background):
+                return method(*args, stream=stream, current=self._current, **more)
+            return method(*args, stream=self._current() if stream is None else stream, **more)
+
+        return call
 
 
 class Background:
@@ -99,15 +121,15 @@ class Background:
     def __getattr__(self, name: str) -> Callable[..., DeviceWork]:
         method = getattr(self._gpu, name)
 
-        def start(*args: Any, stream: Any = None, **more: Any) -> DeviceWork:
+        def start(*args: Any, stream: Any = None, current: Current | None = None, **more: Any) -> DeviceWork:
             driver: Gpu = self._gpu.gpu
             driver.make_current()
-            number = self._fork() if stream is None else stream_of(self._gpu, stream)
+            number = self._fork(current) if stream is None else stream_of(self._gpu, stream)
             result = method(*args, stream=number, **more)
             keep = (args, more, result)
             if not driver.is_capturing(number):  # memory of captures belongs to their graphs
                 self._kept.hold(keep, number)  # the user may let go of everything at once
-            return DeviceWork(name, self._gpu, number, result, keep)
+            return DeviceWork(name, self._gpu, number, result, keep, current)
 
         return start
 
@@ -122,9 +144,9 @@ class Background:
             self._kept.close()
             self._gpu.gpu.destroy_stream(own)
 
-    def _fork(self) -> int:
+    def _fork(self, current: Current | None) -> int:
         if self._own is None:
             with self._gpu.gpu.outside_of_capture():
                 self._own = self._gpu.gpu.make_stream()
-        self._gpu.gpu.order_streams(stream_of(self._gpu, None), self._own)
+        self._gpu.gpu.order_streams(stream_of(self._gpu, None, current), self._own)
         return self._own

@@ -138,7 +138,7 @@ def message(self: int, args: int, nargs: int) -> int:
     door = PyLong_AsLong(self)
     state, code, receives = load(door + at.DOOR_STATE), at.NOT_TAKEN, load(door + at.DOOR_RECEIVES)
     x, peer = load(args), load(args + 8)
-    plain = is_known(state, x) and may_begin(door, state) and is_plain(state, args + 16)
+    plain = is_known(state, x) and may_begin(door, state) and is_plain(state, args + 16, x)
     if plain and write_message(state, 0, x, peer, receives):
         if load32(load(state + at.STATE_GROUPS)) == 0:
             code = go(state, find_messages(state, state + at.STATE_CALL, 1, 0))
@@ -155,7 +155,7 @@ def pair(self: int, args: int, nargs: int) -> int:
     state, code = load(door + at.DOOR_STATE), at.NOT_TAKEN
     sent, got = state + at.STATE_CALL, state + at.STATE_CALL + at.MESSAGE_BYTES
     x, dst, out, src = load(args), load(args + 8), load(args + 16), load(args + 24)
-    if not is_known(state, x) or not may_begin(door, state) or not is_plain(state, args + 32):
+    if not is_known(state, x) or not may_begin(door, state) or not is_plain(state, args + 32, x):
         return answer(door, code, args, nargs)
     if write_message(state, 0, x, dst, 0) and write_message(state, 1, out, src, 1) and not overlap(sent, got):
         if load32(load(state + at.STATE_GROUPS)) == 0:

@@ -110,6 +110,7 @@ STATE_NOTED_SIGNATURE = _state.word()  # of the collective that they are, 0 for 
 STATE_HAND_OVER = _state.word()  # an object, which GROUPS_NOTED is to have while any are noted
 # a Python function for the current stream, 0 where none is needed yet, and its argument
 STATE_ASK, STATE_ORDINAL = _state.word(), _state.word()
+STATE_ASK_ARRAYS = _state.word()  # likewise for that of CuPy's arrays
 STATE_OPS = _state.word(NOPS)  # the objects that are operators, by number
 STATE_ARRAY_TYPE = _state.word()  # CuPy's type of arrays, as TYPE
 STATE_LIST_TYPE, STATE_TUPLE_TYPE = _state.word(), _state.word()  # the types list and tuple

@@ -98,7 +98,7 @@ def find_moves(door: int, args: int) -> int:
     """``args`` are (x, out, root, counts of x, counts of out, async_op, stream); what is of no use is not looked at. 0 where Python is to
     do it."""
     state, even = load(door + at.DOOR_STATE), load(door + at.DOOR_EVEN)
-    if load32(load(state + at.STATE_GROUPS)) != 0 or not is_plain(state, args + 40):
+    if load32(load(state + at.STATE_GROUPS)) != 0:
         return 0
     rank, nranks, rooted = load(state + at.STATE_RANK), load(state + at.STATE_NRANKS), load(door + at.DOOR_ROOTED)
     root = -1
@@ -107,6 +107,8 @@ def find_moves(door: int, args: int) -> int:
         if root < 0:
             return 0
     gives, takes = rooted != at.ROOTED_IN or root == rank, rooted != at.ROOTED_OUT or root == rank
+    if not is_plain(state, args + 40, load(args) if gives else load(args + 8)):
+        return 0
     view, other = state + at.STATE_VIEWS, state + at.STATE_VIEWS + at.VIEW_BYTES
     count = elements(state, load(args), view) if gives else 0
     if count < 0:

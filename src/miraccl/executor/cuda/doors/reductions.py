@@ -18,7 +18,7 @@ def find_reductions(door: int, args: int) -> int:
     """``args`` are (x, out, operator, async_op, stream, counts). The number of launches, whose blocks stand at ``STATE_BLOCKS``; 0 where
     Python is to do it."""
     state = load(door + at.DOOR_STATE)
-    if load32(load(state + at.STATE_GROUPS)) != 0 or not is_plain(state, args + 24):
+    if load32(load(state + at.STATE_GROUPS)) != 0 or not is_plain(state, args + 24, load(args)):
         return 0
     rank, nranks, shares = load(state + at.STATE_RANK), load(state + at.STATE_NRANKS), state + at.STATE_SHARES
     view, other = state + at.STATE_VIEWS, state + at.STATE_VIEWS + at.VIEW_BYTES

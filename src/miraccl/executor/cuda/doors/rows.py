@@ -77,7 +77,7 @@ def third_of(state: int, kind: int, args: int) -> int:
 def find_collective(door: int, args: int) -> int:
     """``args`` are (x, out, operator or root, async_op, stream), for some a root follows. 0 where Python is to do it."""
     state = load(door + at.DOOR_STATE)
-    if not is_known(state, load(args)) or load32(load(state + at.STATE_GROUPS)) != 0 or not is_plain(state, args + 24):
+    if not is_known(state, load(args)) or load32(load(state + at.STATE_GROUPS)) != 0 or not is_plain(state, args + 24, load(args)):
         return 0
     kind, rank = load(door + at.DOOR_THIRD), load(state + at.STATE_RANK)
     third = third_of(state, kind, args)

@@ -44,9 +44,8 @@ def forgive(state: int) -> None:
 
 
 @inline
-def asked(state: int) -> int:
-    """The current stream as Python's function says, -1 for anything else; a signal handler may raise in there."""
-    ask = load(state + at.STATE_ASK)
+def asked(state: int, ask: int) -> int:
+    """The current stream as a function of Python's says, -1 for anything else; a signal handler may raise in there."""
     if ask == 0:
         return -1
     answer = PyObject_Vectorcall(ask, state + at.STATE_ORDINAL, 1, 0)
@@ -57,12 +56,15 @@ def asked(state: int) -> int:
 
 
 @inline
-def stream_of(state: int, given: int) -> int:
-    """The stream of a call as a number: an int of the caller's, the current one for None; -1 for anything else."""
+def stream_of(state: int, given: int, array: int) -> int:
+    """The stream of a call as a number: an int of the caller's, for None the current one of the library of ``array``; -1 for anything
+    else."""
     if given != load(state + at.STATE_NONE):
         return number_of(state, given)
+    if load(array + at.OB_TYPE) == load(state + at.STATE_ARRAY_TYPE):
+        return asked(state, load(state + at.STATE_ASK_ARRAYS))
     if load(state + at.STATE_CURRENT) == 0:
-        return asked(state)
+        return asked(state, load(state + at.STATE_ASK))
     if ask_stream(load(state + at.STATE_CURRENT), load(state + at.STATE_DEVICE), state + at.STATE_ANSWER) != 0:
         PyErr_Clear()
         return -1
@@ -94,18 +96,18 @@ def follow(state: int, stream: int) -> bool:
 
 
 @inline
-def may_go_on(state: int, stream: int) -> bool:
+def may_go_on(state: int, stream: int, array: int) -> bool:
     """Whether nothing is wrong, and ``stream`` is that of the operation before, or follows it. What producers of arrays have made that one
     wait for is waited for then, too. The first operation after a capture is Python's."""
     if load32(load(state + at.STATE_ABORT)) != 0 or load(state + at.STATE_STREAM) == -1:
         return False
-    number = stream_of(state, stream)
+    number = stream_of(state, stream, array)
     if load(state + at.STATE_CAPTURED) != 0:
         return number == load(state + at.STATE_STREAM) and captures(state, number)
     return number == load(state + at.STATE_STREAM) or (number >= 0 and follow(state, number))
 
 
 @inline
-def is_plain(state: int, options: int) -> bool:
-    """Whether ``async_op`` and ``stream``, the last arguments, are as usual."""
-    return load(options) == load(state + at.STATE_FALSE) and may_go_on(state, load(options + 8))
+def is_plain(state: int, options: int, array: int) -> bool:
+    """Whether ``async_op`` and ``stream``, the last arguments, are as usual. ``array``: the first that the call uses."""
+    return load(options) == load(state + at.STATE_FALSE) and may_go_on(state, load(options + 8), array)

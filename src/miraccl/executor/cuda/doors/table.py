@@ -230,9 +230,14 @@ class Doors:
             self._put(where, value)
 
     def ask_for_stream(self, ask: Callable[[int], int]) -> None:
-        """How the current stream is found, where the type of tensors does not tell."""
+        """How the current stream is found, where the types of arrays do not tell."""
         self._kept.append(ask)
         self._put(at.STATE_ASK, id(ask))
+
+    def ask_for_stream_of_arrays(self, ask: Callable[[int], int]) -> None:
+        """How CuPy's current stream is found, which is that of its arrays."""
+        self._kept.append(ask)
+        self._put(at.STATE_ASK_ARRAYS, id(ask))
 
     def also_clear(self, word: int) -> None:
         """Set the word at this address to 0 with each operation that goes through a door."""
