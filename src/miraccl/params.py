@@ -120,6 +120,11 @@ def _parse_flag(text: str) -> int:
         return int(parse_bool(text))
 
 
+def _parse_path(text: str) -> str:
+    """``~`` as shells have it, which leave it alone between quotes and in files of settings."""
+    return os.path.expanduser(text)
+
+
 def _parse_debug(text: str) -> str:
     if text.lower() not in DEBUG_LEVELS:
         raise ValueError(f"allowed are {', '.join(DEBUG_LEVELS)}")
@@ -271,7 +276,7 @@ GPU_STAGING = declare(
 CACHE_DIR = declare(
     "CACHE_DIR",
     "",
-    str,
+    _parse_path,
     "Folder of compiled code, measured constants and plans; empty: miraccl below XDG_CACHE_HOME or ~/.cache.",
     kind="path",
 )
@@ -366,11 +371,11 @@ def parse_netdevs_policy(text: str) -> str:
     raise ValueError("allowed are AUTO, ALL and MAX:<number>")
 
 
-TOPO_FILE = declare("TOPO_FILE", "", str, "Topology file to read instead of detecting the machine.", kind="path", nccl="TOPO_FILE")
+TOPO_FILE = declare("TOPO_FILE", "", _parse_path, "Topology file to read instead of detecting the machine.", kind="path", nccl="TOPO_FILE")
 TOPO_DUMP_FILE = declare(
     "TOPO_DUMP_FILE",
     "",
-    str,
+    _parse_path,
     "Where miraccl plan and miraccl topo show write the topology that they use.",
     kind="path",
     nccl="TOPO_DUMP_FILE",
@@ -421,7 +426,7 @@ CROSS_NIC = declare(
     kind="choice",
     nccl="CROSS_NIC",
 )
-GRAPH_FILE = declare("GRAPH_FILE", "", str, "XML file of channel graphs that replace the search.", kind="path", nccl="GRAPH_FILE")
+GRAPH_FILE = declare("GRAPH_FILE", "", _parse_path, "XML file of channel graphs that replace the search.", kind="path", nccl="GRAPH_FILE")
 GRAPH_DUMP_FILE = declare(
-    "GRAPH_DUMP_FILE", "", str, "Where miraccl plan writes the channel graphs, in NCCL's XML.", kind="path", nccl="GRAPH_DUMP_FILE"
+    "GRAPH_DUMP_FILE", "", _parse_path, "Where miraccl plan writes the channel graphs, in NCCL's XML.", kind="path", nccl="GRAPH_DUMP_FILE"
 )

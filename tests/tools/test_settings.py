@@ -56,6 +56,12 @@ def test_every_level_is_logged_somehow() -> None:
     assert tuple(trace.LEVELS) == params.DEBUG_LEVELS
 
 
+def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/at/home")
+    assert params.CACHE_DIR.read({"MIRACCL_CACHE_DIR": "~/kernels"}) == "/at/home/kernels"
+    assert params.TOPO_FILE.read({"NCCL_TOPO_FILE": "some~file"}) == "some~file"
+
+
 def test_deadlines_beyond_all_clocks_are_a_long_time() -> None:
     assert params.TIMEOUT.read({"MIRACCL_TIMEOUT": "1e300"}) == FOREVER
     assert int(FOREVER * 1e9) < 1 << 63
