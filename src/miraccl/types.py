@@ -117,6 +117,8 @@ class PreMulSum:
     def __post_init__(self) -> None:
         given: Any = self.scalar
         try:
+            if isinstance(given, str | bytes | bytearray):  # from which Python reads a number
+                raise TypeError
             number = float(given)
         except (TypeError, ValueError):
             raise InvalidUsage(f"PreMulSum: the scalar is {self.scalar!r}; it is a number") from None

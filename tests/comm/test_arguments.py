@@ -216,7 +216,7 @@ FROZEN = np.zeros(4, np.float32)
 FROZEN.setflags(write=False)
 GRID = np.zeros((4, 4), np.float32)
 LINE = np.zeros(12, np.float32)
-NOTHING: dict[str, Any] = {"text": "a", "none": None}
+NOTHING: dict[str, Any] = {"text": "a", "digit": "2", "none": None}
 
 WRONG: list[tuple[str, Any]] = [
     ("x is a list", lambda c: c.all_reduce([1.0])),
@@ -269,6 +269,7 @@ WRONG: list[tuple[str, Any]] = [
     ("in which bfloat16 is", lambda c: c.reduce_scatter(np.zeros(3, ml_dtypes.bfloat16), op=PreMulSum(1e300))),
     ("a number that float64 does not reach", lambda c: c.all_reduce(LINE, op=PreMulSum(10**400))),
     ("the scalar is 'a'; it is a number", lambda c: c.all_reduce(LINE, op=PreMulSum(NOTHING["text"]))),
+    ("the scalar is '2'; it is a number", lambda c: c.all_reduce(LINE, op=PreMulSum(NOTHING["digit"]))),
     ("the scalar is None", lambda c: c.all_reduce(LINE, op=PreMulSum(NOTHING["none"]))),
     ("counts needs 1 counts", lambda c: c.all_gather_v(LINE, [6, 6])),
     ("counts needs 1 counts of 0 or more", lambda c: c.all_gather_v(LINE, [-1])),

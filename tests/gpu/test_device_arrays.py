@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from miraccl.comm.device import memory
 from miraccl.comm.device.arguments import DeviceArguments
 from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.comm.device.stream import find_current_stream, number_of
+from miraccl.comm.device.stream_order import KEPT_STREAMS, Owners
 from miraccl.comm.device.windows import DeviceArray, Windows, _element_type
 from miraccl.comm.window import element_type
 from miraccl.errors import InvalidUsage
@@ -133,6 +135,29 @@ def test_the_current_stream_is_that_of_a_library_that_came_later(monkeypatch: py
     assert ask(0) == find_current_stream()(0) == 5
     torch._C._cuda_getCurrentRawStream = lambda ordinal: 7 + ordinal
     assert ask(1) == find_current_stream()(1) == 8
+
+
+def test_an_owner_of_a_stream_is_kept_beside_who_borrows_it() -> None:
+    """As CuPy's ExternalStream of a Stream's number."""
+
+    class Stream:
+        pass
+
+    class Borrowed:
+        pass
+
+    owners = Owners(lambda: (5,))
+    ends: list[str] = []
+    stream = Stream()
+    weakref.finalize(stream, ends.append, "stream")
+    owners.keep(5, stream)
+    del stream
+    for number in range(2 * KEPT_STREAMS):
+        owners.keep(5, Borrowed())
+        owners.keep(6 + number, Borrowed())
+    assert not ends
+    owners.let_go()
+    assert ends == ["stream"]
 
 
 @pytest.mark.parametrize("stream", [True, False, -1, -(1 << 62), 1 << 63, 1 << 70, 1.0, "0", types.SimpleNamespace(cuda_stream=-1)])

@@ -22,13 +22,14 @@ class Owners:
     def __init__(self, in_use: Callable[[], Container[int]]) -> None:
         """``in_use``: the streams of the last operations."""
         self._in_use = in_use
-        self._objects: dict[int, Any] = {}
+        self._objects: dict[tuple[int, type], Any] = {}  # one that only borrows a stream takes no owner's place
 
     def keep(self, number: int, stream: Any) -> None:
-        if number not in self._objects and len(self._objects) >= KEPT_STREAMS:
+        key = number, type(stream)
+        if key not in self._objects and len(self._objects) >= KEPT_STREAMS:
             used = self._in_use()
-            self._objects = {number: kept for number, kept in self._objects.items() if number in used}
-        self._objects[number] = stream
+            self._objects = {key: kept for key, kept in self._objects.items() if key[0] in used}
+        self._objects[key] = stream
 
     def let_go(self) -> None:
         self._objects.clear()
