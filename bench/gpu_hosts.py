@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     if options.lanes:  # before other modules read them
         staging.LANES, staging.NSLOTS = options.lanes, 2 * options.lanes
     from miraccl.comm.device.hosts.communicator import make_device_communicator
-    from miraccl.comm.member import Options
+    from miraccl.comm.options import Options
 
     torch.cuda.set_device(rank)
     session = meet(detect_launch(os.environ))

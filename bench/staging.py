@@ -37,7 +37,7 @@ from miraccl.comm.device.hosts.staging import LANES, StagedJob, Staging
 from miraccl.comm.device.hosts.transfers import cut_transfers, transfers_on
 from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.device.transfer import DeviceTransfer
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.comm.stages import Stages
 from miraccl.native.intrinsics import load32, pause, sched_yield
 from miraccl.proxy.kernels.layout import READY_OFFSET, SLOT_STRIDE

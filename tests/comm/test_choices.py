@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from miraccl.comm import nccl_wishes
-from miraccl.comm.member import Options
 from miraccl.comm.model import Constants, Shape
+from miraccl.comm.options import Options
 from miraccl.comm.planner import Candidate, Overrides, Planner, Request
 from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.executor.cpu.sizes import size_class

@@ -9,7 +9,7 @@ import pytest
 
 from miraccl import params
 from miraccl.comm.device.ctas import SPARED, Ctas
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec

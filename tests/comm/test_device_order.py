@@ -10,7 +10,7 @@ from typing import TypeVar
 from miraccl.bootstrap.session import solo
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.order import Orders, of_program, of_thread
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from tests.comm.test_life import in_threads
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from miraccl import Communicator
 from miraccl.bootstrap import solo
 from miraccl.comm import faults, member
 from miraccl.comm.fabric import Fabric
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.comm.window import PAGE, Window
 from miraccl.comm.work import Worker
 from miraccl.errors import CollectiveMismatch, CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError, PeerDied, SystemFailure

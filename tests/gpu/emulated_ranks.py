@@ -24,7 +24,7 @@ from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.order import Orders
 from miraccl.comm.device.stream_order import KEPT_STREAMS
 from miraccl.comm.device.work import DeviceWork
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.errors import CommunicatorClosed, InvalidUsage
 from miraccl.executor.cuda.driver import Gpu
 from miraccl.types import Collective, PreMulSum, RedOp

@@ -25,7 +25,7 @@ from miraccl.comm.device.hosts.communicator import HostsCommunicator
 from miraccl.comm.device.hosts.staging import LANES
 from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.device.transfer import DeviceTransfer
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.errors import (
     CollectiveMismatch,
     CollectiveTimeout,

@@ -16,7 +16,7 @@ import miraccl
 from miraccl.bootstrap.launch import detect_launch, meet
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.work import DeviceWork
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 
 SIZES = (0, 1, 15, 16, 17, 448, 449, 1792, 1793, 1984, 3776, 5000, 100_003, 3_000_001, 40_000_007)

@@ -10,7 +10,7 @@ import pytest
 
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.communicator import DeviceCommunicator
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import one_sided
 from miraccl.schedule import catalog

@@ -18,7 +18,7 @@ from miraccl.bootstrap import Session, link
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.hosts.streams import PeerStreams
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError

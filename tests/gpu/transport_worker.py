@@ -21,7 +21,7 @@ from miraccl.bootstrap.launch import detect_launch, meet
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.hosts.communicator import HostsCommunicator, make_device_communicator
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.comm.stages import Stages
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
 from miraccl.executor.cuda.driver import Gpu

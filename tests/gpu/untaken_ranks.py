@@ -12,7 +12,7 @@ import numpy as np
 
 from miraccl.bootstrap import Session
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.errors import MiracclError
 from miraccl.types import RedOp
 from tests.gpu.emulated_cuda import EmulatedCuda

@@ -22,7 +22,7 @@ import numpy as np
 from miraccl.bootstrap.launch import detect_launch, meet
 from miraccl.comm.device.collectives import Operator
 from miraccl.comm.device.communicator import DeviceCommunicator
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.schedule import catalog, passes

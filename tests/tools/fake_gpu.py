@@ -259,7 +259,7 @@ class FakeTorchStream:
 
 
 def fake_nccl(session: Any, place: FakeTorchStream, arena: Any) -> Any:
-    from miraccl.comm.member import Options
+    from miraccl.comm.options import Options
     from miraccl.tools.perf.device_miraccl import MiracclDevice
 
     comm = FakeCommunicator(session, place.ordinal, Options.create())

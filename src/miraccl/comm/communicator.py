@@ -13,8 +13,9 @@ from miraccl.bootstrap import Session, UniqueId
 from miraccl.comm.control import FINALIZE
 from miraccl.comm.device.order import Orders, of_thread
 from miraccl.comm.meeting import begin, meet_by_id
-from miraccl.comm.member import Member, Options
+from miraccl.comm.member import Member
 from miraccl.comm.operations import SUM, Operations
+from miraccl.comm.options import Options
 from miraccl.comm.planner import Candidate
 from miraccl.comm.shrink import shrink
 from miraccl.comm.stages import Stages

@@ -6,7 +6,7 @@ import contextlib
 
 from miraccl import params, trace
 from miraccl.bootstrap import Session, UniqueId, connect
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.comm.tuning import prepare
 from miraccl.deadline import Deadline
 from miraccl.errors import InvalidUsage, MiracclError

@@ -10,7 +10,7 @@ from miraccl.bootstrap import Root, UniqueId, connect, create_root
 from miraccl.bootstrap.launch import detect_launch, meet
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.meeting import begin
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.comm.stages import Stages
 from miraccl.errors import BootstrapError, InvalidUsage
 

@@ -23,7 +23,7 @@ from ray.util.collective.types import (
 
 from miraccl.comm.arguments import Array, view
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.ray.members import meet_by_store
 from miraccl.types import RedOp

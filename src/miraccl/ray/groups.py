@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.errors import BootstrapError, InvalidUsage, MiracclError
 from miraccl.ray import members
 from miraccl.ray.members import DEFAULT

@@ -23,7 +23,7 @@ from miraccl.bootstrap import Root, Session, UniqueId, connect, create_root
 from miraccl.bootstrap.dial import HubNotFound
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.meeting import begin, check_place
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
 from miraccl.errors import AuthenticationError, BootstrapError, InvalidUsage, MiracclError

@@ -18,7 +18,7 @@ from miraccl.comm.device.order import of_program
 from miraccl.comm.fabric import NOTICE_FIRST_S
 from miraccl.comm.lookout import Creation
 from miraccl.comm.meeting import begin
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
 from miraccl.errors import AuthenticationError, BootstrapError, MiracclError, PeerDied

@@ -38,7 +38,7 @@ from miraccl.comm.device.rings import Ring, find_ring
 from miraccl.comm.device.stream_order import StreamOrder
 from miraccl.comm.device.windows import Windows
 from miraccl.comm.forks import why_closed
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.comm.stages import Stages
 from miraccl.errors import (
     BootstrapError,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from miraccl.comm import nccl_wishes
 from miraccl.comm.arguments import operator
 from miraccl.comm.device.collectives import SUM, Operator
-from miraccl.comm.member import Options
 from miraccl.comm.nccl_wishes import Wishes
+from miraccl.comm.options import Options
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import DevicePlan, Request, check_protocol

@@ -191,7 +191,7 @@ def _open_miraccl(job: DeviceJob, session: Any, ordinal: int, card: Any, arena: 
     """What a ``Communicator`` opens with the first array on a GPU."""
     from miraccl.comm.communicator import Communicator
     from miraccl.comm.device.hosts.communicator import make_device_communicator
-    from miraccl.comm.member import Options as Choices
+    from miraccl.comm.options import Options as Choices
 
     options = Choices.create(**job.init)
 

@@ -127,7 +127,7 @@ def _check_choice(op: str, nranks: int, options: dict[str, Any]) -> None:
 
 def _check_order(op: str, nranks: int, options: dict[str, Any]) -> None:
     """Ranks refuse an algorithm that adds in another order than they are asked to keep; either wish may be the environment's."""
-    from miraccl.comm.member import Options
+    from miraccl.comm.options import Options
     from miraccl.schedule import catalog
 
     if op not in REDUCING or (options["devices"].on_gpu and nranks == 1):  # one GPU copies, by no algorithm

@@ -35,7 +35,7 @@ from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.comm.device.order import Orders
 from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.comm.device.uneven import Uneven, UnevenCollectives, transfers_of
-from miraccl.comm.member import Options
+from miraccl.comm.options import Options
 from miraccl.comm.stages import Stages
 from miraccl.errors import (
     CollectiveMismatch,
