@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -15,6 +16,9 @@ from miraccl.tools import launch
 from miraccl.tools.processes import die_with_parent
 from miraccl.tools.spawn import Context, Outcome, Ranks
 
+# what ranks would import each for itself when they come to it
+ALWAYS = ("miraccl.comm.device.hosts.communicator", "miraccl.comm.network", "numpy.testing", "encodings.idna")
+APART = "tests.interop."  # with JAX and its like, which begin threads and are not for ranks of other tests
 _LENGTH = struct.Struct("<Q")
 
 
@@ -25,8 +29,18 @@ def _run_target(context: Context, module: str, function: str, args: tuple[Any, .
     return target(*args)
 
 
+def _import(module: str) -> None:
+    """Once, before ranks are forked: it takes longer than most of what they do. If it fails, they try it, too, and tell."""
+    if module not in sys.modules and not module.startswith(APART):
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+        gc.collect()
+        gc.freeze()
+
+
 def _serve(request: dict[str, Any]) -> list[Outcome]:
     nranks, arguments = request["nranks"], (request["module"], request["function"], request["args"])
+    _import(request["module"])
     with launch.local_job(nranks, request["env"]) as environ, Ranks(_run_target, nranks, arguments, environ=environ, capture=True) as ranks:
         ranks.wait(time.monotonic() + request["timeout"], grace=request["timeout"])
         return ranks.outcomes
@@ -37,7 +51,7 @@ def main() -> None:
     stdin, stdout = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing else may write to the pipe of answers
     launch.warm_up()
-    for wanted in sys.argv[1:]:
+    for wanted in (*ALWAYS, *sys.argv[1:]):
         importlib.import_module(wanted)
     gc.freeze()
     while header := stdin.read(_LENGTH.size):

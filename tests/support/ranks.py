@@ -14,8 +14,9 @@ environment from which ``miraccl.init()`` makes a communicator, and returns what
             assert x.tolist() == [6.0] * 4
 
 ``rank_outcomes`` is the same for ranks that are expected to fail.  Every run has a hard deadline, after which its ranks are
-killed by pid and their output is shown.  The ranks are forked from one server process that has imported numpy and miraccl
-(``rank_server.py``), and torch for the targets below ``tests.torch``, started at the first use and ended with the test session.
+killed by pid and their output is shown.  The ranks are forked from one server process that has imported numpy, miraccl and the modules
+of most targets so far (``rank_server.py``), and torch for the targets below ``tests.torch``, started at the first use and ended with the
+test session.
 """
 
 from __future__ import annotations
