@@ -823,7 +823,7 @@ def several_in_threads() -> list[int]:
                 comm.all_reduce(x, stream=stream)
 
         streams = [me.cuda.cuStreamCreate(1)[1] for _ in range(3)]
-        arrays = [me.put(np.ones(600_000)) for _ in range(3)]
+        arrays = [me.put(np.ones(150_000)) for _ in range(3)]
         whole.all_reduce(arrays[0], stream=streams[0])
         thread = threading.Thread(target=beside)
         thread.start()
@@ -853,7 +853,7 @@ def after_a_capture() -> None:
         part = me.comm.split(0)
         assert part is not None
         first, second, third = (me.cuda.cuStreamCreate(1)[1] for _ in range(3))
-        x, large = me.put(np.ones(9)), me.put(np.ones(600_000))
+        x, large = me.put(np.ones(9)), me.put(np.ones(150_000))
         part.barrier(stream=first)
         order, waits = me.comm._device_side(0).gpu.order_streams, []
 

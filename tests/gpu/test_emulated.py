@@ -387,7 +387,6 @@ def test_parts_whose_blocks_are_apart_agree(monkeypatch: pytest.MonkeyPatch, beg
     def write_delayed(spec: KernelSpec, arch: int, machine: str = "") -> str:
         text = write_source(spec, arch, machine)
         if spec.in_parts:
-            text = text.replace("#define SPINS_BEFORE_CHECK 16384u", "#define SPINS_BEFORE_CHECK 64u")
             text = text.replace("  if (works) send_part(a, g, w, 0);\n", _late(begins, 0.4) + "  if (works) send_part(a, g, w, 0);\n")
             text = text.replace("      send_part(a, g, w, k);\n", _late(sends, 0.15) + "      send_part(a, g, w, k);\n")
         return text

@@ -61,12 +61,12 @@ def test_arrays_on_another_gpu() -> None:
 
 
 def test_large_operations_of_several_communicators_are_ordered_whichever_threads_they_began_in() -> None:
-    env = {"MIRACCL_SMS": "16", "MIRACCL_EMULATOR_CACHE": str(folder())}
+    env = {"MIRACCL_SMS": "6", "MIRACCL_EMULATOR_CACHE": str(folder())}
     assert run_ranks(emulated_ranks.several_in_threads, 2, env=env, timeout=100.0) == [[1, 0, 1, 1, 0, 1, 1]] * 2
 
 
 def test_what_runs_waits_for_what_ran_before_a_capture() -> None:
-    run_ranks(emulated_ranks.after_a_capture, 2, env={"MIRACCL_SMS": "16", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
+    run_ranks(emulated_ranks.after_a_capture, 2, env={"MIRACCL_SMS": "6", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
 
 
 def test_threads_that_have_no_context_yet() -> None:

@@ -112,7 +112,8 @@ inline uint4 load_flagged(const uint4* p) {
   u.q[1] = __atomic_load_n((const u64*)p + 1, __ATOMIC_ACQUIRE); u.q[0] = __atomic_load_n((const u64*)p, __ATOMIC_ACQUIRE);
   return u.v;
 }
-#define WARP_SPINS_BEFORE_CHECK 64u  // polls of a warp between two looks at host memory: fibers are slow
+#define SPINS_BEFORE_CHECK 256u  // polls of a wait between two looks at host memory: fibers are slow; no fewer than wait_freed counts
+#define WARP_SPINS_BEFORE_CHECK 64u
 inline uint4 load_line(const uint4* p) {
   bool flag = (threadIdx.x & 7) == 7;
   uint4 v;

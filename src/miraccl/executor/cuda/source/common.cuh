@@ -341,7 +341,9 @@ struct Watch {
   u32 spins;
   u32 launch;
 };
+#ifndef SPINS_BEFORE_CHECK
 #define SPINS_BEFORE_CHECK 16384u  // polls of a wait; several milliseconds
+#endif
 
 __device__ __forceinline__ bool give_up(const Args& a, Watch& w, u32 peer, u32 what) {
   if (w.waited == NEVER) return true;
