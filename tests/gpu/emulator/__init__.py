@@ -35,6 +35,7 @@ needs_compiler = pytest.mark.skipif(
 )
 HERE = Path(__file__).parent
 Word = TypeVar("Word", ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64)
+_GIVEN = os.environ.get("MIRACCL_EMULATOR_CACHE")  # tests have an environment without it
 _folder: Path | None = None
 _loaded: dict[str, Any] = {}
 
@@ -42,7 +43,7 @@ _loaded: dict[str, Any] = {}
 def folder() -> Path:
     global _folder
     if _folder is None:
-        given = os.environ.get("MIRACCL_EMULATOR_CACHE")
+        given = os.environ.get("MIRACCL_EMULATOR_CACHE") or _GIVEN
         _folder = Path(given or tempfile.mkdtemp(prefix="miraccl-emulator-"))
         _folder.mkdir(parents=True, exist_ok=True)
         if not given:
