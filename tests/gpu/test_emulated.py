@@ -141,8 +141,11 @@ FANS = [
 ]
 
 
-@pytest.mark.parametrize("nranks", [3, 4, 8])
-@pytest.mark.parametrize(("collective", "algo", "dtype", "proto"), FANS)
+# fans of 4 threads with one to spare and without, of 8; those without one to spare of one type
+OF_RANKS = [(*fan, nranks) for fan in FANS for nranks in (3, 4, 8) if nranks != 4 or DType.BFLOAT16 in fan]
+
+
+@pytest.mark.parametrize(("collective", "algo", "dtype", "proto", "nranks"), OF_RANKS)
 def test_threads_that_share_a_packet(collective: Collective, algo: str, dtype: DType, proto: str, nranks: int) -> None:
     """Fans, in turns with the kernel of many pieces, which uses the same memory."""
     for count, offset in ((1, 0), (203, 1), (4001, 0), (96, 0)):
