@@ -77,11 +77,12 @@ def test_one_piece(collective: Collective, algo: str, dtype: DType, proto: str) 
     assert machine(3).packets_are_cleared()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "proto", "unroll"),
-    [(DType.BFLOAT16, "ll128", 1), (DType.FLOAT64, "ll128", 2), (DType.INT32, "ll128", 1), (DType.INT8, "ll128", 2), (DType.INT8, "ll", 1)],
-)
-@pytest.mark.parametrize("nranks", [2, 3, 8])
+FRAMES = ((DType.BFLOAT16, "ll128"), (DType.INT32, "ll128"), (DType.INT8, "ll"))
+IN_PARTS = [(dtype, proto, 1, nranks) for dtype, proto in FRAMES for nranks in (2, 3, 8)]
+IN_PARTS += [(DType.FLOAT64, "ll128", 2, 3), (DType.INT8, "ll128", 2, 3)]
+
+
+@pytest.mark.parametrize(("dtype", "proto", "unroll", "nranks"), IN_PARTS)
 def test_parts(nranks: int, dtype: DType, proto: str, unroll: int) -> None:
     """Two to five of them, of whatever sizes, in turns with launches of one piece and of several, which use the same banks."""
     plan = DevicePlan(algo="two_shot", proto=proto, blocks=2, threads=64, unroll=unroll, in_parts=True)
