@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <sched.h>
 #include <setjmp.h>
 #include <thread>
@@ -25,6 +26,21 @@ struct Block {
   const void* args;
 };
 #define STACK (96 << 10)
+#define MOST_SPARE 4096
+// stacks to use again: what takes longest about new ones is that their pages are new
+static std::vector<std::unique_ptr<char[]>>& spare = *new std::vector<std::unique_ptr<char[]>>;
+static std::mutex of_spare;
+static void take_stacks(std::vector<Fiber>& fibers) {
+  std::lock_guard<std::mutex> alone(of_spare);
+  for (Fiber& f : fibers) {
+    if (spare.empty()) f.stack.reset(new char[STACK]);
+    else { f.stack = std::move(spare.back()); spare.pop_back(); }
+  }
+}
+static void leave_stacks(std::vector<Fiber>& fibers) {
+  std::lock_guard<std::mutex> alone(of_spare);
+  for (Fiber& f : fibers) if (spare.size() < MOST_SPARE) spare.push_back(std::move(f.stack));
+}
 static thread_local Block* block;
 extern "C" {
 i64 clock_ahead;  // what a test adds to the clock
@@ -104,8 +120,8 @@ static void run_block(u32 number, u32 blocks, u32 threads, void (*kernel)(const 
   blockIdx.x = number; gridDim.x = blocks; blockDim.x = threads;
   b.kernel = kernel; b.args = args;
   b.fibers.resize(threads);
+  take_stacks(b.fibers);
   for (Fiber& f : b.fibers) {
-    f.stack.reset(new char[STACK]);
     getcontext(&f.start);
     f.start.uc_stack.ss_sp = f.stack.get(); f.start.uc_stack.ss_size = STACK; f.start.uc_link = nullptr;
     makecontext(&f.start, fiber_main, 0);
@@ -122,6 +138,7 @@ static void run_block(u32 number, u32 blocks, u32 threads, void (*kernel)(const 
     if (progress == before) sched_yield();  // Linux takes a whole slice for it, also from who has something to do
   }
   land_all();
+  leave_stacks(b.fibers);
 }
 
 void launch(void (*kernel)(const void*), const void* const* args, const u32* blocks, u32 nranks, u32 threads) {
