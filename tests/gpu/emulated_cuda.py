@@ -8,34 +8,77 @@ Ranks are processes that map each other's memory.
 from __future__ import annotations
 
 import ctypes
-import types
+from dataclasses import dataclass
 from typing import Any
 
 from miraccl.executor.cuda import launch
+from miraccl.executor.cuda.source import KernelSpec
 from tests.gpu.emulator import compile_kernel
 from tests.gpu.fake_cuda import FakeCuda, Result
 
 
+@dataclass
+class Module:
+    """Machine code in a context, and its one function."""
+
+    context: int
+    function: Any
+    loaded: bool = True
+
+    def __int__(self) -> int:
+        return id(self)
+
+
 class EmulatedCuda(FakeCuda):
-    """Streams run kernels one after another; what a graph replays is launched with the arguments that were captured."""
+    """Its GPUs are linked by NVLink. Streams run kernels one after another; what a graph replays is launched with the arguments that were
+    captured."""
 
     CUstream = int
-    CUresult = types.SimpleNamespace(CUDA_ERROR_NOT_READY=600, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT=906)
 
     def install(self) -> EmulatedCuda:
         super().install()
-        vars(launch)["Kernels"].function = lambda _, spec: compile_kernel(spec)
+        vars(launch)["Kernels"].function = lambda kernels, spec: self._function(kernels, spec)
         self.launches = 0
+        self._specs: dict[bytes, KernelSpec] = {}
+        self.modules: dict[int, Module] = {}
         return self
 
+    def _function(self, kernels: launch.Kernels, spec: KernelSpec) -> Any:
+        code = repr(spec).encode()
+        self._specs[code] = spec
+        return kernels.gpu.load(code, spec.entry)
+
+    def cuDeviceGetP2PAttribute(self, kind: int, device: int, peer: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, 1  # over NVLink
+
+    def cuModuleLoadData(self, code: bytes) -> tuple[Any, ...]:
+        if self.current is None:
+            return Result.CUDA_ERROR_INVALID_CONTEXT, None
+        module = Module(self.current, compile_kernel(self._specs[code]))
+        self.modules[int(module)] = module
+        return Result.CUDA_SUCCESS, module
+
+    def cuModuleGetFunction(self, module: Module, entry: bytes) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, module
+
+    def cuModuleUnload(self, module: Module) -> tuple[Any, ...]:
+        if self.current != module.context:
+            return (Result.CUDA_ERROR_INVALID_HANDLE,)
+        module.loaded = False
+        return (Result.CUDA_SUCCESS,)
+
     def cuLaunchKernel(
-        self, function: Any, blocks: int, y: int, z: int, threads: int, ty: int, tz: int, shared: int, stream: int, params: int, extra: int
+        self, code: Module, blocks: int, y: int, z: int, threads: int, ty: int, tz: int, shared: int, stream: int, params: int, extra: int
     ) -> tuple[Any, ...]:
         if self.current is None:
             return (Result.CUDA_ERROR_INVALID_CONTEXT,)
         address = ctypes.c_void_p.from_address(params).value
         assert address is not None
-        size = int(function.argument_bytes)
+        size = int(code.function.argument_bytes)
+        if not code.loaded or {code.context, self.streams[stream].context} != {self.current}:
+            return (Result.CUDA_ERROR_INVALID_HANDLE,)
+        if not self._touches(stream, *(ctypes.c_uint64 * (size // 8)).from_address(address)):
+            return (Result.CUDA_ERROR_ILLEGAL_ADDRESS,)
         # arguments are copied by the call, as the driver does, to a place that is aligned for every type
         room = (ctypes.c_char * (size + 16))()
         start = -ctypes.addressof(room) % 16
@@ -44,12 +87,12 @@ class EmulatedCuda(FakeCuda):
 
         def run() -> None:
             pointers = (ctypes.c_void_p * 1)(ctypes.addressof(room) + start)
-            function(pointers, (ctypes.c_uint32 * 1)(blocks), 1, threads)
+            code.function(pointers, (ctypes.c_uint32 * 1)(blocks), 1, threads)
 
         return self._put(stream, run)
 
     def cuEventQuery(self, event: Any) -> tuple[Any, ...]:
-        return (Result.CUDA_SUCCESS if event.recorded.is_set() else self.CUresult.CUDA_ERROR_NOT_READY,)
+        return (Result.CUDA_SUCCESS if event.recorded.is_set() else Result.CUDA_ERROR_NOT_READY,)
 
     def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, 1, stream, None

@@ -278,7 +278,7 @@ def copies_stop(captured: bool) -> dict[str, Any]:
             device.faults._timeout = 0.3
         try:
             if captured and me.rank == 0:
-                stream = me.cuda.cuStreamCreate(1)[1]
+                stream = me.cuda.make_stream()
                 device.gpu.launch_graph(device.gpu.capture(stream, lambda s: me.comm.all_gather(x, out, stream=s)), stream)
             else:
                 me.comm.all_gather(x, out, stream=0)

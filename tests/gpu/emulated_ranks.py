@@ -26,7 +26,7 @@ from miraccl.comm.device.stream_order import KEPT_STREAMS
 from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.options import Options
 from miraccl.errors import CommunicatorClosed, InvalidUsage
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.driver import Gpu, ordinal_at
 from miraccl.types import Collective, PreMulSum, RedOp
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import FakeArray, place, seen
@@ -36,8 +36,9 @@ from tests.gpu.fake_ranks import session
 class Rank:
     """A communicator on an emulated GPU."""
 
-    def __init__(self, world: Any, timeout: float) -> None:
-        self.cuda = EmulatedCuda().install()
+    def __init__(self, world: Any, timeout: float, shares: bool = False) -> None:
+        """``shares``: GPU 0 with the others, else each rank has one of its own."""
+        self.cuda = EmulatedCuda(home=0 if shares else world.rank).install()
         self.comm = Communicator.from_session(world, Options.create(timeout=timeout))
         self.rank, self.nranks = world.rank, world.nranks
 
@@ -82,8 +83,8 @@ class Without:
 class OnlyDlpack:
     """An array that offers nothing but DLPack, as dlpack.h before 1.0 has it; notes the streams that it is asked for."""
 
-    def __init__(self, memory: Any, ordinal: int = 0) -> None:
-        self.memory, self.array, self.ordinal = memory, seen(memory), ordinal
+    def __init__(self, memory: Any) -> None:
+        self.memory, self.array = memory, seen(memory)
         self.streams: list[int] = []
         self.capsules: list[Any] = []
         self._shape = (ctypes.c_int64 * 1)(memory.count)
@@ -91,7 +92,7 @@ class OnlyDlpack:
         self._tensor = DLTensor(memory.address, 2, 0, 1, 2, bits, 1, ctypes.cast(self._shape, ctypes.POINTER(ctypes.c_int64)), None, 0)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, self.ordinal
+        return 2, ordinal_at(self.memory.address) or 0
 
     def __dlpack__(self, *, stream: int) -> Any:
         self.streams.append(stream)
@@ -277,7 +278,7 @@ def one_way() -> None:
         if me.rank < 2:
             for _ in range(3):
                 comm.send(x, 1) if me.rank == 0 else comm.recv(x, 0)
-            stream = me.cuda.cuStreamCreate(1)[1]
+            stream = me.cuda.make_stream()
             me.cuda.begin_capture(stream)
             comm.send(x, 1, stream=stream) if me.rank == 0 else comm.recv(x, 0, stream=stream)
             graph = me.cuda.end_capture(stream)
@@ -607,7 +608,7 @@ def alone_with_capsules() -> None:
         me.comm.all_reduce(empty, empty)
         me.comm.all_reduce(x, x)
         assert not empty.held() + x.held()  # nothing is to be done
-        other = me.cuda.cuStreamCreate(1)[1]
+        other = me.cuda.make_stream()
         me.cuda.streams[0].put(wait)
         me.comm.all_reduce(x, out)
         me.comm.all_gather(out, last, stream=other)
@@ -627,8 +628,9 @@ def on_another_gpu() -> None:
     with rank() as me:
         comm, x, far = me.comm, me.put(np.ones(4)), me.put(np.ones(4))
         comm.barrier(stream=0)
-        me.cuda.placed[x.memory.address], me.cuda.placed[far.memory.address] = 0, 1
-        packed = OnlyDlpack(far.memory, ordinal=1)
+        here, there = me.rank, me.rank + 1
+        me.cuda.placed[far.memory.address] = there
+        packed = OnlyDlpack(far.memory)
         before = me.cuda.launches
         for call, name in (
             (lambda: comm.all_reduce(far), "all_reduce: x"),
@@ -641,7 +643,7 @@ def on_another_gpu() -> None:
             (lambda: comm.all_reduce(far, async_op=True), "all_reduce: x"),
             (lambda: comm.all_reduce_init(x, far), "all_reduce: out"),
         ):
-            with pytest.raises(InvalidUsage, match=f"{name} lies on GPU 1, but this communicator works on GPU 0"):
+            with pytest.raises(InvalidUsage, match=f"{name} lies on GPU {there}, but this communicator works on GPU {here}"):
                 call()
 
         def grouped() -> None:
@@ -649,10 +651,10 @@ def on_another_gpu() -> None:
                 comm.send(x, (me.rank + 1) % me.nranks)
                 comm.all_gather(far, me.zeros(4 * me.nranks))
 
-        with pytest.raises(InvalidUsage, match="all_gather: x lies on GPU 1"):
+        with pytest.raises(InvalidUsage, match=f"all_gather: x lies on GPU {there}"):
             grouped()
-        with pytest.raises(InvalidUsage, match="'cuda:1', but this communicator works on GPU 0"):
-            comm.empty(4, device="cuda:1")
+        with pytest.raises(InvalidUsage, match=f"'cuda:{there}', but this communicator works on GPU {here}"):
+            comm.empty(4, device=f"cuda:{there}")
         assert me.cuda.launches == before
         comm.all_reduce(x)
         me.synchronize()
@@ -660,8 +662,8 @@ def on_another_gpu() -> None:
         window = comm.empty(4, device="cuda")
         for thing, address in ((x, x.memory.address), (window, window.address)):  # an address may get memory of another GPU
             comm.all_reduce(thing)
-            me.cuda.placed[address] = 1
-            with pytest.raises(InvalidUsage, match="all_reduce: x lies on GPU 1"):
+            me.cuda.placed[address] = there
+            with pytest.raises(InvalidUsage, match=f"all_reduce: x lies on GPU {there}"):
                 comm.all_reduce(thing)
         me.synchronize()
 
@@ -669,8 +671,9 @@ def on_another_gpu() -> None:
 def begins_on_the_second_gpu() -> int:
     """An array that only the driver knows the GPU of."""
     with rank() as me:
+        me.cuda.home = 1
         x = me.put(np.ones(4))
-        me.cuda.placed[x.memory.address] = 1
+        assert (me.cuda.current is None) == (me.rank == 0)
         me.comm.all_reduce(x)
         me.synchronize()
         same(x, np.full(4, me.nranks))
@@ -683,10 +686,10 @@ def in_the_order_of_the_machine(topology: str) -> tuple[tuple[int, ...], str]:
     os.environ["NCCL_TOPO_FILE"] = topology
     with session() as world:
         me = Rank.__new__(Rank)
-        me.cuda, me.comm = EmulatedCuda().install(), Communicator.from_session(world, Options.create(timeout=60, algo="ring"))
+        me.cuda = EmulatedCuda(home=world.rank).install()
+        me.comm = Communicator.from_session(world, Options.create(timeout=60, algo="ring"))
         me.rank, me.nranks = world.rank, world.nranks
         first, count = me.put(np.ones(4)), 20_001
-        me.cuda.placed[first.memory.address] = me.rank  # each rank has a GPU of its own
         me.comm.all_reduce(first)
         data = [np.random.default_rng(r).integers(-1000, 1000, count).astype(np.float32) for r in range(me.nranks)]
         device: Any = me.comm._device
@@ -714,7 +717,7 @@ def in_the_order_of_the_machine(topology: str) -> tuple[tuple[int, ...], str]:
 
 def explanations() -> None:
     """What is explained is what runs; the last plan is that of the last operation, wherever its arrays lie."""
-    with rank() as me:
+    with rank(make=partial(Rank, shares=True)) as me:
         comm, pairs = me.comm, [(0, 1), (0, 2), (1, 2)]
         assert comm.last_plan is None
         told: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
@@ -763,7 +766,8 @@ def plans(settings: dict[str, str], options: dict[str, Any], count: int = 1000) 
     found: dict[str, str] = {}
     with session() as world:
         me = Rank.__new__(Rank)
-        me.cuda, me.comm = EmulatedCuda().install(), Communicator.from_session(world, Options.create(timeout=60, **options))
+        me.cuda = EmulatedCuda(home=world.rank).install()
+        me.comm = Communicator.from_session(world, Options.create(timeout=60, **options))
         me.rank, me.nranks = world.rank, world.nranks
         x, wide = me.put(np.ones(count), "float32"), me.zeros(count * me.nranks)
         for name, call in (
@@ -791,7 +795,7 @@ def only_dlpack() -> None:
         comm, n = me.comm, me.nranks
         x = OnlyDlpack(me.put(np.full(9, me.rank + 1)).memory)
         comm.all_reduce(x)
-        stream = me.cuda.cuStreamCreate(1)[1]
+        stream = me.cuda.make_stream()
         comm.broadcast(x, 0, stream=stream)
         assert x.streams == [1, stream]
         constant, out = Immutable(me.put(np.full(9, me.rank + 1)).memory), me.zeros(9)
@@ -822,7 +826,7 @@ def several_in_threads() -> list[int]:
             for comm, x, stream in zip(comms, arrays, streams, strict=True):
                 comm.all_reduce(x, stream=stream)
 
-        streams = [me.cuda.cuStreamCreate(1)[1] for _ in range(3)]
+        streams = [me.cuda.make_stream() for _ in range(3)]
         arrays = [me.put(np.ones(150_000)) for _ in range(3)]
         whole.all_reduce(arrays[0], stream=streams[0])
         thread = threading.Thread(target=beside)
@@ -852,10 +856,10 @@ def after_a_capture() -> None:
     with rank() as me:
         part = me.comm.split(0)
         assert part is not None
-        first, second, third = (me.cuda.cuStreamCreate(1)[1] for _ in range(3))
+        first, second, third = (me.cuda.make_stream() for _ in range(3))
         x, large = me.put(np.ones(9)), me.put(np.ones(150_000))
         part.barrier(stream=first)
-        order, waits = me.comm._device_side(0).gpu.order_streams, []
+        order, waits = me.comm._device_side(me.rank).gpu.order_streams, []
 
         def ordered(gpu: Any, before: int, after: int) -> None:
             waits.append((before, after))
@@ -891,7 +895,7 @@ class OwnStream:
     """A stream that ends with its object, as CuPy's."""
 
     def __init__(self, cuda: EmulatedCuda) -> None:
-        self._cuda, self.ptr = cuda, cuda.cuStreamCreate(1)[1]
+        self._cuda, self.ptr = cuda, cuda.make_stream()
 
     def __del__(self) -> None:
         self._cuda.cuStreamDestroy(self.ptr)
@@ -1052,7 +1056,8 @@ def ordered() -> list[float]:
     """A large reduce with ``deterministic``: values of which only the order of the ranks gives 0."""
     with session() as world:
         me = Rank.__new__(Rank)
-        me.cuda, me.comm = EmulatedCuda().install(), Communicator.from_session(world, Options.create(timeout=60, deterministic=True))
+        me.cuda = EmulatedCuda(home=world.rank).install()
+        me.comm = Communicator.from_session(world, Options.create(timeout=60, deterministic=True))
         me.rank, me.nranks = world.rank, world.nranks
         found = []
         for count in (1000, 40_000):

@@ -1,6 +1,9 @@
 """A CUDA driver without a GPU: what ``executor.cuda.driver`` calls, over memory of this process; streams are threads.
 
 Device memory is an anonymous file, so that handles and descriptors work between processes as the real ones do.  Kernels cannot be launched.
+Every GPU has a context, each thread one that is current or none.  Streams, events, modules and memory belong to contexts; what the driver
+refuses where they are mixed is refused here (CUDA C++ Programming Guide, "Stream and Event Behavior" of several devices), and so is memory
+that a GPU has no access to.
 Streams and graphs behave as the driver's: work is done in order and later than the call, values are waited for, what is captured runs when
 it is replayed.  ``FakeLocal`` stands in for the kernels of a host: the CPU communicator, called by the stream.
 """
@@ -9,9 +12,11 @@ it is replayed.  ``FakeLocal`` stands in for the kernels of a host: the CPU comm
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import enum
+import functools
 import mmap
 import os
 import queue
@@ -19,7 +24,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +39,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_PORTABLE = 0x01  # cuda.h CU_MEMHOSTALLOC_PORTABLE
 _NONE, _READ_WRITE, _SHARED, _PRIVATE, _FIXED, _ANONYMOUS = 0, 3, 1, 2, 0x10, 0x20
 
 
@@ -42,7 +48,11 @@ class Result(enum.IntEnum):
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_INVALID_HANDLE = 400
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700
+    CUDA_ERROR_NOT_READY = 600
     CUDA_ERROR_NOT_SUPPORTED = 801
+    CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906
     CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704
 
 
@@ -74,7 +84,8 @@ def _memory(name: str, nbytes: int) -> int:
 class Stream:
     """Runs work in order, in a thread; while it captures, work goes to ``graph`` instead."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: int) -> None:
+        self.context = context
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.graph: list[Callable[[], None]] | None = None
         self.error: BaseException | None = None
@@ -106,8 +117,54 @@ class Stream:
                 self.error = self.error or error
 
 
+class _Streams(dict[int, Stream]):
+    """By number. 0 and 1 are the legacy stream of the context that is current."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
+        self.cuda, self.legacy = cuda, {context_of(ordinal): Stream(context_of(ordinal)) for ordinal in range(cuda.ngpus)}
+
+    def __missing__(self, number: int) -> Stream:
+        if number not in (0, 1) or self.cuda.current is None:
+            raise KeyError(number)
+        return self.legacy[self.cuda.current]
+
+    def of(self, context: int) -> list[Stream]:
+        return [stream for stream in (*self.legacy.values(), *self.values()) if stream.context == context]
+
+
+class _Area(NamedTuple):
+    """Memory that the driver knows: ``owner`` is the GPU where it lies, None for the host; ``gpus`` have access, None: all."""
+
+    start: int
+    nbytes: int
+    owner: int | None
+    gpus: set[int] | None
+    plain: bool = False  # of cuMemAlloc: peers need access from context to context
+
+
+def context_of(ordinal: int) -> int:
+    """The primary context of a GPU."""
+    return 0xC0DA00 + ordinal
+
+
+def _ordinal_of(context: int) -> int:
+    return context - context_of(0)
+
+
+def _needs_context(call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """A function of the driver that is refused in a thread in which no context is current."""
+
+    @functools.wraps(call)
+    def checked(self: FakeCuda, *args: Any) -> tuple[Any, ...]:
+        return (Result.CUDA_ERROR_INVALID_CONTEXT, None) if self.current is None else call(self, *args)
+
+    return checked
+
+
 class FakeCuda:
-    """The functions of ``cuda.bindings.driver``. ``refuse`` names calls that fail; ``access(a, b)`` is cuDeviceCanAccessPeer."""
+    """The functions of ``cuda.bindings.driver``. ``refuse`` names calls that fail; ``access(a, b)`` is cuDeviceCanAccessPeer; ``home`` is
+    the GPU that the program works on, where ``place`` puts arrays."""
 
     CUdevice_attribute = types.SimpleNamespace(
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=75,
@@ -122,18 +179,22 @@ class FakeCuda:
     CUmemAccess_flags = types.SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
     CUmemAllocationGranularity_flags = types.SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_RECOMMENDED=1)
     CUstreamCaptureMode = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
-    CUresult = types.SimpleNamespace(CUDA_ERROR_NOT_READY=600, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT=906)
+    CUresult = Result
     CUmemAllocationProp = CUmemAccessDesc = CUipcMemHandle = _Record
 
-    def __init__(self, ngpus: int = 8, refuse: Sequence[str] = (), access: Callable[[int, int], bool] = lambda a, b: True) -> None:
-        self.ngpus, self.refuse, self.access = ngpus, set(refuse), access
+    def __init__(
+        self, ngpus: int = 8, refuse: Sequence[str] = (), access: Callable[[int, int], bool] = lambda a, b: True, home: int = 0
+    ) -> None:
+        self.ngpus, self.refuse, self.access, self.home = ngpus, set(refuse), access, home
         self.live: dict[int, tuple[int, int]] = {}  # address -> (descriptor, bytes) of cuMemAlloc and cuMemCreate's mappings
-        self.placed: dict[int, int] = {}  # address -> GPU, where the driver is to say it
-        self.handles: dict[int, int] = {}  # handle -> descriptor
+        self.placed: dict[int, int] = {}  # address -> GPU, where the driver is to say another one than it is
+        self.handles: dict[int, tuple[int, int | None]] = {}  # handle -> (descriptor, GPU)
         self.pinned: set[int] = set()
-        self.streams: dict[int, Stream] = {0: Stream()}
+        self.streams = _Streams(self)
         self.destroyed: list[Stream] = []  # whose work goes on
-        self.enabled: set[int] = set()
+        self.enabled: set[tuple[int, int]] = set()  # (context, that of a peer whose memory it may use)
+        self.faults: list[str] = []  # what a GPU would have faulted on
+        self._areas: list[_Area] = []  # sorted
         self._threads = threading.local()
         self._opened: dict[int, int] = {}
         self._host: dict[int, mmap.mmap] = {}
@@ -147,6 +208,8 @@ class FakeCuda:
     def install(self) -> FakeCuda:
         """Let ``Gpu`` of this process use this driver."""
         vars(driver).update(bindings=lambda name: self, pointer_attribute=self.pointer_attribute)
+        if self.home:  # the program has chosen it in this thread; one of GPU 0 need not have done anything yet
+            self.cuCtxSetCurrent(context_of(self.home))
         return self
 
     # devices and contexts
@@ -164,13 +227,13 @@ class FakeCuda:
         return (Result.CUDA_SUCCESS, ordinal) if ordinal < self.ngpus else (Result.CUDA_ERROR_INVALID_VALUE, None)
 
     def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
-        return Result.CUDA_SUCCESS, device
+        return Result.CUDA_SUCCESS, context_of(device)
 
     def cuDevicePrimaryCtxRelease(self, device: int) -> tuple[Any, ...]:
         return (Result.CUDA_SUCCESS,)
 
     def cuCtxSetCurrent(self, context: int | None) -> tuple[Any, ...]:
-        self._threads.current = context
+        self._threads.current = context or None
         return (Result.CUDA_SUCCESS,)
 
     @property
@@ -179,7 +242,11 @@ class FakeCuda:
         return getattr(self._threads, "current", None)
 
     def cuCtxGetCurrent(self) -> tuple[Any, ...]:
-        return Result.CUDA_SUCCESS, int(self.current is not None)
+        return Result.CUDA_SUCCESS, self.current or 0
+
+    @_needs_context
+    def cuCtxGetDevice(self) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, self._ordinal
 
     def cuDeviceGetAttribute(self, kind: int, device: int) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, {75: 9, 76: 0, 16: 132, 103: 1}[kind]
@@ -196,9 +263,14 @@ class FakeCuda:
     def cuDeviceGetP2PAttribute(self, kind: int, device: int, peer: int) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, 0
 
+    @_needs_context
     def cuCtxEnablePeerAccess(self, context: int, flags: int) -> tuple[Any, ...]:
-        again = context in self.enabled
-        self.enabled.add(context)
+        assert self.current is not None
+        pair = self.current, context
+        if pair[0] == pair[1] or not self.access(*map(_ordinal_of, pair)):
+            return (Result.CUDA_ERROR_INVALID_CONTEXT,)
+        again = pair in self.enabled
+        self.enabled.add(pair)
         return (Result.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED if again else Result.CUDA_SUCCESS,)
 
     def cuThreadExchangeStreamCaptureMode(self, mode: int) -> tuple[Any, ...]:
@@ -206,29 +278,71 @@ class FakeCuda:
 
     # memory
 
+    def _note(self, address: int, nbytes: int, owner: int | None, gpus: set[int] | None, plain: bool = False) -> None:
+        bisect.insort(self._areas, _Area(address, nbytes, owner, gpus, plain), key=lambda area: area.start)
+
+    def _area(self, address: int) -> _Area | None:
+        """The memory in which an address lies."""
+        place = bisect.bisect_right(self._areas, address, key=lambda area: area.start)
+        area = self._areas[place - 1] if place else None
+        return area if area is not None and address < area.start + area.nbytes else None
+
+    def _forget(self, address: int) -> None:
+        self._areas = [area for area in self._areas if area.start != address]
+
+    def reaches(self, context: int, address: int, copies: bool = False) -> bool:
+        """Whether what runs in a context may use an address. Copies reach plain memory everywhere."""
+        area = self._area(address)
+        if area is None or area.gpus is None or _ordinal_of(context) in area.gpus or (copies and area.plain):
+            return True
+        return area.plain and area.owner is not None and (context, context_of(area.owner)) in self.enabled
+
+    def _touches(self, stream: int, *addresses: int, copies: bool = False) -> bool:
+        """Whether the GPU of a stream may use these addresses; what may not be is noted."""
+        context = self.streams[int(stream)].context
+        wrong = [address for address in addresses if not self.reaches(context, address, copies)]
+        self.faults += [f"GPU {_ordinal_of(context)} has no access to {address:#x}: {self._area(address)}" for address in wrong]
+        return not wrong
+
+    @property
+    def _ordinal(self) -> int:
+        """The GPU whose context is current."""
+        assert self.current is not None
+        return _ordinal_of(self.current)
+
+    @_needs_context
     def cuMemAlloc(self, nbytes: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, self.allocate(nbytes, self._ordinal)
+
+    def allocate(self, nbytes: int, ordinal: int) -> int:
+        """Memory of a GPU, whatever context is current."""
         fd = _memory("gpu", nbytes)
         address = _map(fd, nbytes)
         self.live[address] = (fd, nbytes)
-        return Result.CUDA_SUCCESS, address
+        self._note(address, nbytes, ordinal, {ordinal}, plain=True)
+        return address
 
+    @_needs_context
     def cuMemFree(self, address: int) -> tuple[Any, ...]:
         fd, nbytes = self.live.pop(address)
+        self._forget(address)
         _libc.munmap(address, nbytes)
         os.close(fd)
         return (Result.CUDA_SUCCESS,)
 
     def pointer_attribute(self, kind: int, address: int) -> int | None:
-        if address not in self.placed:
-            return None
-        return {2: 2, 8: 0, 9: self.placed[address]}[kind]
+        area = self._area(address)
+        owner = self.placed.get(address, area.owner if area is not None else None)
+        return None if owner is None else {2: 2, 8: 0, 9: owner}[kind]
 
+    @_needs_context
     def cuIpcGetMemHandle(self, address: int) -> tuple[Any, ...]:
         record: Any = _Record()
         fd, nbytes = self.live[address]
         record.reserved = f"{os.getpid()} {fd} {nbytes}".encode().ljust(64, b"\0")
         return Result.CUDA_SUCCESS, record
 
+    @_needs_context
     def cuIpcOpenMemHandle(self, record: Any, flags: int) -> tuple[Any, ...]:
         pid, fd, nbytes = map(int, bytes(record.reserved).strip(b"\0").split())
         if pid == os.getpid():
@@ -237,9 +351,12 @@ class FakeCuda:
         address = _map(handle, nbytes)
         os.close(handle)
         self._opened[address] = nbytes
+        self._note(address, nbytes, None, {self._ordinal})
         return Result.CUDA_SUCCESS, address
 
+    @_needs_context
     def cuIpcCloseMemHandle(self, address: int) -> tuple[Any, ...]:
+        self._forget(address)
         _libc.munmap(address, self._opened.pop(address))
         return (Result.CUDA_SUCCESS,)
 
@@ -250,33 +367,41 @@ class FakeCuda:
         assert (properties.type, properties.requestedHandleTypes, properties.location.type) == (1, 1, 1)
         assert nbytes % (2 << 20) == 0
         fd = _memory("physical", nbytes)
-        return Result.CUDA_SUCCESS, self._handle(fd)
+        return Result.CUDA_SUCCESS, self._handle(fd, properties.location.id)
 
-    def _handle(self, fd: int) -> int:
+    def _handle(self, fd: int, owner: int | None) -> int:
         number = next(self._numbers)
-        self.handles[number] = fd
+        self.handles[number] = fd, owner
         return number
 
     def cuMemExportToShareableHandle(self, handle: int, kind: int, flags: int) -> tuple[Any, ...]:
-        return Result.CUDA_SUCCESS, os.dup(self.handles[handle])
+        return Result.CUDA_SUCCESS, os.dup(self.handles[handle][0])
 
     def cuMemImportFromShareableHandle(self, fd: int, kind: int) -> tuple[Any, ...]:
-        return Result.CUDA_SUCCESS, self._handle(os.dup(fd))
+        return Result.CUDA_SUCCESS, self._handle(os.dup(fd), None)
 
     def cuMemAddressReserve(self, nbytes: int, alignment: int, at: int, flags: int) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, int(_libc.mmap(None, nbytes, _NONE, _PRIVATE | _ANONYMOUS, -1, 0))
 
     def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> tuple[Any, ...]:
-        _map(self.handles[handle], nbytes, address)
+        fd, owner = self.handles[handle]
+        _map(fd, nbytes, address)
         self.live[address] = (-1, nbytes)
+        self._note(address, nbytes, owner, set())
         return (Result.CUDA_SUCCESS,)
 
     def cuMemSetAccess(self, address: int, nbytes: int, records: list[Any], count: int) -> tuple[Any, ...]:
         assert (len(records), count, records[0].flags) == (1, 1, 3)
+        area = self._area(address)
+        assert area is not None
+        assert area.gpus is not None
+        assert (area.start, area.nbytes) == (address, nbytes)
+        area.gpus.add(records[0].location.id)
         return (Result.CUDA_SUCCESS,)
 
     def cuMemUnmap(self, address: int, nbytes: int) -> tuple[Any, ...]:
         assert self.live.pop(address)[1] == nbytes
+        self._forget(address)
         return (Result.CUDA_SUCCESS,)
 
     def cuMemAddressFree(self, address: int, nbytes: int) -> tuple[Any, ...]:
@@ -285,80 +410,106 @@ class FakeCuda:
         return (Result.CUDA_SUCCESS,)
 
     def cuMemRelease(self, handle: int) -> tuple[Any, ...]:
-        os.close(self.handles.pop(handle))
+        os.close(self.handles.pop(handle)[0])
         return (Result.CUDA_SUCCESS,)
 
+    @_needs_context
     def cuMemHostAlloc(self, nbytes: int, flags: int) -> tuple[Any, ...]:
         memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._host[address] = memory
+        self._note(address, nbytes, None, None if flags & _PORTABLE else {self._ordinal})
         return Result.CUDA_SUCCESS, address
 
     def cuMemFreeHost(self, address: int) -> tuple[Any, ...]:
+        self._forget(address)
         del self._host[address]
         return (Result.CUDA_SUCCESS,)
 
+    @_needs_context
     def cuMemHostGetDevicePointer(self, address: int, flags: int) -> tuple[Any, ...]:
-        return Result.CUDA_SUCCESS, address
+        assert self.current is not None
+        return (Result.CUDA_SUCCESS, address) if self.reaches(self.current, address) else (Result.CUDA_ERROR_INVALID_VALUE, None)
 
+    @_needs_context
     def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> tuple[Any, ...]:
         assert (address % mmap.PAGESIZE, nbytes % mmap.PAGESIZE, flags) == (0, 0, 3)
         self.pinned.add(address)
+        self._note(address, nbytes, None, None if flags & _PORTABLE else {self._ordinal})
         return (Result.CUDA_SUCCESS,)
 
+    @_needs_context
     def cuMemHostUnregister(self, address: int) -> tuple[Any, ...]:
         self.pinned.remove(address)
+        self._forget(address)
         return (Result.CUDA_SUCCESS,)
 
     # streams
 
+    @_needs_context
     def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, self.make_stream(self._ordinal)
+
+    def make_stream(self, ordinal: int | None = None) -> int:
+        """A stream of a GPU, by default the program's, whatever context is current."""
         number = next(self._numbers)
-        self.streams[number] = Stream()
-        return Result.CUDA_SUCCESS, number
+        self.streams[number] = Stream(context_of(self.home if ordinal is None else ordinal))
+        return number
 
     def cuStreamDestroy(self, stream: int) -> tuple[Any, ...]:
         self.destroyed.append(self.streams.pop(int(stream)))
         return (Result.CUDA_SUCCESS,)
 
+    @_needs_context
     def _put(self, stream: int, work: Callable[[], None]) -> tuple[Any, ...]:
         self.streams[int(stream)].put(work)
         return (Result.CUDA_SUCCESS,)
 
+    @_needs_context
+    def _use(self, stream: int, addresses: tuple[int, ...], work: Callable[[], None], copies: bool = False) -> tuple[Any, ...]:
+        """The same of work on memory."""
+        if not self._touches(stream, *addresses, copies=copies):
+            return (Result.CUDA_ERROR_ILLEGAL_ADDRESS,)
+        return self._put(stream, work)
+
+    @_needs_context
     def cuStreamSynchronize(self, stream: int) -> tuple[Any, ...]:
         self.streams[stream].synchronize()
         return (Result.CUDA_SUCCESS,)
 
+    @_needs_context
     def cuCtxSynchronize(self) -> tuple[Any, ...]:
-        if self.current is None:
-            return (Result.CUDA_ERROR_INVALID_CONTEXT,)
-        for stream in [*self.streams.values(), *self.destroyed]:
+        assert self.current is not None
+        for stream in [*self.streams.of(self.current), *(stream for stream in self.destroyed if stream.context == self.current)]:
             stream.synchronize()
+        assert not self.faults, self.faults
         return (Result.CUDA_SUCCESS,)
 
+    @_needs_context
     def cuStreamIsCapturing(self, stream: int) -> tuple[Any, ...]:
-        if self.current is None:
-            return Result.CUDA_ERROR_INVALID_CONTEXT, None
-        assert stream in self.streams, "the driver ends the process"
+        assert stream in (0, 1, *self.streams), "the driver ends the process"
         return Result.CUDA_SUCCESS, int(self.streams[stream].graph is not None)
 
     def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, 1, id(self.streams[stream].graph), None
 
+    @_needs_context
     def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
-        event = types.SimpleNamespace(recorded=threading.Event(), graph=None)
+        event = types.SimpleNamespace(recorded=threading.Event(), graph=None, context=self.current)
         event.recorded.set()  # waiting for an event that was never recorded is no wait
         return Result.CUDA_SUCCESS, event
 
+    @_needs_context
     def cuEventRecord(self, event: Any, stream: int) -> tuple[Any, ...]:
+        if event.context != self.streams[stream].context:
+            return (Result.CUDA_ERROR_INVALID_HANDLE,)
         recorded = event.recorded = threading.Event()  # who waits later waits for this record, who waits already for the one before
         event.graph = self.streams[stream].graph
         return self._put(stream, recorded.set)
 
+    @_needs_context
     def cuStreamWaitEvent(self, stream: int, event: Any, flags: int) -> tuple[Any, ...]:
         """A stream that waits for one that is captured is captured with it."""
-        if self.current is None:
-            return (Result.CUDA_ERROR_INVALID_CONTEXT,)
         recorded = event.recorded
         if event.graph is not None:
             self.streams[stream].graph = event.graph
@@ -372,13 +523,13 @@ class FakeCuda:
             words: Any = (ctypes.c_uint32 * count).from_address(address)
             np.frombuffer(words, np.uint32)[:] = word
 
-        return self._put(stream, fill)
+        return self._use(stream, (address,), fill)
 
     def _copy(self, target: int, source: int, nbytes: int, stream: int) -> tuple[Any, ...]:
         def copy() -> None:
             ctypes.memmove(target, source, nbytes)
 
-        return self._put(stream, copy)
+        return self._use(stream, (target, source), copy, True)
 
     cuMemcpyDtoDAsync = cuMemcpyDtoHAsync = cuMemcpyHtoDAsync = _copy
 
@@ -386,11 +537,11 @@ class FakeCuda:
         def write() -> None:
             ctypes.c_uint32.from_address(address).value = value
 
-        return self._put(stream, write)
+        return self._use(stream, (address,), write)
 
     def cuStreamWaitValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Any, ...]:
         assert flags == 1
-        return self._put(stream, lambda: self._wait(lambda: ctypes.c_uint32.from_address(address).value == value))
+        return self._use(stream, (address,), lambda: self._wait(lambda: ctypes.c_uint32.from_address(address).value == value))
 
     @staticmethod
     def _wait(ready: Callable[[], bool]) -> None:
@@ -431,7 +582,7 @@ class FakeCuda:
     def end_capture(self, stream: int) -> list[Callable[[], None]]:
         graph = self.streams[stream].graph
         assert graph is not None
-        for each in self.streams.values():
+        for each in (*self.streams.legacy.values(), *self.streams.values()):
             if each.graph is graph:
                 each.graph = None
         return graph
@@ -452,7 +603,7 @@ class FakeArray:
 def place(cuda: FakeCuda, array: np.ndarray) -> DeviceMemory:
     """A copy of ``array`` on the GPU."""
     dtype = next(code for code, kind in NUMPY_DTYPE.items() if kind == array.dtype)
-    address = cuda.cuMemAlloc(max(4096, array.nbytes))[1]
+    address = cuda.allocate(max(4096, array.nbytes), cuda.home)
     memory = DeviceMemory(address, array.size, dtype)
     seen(memory)[:] = array.reshape(-1)
     return memory

@@ -54,10 +54,10 @@ class World:
     def __init__(self, world: Session, hosts: str, timeout: float = 120.0, kernels: bool = False, apart: bool = False) -> None:
         self.cuda: FakeCuda
         if kernels:
-            self.cuda = EmulatedCuda().install()
+            self.cuda = EmulatedCuda(home=world.rank).install()
         else:
             vars(several)["DeviceCommunicator"] = FakeLocal
-            self.cuda = FakeCuda().install()
+            self.cuda = FakeCuda(home=world.rank).install()
         names = [f"host {letter}" for letter in hosts]
         if apart:
             os.environ["MIRACCL_HOSTID"] = names[world.rank]
@@ -206,7 +206,7 @@ def with_kernels(hosts: str, apart: bool) -> None:
 def one_host(kind: str) -> None:
     """Emulated kernels over one way between the ranks of a host."""
     with session() as world:
-        cuda = EmulatedCuda().install()
+        cuda = EmulatedCuda(home=world.rank).install()
         comm = DeviceCommunicator(world, world.rank, Options.create(timeout=60))
         assert set(comm.symmetric.kinds) == {"self", kind}
         n, r = world.nranks, world.rank
@@ -305,7 +305,7 @@ def changing_counts(hosts: str, apart: bool) -> None:
     with session() as world:
         w = World(world, hosts, apart=apart)
         comm, n, r = w.comm, w.nranks, w.rank
-        stream = w.cuda.cuStreamCreate(0)[1]
+        stream = w.cuda.make_stream()
         x, y = w.zeros(BIG * n, DType.FLOAT32), w.zeros(BIG * n, DType.FLOAT32)
         fixed = w.zeros(10, DType.FLOAT32)
         w.cuda.begin_capture(stream)
@@ -392,7 +392,7 @@ def graphs(hosts: str, apart: bool) -> None:
         w = World(world, hosts, apart=apart)
         comm, n, r = w.comm, w.nranks, w.rank
         to, frm = (r + 1) % n, (r - 1) % n
-        stream = w.cuda.cuStreamCreate(0)[1]
+        stream = w.cuda.make_stream()
         x, y, passed = w.zeros(BIG, DType.FLOAT32), w.zeros(BIG * n, DType.FLOAT32), w.zeros(BIG, DType.FLOAT32)
         w.cuda.begin_capture(stream)
         comm.all_reduce(x, stream=stream)
@@ -436,7 +436,7 @@ def again(hosts: str, kernels: bool) -> None:
             return launch(graph, stream)
 
         vars(w.cuda)["cuGraphLaunch"] = counted
-        streams = [0, w.cuda.cuStreamCreate(0)[1]]
+        streams = [0, w.cuda.make_stream()]
         ones, many = w.zeros(60, DType.FLOAT32), w.zeros(60 * n, DType.FLOAT32)
         every, part = w.zeros(60 * n, DType.FLOAT32), w.zeros(60, DType.FLOAT32)
         before = w.zeros(60 * n, DType.FLOAT32)
@@ -526,7 +526,7 @@ def public_way() -> None:
     from tests.gpu.fake_cuda import FakeArray
 
     os.environ["MIRACCL_HOSTID"] = f"host{os.environ['MIRACCL_RANK']}"
-    cuda = FakeCuda().install()
+    cuda = FakeCuda(home=int(os.environ["MIRACCL_RANK"])).install()
     with session() as world:
         comm = Communicator.from_session(world, Options.create(timeout=30))
         x = FakeArray(cuda, np.full(BIG, comm.rank + 1.0, np.float32))
@@ -559,7 +559,7 @@ def has_ended() -> list[str]:
     from tests.gpu.fake_cuda import FakeArray
 
     os.environ["MIRACCL_HOSTID"] = f"host{os.environ['MIRACCL_RANK']}"
-    cuda = FakeCuda().install()
+    cuda = FakeCuda(home=int(os.environ["MIRACCL_RANK"])).install()
     with session() as world:
         comm = Communicator.from_session(world, Options.create(timeout=30))
         x = FakeArray(cuda, np.ones(10, np.float32))
@@ -695,7 +695,7 @@ def unlike_collectives(hosts: str, kernels: bool, case: str) -> str:
         def captured() -> None:
             w.cuda.streams[stream].replay(graph)
 
-        stream = w.cuda.cuStreamCreate(0)[1]
+        stream = w.cuda.make_stream()
         w.cuda.begin_capture(stream)
         comm.gather_v(one, ones, 1, every if r == 1 else None, stream=stream)
         graph = w.cuda.end_capture(stream)
@@ -753,7 +753,7 @@ def uneven_again(hosts: str, kernels: bool) -> None:
             comm.all_to_all_v(few, sends, receives, got, stream=stream)
             comm.all_gather_v(spread, counts, gathered, stream=stream)
 
-        stream = w.cuda.cuStreamCreate(0)[1]
+        stream = w.cuda.make_stream()
         w.cuda.begin_capture(stream)
         run(n - 1, stream)
         graph = w.cuda.end_capture(stream)

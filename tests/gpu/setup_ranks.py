@@ -38,7 +38,7 @@ class Rank:
     def __init__(self, world: Session, apart: bool, timeout: float) -> None:
         if apart:
             os.environ["MIRACCL_HOSTID"] = f"host{world.rank}"
-        self.cuda = FakeCuda().install()
+        self.cuda = FakeCuda(home=world.rank).install()
         self.comm = Communicator.from_session(world, Options.create(timeout=timeout))
         self.world, self.rank, self.nranks = world, world.rank, world.nranks
 

@@ -27,7 +27,7 @@ class Rank:
     def __init__(self, world: Session, hosts: str, timeout: float = 60.0) -> None:
         if hosts:
             os.environ["MIRACCL_HOSTID"] = f"host {hosts[world.rank]}"
-        self.cuda: FakeCuda = FakeCuda() if len(set(hosts)) == len(hosts) > 0 else EmulatedCuda()
+        self.cuda: FakeCuda = FakeCuda(home=world.rank) if len(set(hosts)) == len(hosts) > 0 else EmulatedCuda(home=world.rank)
         self.cuda.install()
         self.world = world
         self.comm = Communicator.from_session(world, Options.create(timeout=timeout))
@@ -58,7 +58,7 @@ class Rank:
     def captured(self, call: Callable[[int], None]) -> Any:
         """A graph of ``call(stream)``."""
         self.comm.synchronize()
-        stream = self.cuda.cuStreamCreate(0)[1]
+        stream = self.cuda.make_stream()
         self.cuda.begin_capture(stream)
         call(stream)
         graph = self.cuda.end_capture(stream)
@@ -138,7 +138,7 @@ def right_programs(hosts: str) -> None:
     """Nothing is told of messages that are there early, of graphs and streams, of sends whose receives come late or never."""
     with rank(hosts) as me:
         comm, n, first, last = me.comm, me.nranks, me.rank == 0, me.rank == me.nranks - 1
-        streams = [me.cuda.cuStreamCreate(0)[1] for _ in range(2)]
+        streams = [me.cuda.make_stream() for _ in range(2)]
 
         def several(stream: int) -> None:
             me.gather(0, stream)

@@ -20,51 +20,30 @@ from miraccl.comm import ways
 from miraccl.comm.device import memory, persistent
 from miraccl.comm.device.memory import lies_on_gpu
 from miraccl.errors import CollectiveMismatch, CommunicatorClosed, InvalidUsage
-from miraccl.executor.cuda import launch
+from miraccl.executor.cuda import driver, launch
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.types import RedOp
 from tests.gpu import emulated_ranks
-from tests.gpu.emulator import compile_kernel
+from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import FakeArray
 
 DL_CPU, NO_DEVICE = 1, -1
 
 
-class Function:
-    """A kernel that has an address, as those of the driver have."""
-
-    def __init__(self, spec: Any) -> None:
-        self._kernel = compile_kernel(spec)
-        self.argument_bytes = self._kernel.argument_bytes
-
-    def __int__(self) -> int:
-        return id(self)
-
-    def __call__(self, *args: Any) -> None:
-        self._kernel(*args)
-
-
 class Direct:
-    """cuLaunchKernelEx as a C function that gives launches to the emulated driver; counts them."""
+    """cuLaunchKernelEx as a C function that gives launches to the emulated driver."""
 
-    def __init__(self, cuda: Any) -> None:
-        self._cuda, self._functions = cuda, dict[Any, Function]()
+    def __init__(self, cuda: EmulatedCuda) -> None:
+        self._cuda = cuda
         self._callback = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(self._launched)
         entry = native.library("miraccl.executor.cuda.doors.call").address(native.PREFIX + "launch")
         address = ctypes.cast(self._callback, ctypes.c_void_p).value
         vars(launch)["fast_launch"] = lambda gpu: (address, native.builtin("launch", entry))
-        vars(launch)["Kernels"].function = lambda kernels, spec: self._function(spec)
-
-    def _function(self, spec: Any) -> Function:
-        if spec not in self._functions:
-            self._functions[spec] = Function(spec)
-        return self._functions[spec]
 
     def _launched(self, config: int, function: int, parameters: int, extra: int | None) -> int:
         said = launch._Config.from_address(config)
-        kernel = next(kernel for kernel in self._functions.values() if int(kernel) == function)
-        self._cuda.cuLaunchKernel(kernel, said.grid[0], 1, 1, said.block[0], 1, 1, 0, said.stream or 0, parameters, 0)
-        return 0
+        kernel = self._cuda.modules[function]
+        return int(self._cuda.cuLaunchKernel(kernel, said.grid[0], 1, 1, said.block[0], 1, 1, 0, said.stream or 0, parameters, 0)[0])
 
 
 class Rank(emulated_ranks.Rank):
@@ -75,6 +54,7 @@ class Rank(emulated_ranks.Rank):
         if hasattr(torch._C, "_cuda_getCurrentRawStream"):  # of a build for CUDA, which asks the real driver
             del torch._C._cuda_getCurrentRawStream
         self._direct = Direct(self.cuda)
+        vars(driver)["pointer_attribute"] = lambda kind, address: None  # of no GPU, as tensors
         vars(ways).update(lies_on_gpu=on_gpu, ordinal_of=lambda x: 0)
         vars(persistent).update(lies_on_gpu=on_gpu)
         self.right, self.left = (self.rank + 1) % self.nranks, (self.rank - 1) % self.nranks
@@ -148,7 +128,7 @@ def streams() -> None:
         order = StreamOrder(cuda, comm._device._doors)  # type: ignore[union-attr]
         x = me.tensor(rank, 1001)
         total = torch.stack([me.tensor(r, 1001) for r in range(n)]).sum(0)
-        one, other = (cuda.cuStreamCreate(0)[1] for _ in range(2))
+        one, other = (cuda.make_stream() for _ in range(2))
         out = torch.zeros_like(x)
         comm.all_reduce(x, out, stream=one)
         comm.all_reduce(out, stream=one)
@@ -435,7 +415,7 @@ def groups_of_all_kinds() -> None:
         second = comm.split(0)
         assert second is not None
         me.adopt(second)
-        stream = me.cuda.cuStreamCreate(1)[1]
+        stream = me.cuda.make_stream()
         x, out = me.tensor(rank, 40), torch.zeros(40)
 
         def exchange(comm: Any = comm, **more: Any) -> None:

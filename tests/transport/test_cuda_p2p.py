@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from miraccl.transport import cuda_pairs as pairs
 from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.transport.cuda_pairs import Settings
 from tests.gpu import fake_ranks
-from tests.gpu.fake_cuda import FakeCuda
+from tests.gpu.fake_cuda import FakeCuda, context_of
 from tests.gpu.room import Room
 from tests.support.ranks import rank_outcomes, run_ranks
 
@@ -111,8 +112,9 @@ def test_threads_of_one_process_use_plain_pointers(cuda: FakeCuda) -> None:
         assert memory.kinds == [pairs.PROCESS if peer != number else pairs.SELF for peer in range(nranks)]
         assert memory.outboxes == owns
         assert memory.inboxes == [owns[number]] * nranks
-    assert cuda.enabled == {0, 1, 2}
-    for memory in made:
+    assert cuda.enabled == {(context_of(a), context_of(b)) for a, b in itertools.permutations(range(nranks), 2)}
+    for number, memory in enumerate(made):
+        cuda.cuCtxSetCurrent(context_of(number))
         memory.close()
     assert not cuda.live
 

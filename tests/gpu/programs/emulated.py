@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.device.windows import DeviceArray
 from tests.comm.reference import DTYPES
 from tests.gpu.emulated_cuda import EmulatedCuda
-from tests.gpu.fake_cuda import place, seen
+from tests.gpu.fake_cuda import context_of, place, seen
 from tests.gpu.programs import records as at
 from tests.gpu.programs.calls import NSTREAMS
 from tests.gpu.programs.place import Memory, OnGpu
@@ -25,8 +26,9 @@ class Emulated(OnGpu):
 
     def __init__(self) -> None:
         super().__init__()
-        self._cuda = EmulatedCuda().install()
-        self._streams = [0, *(self._cuda.cuStreamCreate(0)[1] for _ in range(NSTREAMS - 1))]
+        self._cuda = EmulatedCuda(home=int(os.environ["MIRACCL_RANK"])).install()
+        self._cuda.cuCtxSetCurrent(context_of(self._cuda.home))
+        self._streams = [0, *(self._cuda.make_stream() for _ in range(NSTREAMS - 1))]
         self._now = 0  # the stream of fills and copies
 
     def allocate(self, buffer: at.Buffer, rank: int, empty: Callable[..., Any] | None) -> None:

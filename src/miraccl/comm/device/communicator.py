@@ -198,6 +198,8 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
     def _run(
         self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
     ) -> None:
+        if self.closed:  # nothing can be prepared any more
+            self.check(collective.label)
         self._check_result(target, collective, root, collective.label)
         if type(op) is not RedOp:  # what is none may have no hash, by which launches are found
             operator(op, source.dtype, collective.label)

@@ -86,7 +86,7 @@ def _dlpack_device(thing: Any) -> tuple[int, int]:
 
 
 def ordinal_of(thing: Any) -> int:
-    """The number of the GPU on which ``thing`` lies; 0 where the array does not say."""
+    """The number of the GPU on which ``thing`` lies; the current one where neither the array nor the driver says."""
     # PyTorch's name, CuPy's name; JAX's devices have an id, too, which counts those of all processes
     number = getattr(getattr(thing, "device", None), "id" if _is_cupys(thing) else "index", None)
     if isinstance(number, int):
@@ -96,19 +96,24 @@ def ordinal_of(thing: Any) -> int:
         return number
     interface = _interface_of(thing, "", "an array")
     if interface is None:
-        return 0
+        return current_ordinal()
     from miraccl.executor.cuda.driver import ordinal_at  # programs without a GPU need none of it
 
     _check_interface(interface, "an array")
-    return ordinal_at(int(interface["data"][0] or 0)) or 0
+    found = ordinal_at(int(interface["data"][0] or 0))
+    return current_ordinal() if found is None else found  # memory that all GPUs see
 
 
 def current_ordinal() -> int:
-    """The number of the GPU that this thread works on: PyTorch's, CuPy's, or 0."""
+    """The number of the GPU that this thread works on: PyTorch's, CuPy's, that of the driver's current context, or 0."""
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and torch.cuda.is_available():
         return int(torch.cuda.current_device())
-    return int(cupy.cuda.Device().id) if cupy is not None else 0
+    if cupy is not None:
+        return int(cupy.cuda.Device().id)
+    from miraccl.executor.cuda.driver import ordinal_of_thread  # programs without a GPU need none of it
+
+    return ordinal_of_thread() or 0
 
 
 def device_view(thing: Any, name: str, where: str, stream: Any = None, gpu: Gpu | None = None) -> DeviceMemory:

@@ -62,6 +62,15 @@ def ordinal_at(address: int) -> int | None:
     return pointer_attribute(POINTER_DEVICE_ORDINAL, address)
 
 
+def ordinal_of_thread() -> int | None:
+    """The number of the GPU whose context is current in the calling thread; None without one, and without a driver."""
+    try:
+        code, device = driver().cuCtxGetDevice()
+    except (MissingDependency, SystemFailure):  # who needs the GPU is told
+        return None
+    return None if int(code) else int(device)
+
+
 def pointer_attribute(kind: int, address: int) -> int | None:
     """An attribute of a pointer that is a number; None where the driver has none. Not through cuda.bindings: 13.3.1 says that all memory
     is GPU 0's."""
