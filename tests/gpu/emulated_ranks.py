@@ -9,6 +9,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,7 +30,7 @@ from miraccl.errors import CommunicatorClosed, InvalidUsage
 from miraccl.executor.cuda.driver import Gpu, ordinal_at
 from miraccl.types import Collective, PreMulSum, RedOp
 from tests.gpu.emulated_cuda import EmulatedCuda
-from tests.gpu.fake_cuda import FakeArray, place, seen
+from tests.gpu.fake_cuda import FakeArray, context_of, place, seen
 from tests.gpu.fake_ranks import session
 
 
@@ -64,9 +65,10 @@ class Rank:
 class Part:
     """An array somewhere in an allocation."""
 
-    def __init__(self, memory: Any, dtype: Any) -> None:
+    def __init__(self, memory: Any, dtype: Any, **said: Any) -> None:
         self.array = seen(memory)
-        self.__cuda_array_interface__ = {"shape": (memory.count,), "typestr": dtype.str, "data": (memory.address, False), "version": 3}
+        interface = {"shape": (memory.count,), "typestr": dtype.str, "data": (memory.address, False), "version": 3}
+        self.__cuda_array_interface__ = interface | said
 
     __cuda_array_interface__: Any = None  # the class is asked first
 
@@ -912,7 +914,7 @@ def in_streams_that_end() -> None:
         assert len(me.cuda.streams) <= others + KEPT_STREAMS + 1
         for name in ("torch", "cupy"):
             sys.modules.pop(name, None)
-        cuda = types.SimpleNamespace(get_current_stream=lambda: current.stream)
+        cuda = types.SimpleNamespace(get_current_stream=lambda ordinal: current.stream)
         vars(sys)["modules"]["cupy"] = types.SimpleNamespace(cuda=cuda, ndarray=OwnStream)
         for _ in range(2 * KEPT_STREAMS):
             current.stream = OwnStream(me.cuda)
@@ -1013,6 +1015,59 @@ def from_another_thread() -> None:
         assert not failed
         me.synchronize()
         same(out, np.full(9, me.nranks * (me.nranks + 1) / 2))
+
+
+def with_another_gpu_current() -> None:
+    """A thread in which the program has chosen another GPU calls: all goes to the communicator's, and the choice stays."""
+    chosen = context_of(7)
+    with rank() as me:
+        me.cuda.cuCtxSetCurrent(chosen)
+        comm, n, right, left = me.comm, me.nranks, (me.rank + 1) % me.nranks, (me.rank - 1) % me.nranks
+        x, out, wide, total = me.put(np.full(9, me.rank + 1)), me.zeros(9), me.zeros(9 * n), np.full(9, n * (n + 1) / 2)
+        beside, legacy = me.cuda.make_stream(), me.cuda.streams.legacy[context_of(me.rank)]
+        prepared: list[Any] = []
+
+        def in_group() -> None:
+            with miraccl.group():
+                comm.send(x, right)
+                comm.recv(out, left, stream=beside)
+
+        def of_producer() -> None:
+            comm.all_reduce(Part(place_of(x), x.array.dtype, stream=beside), out)
+
+        def in_background() -> None:
+            time.sleep(0.1 * (me.rank == 0))
+            comm.all_reduce(x, out, async_op=True).wait()
+            legacy.put(lambda: found.append(out.array.copy()))
+            legacy.synchronize()
+            np.testing.assert_array_equal(found.pop(), total)
+
+        found: list[Any] = []
+        calls: list[Callable[[], Any]] = [
+            lambda: comm.all_reduce(x, out),
+            lambda: comm.all_reduce(x, out, stream=beside),
+            lambda: comm.all_reduce(x, out),
+            lambda: prepared.append(comm.all_reduce_init(x, out)),
+            lambda: prepared[0](),
+            lambda: comm.all_gather(x, wide),
+            lambda: comm.gather(x, 0, wide),
+            lambda: comm.reduce_scatter_v(wide, [9] * n, out),
+            lambda: comm.sendrecv(x, right, out, left),
+            lambda: comm.barrier(stream=0),
+            lambda: comm.empty(4, device=f"cuda:{me.rank}"),
+            lambda: comm.explain("reduce", 99, device=f"cuda:{me.rank}"),
+            in_group,
+            of_producer,
+            in_background,
+            comm.synchronize,
+        ]
+        for number, call in enumerate((*calls, *calls)):
+            call()
+            assert me.cuda.current == chosen, number
+        comm.all_reduce(x, out)
+        comm.synchronize()
+        same(out, total)
+    assert me.cuda.current == chosen
 
 
 def forks() -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,12 +22,14 @@ from miraccl.comm.device.stream_order import KEPT_STREAMS, Owners
 from miraccl.comm.device.windows import DeviceArray, Windows, _element_type
 from miraccl.comm.window import element_type
 from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda import driver
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.kinds import Kind
 from miraccl.native.capsules import pointer_of
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DType
 from tests.gpu.door_side import torch_with_doors
+from tests.gpu.fake_cuda import FakeArray, FakeCuda, context_of
 
 
 class Gpu:
@@ -35,19 +39,23 @@ class Gpu:
 
     def __init__(self, captures: tuple[int, ...] = ()) -> None:
         self.ordered: list[tuple[int, int]] = []
-        self._captures, self._current = captures, False
+        self._captures, self._inside = captures, False
 
     def owner(self, address: int) -> int:
         return 0
 
-    def make_any_current(self) -> None:
-        self._current = True
+    @contextlib.contextmanager
+    def visited(self) -> Iterator[None]:
+        self._inside = True
+        yield
+        self._inside = False
 
     def capture_id(self, stream: int) -> int:
-        assert self._current
+        assert self._inside
         return int(stream in self._captures)
 
     def order_streams(self, before: int, after: int) -> None:
+        assert self._inside
         self.ordered.append((before, after))
 
 
@@ -127,9 +135,10 @@ def test_the_current_stream_is_that_of_a_library_that_came_later(monkeypatch: py
         monkeypatch.delitem(sys.modules, name, raising=False)
     ask = find_current_stream()
     assert ask(0) == 0
-    streams = types.SimpleNamespace(get_current_stream=lambda: types.SimpleNamespace(ptr=5))
+    streams = types.SimpleNamespace(get_current_stream=lambda ordinal: types.SimpleNamespace(ptr=5 + ordinal))
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=streams))
     assert ask(0) == find_current_stream()(0) == 5
+    assert ask(3) == find_current_stream()(3) == 8  # of that GPU, whichever is current
     torch: Any = types.SimpleNamespace(_C=types.SimpleNamespace())  # not made for CUDA
     monkeypatch.setitem(sys.modules, "torch", torch)
     assert ask(0) == find_current_stream()(0) == 5
@@ -389,6 +398,44 @@ def test_devices_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> No
     assert memory.ordinal_of(OfJax(np.zeros(4))) == 0
     assert memory.ordinal_of(OfCupy(np.zeros(4))) == 3
     assert memory.ordinal_of(types.SimpleNamespace(device=types.SimpleNamespace(index=2))) == 2
+
+
+class Gpus:
+    """CuPy's devices, of which one is current; arrays are made there."""
+
+    def __init__(self) -> None:
+        self.current = 0
+
+    @contextlib.contextmanager
+    def at(self, ordinal: int) -> Iterator[None]:
+        before, self.current = self.current, ordinal
+        yield
+        self.current = before
+
+
+def test_results_in_new_arrays_of_cupy_lie_where_the_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus()
+    cupy = types.SimpleNamespace(ndarray=types.SimpleNamespace, empty=lambda count, dtype: (count, dtype, gpus.current))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    x = types.SimpleNamespace(device=gpus.at(2), dtype="f4")
+    assert (memory.empty_like(x, 5, "all_gather"), gpus.current) == ((5, "f4", 2), 0)
+
+
+def test_the_current_gpu_is_the_drivers_where_no_library_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of Numba; memory that all GPUs see is of none."""
+    for name in ("torch", "cupy"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("bindings", "pointer_attribute"):
+        monkeypatch.setattr(driver, name, vars(driver)[name])  # put back what install replaces
+    cuda = FakeCuda(home=3)
+    x = FakeArray(cuda, np.ones(4))
+    cuda.install()
+    assert memory.current_ordinal() == memory.ordinal_of(x) == 3
+    cuda.cuCtxSetCurrent(context_of(2))
+    assert (memory.current_ordinal(), memory.ordinal_of(x), memory.ordinal_of(Described())) == (2, 3, 2)
+    cuda.cuCtxSetCurrent(None)
+    assert (memory.current_ordinal(), memory.ordinal_of(x), memory.ordinal_of(Described())) == (0, 3, 0)
 
 
 @pytest.mark.parametrize("dtype", ["f4", "<f4", "FLOAT32", float, "float", np.int8, np.dtype("u4"), DType.BFLOAT16, "float8_e4m3fn", None])

@@ -481,12 +481,16 @@ def test_capsules_are_handed_over_with_their_stream(side: Side) -> None:
 def test_a_stream_is_left_with_nothing_held_of_it(side: Side) -> None:
     """The program may destroy it then."""
     record, wait = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64), ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 3)
-    calls = record(lambda event, stream: 0), wait(lambda stream, event, flags: 0)
-    side.doors.follow_streams(1, *[ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls])
+    ask, current = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int64)), [7]
+    calls = record(lambda event, stream: 0), wait(lambda stream, event, flags: 0), ask(lambda place: place.__setitem__(0, current[0]) or 0)
+    side.doors.follow_streams(1, [ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls], context=7)
     x = Packed(zeros())
     assert (side.all_reduce(x, stream=0), len(side.doors.held)) == (0, 1)
     assert (side.all_reduce(x, stream=5), side.doors.stream) == (1, 0)
     side.doors.release()
+    current[0] = 8  # of another GPU, whose default stream 0 would be
+    assert (side.all_reduce(x, stream=5), side.doors.stream) == (1, 0)
+    current[0] = 7
     assert (side.all_reduce(x, stream=5), side.doors.stream) == (0, 5)
     assert [(len(objects), stream) for objects, stream in side.held] == [(1, 0)]
 

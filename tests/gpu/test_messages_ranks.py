@@ -73,6 +73,10 @@ def test_threads_that_have_no_context_yet() -> None:
     run(emulated_ranks.from_another_thread, 2)
 
 
+def test_threads_in_which_another_gpu_is_current() -> None:
+    run(emulated_ranks.with_another_gpu_current, 2)
+
+
 def test_a_forked_child_has_no_gpu() -> None:
     for rank, told in enumerate(run(emulated_ranks.forks, 2)):
         names = ("all_reduce", "all_reduce", "send", "barrier", "empty", "")

@@ -25,7 +25,7 @@ from miraccl.executor.cuda.doors import layout as at
 from miraccl.types import RedOp
 from tests.gpu import emulated_ranks
 from tests.gpu.emulated_cuda import EmulatedCuda
-from tests.gpu.fake_cuda import FakeArray
+from tests.gpu.fake_cuda import FakeArray, context_of
 
 DL_CPU, NO_DEVICE = 1, -1
 
@@ -99,23 +99,28 @@ class StreamOrder:
             ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint32))(self._captures),
             ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64)(self._record),
             ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)(self._wait),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))(self._ask_context),
         )
-        captures, record, wait = (ctypes.cast(function, ctypes.c_void_p).value for function in self._functions)
+        captures, record, wait, context = (ctypes.cast(function, ctypes.c_void_p).value for function in self._functions)
         doors.ask_the_driver(0, captures)
-        doors.follow_streams(self.EVENT, record, wait)
+        doors.follow_streams(self.EVENT, (record, wait, context), context_of(cuda.home))
 
     def _captures(self, stream: int, status: Any) -> int:
         status[0] = self._cuda.cuStreamIsCapturing(stream)[1]
         return 0
 
+    def _ask_context(self, place: Any) -> int:
+        place[0] = self._cuda.current or 0
+        return 0
+
     def _record(self, event: int, stream: int) -> int:
         assert event == self.EVENT
         self._recorded = stream
-        self._cuda.cuEventRecord(self._event, stream)
-        return 0
+        return int(self._cuda.cuEventRecord(self._event, stream)[0])
 
     def _wait(self, stream: int, event: int, flags: int) -> int:
         assert (event, flags) == (self.EVENT, 0)
+        assert self._cuda.current == context_of(self._cuda.home)
         self.changes.append((self._recorded, stream))
         self._cuda.cuStreamWaitEvent(stream, self._event, 0)
         return 0
@@ -160,6 +165,16 @@ def streams() -> None:
             comm.send(x, me.right, stream=other)
             comm.recv(out, me.left, stream=other)
         me.same(out, me.tensor(me.left, 1001))
+        comm.all_reduce(x, out, stream=0)
+        comm.all_reduce(x, out, stream=one)
+        before, chosen = len(order.changes), context_of(7)
+        cuda.cuCtxSetCurrent(chosen)  # whose default stream 0 is now
+        for stream in (0, 0, one):
+            comm.all_reduce(x, out, stream=stream)
+            assert cuda.current == chosen
+        assert order.changes[before:] == [(one, 0), (0, one)]
+        cuda.cuCtxSetCurrent(context_of(rank))
+        me.same(out, total)
 
 
 def collectives() -> None:
@@ -304,7 +319,7 @@ def arrays() -> None:
     """CuPy's beside tensors: what one has done a door knows of the other."""
     with started() as me:
         comm, n, rank = me.comm, me.nranks, me.rank
-        streams = types.SimpleNamespace(get_current_stream=lambda: types.SimpleNamespace(ptr=0))
+        streams = types.SimpleNamespace(get_current_stream=lambda ordinal: types.SimpleNamespace(ptr=0))
         sys.modules["cupy"] = types.SimpleNamespace(ndarray=Array, cuda=streams)  # type: ignore[assignment]
         everybody = [me.data(r, 500) for r in range(n)]
         for turn in range(2):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 from miraccl.bootstrap import Session, UniqueId
 from miraccl.comm.control import FINALIZE
 from miraccl.comm.device.order import Orders, of_thread
+from miraccl.comm.device.visits import visiting
 from miraccl.comm.meeting import begin, meet_by_id
 from miraccl.comm.member import Member
 from miraccl.comm.operations import SUM, Operations
@@ -147,7 +148,8 @@ class Communicator(Operations):
         kind, block_bytes, element = self._member.question(collective, nbytes, dtype)
         if str(device) == "cpu":
             return self._member.planner.candidates(kind, block_bytes, element)
-        return self._on_device(device, "explain").explain(kind, block_bytes, element, op)
+        found: list[DeviceCandidate] = self._on_device(device, "explain").explain(kind, block_bytes, element, op)
+        return found
 
     @property
     def last_plan(self) -> Candidate | DevicePlan | HostsPlan | None:
@@ -201,7 +203,7 @@ class Communicator(Operations):
         untold = None
         if self._device is not None:
             with self._member.faults.control.attend(FINALIZE):  # it waits for the other ranks
-                untold = self._device.close(self._member.faults.raised)
+                untold = visiting(self._device).close(self._member.faults.raised)
         self._member.finalize()
         if untold is not None:
             raise untold
@@ -209,7 +211,7 @@ class Communicator(Operations):
     def synchronize(self) -> None:
         """Wait for this rank's GPU, and raise what its kernels found."""
         if self._device is not None:
-            self._device.synchronize()
+            visiting(self._device).synchronize()
 
     def __enter__(self) -> Communicator:
         return self

@@ -14,6 +14,7 @@ from miraccl.comm.control import SET_UP
 from miraccl.comm.device.memory import current_ordinal, lies_on_gpu, ordinal_of
 from miraccl.comm.device.order import Orders
 from miraccl.comm.device.stream import stream_of_its_own
+from miraccl.comm.device.visits import visiting
 from miraccl.comm.exchange import Transfer
 from miraccl.comm.member import Member
 from miraccl.comm.persistent import Persistent
@@ -55,7 +56,7 @@ class Ways:
                 if self._device is not None and not async_op:
                     self._cpu_plan[0] = 0
                     group = groups.current()
-                    calls = self._device if group is None else self._device.grouped(group)
+                    calls = visiting(self._device) if group is None else self._device.grouped(group)
                 else:
                     calls = self._gpu_calls(async_op, ordinal_of(x))
                 if (current := stream_of_its_own(x)) is None:
@@ -66,8 +67,8 @@ class Ways:
         refuse_stream(stream, self.rank)
         return None
 
-    def _on_device(self, device: Any, name: str) -> DeviceCommunicator | HostsCommunicator:
-        """The GPU side, for a device in words (torch.device is written alike)."""
+    def _on_device(self, device: Any, name: str) -> Any:
+        """What has the methods of the GPU side, for a device in words (torch.device is written alike)."""
         kind, _, number = str(device).partition(":")
         if kind != "cuda" or (number and not number.isdecimal()):
             raise InvalidUsage(f"{name}: device is {device!r}; allowed are cpu, cuda and cuda:<number>", rank=self.rank)
@@ -75,7 +76,7 @@ class Ways:
         if number and int(number) != side.gpu.ordinal:
             text = f"{name}: device is {device!r}, but this communicator works on GPU {side.gpu.ordinal}"
             raise InvalidUsage(text, rank=self.rank, hint="a rank works on one GPU: that of the first array it passed")
-        return side
+        return visiting(side)
 
     def _are_collective(self, collective: Collective, root: int, counts: Sequence[int], count: int) -> None:
         """The last ``count`` sends and receives of a group, of GPU memory on one host, are a collective
@@ -92,7 +93,7 @@ class Ways:
                 raise InvalidUsage("async_op has no meaning inside a group; the group is one operation", rank=self.rank)
             return device.grouped(group)
         if not async_op:
-            return device
+            return visiting(device)
         if self._background is None:
             from miraccl.comm.device.work import Background
 
@@ -112,16 +113,18 @@ class Ways:
 
     def _make_device_side(self, ordinal: int) -> None:
         from miraccl.comm.device.hosts.communicator import make_device_communicator  # most programs have no GPU and need none of it
+        from miraccl.executor.cuda.driver import keeping_context
 
         self._member.check(0, SET_UP)
-        self._device = make_device_communicator(
-            self._member.session,
-            ordinal,
-            self._member.options,
-            open_cpu=self._open_cpu,
-            plane=self._member,
-            orders=self._orders(),
-        )
+        with keeping_context():
+            self._device = make_device_communicator(
+                self._member.session,
+                ordinal,
+                self._member.options,
+                open_cpu=self._open_cpu,
+                plane=self._member,
+                orders=self._orders(),
+            )
         doors = self._device.stand_before(lambda name: vars(self).get(f"_{name}"), self._cpu_plan_address)
         vars(self).update({f"_{name}": door for name, door in doors.items()})
 

@@ -261,12 +261,12 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
     def _prepare(self, key: tuple[Any, ...]) -> Launch | OneSidedLaunch:
         collective, dtype, count, op, root = key
         request = self.request(collective, dtype, count, op, root)
-        self.gpu.make_current()
         launch: Launch | OneSidedLaunch
-        if self.nranks == 1:
-            launch = self._kernels.prepare_scale(request, self._comm_args)
-        else:
-            launch = launch_of(self._kernels, self.planner.plan(request), request, self._comm_args, self._in_window)
+        with self.gpu.visited():
+            if self.nranks == 1:
+                launch = self._kernels.prepare_scale(request, self._comm_args)
+            else:
+                launch = launch_of(self._kernels, self.planner.plan(request), request, self._comm_args, self._in_window)
         if len(self._launches) >= MAX_LAUNCHES:
             self._forget()
         self._launches[key] = launch

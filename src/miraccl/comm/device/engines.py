@@ -53,8 +53,7 @@ class CopyEngines:
         if key not in self._launches:
             if len(self._launches) >= MAX_LAUNCHES:
                 self._launches.clear()
-            self._gpu.make_current()
-            with self._gpu.outside_of_capture():
+            with self._gpu.visited(), self._gpu.outside_of_capture():
                 self._launches[key] = (
                     CopyLaunch(self._gpu, self._kernels, request(), self._comm_args, place, self._sides)
                     if place is not None

@@ -73,6 +73,10 @@ class Grouped:
 
     def run(self) -> None:
         """The end of the group."""
+        with self._gpu.gpu.visited():
+            self._run()
+
+    def _run(self) -> None:
         transfers = [(number, item) for number, item in self._items if not callable(item)]
         if transfers:
             streams = list(dict.fromkeys(number for number, _ in transfers))

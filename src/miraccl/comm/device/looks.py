@@ -41,8 +41,7 @@ class Looks:
         self._judged = 0, 0  # how far operations were compared with those of others
 
     def _look(self, read: Callable[..., Seen], *what: Any) -> Seen | None:
-        with contextlib.suppress(MiracclError):  # the GPU may be what is broken
-            self._gpu.make_current()
+        with contextlib.suppress(MiracclError), self._gpu.visited():  # the GPU may be what is broken
             return read(self._gpu, self._where, *what)
         return None
 

@@ -180,9 +180,9 @@ def _wait_for_producer(interface: dict[str, Any], stream: Any, gpu: Gpu | None) 
     consumer = find_current_stream()(gpu.ordinal) if stream is None else number_of(stream)
     if (int(producer) or at.STREAM_LEGACY) == (consumer or at.STREAM_LEGACY):
         return
-    gpu.make_any_current()
-    if gpu.capture_id(int(producer)) == gpu.capture_id(consumer):  # what is not in the graph is no part of its order
-        gpu.order_streams(int(producer), consumer)
+    with gpu.visited():
+        if gpu.capture_id(int(producer)) == gpu.capture_id(consumer):  # what is not in the graph is no part of its order
+            gpu.order_streams(int(producer), consumer)
 
 
 def _note(thing: Any, how: Kind) -> None:
@@ -346,5 +346,6 @@ def empty_like(thing: Any, count: int, where: str) -> Any:
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(thing, cupy.ndarray):
         make: Callable[..., Any] = cupy.empty
-        return make(count, dtype=thing.dtype)
+        with thing.device:  # else it lies on the current one
+            return make(count, dtype=thing.dtype)
     raise InvalidUsage(f"{where}: give out, an array for the result, with arrays of type {type(thing).__name__}")

@@ -8,6 +8,7 @@ from typing import Any
 from miraccl.comm.device.checks import Checks
 from miraccl.comm.device.stream import stream_of_its_own
 from miraccl.comm.device.work import InItsStream
+from miraccl.executor.cuda.driver import AnotherGpu
 
 #: operations that make an array for the result where none is given -> where that stands in the arguments of the public methods
 _PLACE_OF_OUT = {
@@ -52,7 +53,11 @@ class DevicePersistent:
 
     def __call__(self, *, stream: Any = None) -> Any:
         self._cpu_plan[0] = 0
-        self._method(*self._args, stream=stream)
+        try:
+            self._method(*self._args, stream=stream)
+        except AnotherGpu:
+            with self._gpu.gpu.visited():
+                self._method(*self._args, stream=stream)
         return self.result
 
     def __repr__(self) -> str:

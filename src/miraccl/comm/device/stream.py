@@ -34,7 +34,7 @@ def stream_of_cupy(keep: Callable[[int, Any], None], ordinal: int) -> int:
     of_cupy = getattr(getattr(sys.modules.get("cupy"), "cuda", None), "get_current_stream", None)
     if of_cupy is None:
         return 0
-    stream = of_cupy()
+    stream = of_cupy(ordinal)
     keep(number := int(stream.ptr), stream)
     return number
 

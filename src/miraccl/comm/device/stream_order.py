@@ -46,8 +46,8 @@ class StreamOrder:
         self._current: Callable[[int], int] | None = None
         doors.ask_for_stream_of_arrays(functools.partial(stream_of_cupy, self._owners.keep))
         self._event = gpu.make_event()  # by which doors let a stream wait for another
-        if all(calls := fast_calls(gpu, "cuEventRecord", "cuStreamWaitEvent")):
-            doors.follow_streams(int(self._event), *calls)
+        if all(calls := fast_calls(gpu, "cuEventRecord", "cuStreamWaitEvent", "cuCtxGetCurrent")):
+            doors.follow_streams(int(self._event), calls, gpu.context)
 
     def number(self, stream: Any) -> int:
         """A stream as the driver's number; None: the current one (``comm.device.stream``)."""

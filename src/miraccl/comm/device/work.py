@@ -38,8 +38,8 @@ class DeviceWork(Work):
     def wait(self, timeout: float | None = None, *, stream: Any = None) -> Any:
         """The result, for use in ``stream`` (None: the current one); raises what is known to have failed by now."""
         number = stream_of(self._gpu, stream, self._current)
-        self._gpu.gpu.make_any_current()
-        self._gpu.gpu.wait_event(number, self._event)
+        with self._gpu.gpu.visited():
+            self._gpu.gpu.wait_event(number, self._event)
         if timeout is not None:
             self.synchronize(timeout)
         self._gpu.check(self.name)
@@ -123,13 +123,13 @@ class Background:
 
         def start(*args: Any, stream: Any = None, current: Current | None = None, **more: Any) -> DeviceWork:
             driver: Gpu = self._gpu.gpu
-            driver.make_current()
-            number = self._fork(current) if stream is None else stream_of(self._gpu, stream)
-            result = method(*args, stream=number, **more)
-            keep = (args, more, result)
-            if not driver.is_capturing(number):  # memory of captures belongs to their graphs
-                self._kept.hold(keep, number)  # the user may let go of everything at once
-            return DeviceWork(name, self._gpu, number, result, keep, current)
+            with driver.visited():
+                number = self._fork(current) if stream is None else stream_of(self._gpu, stream)
+                result = method(*args, stream=number, **more)
+                keep = (args, more, result)
+                if not driver.is_capturing(number):  # memory of captures belongs to their graphs
+                    self._kept.hold(keep, number)  # the user may let go of everything at once
+                return DeviceWork(name, self._gpu, number, result, keep, current)
 
         return start
 
@@ -138,8 +138,7 @@ class Background:
         own, self._own = self._own, None
         if own is None or self._gpu.closed:
             return
-        with contextlib.suppress(MiracclError):  # a context that a failed kernel broke needs nothing given back
-            self._gpu.gpu.make_current()
+        with contextlib.suppress(MiracclError), self._gpu.gpu.visited():  # a context that a failed kernel broke needs nothing given back
             self._gpu.gpu.synchronize()
             self._kept.close()
             self._gpu.gpu.destroy_stream(own)

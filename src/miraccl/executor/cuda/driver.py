@@ -101,6 +101,24 @@ def address_of(name: str) -> int:
     return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
+class AnotherGpu(SystemFailure):
+    """In this thread the context of another GPU is current; nothing has happened."""
+
+
+@contextlib.contextmanager
+def keeping_context() -> Iterator[None]:
+    """After the block the context is current in the calling thread that was before, if there was one."""
+    cuda, before = None, 0
+    with contextlib.suppress(MissingDependency, SystemFailure):  # who needs the GPU is told
+        cuda = driver()
+        before = check(cuda.cuCtxGetCurrent(), "cuCtxGetCurrent")
+    try:
+        yield
+    finally:
+        if cuda is not None and int(before):
+            check(cuda.cuCtxSetCurrent(before), "cuCtxSetCurrent")
+
+
 class _Modules:
     """Machine code in the context of a GPU, loaded once for all communicators of this process that use it: loading waits for what the GPU
     computes, and takes memory there."""
@@ -139,6 +157,7 @@ class Gpu:
         self.ordinal = ordinal
         self._device = check(self.cuda.cuDeviceGet(ordinal), f"cuDeviceGet({ordinal})")
         self._context = check(self.cuda.cuDevicePrimaryCtxRetain(self._device), "cuDevicePrimaryCtxRetain")
+        self.context = int(self._context)
         self.make_current()
         kinds = self.cuda.CUdevice_attribute
         self.arch = 10 * self._attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) + self._attribute(
@@ -157,13 +176,30 @@ class Gpu:
         return int(check(self.cuda.cuDriverGetVersion(), "cuDriverGetVersion"))
 
     def make_current(self) -> None:
-        """Make the context current in the calling thread."""
-        check(self.cuda.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
+        """Make the context current in the calling thread; after ``close`` there is none."""
+        if self._context is not None:
+            check(self.cuda.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
 
     def make_any_current(self) -> None:
-        """Make the context current in a thread that has none, in which nothing could be launched; a program's own choice stays."""
-        if not int(check(self.cuda.cuCtxGetCurrent(), "cuCtxGetCurrent")):
+        """Make the context current in a thread that has none, in which nothing could be launched; ``AnotherGpu`` where the program has
+        chosen another one."""
+        current = int(check(self.cuda.cuCtxGetCurrent(), "cuCtxGetCurrent"))
+        if not current:
             self.make_current()
+        elif current != self.context:
+            raise AnotherGpu(f"GPU {self.ordinal} is not the one that is current in this thread")
+
+    def is_elsewhere(self) -> bool:
+        """Whether the calling thread has another context. Never raises: in a forked child the driver does not answer."""
+        code, current = self.cuda.cuCtxGetCurrent()
+        return not int(code) and int(current) not in (0, self.context) and self._context is not None
+
+    @contextlib.contextmanager
+    def visited(self) -> Iterator[None]:
+        """Inside the block the context is current in the calling thread; afterwards the one that was, if any."""
+        with keeping_context():
+            self.make_current()
+            yield
 
     @contextlib.contextmanager
     def outside_of_capture(self) -> Iterator[None]:

@@ -279,7 +279,6 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     def _operation(self, name: str, stream: Any, views: Sequence[DeviceMemory]) -> Iterator[tuple[int, bool]]:
         """Every call is inside: what it may raise, the stream's number and whether it is captured; keeps what views keep."""
         self.check(name)
-        self.gpu.make_current()
         number = self.local._enter(name, stream)
         try:
             yield number, self.gpu.capture_id(number) != 0

@@ -149,6 +149,7 @@ STATE_BLOCKS = _state.word(MOST_RANKS)  # of a call of several launches
 STATE_CODE = _state.word()  # what one of these failed with, as an object
 STATE_EVENT = _state.word()  # by which one stream waits for another; 0: changes of streams are Python's
 STATE_RECORD, STATE_WAIT = _state.word(), _state.word()  # addresses of cuEventRecord and cuStreamWaitEvent
+STATE_ASK_CONTEXT, STATE_CONTEXT = _state.word(), _state.word()  # address of cuCtxGetCurrent, and what it is to say
 STATE_CALL = _state.word(2 * MOST_RANKS * MESSAGE_BYTES // 8)  # the messages of a call
 STATE_GROUP = _state.word(MOST_MESSAGES * MESSAGE_BYTES // 8)  # those that are noted
 STATE_TABLE = _state.word(TABLE_SLOTS * ROW_BYTES // 8)  # of launches

@@ -81,13 +81,20 @@ def captures(state: int, stream: int) -> bool:
 
 
 @inline
+def is_here(state: int) -> bool:
+    """Whether this thread's context is that of the communicator: default streams are those of the current one."""
+    code = call_int2(load(state + at.STATE_ASK_CONTEXT), state + at.STATE_ANSWER, 0)  # which takes the first alone
+    return code == 0 and load(state + at.STATE_ANSWER) == load(state + at.STATE_CONTEXT)
+
+
+@inline
 def follow(state: int, stream: int) -> bool:
     """Make ``stream`` wait for that of the operation before, and be that from now on. Captures and groups are Python's, and so is a stream
     of which something is held: it may be destroyed after this."""
     before, event = load(state + at.STATE_STREAM), load(state + at.STATE_EVENT)
     if PyList_Size(load(state + at.STATE_HELD)) != 0:
         return False
-    if event == 0 or load32(load(state + at.STATE_GROUPS)) != 0 or captures(state, before) or captures(state, stream):
+    if event == 0 or not is_here(state) or load32(load(state + at.STATE_GROUPS)) != 0 or captures(state, before) or captures(state, stream):
         return False
     if call_int2(load(state + at.STATE_RECORD), event, before) != 0 or call_int3(load(state + at.STATE_WAIT), stream, event, 0) != 0:
         return False

@@ -223,11 +223,13 @@ class Doors:
         self._put(at.STATE_POINTER_ATTRIBUTE, pointer_attribute)
         self._put(at.STATE_IS_CAPTURING, is_capturing)
 
-    def follow_streams(self, event: int, record: int, wait: int) -> None:
-        """Take calls in another stream than the one before as well, which waits for that by ``event``; addresses of cuEventRecord and
-        cuStreamWaitEvent."""
-        for where, value in ((at.STATE_EVENT, event), (at.STATE_RECORD, record), (at.STATE_WAIT, wait)):
+    def follow_streams(self, event: int, functions: Sequence[int], context: int) -> None:
+        """Take calls in another stream than the one before as well, which waits for that by ``event``, where ``context`` is current;
+        ``functions`` are addresses of cuEventRecord, cuStreamWaitEvent and cuCtxGetCurrent."""
+        for where, value in zip((at.STATE_RECORD, at.STATE_WAIT, at.STATE_ASK_CONTEXT), functions, strict=True):
             self._put(where, value)
+        self._put(at.STATE_CONTEXT, context)
+        self._put(at.STATE_EVENT, event)
 
     def ask_for_stream(self, ask: Callable[[int], int]) -> None:
         """How the current stream is found, where the types of arrays do not tell."""
