@@ -29,6 +29,7 @@ from miraccl.comm.options import Options
 from miraccl.errors import CommunicatorClosed, InvalidUsage
 from miraccl.executor.cuda.driver import Gpu, ordinal_at
 from miraccl.types import Collective, PreMulSum, RedOp
+from tests.comm.test_life import in_threads
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import FakeArray, context_of, place, seen
 from tests.gpu.fake_ranks import session
@@ -930,13 +931,15 @@ def in_streams_that_end() -> None:
 class Cupys(FakeArray):
     """An array of CuPy's."""
 
+    device = types.SimpleNamespace(id=0)
+
 
 def beside_torch() -> None:
     """Arrays of CuPy's in a program that has PyTorch too: in CuPy's current stream, in every form of a call; all others in PyTorch's."""
     with rank() as me:
         comm, n, peer = me.comm, me.nranks, 1 - me.rank
-        torchs, cupys = me.cuda.cuStreamCreate(0)[1], me.cuda.cuStreamCreate(0)[1]
-        current = types.SimpleNamespace(get_current_stream=lambda: types.SimpleNamespace(ptr=int(cupys)))
+        torchs, cupys = me.cuda.make_stream(), me.cuda.make_stream()
+        current = types.SimpleNamespace(get_current_stream=lambda _: types.SimpleNamespace(ptr=int(cupys)))
         torch: Any = types.SimpleNamespace(Tensor=OwnStream, _C=types.SimpleNamespace(_cuda_getCurrentRawStream=lambda _: int(torchs)))
         vars(sys)["modules"] |= {"torch": torch, "cupy": types.SimpleNamespace(cuda=current, ndarray=Cupys)}
         x, other, out = (kind(me.cuda, np.full(9, me.rank + 1, np.float32)) for kind in (Cupys, FakeArray, Cupys))
@@ -987,8 +990,9 @@ def beside_torch() -> None:
         same(out, np.full(9, n))
 
 
-def from_another_thread() -> None:
-    """A thread in which nothing of CUDA was done calls what is prepared already, and waits for it."""
+def from_other_threads() -> None:
+    """A thread in which nothing of CUDA was done calls what is prepared already, and waits for it; one in which another GPU is current
+    finalizes, too."""
     with rank() as me:
         comm, x, failed = me.comm, me.put(np.full(9, me.rank + 1)), []
         out, right, left = me.zeros(9), (me.rank + 1) % me.nranks, (me.rank - 1) % me.nranks
@@ -1015,59 +1019,88 @@ def from_another_thread() -> None:
         assert not failed
         me.synchronize()
         same(out, np.full(9, me.nranks * (me.nranks + 1) / 2))
+        _with_another_gpu_current(me)
+    assert me.cuda.current == context_of(7)
 
 
-def with_another_gpu_current() -> None:
+def as_threads(nranks: int) -> None:
+    """Ranks that are threads of one process, each with a GPU of its own; in half of them the program has done nothing of CUDA yet."""
+    cuda = EmulatedCuda().install()
+
+    def work(comm: Communicator) -> None:
+        me = Rank.__new__(Rank)
+        me.cuda, me.comm, me.rank, me.nranks = cuda, comm, comm.rank, comm.nranks
+        n, right, left, cuda.home = me.nranks, (me.rank + 1) % nranks, (me.rank - 1) % nranks, me.rank
+        if me.rank % 2:
+            cuda.cuCtxSetCurrent(context_of(me.rank))
+        stream, count = cuda.make_stream(), 1000
+        everybody = np.concatenate([me.data(r, count) for r in range(n)])
+        window = comm.empty(count * n, "float32", device=f"cuda:{me.rank}")
+        part = comm.split(0)
+        assert part is not None
+        for each in (comm, part):
+            x, out, total = me.put(me.data(me.rank, count)), me.zeros(count), sum(me.data(r, count) for r in range(n))
+            each.all_reduce(x, out)
+            each.all_reduce(x, out, stream=stream)
+            work = each.all_gather(x, window, async_op=True)
+            work.wait()
+            comm.synchronize()
+            same(out, total)
+            np.testing.assert_array_equal(seen(window.miraccl_view), everybody)
+            wide = me.zeros(count * n)
+            each.all_gather(x, wide)
+            each.sendrecv(x, right, out, left)
+            each.barrier(stream=0)
+            each.synchronize()
+            same(wide, everybody)
+            same(out, me.data(left, count))
+            assert isinstance(each._device, DeviceCommunicator)
+            assert each._device.symmetric.kinds == ["self" if r == me.rank else "process" for r in range(n)]
+        part.finalize()
+        assert cuda.current == context_of(me.rank)
+
+    in_threads(nranks, work)
+    assert not [module for module in cuda.modules.values() if module.loaded]
+
+
+def _with_another_gpu_current(me: Rank) -> None:
     """A thread in which the program has chosen another GPU calls: all goes to the communicator's, and the choice stays."""
-    chosen = context_of(7)
-    with rank() as me:
-        me.cuda.cuCtxSetCurrent(chosen)
-        comm, n, right, left = me.comm, me.nranks, (me.rank + 1) % me.nranks, (me.rank - 1) % me.nranks
-        x, out, wide, total = me.put(np.full(9, me.rank + 1)), me.zeros(9), me.zeros(9 * n), np.full(9, n * (n + 1) / 2)
-        beside, legacy = me.cuda.make_stream(), me.cuda.streams.legacy[context_of(me.rank)]
-        prepared: list[Any] = []
+    comm, n, right, left = me.comm, me.nranks, (me.rank + 1) % me.nranks, (me.rank - 1) % me.nranks
+    x, out, wide, total = me.put(np.full(9, me.rank + 1)), me.zeros(9), me.zeros(9 * n), np.full(9, n * (n + 1) / 2)
+    beside, legacy, found, chosen = me.cuda.make_stream(), me.cuda.streams.legacy[context_of(me.rank)], [], context_of(7)
+    me.cuda.cuCtxSetCurrent(chosen)
 
-        def in_group() -> None:
-            with miraccl.group():
-                comm.send(x, right)
-                comm.recv(out, left, stream=beside)
+    def in_group() -> None:
+        with miraccl.group():
+            comm.send(x, right)
+            comm.recv(out, left, stream=beside)
 
-        def of_producer() -> None:
-            comm.all_reduce(Part(place_of(x), x.array.dtype, stream=beside), out)
+    def in_background() -> None:
+        time.sleep(0.05 * (me.rank == 0))
+        comm.all_reduce(x, out, async_op=True).wait()
+        legacy.put(lambda: found.append(out.array.copy()))
+        legacy.synchronize()
+        np.testing.assert_array_equal(found.pop(), total)
 
-        def in_background() -> None:
-            time.sleep(0.1 * (me.rank == 0))
-            comm.all_reduce(x, out, async_op=True).wait()
-            legacy.put(lambda: found.append(out.array.copy()))
-            legacy.synchronize()
-            np.testing.assert_array_equal(found.pop(), total)
-
-        found: list[Any] = []
-        calls: list[Callable[[], Any]] = [
-            lambda: comm.all_reduce(x, out),
-            lambda: comm.all_reduce(x, out, stream=beside),
-            lambda: comm.all_reduce(x, out),
-            lambda: prepared.append(comm.all_reduce_init(x, out)),
-            lambda: prepared[0](),
-            lambda: comm.all_gather(x, wide),
-            lambda: comm.gather(x, 0, wide),
-            lambda: comm.reduce_scatter_v(wide, [9] * n, out),
-            lambda: comm.sendrecv(x, right, out, left),
-            lambda: comm.barrier(stream=0),
-            lambda: comm.empty(4, device=f"cuda:{me.rank}"),
-            lambda: comm.explain("reduce", 99, device=f"cuda:{me.rank}"),
-            in_group,
-            of_producer,
-            in_background,
-            comm.synchronize,
-        ]
-        for number, call in enumerate((*calls, *calls)):
-            call()
-            assert me.cuda.current == chosen, number
-        comm.all_reduce(x, out)
-        comm.synchronize()
-        same(out, total)
-    assert me.cuda.current == chosen
+    prepared = comm.all_reduce_init(x, out)
+    calls: list[Callable[[], Any]] = [
+        lambda: comm.all_reduce(x, out),
+        lambda: comm.all_reduce(x, out, stream=beside),
+        prepared,
+        lambda: comm.gather(x, 0, wide),
+        lambda: comm.sendrecv(x, right, out, left),
+        lambda: comm.barrier(stream=0),
+        lambda: comm.empty(4, device=f"cuda:{me.rank}"),
+        lambda: comm.explain("reduce", 99, device=f"cuda:{me.rank}"),
+        in_group,
+        lambda: comm.all_reduce(Part(place_of(x), x.array.dtype, stream=beside), out),  # which a producer has in another stream
+        in_background,
+        comm.synchronize,
+    ]
+    for number, call in enumerate(calls):
+        call()
+        assert me.cuda.current == chosen, number
+    same(out, total)
 
 
 def forks() -> list[str]:

@@ -185,7 +185,7 @@ class FakeCuda:
     def __init__(
         self, ngpus: int = 8, refuse: Sequence[str] = (), access: Callable[[int, int], bool] = lambda a, b: True, home: int = 0
     ) -> None:
-        self.ngpus, self.refuse, self.access, self.home = ngpus, set(refuse), access, home
+        self.ngpus, self.refuse, self.access, self._home = ngpus, set(refuse), access, home
         self.live: dict[int, tuple[int, int]] = {}  # address -> (descriptor, bytes) of cuMemAlloc and cuMemCreate's mappings
         self.placed: dict[int, int] = {}  # address -> GPU, where the driver is to say another one than it is
         self.handles: dict[int, tuple[int, int | None]] = {}  # handle -> (descriptor, GPU)
@@ -211,6 +211,15 @@ class FakeCuda:
         if self.home:  # the program has chosen it in this thread; one of GPU 0 need not have done anything yet
             self.cuCtxSetCurrent(context_of(self.home))
         return self
+
+    @property
+    def home(self) -> int:
+        """The GPU that the program works on, or this thread of it."""
+        return int(getattr(self._threads, "home", self._home))
+
+    @home.setter
+    def home(self, ordinal: int) -> None:
+        self._threads.home = ordinal
 
     # devices and contexts
 

@@ -69,12 +69,13 @@ def test_what_runs_waits_for_what_ran_before_a_capture() -> None:
     run_ranks(emulated_ranks.after_a_capture, 2, env={"MIRACCL_SMS": "6", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
 
 
-def test_threads_that_have_no_context_yet() -> None:
-    run(emulated_ranks.from_another_thread, 2)
+def test_threads_that_have_no_context_yet_or_that_of_another_gpu() -> None:
+    run(emulated_ranks.from_other_threads, 2)
 
 
-def test_threads_in_which_another_gpu_is_current() -> None:
-    run(emulated_ranks.with_another_gpu_current, 2)
+def test_ranks_that_are_threads_with_a_gpu_each() -> None:
+    """By kernels and by copy engines."""
+    run_ranks(emulated_ranks.as_threads, 1, 2, env={"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
 
 
 def test_a_forked_child_has_no_gpu() -> None:

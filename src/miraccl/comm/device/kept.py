@@ -18,6 +18,10 @@ class Kept:
 
     def hold(self, objects: Any, stream: int) -> None:
         """Until everything that is in ``stream`` now has ended."""
+        with self.gpu.visited():  # doors come here as well
+            self._hold(objects, stream)
+
+    def _hold(self, objects: Any, stream: int) -> None:
         while self._waiting and self.gpu.has_passed(self._waiting[0][0]):
             self.gpu.destroy_event(self._waiting.popleft()[0])
         if self.gpu.is_capturing(stream):

@@ -30,7 +30,7 @@ def _stream_now(keep: Callable[[int, Any], None], ordinal: int) -> int:
 
 
 def stream_of_cupy(keep: Callable[[int, Any], None], ordinal: int) -> int:
-    """CuPy's current stream, on the current device; the legacy default stream without CuPy."""
+    """CuPy's current stream on a device; the legacy default stream without CuPy."""
     of_cupy = getattr(getattr(sys.modules.get("cupy"), "cuda", None), "get_current_stream", None)
     if of_cupy is None:
         return 0
@@ -45,8 +45,7 @@ def stream_of_its_own(array: Any) -> Callable[[], Any] | None:
     cupy = sys.modules.get("cupy")
     if cupy is None or not isinstance(array, cupy.ndarray) or _stream_of_torch() is None:
         return None
-    current: Callable[[], Any] = cupy.cuda.get_current_stream
-    return current
+    return functools.partial(cupy.cuda.get_current_stream, int(array.device.id))
 
 
 def number_of(stream: Any) -> int:

@@ -27,5 +27,5 @@ class Visitor:
 
 
 def visiting(gpu: Any) -> Any:
-    """What takes the calls of this thread."""
-    return Visitor(gpu) if gpu.gpu.is_elsewhere() else gpu
+    """What takes the calls of this thread; one that is closed asks no driver any more, which a forked child has not."""
+    return Visitor(gpu) if not gpu.closed and gpu.gpu.is_elsewhere() else gpu

@@ -13,7 +13,7 @@ from typing import Any
 from miraccl.comm.device.kept import Kept
 from miraccl.comm.work import Work, patience
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.driver import AnotherGpu, Gpu
 
 POLL_S = 50e-6
 Current = Callable[[], Any]
@@ -37,9 +37,13 @@ class DeviceWork(Work):
 
     def wait(self, timeout: float | None = None, *, stream: Any = None) -> Any:
         """The result, for use in ``stream`` (None: the current one); raises what is known to have failed by now."""
-        number = stream_of(self._gpu, stream, self._current)
-        with self._gpu.gpu.visited():
-            self._gpu.gpu.wait_event(number, self._event)
+        number, gpu = stream_of(self._gpu, stream, self._current), self._gpu.gpu
+        try:
+            gpu.make_any_current()
+            gpu.wait_event(number, self._event)
+        except AnotherGpu:
+            with gpu.visited():
+                gpu.wait_event(number, self._event)
         if timeout is not None:
             self.synchronize(timeout)
         self._gpu.check(self.name)

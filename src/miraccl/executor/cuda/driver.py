@@ -190,16 +190,22 @@ class Gpu:
             raise AnotherGpu(f"GPU {self.ordinal} is not the one that is current in this thread")
 
     def is_elsewhere(self) -> bool:
-        """Whether the calling thread has another context. Never raises: in a forked child the driver does not answer."""
-        code, current = self.cuda.cuCtxGetCurrent()
-        return not int(code) and int(current) not in (0, self.context) and self._context is not None
+        """Whether the calling thread has another context."""
+        return int(check(self.cuda.cuCtxGetCurrent(), "cuCtxGetCurrent")) not in (0, self.context)
 
     @contextlib.contextmanager
     def visited(self) -> Iterator[None]:
         """Inside the block the context is current in the calling thread; afterwards the one that was, if any."""
-        with keeping_context():
-            self.make_current()
+        before = check(self.cuda.cuCtxGetCurrent(), "cuCtxGetCurrent")
+        if int(before) == self.context:
             yield
+            return
+        self.make_current()
+        try:
+            yield
+        finally:
+            if int(before):
+                check(self.cuda.cuCtxSetCurrent(before), "cuCtxSetCurrent")
 
     @contextlib.contextmanager
     def outside_of_capture(self) -> Iterator[None]:
