@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Any
 
 import pytest
 
+from miraccl.comm.device.kept import Kept
 from miraccl.errors import SystemFailure
 from miraccl.executor.cuda import driver, toolkit
 from miraccl.executor.cuda.driver import Gpu, ordinal_at
-from tests.gpu.fake_cuda import FakeCuda, Result
+from tests.gpu.emulated_cuda import EmulatedCuda
+from tests.gpu.fake_cuda import FakeCuda, Result, context_of
 from tests.gpu.gpus import GPUS, NEEDS_GPU
 
 
@@ -23,6 +27,54 @@ def test_the_gpu_of_an_address() -> None:
         assert gpu.owner(address) == ordinal
         gpu.free(address)
         gpu.close()
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_the_context_of_a_program_is_known_and_stays() -> None:
+    """PyTorch's is the same as ours on each GPU. An event goes to the default stream of the GPU whose context is current."""
+    torch = pytest.importorskip("torch")
+    gpus = [Gpu(ordinal) for ordinal in range(GPUS)]
+    for here in gpus:
+        torch.cuda.set_device(here.ordinal)
+        torch.ones(1, device="cuda")
+        for gpu in gpus:
+            assert gpu.is_elsewhere() == (gpu is not here)
+            with gpu.visited():
+                assert not gpu.is_elsewhere()
+                event = gpu.make_event()
+                gpu.record(event, 0)
+            assert not here.is_elsewhere()
+            assert torch.cuda.current_device() == here.ordinal
+            if gpu is not here:
+                with pytest.raises(SystemFailure):
+                    gpu.record(event, 0)
+            gpu.destroy_event(event)
+    for gpu in gpus:
+        gpu.close()
+
+
+def test_what_is_held_waits_for_the_gpu_of_its_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, gate = EmulatedCuda(), threading.Event()
+    monkeypatch.setattr(driver, "bindings", lambda name: cuda)
+    kept, thing = Kept(Gpu(1)), Thing()
+    there = weakref.ref(thing)
+    cuda.streams.legacy[context_of(1)].put(lambda: None if gate.wait(30) else pytest.fail("nobody opens the gate"))
+    cuda.cuCtxSetCurrent(context_of(0))
+    kept.hold([thing], 0)
+    del thing
+    cuda.streams[0].synchronize()  # of the other GPU
+    kept.hold([], 0)
+    assert there() is not None
+    gate.set()
+    cuda.streams.legacy[context_of(1)].synchronize()
+    kept.hold([], 0)
+    assert there() is None
+    assert cuda.current == context_of(0)
+
+
+class Thing:
+    """What can be referred to weakly."""
 
 
 def test_memory_that_no_gpu_has() -> None:

@@ -145,8 +145,9 @@ def compile_kernel(spec: KernelSpec) -> Any:
     if key not in _loaded:
         whole = f'{text}\n#define ENTRY {spec.entry}\n#include "launch.h"\n'
         loaded = ctypes.CDLL(str(compiled(f"{spec.name}-{key}", whole, str(machine_library()))))
-        loaded.emulate.argument_bytes = loaded.argument_bytes()
-        _loaded[key] = loaded.emulate  # which other threads may find at once
+        function: Any = loaded.emulate
+        function.argument_bytes = loaded.argument_bytes()
+        _loaded[key] = function  # which other threads may find at once
     return _loaded[key]
 
 
