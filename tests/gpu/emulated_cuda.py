@@ -91,8 +91,5 @@ class EmulatedCuda(FakeCuda):
 
         return self._put(stream, run)
 
-    def cuEventQuery(self, event: Any) -> tuple[Any, ...]:
-        return (Result.CUDA_SUCCESS if event.recorded.is_set() else Result.CUDA_ERROR_NOT_READY,)
-
     def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, 1, stream, None

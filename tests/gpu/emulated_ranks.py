@@ -1032,7 +1032,7 @@ def as_threads(nranks: int) -> None:
         me.cuda, me.comm, me.rank, me.nranks = cuda, comm, comm.rank, comm.nranks
         n, right, left, cuda.home = me.nranks, (me.rank + 1) % nranks, (me.rank - 1) % nranks, me.rank
         if me.rank % 2:
-            cuda.cuCtxSetCurrent(context_of(me.rank))
+            cuda.choose(me.rank)
         stream, count = cuda.make_stream(), 1000
         everybody = np.concatenate([me.data(r, count) for r in range(n)])
         window = comm.empty(count * n, "float32", device=f"cuda:{me.rank}")
@@ -1061,14 +1061,14 @@ def as_threads(nranks: int) -> None:
 
     in_threads(nranks, work)
     assert not [module for module in cuda.modules.values() if module.loaded]
+    assert cuda.retained.total() == nranks // 2  # those that the program has chosen
 
 
 def _with_another_gpu_current(me: Rank) -> None:
     """A thread in which the program has chosen another GPU calls: all goes to the communicator's, and the choice stays."""
     comm, n, right, left = me.comm, me.nranks, (me.rank + 1) % me.nranks, (me.rank - 1) % me.nranks
     x, out, wide, total = me.put(np.full(9, me.rank + 1)), me.zeros(9), me.zeros(9 * n), np.full(9, n * (n + 1) / 2)
-    beside, legacy, found, chosen = me.cuda.make_stream(), me.cuda.streams.legacy[context_of(me.rank)], [], context_of(7)
-    me.cuda.cuCtxSetCurrent(chosen)
+    beside, legacy, found, chosen = me.cuda.make_stream(), me.cuda.streams.legacy[context_of(me.rank)], [], me.cuda.choose(7)
 
     def in_group() -> None:
         with miraccl.group():

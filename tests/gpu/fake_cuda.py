@@ -23,6 +23,7 @@ import queue
 import threading
 import time
 import types
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,6 +52,7 @@ class Result(enum.IntEnum):
     CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
     CUDA_ERROR_NOT_READY = 600
+    CUDA_ERROR_CONTEXT_IS_DESTROYED = 709
     CUDA_ERROR_NOT_SUPPORTED = 801
     CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906
     CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704
@@ -157,7 +159,9 @@ def _needs_context(call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[
 
     @functools.wraps(call)
     def checked(self: FakeCuda, *args: Any) -> tuple[Any, ...]:
-        return (Result.CUDA_ERROR_INVALID_CONTEXT, None) if self.current is None else call(self, *args)
+        if self.current is None:
+            return Result.CUDA_ERROR_INVALID_CONTEXT, None
+        return call(self, *args) if self.retained[self.current] else (Result.CUDA_ERROR_CONTEXT_IS_DESTROYED, None)
 
     return checked
 
@@ -193,6 +197,7 @@ class FakeCuda:
         self.streams = _Streams(self)
         self.destroyed: list[Stream] = []  # whose work goes on
         self.enabled: set[tuple[int, int]] = set()  # (context, that of a peer whose memory it may use)
+        self.retained: Counter[int] = Counter()  # contexts
         self.faults: list[str] = []  # what a GPU would have faulted on
         self._areas: list[_Area] = []  # sorted
         self._threads = threading.local()
@@ -208,8 +213,8 @@ class FakeCuda:
     def install(self) -> FakeCuda:
         """Let ``Gpu`` of this process use this driver."""
         vars(driver).update(bindings=lambda name: self, pointer_attribute=self.pointer_attribute)
-        if self.home:  # the program has chosen it in this thread; one of GPU 0 need not have done anything yet
-            self.cuCtxSetCurrent(context_of(self.home))
+        if self.home:  # one of GPU 0 need not have done anything yet
+            self.choose(self.home)
         return self
 
     @property
@@ -220,6 +225,12 @@ class FakeCuda:
     @home.setter
     def home(self, ordinal: int) -> None:
         self._threads.home = ordinal
+
+    def choose(self, ordinal: int) -> int:
+        """Make the context of a GPU current in this thread, as a program does, which keeps it."""
+        context = self.cuDevicePrimaryCtxRetain(ordinal)[1]
+        self.cuCtxSetCurrent(context)
+        return int(context)
 
     # devices and contexts
 
@@ -236,9 +247,12 @@ class FakeCuda:
         return (Result.CUDA_SUCCESS, ordinal) if ordinal < self.ngpus else (Result.CUDA_ERROR_INVALID_VALUE, None)
 
     def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
+        self.retained[context_of(device)] += 1
         return Result.CUDA_SUCCESS, context_of(device)
 
     def cuDevicePrimaryCtxRelease(self, device: int) -> tuple[Any, ...]:
+        self.retained[context_of(device)] -= 1
+        assert self.retained[context_of(device)] >= 0
         return (Result.CUDA_SUCCESS,)
 
     def cuCtxSetCurrent(self, context: int | None) -> tuple[Any, ...]:
@@ -523,6 +537,9 @@ class FakeCuda:
         if event.graph is not None:
             self.streams[stream].graph = event.graph
         return self._put(stream, lambda: self._wait(recorded.is_set))
+
+    def cuEventQuery(self, event: Any) -> tuple[Any, ...]:
+        return (Result.CUDA_SUCCESS if event.recorded.is_set() else Result.CUDA_ERROR_NOT_READY,)
 
     def cuEventDestroy(self, event: Any) -> tuple[Any, ...]:
         return (Result.CUDA_SUCCESS,)

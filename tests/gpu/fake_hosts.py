@@ -41,7 +41,7 @@ from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.emulated_cuda import EmulatedCuda
-from tests.gpu.fake_cuda import FakeCuda, FakeLocal, place, seen
+from tests.gpu.fake_cuda import FakeArray, FakeCuda, FakeLocal, place, seen
 from tests.gpu.fake_ranks import session
 
 BIG = 50_001  # float32: several pieces of the smallest slots
@@ -523,8 +523,6 @@ def special(hosts: str, apart: bool) -> None:
 
 def public_way() -> None:
     """``Communicator`` with arrays on GPUs of two hosts of one rank each; CPU arrays go on as ever."""
-    from tests.gpu.fake_cuda import FakeArray
-
     os.environ["MIRACCL_HOSTID"] = f"host{os.environ['MIRACCL_RANK']}"
     cuda = FakeCuda(home=int(os.environ["MIRACCL_RANK"])).install()
     with session() as world:
@@ -544,9 +542,17 @@ def public_way() -> None:
             raise AssertionError("was prepared")
         prepared = comm.all_reduce_init(x, op=RedOp.MAX)
         assert prepared() is x
-        comm._device.synchronize()  # type: ignore[union-attr]
+        comm.synchronize()
+        assert (x.array == 3).all()
+        chosen = cuda.choose(7)
+        for call in (prepared, lambda: comm.all_reduce(x, op=RedOp.MAX), lambda: comm.all_reduce(x, op=RedOp.MAX, async_op=True).wait()):
+            for _ in range(3):  # at once, to be captured, as a graph
+                call()
+                comm.synchronize()
+                assert cuda.current == chosen
         assert (x.array == 3).all()
         comm.finalize()
+        assert cuda.current == chosen
         try:
             comm.all_reduce(x)
         except MiracclError:
@@ -556,8 +562,6 @@ def public_way() -> None:
 
 def has_ended() -> list[str]:
     """What those are told that have no GPU side over hosts: a forked child, and a program after ``finalize``."""
-    from tests.gpu.fake_cuda import FakeArray
-
     os.environ["MIRACCL_HOSTID"] = f"host{os.environ['MIRACCL_RANK']}"
     cuda = FakeCuda(home=int(os.environ["MIRACCL_RANK"])).install()
     with session() as world:

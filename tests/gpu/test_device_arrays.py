@@ -29,7 +29,7 @@ from miraccl.native.capsules import pointer_of
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DType
 from tests.gpu.door_side import torch_with_doors
-from tests.gpu.fake_cuda import FakeArray, FakeCuda, context_of
+from tests.gpu.fake_cuda import FakeArray, FakeCuda
 
 
 class Gpu:
@@ -432,7 +432,7 @@ def test_the_current_gpu_is_the_drivers_where_no_library_says(monkeypatch: pytes
     x = FakeArray(cuda, np.ones(4))
     cuda.install()
     assert memory.current_ordinal() == memory.ordinal_of(x) == 3
-    cuda.cuCtxSetCurrent(context_of(2))
+    cuda.choose(2)
     assert (memory.current_ordinal(), memory.ordinal_of(x), memory.ordinal_of(Described())) == (2, 3, 2)
     cuda.cuCtxSetCurrent(None)
     assert (memory.current_ordinal(), memory.ordinal_of(x), memory.ordinal_of(Described())) == (0, 3, 0)

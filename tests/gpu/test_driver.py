@@ -60,7 +60,7 @@ def test_what_is_held_waits_for_the_gpu_of_its_communicator(monkeypatch: pytest.
     kept, thing = Kept(Gpu(1)), Thing()
     there = weakref.ref(thing)
     cuda.streams.legacy[context_of(1)].put(lambda: None if gate.wait(30) else pytest.fail("nobody opens the gate"))
-    cuda.cuCtxSetCurrent(context_of(0))
+    cuda.choose(0)
     kept.hold([thing], 0)
     del thing
     cuda.streams[0].synchronize()  # of the other GPU

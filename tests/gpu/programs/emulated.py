@@ -14,7 +14,7 @@ from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.device.windows import DeviceArray
 from tests.comm.reference import DTYPES
 from tests.gpu.emulated_cuda import EmulatedCuda
-from tests.gpu.fake_cuda import context_of, place, seen
+from tests.gpu.fake_cuda import place, seen
 from tests.gpu.programs import records as at
 from tests.gpu.programs.calls import NSTREAMS
 from tests.gpu.programs.place import Memory, OnGpu
@@ -27,7 +27,7 @@ class Emulated(OnGpu):
     def __init__(self) -> None:
         super().__init__()
         self._cuda = EmulatedCuda(home=int(os.environ["MIRACCL_RANK"])).install()
-        self._cuda.cuCtxSetCurrent(context_of(self._cuda.home))
+        self._cuda.choose(self._cuda.home)
         self._streams = [0, *(self._cuda.make_stream() for _ in range(NSTREAMS - 1))]
         self._now = 0  # the stream of fills and copies
 
