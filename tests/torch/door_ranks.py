@@ -34,7 +34,7 @@ class Direct:
     """cuLaunchKernelEx as a C function that gives launches to the emulated driver."""
 
     def __init__(self, cuda: EmulatedCuda) -> None:
-        self._cuda = cuda
+        self._cuda, self.refused = cuda, 0
         self._callback = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(self._launched)
         entry = native.library("miraccl.executor.cuda.doors.call").address(native.PREFIX + "launch")
         address = ctypes.cast(self._callback, ctypes.c_void_p).value
@@ -43,7 +43,9 @@ class Direct:
     def _launched(self, config: int, function: int, parameters: int, extra: int | None) -> int:
         said = launch._Config.from_address(config)
         kernel = self._cuda.modules[function]
-        return int(self._cuda.cuLaunchKernel(kernel, said.grid[0], 1, 1, said.block[0], 1, 1, 0, said.stream or 0, parameters, 0)[0])
+        code = self._cuda.cuLaunchKernel(kernel, said.grid[0], 1, 1, said.block[0], 1, 1, 0, said.stream or 0, parameters, 0)[0]
+        self.refused += code != 0
+        return int(code)
 
 
 class Rank(emulated_ranks.Rank):
@@ -172,6 +174,7 @@ def streams() -> None:
             comm.all_reduce(x, out, stream=stream)
             assert cuda.current == chosen
         assert order.changes[before:] == [(one, 0), (0, one)]
+        assert not me._direct.refused
         cuda.cuCtxSetCurrent(context_of(rank))
         me.same(out, total)
 

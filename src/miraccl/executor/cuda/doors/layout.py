@@ -149,13 +149,14 @@ STATE_BLOCKS = _state.word(MOST_RANKS)  # of a call of several launches
 STATE_CODE = _state.word()  # what one of these failed with, as an object
 STATE_EVENT = _state.word()  # by which one stream waits for another; 0: changes of streams are Python's
 STATE_RECORD, STATE_WAIT = _state.word(), _state.word()  # addresses of cuEventRecord and cuStreamWaitEvent
-STATE_ASK_CONTEXT, STATE_CONTEXT = _state.word(), _state.word()  # address of cuCtxGetCurrent, and what it is to say
+STATE_ASK_CONTEXT, STATE_CONTEXT = _state.word(), _state.word()  # address of cuCtxGetCurrent, 0: not asked; what it is to say
 STATE_CALL = _state.word(2 * MOST_RANKS * MESSAGE_BYTES // 8)  # the messages of a call
 STATE_GROUP = _state.word(MOST_MESSAGES * MESSAGE_BYTES // 8)  # those that are noted
 STATE_TABLE = _state.word(TABLE_SLOTS * ROW_BYTES // 8)  # of launches
 STATE_BYTES = _state.end
 POINTER_DEVICE_ORDINAL = 9  # cuda.h CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 STREAM_LEGACY = 1  # the legacy default stream, in DLPack and the interface
+STREAM_OF_THREAD = 2  # the default stream of a thread; up to here numbers stand for a stream of the current context
 
 # ---- records elsewhere
 

@@ -72,19 +72,22 @@ def stream_of(state: int, given: int, array: int) -> int:
 
 
 @inline
+def is_here(state: int) -> bool:
+    """Whether this thread's context is that of the communicator: default streams are those of the current one."""
+    ask = load(state + at.STATE_ASK_CONTEXT)
+    if ask == 0:
+        return True
+    code = call_int2(ask, state + at.STATE_ANSWER, 0)  # it takes the first alone
+    return code == 0 and load(state + at.STATE_ANSWER) == load(state + at.STATE_CONTEXT)
+
+
+@inline
 def captures(state: int, stream: int) -> bool:
     """Whether a stream is captured, or may be: what a graph reads is not let go of here, nor ordered."""
     if load(state + at.STATE_IS_CAPTURING) == 0:
         return True
     store(state + at.STATE_ANSWER, 0)
     return call_int2(load(state + at.STATE_IS_CAPTURING), stream, state + at.STATE_ANSWER) != 0 or load32(state + at.STATE_ANSWER) != 0
-
-
-@inline
-def is_here(state: int) -> bool:
-    """Whether this thread's context is that of the communicator: default streams are those of the current one."""
-    code = call_int2(load(state + at.STATE_ASK_CONTEXT), state + at.STATE_ANSWER, 0)  # which takes the first alone
-    return code == 0 and load(state + at.STATE_ANSWER) == load(state + at.STATE_CONTEXT)
 
 
 @inline
@@ -109,6 +112,8 @@ def may_go_on(state: int, stream: int, array: int) -> bool:
     if load32(load(state + at.STATE_ABORT)) != 0 or load(state + at.STATE_STREAM) == -1:
         return False
     number = stream_of(state, stream, array)
+    if number <= at.STREAM_OF_THREAD and not is_here(state):
+        return False
     if load(state + at.STATE_CAPTURED) != 0:
         return number == load(state + at.STATE_STREAM) and captures(state, number)
     return number == load(state + at.STATE_STREAM) or (number >= 0 and follow(state, number))
