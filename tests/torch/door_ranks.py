@@ -177,6 +177,15 @@ def streams() -> None:
         assert not me._direct.refused
         cuda.cuCtxSetCurrent(context_of(rank))
         me.same(out, total)
+        for _ in range(2):
+            with miraccl.group():
+                comm.send(x, me.right, stream=0)
+                comm.recv(out, me.left, stream=0)
+                cuda.cuCtxSetCurrent(chosen)
+            assert cuda.current == chosen
+            cuda.cuCtxSetCurrent(context_of(rank))
+        assert not me._direct.refused
+        me.same(out, me.tensor(me.left, 1001))
 
 
 def collectives() -> None:

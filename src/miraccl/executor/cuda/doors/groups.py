@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.rows import find_messages, type_is_known
-from miraccl.executor.cuda.doors.streams import captures
+from miraccl.executor.cuda.doors.streams import captures, is_here
 from miraccl.executor.cuda.doors.views import hold, limit
 from miraccl.native.intrinsics import (
     Py_DecRef,
@@ -110,6 +110,8 @@ def note(state: int, number: int, x: int) -> bool:
 def find_noted(state: int) -> int:
     """The block for what is noted; 0 where Python is to do it."""
     if load32(load(state + at.STATE_ABORT)) != 0 or load(state + at.STATE_NOTED_STREAM) != load(state + at.STATE_STREAM):
+        return 0
+    if load(state + at.STATE_STREAM) <= at.STREAM_OF_THREAD and not is_here(state):
         return 0
     if PyList_Size(load(state + at.STATE_NOTED_OWNERS)) != 0 and captures(state, load(state + at.STATE_STREAM)):
         return 0
