@@ -126,7 +126,6 @@ def waits_for_one_that_leaves(what: str) -> dict[str, Any]:
     with rank(timeout=600.0) as me:
         x = me.put(np.ones(1_000_000))  # more than the rings take
         me.comm.barrier(stream=0)
-        me.synchronize()
         if me.rank == 1:
             return {"type": "none"}
         calls: dict[str, Callable[[], Any]] = {
@@ -135,6 +134,7 @@ def waits_for_one_that_leaves(what: str) -> dict[str, Any]:
             "send": lambda: me.comm.send(x, 1, stream=0),
         }
         try:
+            me.synchronize()  # the other one that waits may have told already
             calls[what]()
             me.synchronize()
         except MiracclError as error:
