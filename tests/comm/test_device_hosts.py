@@ -146,6 +146,29 @@ def test_ranks_that_call_different_operations_are_told(hosts: str, apart: bool) 
         assert any(pair in text for pair in pairs), text
 
 
+IN_DIFFERENT_CALLS = {
+    "AB": {
+        "recv": "collective is send_recv on rank 0, all_reduce on rank 1",
+        "send": "collective is send_recv on rank 0, all_reduce on rank 1",
+        "root": "collective is barrier on rank 0, broadcast on rank 1",
+        "all_to_all_v": "rank 1 waits for rank 0 in all_to_all #",
+    },
+    "ABC": {"ring": "rank 2 waits for rank 0 in send/recv (1000 x float32)"},
+}
+
+
+@pytest.mark.parametrize("hosts", IN_DIFFERENT_CALLS)
+def test_ranks_that_wait_for_one_another_between_hosts_are_told_soon(hosts: str) -> None:
+    for errors in run_ranks(fake_hosts.in_different_calls, len(hosts), hosts, list(IN_DIFFERENT_CALLS[hosts])):
+        for error, text in zip(errors, IN_DIFFERENT_CALLS[hosts].values(), strict=True):
+            assert error.startswith("CollectiveMismatch: ")
+            assert text in error
+
+
+def test_a_rank_that_is_late_is_waited_for() -> None:
+    run_ranks(fake_hosts.late, 2, "AB")
+
+
 @pytest.mark.parametrize(
     ("count", "dtype", "text"),
     [

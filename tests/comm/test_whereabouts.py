@@ -113,4 +113,4 @@ def test_a_communicator_that_is_closed_before_others_are_asked() -> None:
     """What its program waits in now is looked at next."""
     session = solo()
     session.close()
-    assert not lookout._ask(session)
+    assert not lookout._ask(session, session.tokens[0])

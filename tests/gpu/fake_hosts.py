@@ -16,6 +16,7 @@ import numpy as np
 
 from miraccl import PreMulSum
 from miraccl.bootstrap import Session
+from miraccl.comm import lookout
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.hosts import communicator as several
@@ -40,6 +41,7 @@ from miraccl.executor.cuda import layout
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
+from tests.comm.pair_ranks import await_two, questions
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import FakeArray, FakeCuda, FakeLocal, place, seen
 from tests.gpu.fake_ranks import session
@@ -665,6 +667,73 @@ def differing(hosts: str, apart: bool) -> str:
         w.comm.all_reduce(x, None, RedOp.SUM if w.comm.layout.host == 0 else RedOp.MAX)
         w.cuda.cuCtxSynchronize()
         return _fault(w, x, (CollectiveMismatch,))
+
+
+def in_different_calls(hosts: str, cases: Sequence[str], kernels: bool = False) -> list[str]:
+    """Ranks that wait for one another between hosts, in calls that no message compares: what they raise of each case, minutes before the
+    deadline."""
+    lookout.LOOK_AT_STREAMS_AFTER_S = 0.05
+    with session() as world:
+        return [_in_different_calls(World(_sub(world, case), hosts, 600.0, kernels, True), case) for case in cases]
+
+
+def _sub(world: Session, name: str) -> Session:
+    return world.sub(range(world.nranks), name)
+
+
+def _in_different_calls(w: World, case: str) -> str:
+    """Most ranks go on with an all_reduce."""
+    comm, n, r = w.comm, w.nranks, w.rank
+    x, large, ones, few = w.zeros(1000, DType.FLOAT32), w.zeros(1 << 22, DType.FLOAT32), [1] * n, w.zeros(n, DType.FLOAT32)
+    first: dict[str, Callable[[], Any]] = {
+        "recv": lambda: comm.recv(x, n - 1),
+        "send": lambda: comm.send(large, n - 1),
+        "barrier": comm.barrier,
+        "root": comm.barrier,
+        "all_to_all_v": lambda: comm.all_to_all_v(few, ones, ones, w.zeros(n, DType.FLOAT32)),
+    }
+    others: dict[str, Callable[[], Any]] = {
+        "root": lambda: comm.broadcast(x, n - 1),  # for which the root waits for nobody
+        "all_to_all_v": lambda: comm.all_to_all(few, w.zeros(n, DType.FLOAT32)),
+    }
+    for _ in range(2):  # the second time as a graph
+        comm.all_reduce(x)
+    comm.synchronize()
+    comm.session.barrier("before they differ")
+    with contextlib.suppress(CollectiveMismatch):  # it may be known by now
+        if case == "ring":
+            comm.recv(x, (r + 1) % n)
+        elif r == 0:
+            first[case]()
+        else:
+            others.get(case, lambda: comm.all_reduce(x))()
+    w.cuda.cuCtxSynchronize()
+    return _fault(w, x, (CollectiveMismatch,))
+
+
+def late(hosts: str) -> None:
+    """Rank 0 is late, its program or what lies in its stream, until the others have asked twice where everybody is."""
+    lookout.LOOK_AT_STREAMS_AFTER_S = 0.05
+    with session() as world:
+        w = World(world, hosts, apart=True)
+        n, r = w.nranks, w.rank
+        cpu: Any = w.comm.jobs.world
+        for in_stream in (False, True):
+            asked = questions(cpu._member.session)
+            x, y = w.put(np.full(1000, r, np.float32)), w.zeros(1000, DType.FLOAT32)
+            if r == 0 and in_stream:
+                w.cuda._put(0, functools.partial(await_two, asked))
+            elif r == 0:
+                await_two(asked)
+            if r == 0:
+                w.comm.recv(y, n - 1)
+            elif r == n - 1:
+                w.comm.send(x, 0)  # which the network takes
+            w.comm.all_reduce(x)
+            w.comm.synchronize()
+            check(x, np.full(1000, sum(range(n))), "all_reduce")
+            check(y, np.full(1000, n - 1 if r == 0 else 0), "recv")
+        w.finish()
 
 
 def unlike_messages(hosts: str, count: int, dtype: DType) -> str:

@@ -2,7 +2,8 @@
 
 Whoever waits long tells this process's lookout, a thread that sleeps otherwise: compiled code writes to a descriptor.  The lookout asks the
 other processes where they are (``whereabouts``).  If some wait in a circle, each for the next one to come, none ever will.  The one that
-finds that tells the others, and all of them raise ``CollectiveMismatch``.
+finds that tells the others, and all of them raise ``CollectiveMismatch``.  What communicators do on GPUs waits in the same way, beside the
+program (``whereabouts.Stream``).
 
 It asks again after ever longer pauses.  The first time is late enough that ranks which are a little apart are left in peace, and later the
 more ranks there are, as all may ask at once.
@@ -16,6 +17,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from miraccl import trace
@@ -23,13 +25,16 @@ from miraccl.bootstrap import Session
 from miraccl.bootstrap.host import process_token
 from miraccl.comm import whereabouts
 from miraccl.comm.control import COUNTED_RANKS, TELL_US
+from miraccl.comm.differences import compared, differences
 from miraccl.comm.statuses import circle, place, together
-from miraccl.comm.whereabouts import Wait
+from miraccl.comm.whereabouts import Stream, Wait
 from miraccl.errors import CollectiveMismatch, MiracclError
 
 KIND = "waits in a circle"
 #: Seconds from the word that a wait is long until others are asked, by how much longer each pause gets, and what an answer may take.
 LOOK_AFTER_S, LONGER, ANSWER_S, HEARD_S = 0.1, 4.0, 1.0, 0.5
+#: The first of these for GPUs, whose host goes on meanwhile: of a rank that is as late as this, nobody is told.
+LOOK_AT_STREAMS_AFTER_S = 0.4
 LONGEST_PAUSE_S = 60.0
 _log = trace.logger("bootstrap")
 
@@ -79,41 +84,70 @@ class Lookout:
 
     def _look(self, bell: int) -> None:
         """Until this process waits no longer, or what it waits for has been told."""
-        ident, pause, due = "", 0.0, 0.0
+        looks: dict[str, _Look] = {}
         poll = select.poll()
         poll.register(bell, select.POLLIN)
-        while (wait := whereabouts.current()) is not None:
-            session = _session_with(wait)
-            if wait.ident != ident:
-                ident, pause = wait.ident, max(LOOK_AFTER_S, TELL_US * 1e-6 * (session.nranks if session else 1) ** 2)
-                due = time.monotonic() + pause
-            elif time.monotonic() >= due:
-                if session is not None and self._ask(session):
-                    return
-                pause = min(LONGER * pause, LONGEST_PAUSE_S)
-                due = time.monotonic() + pause
-            if poll.poll(1e3 * max(0.0, due - time.monotonic())):  # another wait is long
+        while waits := whereabouts.own_waits():
+            looks = {name: _Look.at(name, waits, looks.get(name)) for name, _, _ in waits}
+            for name, look in looks.items():
+                if time.monotonic() >= look.due:
+                    if look.session is not None and self._ask(look.session, name):
+                        return
+                    look.later()
+            rest = min(look.due for look in looks.values()) - time.monotonic()
+            if poll.poll(1e3 * max(0.0, rest)):  # another wait is long
                 os.eventfd_read(bell)
 
-    def _ask(self, session: Session) -> bool:
-        """Whether this process is in a circle, or waits for one that is, which has been told to all of these."""
+    def _ask(self, session: Session, name: str) -> bool:
+        """Whether this process's program or stream of this name is in a circle, or waits for one that is, which has been told to all of
+        these."""
         try:
             answers = session.request_status(ANSWER_S)
         except MiracclError:  # the communicator was closed meanwhile: where this process is now is to be seen again
             return False
         reports = {answer["status"]["program"]["token"]: answer for answer in answers.values() if answer.get("status", {}).get("program")}
-        programs = {token: answer["status"]["program"] for token, answer in reports.items()}
-        mine = process_token().hex()
-        cycle = whereabouts.find_cycle(mine, programs)
-        if not cycle:
+        known = whereabouts.places({token: answer["status"]["program"] for token, answer in reports.items()})
+        _, cycle = whereabouts.find_waits(name, known)
+        text = _unlike(name, known, session)
+        if text:
+            waits = {one: wait["ident"] for one in known for wait in whereabouts.waits_of(known[one]) if _unlike(one, known, session)}
+        elif cycle:
+            text = _describe(cycle, {token: place(answer) for token, answer in reports.items()}, session)
+            waits = {one: wait["ident"] for one in known if (wait := whereabouts.find_waits(one, known)[0])}
+        else:
             return False
-        text = _describe(cycle, programs, {token: place(answer) for token, answer in reports.items()}, session)
-        waits = {token: program["wait"]["ident"] for token, program in programs.items() if whereabouts.find_cycle(token, programs)}
         with contextlib.suppress(MiracclError):
             session.notify({"kind": KIND, "message": text, "waits": waits})
             session.wait_until_heard(HEARD_S)
         end(text, waits)
         return True
+
+
+@dataclass
+class _Look:
+    """When others are asked about a wait next."""
+
+    ident: str
+    session: Session | None
+    pause: float
+    due: float
+
+    @classmethod
+    def at(cls, name: str, waits: list[tuple[str, Wait, Stream | None]], before: _Look | None) -> _Look:
+        """About what a program or stream waits for of all these; ``before``: the look at the last one."""
+        mine = [(wait, stream) for other, wait, stream in waits if other == name]
+        ident = " ".join(wait.ident for wait, _ in mine)
+        if before is not None and before.ident == ident:
+            return before
+        wait, stream = mine[0]
+        session = _session_with(wait) if stream is None else stream.session
+        first = LOOK_AFTER_S if stream is None else LOOK_AT_STREAMS_AFTER_S
+        pause = max(first, TELL_US * 1e-6 * (session.nranks if session else 1) ** 2)
+        return cls(ident, session, pause, time.monotonic() + pause)
+
+    def later(self) -> None:
+        self.pause = min(LONGER * self.pause, LONGEST_PAUSE_S)
+        self.due = time.monotonic() + self.pause
 
 
 class Creation:
@@ -152,10 +186,10 @@ class Creation:
 
 
 def end(text: str, waits: dict[str, Any]) -> None:
-    """End this process's wait if it is the one that ``waits`` has for it, by token."""
-    wait = whereabouts.current()
-    if wait is not None and waits.get(process_token().hex()) == wait.ident:
-        wait.end(text)
+    """End those waits of this process that are the ones that ``waits`` has for it, by name."""
+    for name, wait, _ in whereabouts.own_waits():
+        if waits.get(name) == wait.ident:
+            wait.end(text)
 
 
 def _session_with(wait: Wait) -> Session | None:
@@ -165,14 +199,38 @@ def _session_with(wait: Wait) -> Session | None:
     return max(fitting, key=lambda entry: entry[:2], default=(0, False, None))[2]
 
 
-def _describe(cycle: list[str], programs: dict[str, dict[str, Any]], places: dict[str, str], session: Session) -> str:
-    """Who waits for whom, and where its program is."""
-    ranks = [session.tokens.index(token) for token in cycle]
+def _describe(cycle: list[tuple[str, dict[str, Any]]], places: dict[str, str], session: Session) -> str:
+    """Who waits for whom, and where its program is. Where two ranks wait for each other on GPU memory: which calls differ."""
+    last = [(name, wait) for (name, wait), following in zip(cycle, [*cycle[1:], cycle[0]], strict=True) if not _same(name, following[0])]
+    ranks = [_rank_of(name, session) for name, _ in last]
+    calls = {rank: {"collective": wait["collective"]} for rank, (_, wait) in zip(ranks, last, strict=True)}
+    if len(last) == 2 and all("/" in name and wait["collective"] for name, wait in last) and (text := differences(calls)):
+        return text
 
     def says(i: int, j: int) -> str:
-        return together(f"rank {ranks[i]} waits for rank {ranks[j]} in {programs[cycle[i]]['wait']['op']}", places[cycle[i]])
+        return together(f"rank {ranks[i]} waits for rank {ranks[j]} in {last[i][1]['op']}", places.get(last[i][0].partition("/")[0], ""))
 
     return circle(ranks, says)
+
+
+def _unlike(name: str, known: dict[str, dict[str, Any]], session: Session) -> str:
+    """How the operations differ that ranks have in the place of one that the stream ``name`` waits in; empty if they do not."""
+    for wait in whereabouts.waits_of(known[name]) if name in known else ():
+        found = {_rank_of(one, session): (int(sig), int(count)) for one, (sig, count) in whereabouts.called(wait, known).items()}
+        if text := compared(found):
+            return text
+    return ""
+
+
+def _same(name: str, other: str) -> bool:
+    """Whether these are a program and a stream of one process."""
+    return name != other and name.partition("/")[0] == other.partition("/")[0] and not ("/" in name and "/" in other)
+
+
+def _rank_of(name: str, session: Session) -> int:
+    """The rank of a program or stream. Only streams may be of ranks that are threads of one process."""
+    token, _, stream = name.partition("/")
+    return session.tokens.index(token) if session.tokens.count(token) == 1 else int(stream.rpartition("/")[2])
 
 
 lookout = Lookout()

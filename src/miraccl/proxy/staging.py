@@ -137,10 +137,25 @@ class StagingProxy:
         return self._get(at.FINISHED) >= count
 
     @property
+    def _ready(self) -> int:
+        """The number of the job whose piece is there, 0: none is."""
+        return ctypes.c_uint32.from_address(self._get(at.FLAGS) + self._get(at.SLOT) * at.SLOT_STRIDE + at.READY_OFFSET).value
+
+    @property
     def between_jobs(self) -> bool:
         """Whether no piece is there, and all of the last job have been answered."""
-        ready = self._get(at.FLAGS) + self._get(at.SLOT) * at.SLOT_STRIDE + at.READY_OFFSET
-        return ctypes.c_uint32.from_address(ready).value == 0 and self._get(at.PIECE) == self.lane
+        return self._ready == 0 and self._get(at.PIECE) == self.lane
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was announced has been answered, and nothing may come without."""
+        return self._get(at.CAPTURED) == 0 and self._get(at.ANNOUNCED) == self._get(at.FINISHED) and self.between_jobs
+
+    def at_work(self) -> tuple[Job, int] | None:
+        """The job whose piece is there, and the number of the piece, as they are now."""
+        number, piece = self._ready, self._get(at.PIECE)
+        job = self._jobs[number - 1] if 0 < number <= len(self._jobs) else None
+        return (job, piece) if job is not None and piece < job.npieces else None
 
     def drain(self) -> None:
         """Run nothing any more, but answer. Any thread may call it."""

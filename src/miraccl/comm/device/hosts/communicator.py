@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from miraccl.bootstrap import Session
+from miraccl.comm import whereabouts
 from miraccl.comm.arguments import operator, peer_rank
-from miraccl.comm.control import SET_UP, Bare, Plane
+from miraccl.comm.control import COUNTED_RANKS, SET_UP, Bare, Plane
 from miraccl.comm.device.collectives import SUM, DeviceCollectives, Operator
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.explain import DeviceCandidate
@@ -29,6 +30,7 @@ from miraccl.comm.device.hosts.jobs import HostsJobs, HostsPlan, OpenCpu
 from miraccl.comm.device.hosts.layout import HostsLayout, host_name
 from miraccl.comm.device.hosts.pieces import Shape
 from miraccl.comm.device.hosts.replays import Replays
+from miraccl.comm.device.hosts.seat import LaneSeat
 from miraccl.comm.device.hosts.steps import TwoSteps
 from miraccl.comm.device.hosts.untaken import Tally
 from miraccl.comm.device.memory import DeviceMemory, device_view
@@ -129,6 +131,9 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             session.on_event(self.faults.heard)  # from ranks that are ready
             stages.gather("gpu staging ready")
             self.jobs.begin()
+            self.seat = LaneSeat(self.jobs, self.faults.end, all_by_lanes=self.layout.most_near == 1)
+            if self.nranks <= COUNTED_RANKS:  # as of CPU communicators
+                whereabouts.attend(self.seat)
             unless_made.pop_all()
 
     @property
@@ -365,6 +370,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             with contextlib.suppress(MiracclError):  # what comes from others until then is counted
                 tallies = self.session.all_gather(tally, "gpu hosts close", CLOSE_WAIT_S)
                 mismatch = untaken.find([Tally.from_bytes(data) if data else None for data in tallies], self.rank)
+        self.seat.close()
         with self._ending:
             self.faults.closed = True
         with contextlib.suppress(MiracclError):

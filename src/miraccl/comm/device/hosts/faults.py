@@ -11,6 +11,7 @@ from miraccl.comm.notices import from_words, of_abort, of_death, to_words
 from miraccl.errors import CollectiveMismatch, CommunicatorAborted, CommunicatorClosed, MiracclError, SystemFailure
 
 NOTICE = "gpu_fault"
+HINT = "all ranks make the same calls in the same order; sends and receives that need one another belong into one group, or a sendrecv"
 
 
 class HostsFaults:
@@ -70,6 +71,12 @@ class HostsFaults:
         elif isinstance(event, Notice) and (error := from_words(event.payload.get(NOTICE), rank=self.rank, source=event.from_rank)):
             self.fail(error, told=True)
             self._abort_network(error.message)
+
+    def end(self, op: str, text: str) -> None:
+        """Nothing comes of what waits here: ranks wait for one another."""
+        if not self.closed:
+            self.fail(CollectiveMismatch(text, rank=self.rank, op=op, hint=HINT), found=True)
+            self._abort_network(text)
 
     def abort(self, reason: str) -> None:
         """End what waits, on all ranks; later calls raise. Any thread may call it."""

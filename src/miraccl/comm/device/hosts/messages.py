@@ -9,7 +9,7 @@ all ranks count those, so that a message that nobody took, because ranks did not
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from miraccl.comm.device.hosts.layout import HostsLayout
 from miraccl.comm.device.hosts.pieces import Piece
 from miraccl.comm.device.hosts.staging import Prepared, Slots
-from miraccl.comm.device.hosts.streams import PeerStreams, StreamOperation, fill
+from miraccl.comm.device.hosts.streams import PeerStreams, StreamOperation, fill, left
 from miraccl.comm.device.hosts.untaken import Lookout, Tally, in_words, not_taken, number_of, remembered
 from miraccl.comm.faults import SEND_RECV
 from miraccl.comm.member import Member
@@ -31,6 +31,7 @@ from miraccl.types import Collective, DType, RedOp
 if TYPE_CHECKING:
     from miraccl.comm.device.hosts.transfers import Message, Round
 
+_BEGUN_EVER = ex.BEGUN_EVER // 8
 Kind = tuple[Collective, int]
 """What a collective is in headers, with its root."""
 MOST_FAR = 16  # ranks of other hosts: a lane looks at all streams that a round needs, and they take memory of the kernel
@@ -75,6 +76,10 @@ class MessageStreams:
         """The signature of the collective of this number (as in headers) without the number, 0 if it is not known any more."""
         return remembered(self._collectives, number_of(self._collectives, mark))
 
+    def begun(self) -> dict[int, tuple[int, int]]:
+        """By peer how many messages have begun to go to it, and to come from it."""
+        return {peer: (int(out[_BEGUN_EVER]), int(into[_BEGUN_EVER])) for peer, (out, into) in self._ways.items()}
+
     def tally(self) -> Tally:
         """What this rank has sent and taken in collectives, once all of them have ended."""
         return Tally.of(self.member.nranks, self._collectives, self._ways)
@@ -101,14 +106,14 @@ class MessageOperation(StreamOperation):
         self, streams: MessageStreams, messages: Sequence[Message], base: int, kind: Kind | None = None, begins: bool = True
     ) -> None:
         self._peers = list(dict.fromkeys(message.peer for message in messages))
-        self._streams, self._kind = streams, kind or (Collective.SEND_RECV, 0)
+        self.streams, self._kind = streams, kind or (Collective.SEND_RECV, 0)
         super().__init__(streams.member, f"{kind[0].label}_v" if kind else "send/recv")
         if kind is not None:
             which = _template(kind, DType.UINT8, 0) if begins else 0
             fill(self._words, (ex.COLLECTIVES, streams.collectives), (ex.COLLECTIVE, which))
         self._use(np.zeros((len(self._peers), ex.ROW_BYTES // 8), np.int64))
         self._parts: list[np.ndarray] = []
-        for row, peer in zip(self._rows, self._peers, strict=True):
+        for row, peer in zip(self.rows, self._peers, strict=True):
             fill(row, (ex.PEER, peer), (ex.DESCRIPTOR, streams.descriptor(peer)))
             for way, receives in ((ex.OUT, False), (ex.IN, True)):
                 parts = self._table([m for m in messages if m.peer == peer and m.receives == receives], base)
@@ -126,11 +131,21 @@ class MessageOperation(StreamOperation):
         self._parts.append(table)
         return table
 
+    def under_way(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """With each peer a message that has begun and not ended, which comes (``ex.IN``) or, where none does, goes (``ex.OUT``), and its
+        words."""
+        for number, (peer, row) in enumerate(zip(self._peers, self.rows, strict=True)):
+            for way in (ex.IN, ex.OUT):
+                begun = int(row[(way + ex.BEGUN) // 8])
+                if left(row, way) and begun:
+                    yield peer, way, self._parts[2 * number + (way == ex.IN)][begun - 1]
+                    break
+
     def conclude(self, code: int) -> None:
         """Raise what a code means; both ends' messages are known where they do not belong together."""
         if code in (at.ERR_MISMATCH, at.ERR_SIZE):
             peer = self._member.context.get(at.CTX_ERR_PEER)
-            row = self._rows[self._peers.index(peer)]
+            row = self.rows[self._peers.index(peer)]
             mine, theirs = (_Header.of(row[place // 8], row[place // 8 + 1]) for place in (ex.IN + ex.HEADER, ex.HEADER_IN))
             raise self._member.faults.unlike_messages(peer, mine[:2], theirs[:2], self._parted(peer, mine, theirs))
         super().conclude(code)
@@ -143,7 +158,7 @@ class MessageOperation(StreamOperation):
         if (theirs.mark - mine.mark) & ex.MARK_MASK <= ex.MARK_MASK // 2:
             here, there = in_words(mine.sig, mine.mark), in_words(theirs.sig, theirs.mark)
             return f"ranks disagree on what is sent: rank {rank} waits in {here} for rank {peer}, which has gone on to {there}"
-        return not_taken(peer, theirs.sig, rank, self._streams.remembered(theirs.mark), theirs.mark)
+        return not_taken(peer, theirs.sig, rank, self.streams.remembered(theirs.mark), theirs.mark)
 
 
 class _Header(NamedTuple):

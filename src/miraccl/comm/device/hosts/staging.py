@@ -86,6 +86,10 @@ class StagedJob:
         assert self._calls.nbytes == at.CALL_BYTES * self.npieces
         self.calls = int(self._calls.ctypes.data) if any(calls) else 0
 
+    def prepared(self, piece: int) -> Prepared | None:
+        """What the proxy's loop starts for a piece, if it does."""
+        return self._prepared[piece]
+
     def run(self, piece: int, slot: int) -> None:
         self._network.run(self.pieces[piece], piece, slot)
 
@@ -137,6 +141,16 @@ class Staging:
     def between_jobs(self) -> bool:
         """Whether no lane is at work."""
         return all(proxy.between_jobs for proxy in self.proxies)
+
+    @property
+    def idle(self) -> bool:
+        """Whether lanes have done all that was enqueued; a graph may always bring more."""
+        return all(proxy.idle for proxy in self.proxies)
+
+    def at_work(self) -> Prepared | None:
+        """What the first lane is at, if it is something that its loop has started."""
+        found = self.proxies[0].at_work()
+        return found[0].prepared(found[1]) if found is not None and isinstance(found[0], StagedJob) else None
 
     def drain(self) -> None:
         """Run nothing any more, but let streams go on."""

@@ -104,8 +104,13 @@ class StreamOperation:
 
     def _use(self, rows: np.ndarray) -> None:
         """Take the peers' words."""
-        self._rows, self._polls = rows, np.zeros(len(rows), np.int64)
+        self.rows, self._polls = rows, np.zeros(len(rows), np.int64)
         fill(self._words, (ex.NPEERS, len(rows)), (ex.ROWS, rows.ctypes.data), (ex.POLLS, self._polls.ctypes.data))
+
+    @property
+    def member(self) -> Member:
+        """Whose operation it is."""
+        return self._member
 
     def unlocked(self) -> tuple[int, int, int]:
         """(function, context, exchange), as ``comm.persistent`` has it."""
@@ -119,6 +124,11 @@ class StreamOperation:
         self._member.check(0, self.name)
         function, context, exchange = self.unlocked()
         self.conclude(call_kernel(function, context, exchange, 0, 0))
+
+
+def left(row: np.ndarray, way: int) -> int:
+    """Bytes of a peer's message that are still to go (``ex.OUT``) or to come (``ex.IN``)."""
+    return int(row[(way + ex.BYTES) // 8] - row[(way + ex.MOVED) // 8])
 
 
 def fill(words: np.ndarray, *values: tuple[int, int]) -> None:

@@ -36,6 +36,7 @@ COPY_TO: Final = 216
 COPY_BYTES: Final = 224
 COLLECTIVES: Final = 232  # sends and receives that are a collective: address of the words that count those (below); 0: they are plain
 COLLECTIVE: Final = 240  # which begins with this exchange, as in ``PART_SIGNATURE``; 0: it goes on with the one before
+TOLD: Final = 248  # since when nothing has moved, as the lookout was told last
 EXCHANGE_BYTES: Final = 256
 
 # ---- one way of a peer's stream: the message that goes or comes
@@ -94,4 +95,5 @@ RECV_MOST: Final = 1 << 20
 FOLD_PART: Final = 1 << 18  # bytes: what has come is still in the caches
 SPIN_NS: Final = 200_000
 NAP_NS: Final = 5_000_000  # at most between looks for an abort
+LONG_NS: Final = 60_000_000  # after so long without anything that moves the lookout is told
 CUT_NS: Final = 500_000_000  # in which the control plane tells why a stream has ended, if it knows

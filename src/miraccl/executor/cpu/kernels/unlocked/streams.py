@@ -10,7 +10,7 @@ import platform
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.board import show_waiting
 from miraccl.executor.cpu.kernels.unlocked import layout as ex
-from miraccl.executor.cpu.kernels.waiting import expired, fail
+from miraccl.executor.cpu.kernels.waiting import expired, fail, write_to
 from miraccl.native.intrinsics import inline, load, load_acquire, pause, sched_yield, store, store_release, syscall
 
 # arch/*/entry/syscalls; include/linux/socket.h; include/uapi/asm-generic/poll.h
@@ -171,6 +171,14 @@ def nap(exchange: int, nanoseconds: int) -> None:
 
 
 @inline
+def tell_lookout(ctx: int, exchange: int, since: int) -> None:
+    """Nothing has moved for long, ``since`` then: told once."""
+    if load(exchange + ex.TOLD) != since and load(ctx + at.CTX_LOOKOUT) >= 0:
+        store(exchange + ex.TOLD, since)
+        write_to(ctx, load(ctx + at.CTX_LOOKOUT))
+
+
+@inline
 def rest(ctx: int, exchange: int, now: int, idle: int) -> int:
     """Nothing has moved for ``idle`` ns: OK to look again, or an ERR_*."""
     if idle > ex.SPIN_NS // 8:
@@ -178,6 +186,8 @@ def rest(ctx: int, exchange: int, now: int, idle: int) -> int:
         if code != at.OK:
             return code
     if idle >= ex.SPIN_NS:
+        if idle >= ex.LONG_NS:
+            tell_lookout(ctx, exchange, now - idle)
         nap(exchange, min(idle, ex.NAP_NS))
     elif idle > ex.SPIN_NS // 8:
         sched_yield()

@@ -1,0 +1,136 @@
+"""What the first lane of a communicator over hosts waits for, for those who look for circles of waits (``comm.whereabouts``).
+
+All operations between hosts begin with a piece for that lane, and it answers one after another.  So a lane that waits for a rank in one of
+them has come to no later one, whatever the program has called meanwhile.  What it waits for stands in the words of the operation that it is
+at: nothing is noted for this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from miraccl.bootstrap import Session
+from miraccl.comm import whereabouts
+from miraccl.comm.device.hosts.direct import DirectOperation
+from miraccl.comm.device.hosts.jobs import HostsJobs
+from miraccl.comm.device.hosts.messages import MessageOperation
+from miraccl.comm.device.hosts.streams import left
+from miraccl.comm.differences import describe_message, describe_operation
+from miraccl.comm.faults import SEND_RECV
+from miraccl.comm.member import Member
+from miraccl.comm.whereabouts import CALL, MESSAGE, OPERATION, Wait, nothing_come, stream_of
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.unlocked import layout as ex
+from miraccl.executor.cpu.lower import describe_signature
+from miraccl.types import Collective
+
+#: those in which every rank needs something of every other one
+_OF_ALL = (Collective.ALL_REDUCE.name.lower(), Collective.BARRIER.name.lower())
+
+
+class LaneSeat:
+    """The stream (``whereabouts.Stream``) of one rank. ``end(op, text)`` makes ``CollectiveMismatch`` its communicator's fault."""
+
+    def __init__(self, jobs: HostsJobs, end: Callable[[str, str], None], *, all_by_lanes: bool) -> None:
+        """``all_by_lanes``: whether the lanes have a part in everything that the communicator does."""
+        self._jobs, self._end, self._all_by_lanes = jobs, end, all_by_lanes
+        self._world: Member = jobs.world._member
+        self._members = list(dict.fromkeys([self._world, *(cpu._member for cpu in jobs.crosses[:1])]))
+        self._lock = threading.Lock()  # held while somebody is at the words
+        self._closed = False
+        self.name = self._named(self._world.rank)
+
+    def _named(self, rank: int) -> str:
+        session = self._world.session
+        return stream_of(session.tokens[rank], session.key, rank)
+
+    @property
+    def session(self) -> Session | None:
+        return None if self._closed or self._world.faults.fault is not None else self._world.session
+
+    def close(self) -> None:
+        """Nobody looks at the words any more, which may go."""
+        with self._lock:
+            self._closed = True
+        whereabouts.disregard(self)
+
+    def report(self, program: Wait | None) -> tuple[list[Wait], dict[str, dict[str, Any]]]:
+        with self._lock:
+            if self.session is None:
+                return [], {}
+            return self._waits(program), self._come()
+
+    # ---- what it waits for
+
+    def _waits(self, program: Wait | None) -> list[Wait]:
+        if program is not None and self._all_by_lanes and self._jobs.staging.idle:
+            token = self._world.session.tokens[self._world.rank]
+            return [Wait(kind=CALL, key=program.ident, awaited=(token,), op="no operation", end=lambda _: None, rank=self._world.rank)]
+        operation = self._jobs.staging.at_work()
+        if isinstance(operation, MessageOperation):
+            return self._in_messages(operation)
+        waits = [wait for member in self._members if (wait := self._in_collective(member, operation)) is not None]
+        return waits if self._jobs.staging.at_work() is operation else []
+
+    def _in_collective(self, member: Member, operation: Any) -> Wait | None:
+        """What the operation that stands on the board of a CPU communicator waits for: ``operation``, or one that Python runs."""
+        board = member.fabric.board()
+        if board["state"] != at.STATE_WAITING:
+            return None
+        if board["p2p_sig"]:
+            inside = member.seat.wait_inside() if self._jobs.messages is None else None
+            end = functools.partial(self._end, describe_operation(board))
+            return inside and dataclasses.replace(inside, awaited=(self._named(board["peer"]),), end=end, collective=SEND_RECV)
+        ranks = {board["peer"]}
+        if isinstance(operation, DirectOperation) and operation.member is member:
+            ranks = {int(row[ex.PEER // 8]) for row in operation.rows if left(row, ex.OUT) or left(row, ex.IN)}
+        if describe_signature(board["sig"])["collective"] in _OF_ALL:
+            ranks = set(range(member.nranks)) - {member.rank}
+        if board != member.fabric.board() or not ranks <= set(range(member.nranks)):
+            return None
+        awaited = [member.faults.called[rank] for rank in sorted(ranks)]
+        op = describe_operation(board)
+        return self._wait(OPERATION, awaited, op, board["sig"], key=member.session.key, number=board["seq"], rank=member.rank)
+
+    def _in_messages(self, operation: MessageOperation) -> list[Wait]:
+        """Of a round of messages: with each peer of which one has not come, or else to which one has not gone."""
+        streams, waits = operation.streams, []
+        before = streams.begun()
+        for peer, way, part in operation.under_way():
+            sent, taken = before[peer]
+            comes = way == ex.IN
+            sig, count = int(part[ex.PART_SIGNATURE // 8]), int(part[ex.PART_COUNT // 8])
+            op = describe_message(sig, count)
+            number, must = (taken - 1, 0) if comes else (0, sent)
+            waits.append(self._wait(MESSAGE, [peer], op, sig, key=self._messages_key, number=number, taken=must, rank=self._world.rank))
+        return waits if self._jobs.staging.at_work() is operation and streams.begun() == before else []
+
+    def _wait(self, kind: str, ranks: Sequence[int], op: str, sig: int, **more: Any) -> Wait:
+        """A wait for ``ranks``, which are numbered as in the whole communicator."""
+        end, name = functools.partial(self._end, op), describe_signature(sig)["collective"]
+        return Wait(kind=kind, awaited=tuple(map(self._named, ranks)), op=f"{op} on GPU memory", end=end, collective=name, **more)
+
+    # ---- how far it has come
+
+    @property
+    def _messages_key(self) -> str:
+        return f"{self._world.session.key} messages"
+
+    def _come(self) -> dict[str, dict[str, Any]]:
+        come = {member.session.key: _come_to(member) for member in self._members}
+        if self._jobs.messages is not None:
+            sent, taken = [0] * self._world.nranks, [0] * self._world.nranks
+            for peer, (gone, begun) in self._jobs.messages.begun().items():
+                sent[peer], taken[peer] = gone, begun
+            come[self._messages_key] = nothing_come() | {"sent": sent, "taken": taken}
+        return come
+
+
+def _come_to(member: Member) -> dict[str, Any]:
+    """What runs aside there is what this stream does. ``called``: its last operations, by number signature and count."""
+    called = {number: list(entry) for number, entry in member.fabric.history(member.rank).items()}
+    return {**member.seat.come(), "aside": False, "called": called}
