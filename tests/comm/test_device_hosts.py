@@ -14,6 +14,7 @@ from tests.support.ranks import rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 SMALL = {"MIRACCL_GPU_STAGING": "64K"}
+WITH_EMULATOR = {"MIRACCL_EMULATOR_CACHE": str(folder())}
 SIZES = [1, 7, fake_hosts.BIG]
 TWO_STEPS = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
 
@@ -153,13 +154,15 @@ IN_DIFFERENT_CALLS = {
         "root": "collective is barrier on rank 0, broadcast on rank 1",
         "all_to_all_v": "rank 1 waits for rank 0 in all_to_all #",
     },
+    "AABB": {"recv": "rank 1 waits for rank 0 in reduce_scatter #5 (500 x float32"},
     "ABC": {"ring": "rank 2 waits for rank 0 in send/recv (1000 x float32)"},
 }
 
 
-@pytest.mark.parametrize("hosts", IN_DIFFERENT_CALLS)
+@pytest.mark.parametrize("hosts", ["AB", pytest.param("AABB", marks=needs_compiler), "ABC"])
 def test_ranks_that_wait_for_one_another_between_hosts_are_told_soon(hosts: str) -> None:
-    for errors in run_ranks(fake_hosts.in_different_calls, len(hosts), hosts, list(IN_DIFFERENT_CALLS[hosts])):
+    cases, env = list(IN_DIFFERENT_CALLS[hosts]), WITH_EMULATOR | {"MIRACCL_SMS": "1"}
+    for errors in run_ranks(fake_hosts.in_different_calls, len(hosts), hosts, cases, hosts == "AABB", env=env, timeout=120.0):
         for error, text in zip(errors, IN_DIFFERENT_CALLS[hosts].values(), strict=True):
             assert error.startswith("CollectiveMismatch: ")
             assert text in error
@@ -181,9 +184,6 @@ def test_both_ends_of_unlike_messages_are_told(count: int, dtype: DType, text: s
     for error in run_ranks(fake_hosts.unlike_messages, 2, "AB", count, dtype, env=SMALL):
         assert error.startswith("CollectiveMismatch: ")
         assert f"ranks called different operations: {text}" in error
-
-
-WITH_EMULATOR = {"MIRACCL_EMULATOR_CACHE": str(folder())}
 
 
 @pytest.mark.parametrize("hosts_and_kernels", ["AB", "AAB", "ABB", pytest.param("AABB kernels", marks=needs_compiler)])

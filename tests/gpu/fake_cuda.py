@@ -661,6 +661,7 @@ class FakeLocal:
         self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32)  # what kernels would write
         ways: Any = {"look": lambda: None, "name": lambda *_: "", "refused": lambda _: None, "stopped": lambda: False}
         self.faults = DeviceFaults(session, self.words, options.timeout, **ways, called=called)
+        self._looks: Any = None
         self.calls: list[Collective] = []
         self.planner = types.SimpleNamespace(deterministic=options.deterministic)
         self.streams = types.SimpleNamespace(number=lambda stream: int(stream or 0))

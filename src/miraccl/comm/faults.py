@@ -81,6 +81,8 @@ class Faults:
 
     def status(self) -> dict[str, Any]:
         history = [[number, sig, count] for number, (sig, count) in self.fabric.history(self.rank).items()]
+        if whereabouts.needs_look():
+            lookout.lookout.call()
         counted = {"sent": self.fabric.context.sent()} if self.nranks <= control.COUNTED_RANKS else {}
         return {**self.fabric.board(), "history": history, "meeting": self.control.now, **counted, "program": whereabouts.report()}
 

@@ -16,7 +16,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ KIND = "waits in a circle"
 LOOK_AFTER_S, LONGER, ANSWER_S, HEARD_S = 0.1, 4.0, 1.0, 0.5
 #: The first of these for GPUs, whose host goes on meanwhile: of a rank that is as late as this, nobody is told.
 LOOK_AT_STREAMS_AFTER_S = 0.4
+LOOKED_S = 0.05  # in which who is asked looks at its GPU
 LONGEST_PAUSE_S = 60.0
 _log = trace.logger("bootstrap")
 
@@ -103,16 +104,19 @@ class Lookout:
         these."""
         try:
             answers = session.request_status(ANSWER_S)
+            if any(program.get("looks") for program in _programs(answers).values()):  # now they do
+                time.sleep(LOOKED_S)
+                answers = session.request_status(ANSWER_S)
         except MiracclError:  # the communicator was closed meanwhile: where this process is now is to be seen again
             return False
-        reports = {answer["status"]["program"]["token"]: answer for answer in answers.values() if answer.get("status", {}).get("program")}
-        known = whereabouts.places({token: answer["status"]["program"] for token, answer in reports.items()})
+        known = whereabouts.places(_programs(answers))
         _, cycle = whereabouts.find_waits(name, known)
         text = _unlike(name, known, session)
         if text:
             waits = {one: wait["ident"] for one in known for wait in whereabouts.waits_of(known[one]) if _unlike(one, known, session)}
         elif cycle:
-            text = _describe(cycle, {token: place(answer) for token, answer in reports.items()}, session)
+            at = {answer["status"]["program"]["token"]: place(answer) for answer in answers.values() if _programs({0: answer})}
+            text = _describe(cycle, at, session)
             waits = {one: wait["ident"] for one in known if (wait := whereabouts.find_waits(one, known)[0])}
         else:
             return False
@@ -121,6 +125,12 @@ class Lookout:
             session.wait_until_heard(HEARD_S)
         end(text, waits)
         return True
+
+
+def _programs(answers: Mapping[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What programs report, by token."""
+    found = [program for answer in answers.values() if (program := answer.get("status", {}).get("program"))]
+    return {program["token"]: program for program in found}
 
 
 @dataclass

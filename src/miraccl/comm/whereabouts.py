@@ -90,6 +90,12 @@ class Stream(Protocol):
     def session(self) -> Session | None:
         """As of a ``Seat``; all that it waits for are in it."""
 
+    @property
+    def needs_look(self) -> bool:
+        """Whether ``report`` gives what ``look`` has found, which may take long: the lookout's thread calls it."""
+
+    def look(self) -> None: ...
+
     def report(self, program: Wait | None) -> tuple[list[Wait], dict[str, dict[str, Any]]]:
         """What it waits for, each of which keeps it from going on, and, found out after that, how far it has come: as of a ``Seat``, by
         key. ``program`` is what its program waits in, which was found out before."""
@@ -201,7 +207,11 @@ def current() -> Wait | None:
 
 
 def own_waits() -> list[tuple[str, Wait, Stream | None]]:
-    """What this process's program (without a stream) and its streams wait for, by name; not those that have nothing to do."""
+    """What this process's program (without a stream) and its streams wait for, by name; not those that have nothing to do. It may take
+    long."""
+    for stream in streams():
+        if stream.needs_look:
+            stream.look()
     program = current()
     found: list[tuple[str, Wait, Stream | None]] = [] if program is None else [(process_token().hex(), program, None)]
     for stream in streams():
@@ -218,7 +228,13 @@ def report() -> dict[str, Any]:
         "come": {seat.key: seat.come() for seat in seats()},
         "made": list(_made),
         "streams": {stream.name: _stream_report(stream, wait) for stream in streams()},
+        "looks": needs_look(),
     }
+
+
+def needs_look() -> bool:
+    """Whether some of what this process reports is what its lookout has found when it looked last."""
+    return any(stream.needs_look for stream in streams())
 
 
 def _stream_report(stream: Stream, program: Wait | None) -> dict[str, Any]:

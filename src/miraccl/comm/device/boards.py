@@ -193,6 +193,17 @@ class Head:
         return self.state[layout.STATE_LAUNCH] % _ALL, self.state[layout.STATE_MOVES] >> 32
 
     @property
+    def begun(self) -> tuple[int, int]:
+        """Number and signature of the last launch that has begun, 0 before the first."""
+        noted = {word >> 32: word % _ALL for word in self.state[layout.STATE_SIGNATURES :][: layout.BOARD_ENTRIES] if word}
+        return (number := _last(noted)), noted.get(number, 0)
+
+    @property
+    def ended(self) -> int:
+        """The number of the last launch that has ended."""
+        return self.state[layout.STATE_LAUNCH] % _ALL
+
+    @property
     def stopped(self) -> bool:
         """Whether a wait of this rank has failed."""
         return self.state[layout.STATE_STOPPED] != 0
@@ -208,6 +219,36 @@ def read_head(gpu: Gpu, where: Regions) -> Head:
     """What ``read_boards`` begins with."""
     content = gpu.read(where.own, _HEAD_BYTES)
     return Head(_STATE.unpack_from(content, layout.STATE_OFFSET), content)
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A launch that a rank is in, and the ranks without which it does not end."""
+
+    number: int
+    signature: int
+    needs: tuple[int, ...]
+
+
+def read_under_way(gpu: Gpu, where: Regions) -> UnderWay | None:
+    """The launch that this rank is in, if it is in one, and has told a peer whom it needs."""
+    head = read_head(gpu, where)
+    number, signature = head.begun
+    peers = [rank for rank in range(len(where.outboxes)) if rank != where.rank]
+    if not peers or not _is_after(number, head.ended) or head.stopped:
+        return None
+    entry = layout.BOARD_OFFSET + (where.rank * layout.BOARD_ENTRIES + number % layout.BOARD_ENTRIES) * _ENTRY.size
+    told, _, _, word = _ENTRY.unpack(gpu.read(where.outboxes[peers[0]] + entry, _ENTRY.size))
+    above = layout.NEEDS_ALL_SHIFT + 1
+    if told != number or word >> above != number % (_ALL >> above):
+        return None
+    needs = peers if word & layout.NEEDS_ALL else [rank for rank in peers if word >> rank & 1]
+    return UnderWay(number, signature, tuple(needs))
+
+
+def read_begun(gpu: Gpu, where: Regions) -> int:
+    """The number of the last launch that has begun."""
+    return read_head(gpu, where).begun[0]
 
 
 def read_boards(gpu: Gpu, where: Regions, head: Head | None = None) -> Boards:

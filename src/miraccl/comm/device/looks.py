@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from miraccl.comm.arguments import operator
-from miraccl.comm.device.boards import Boards, Regions, read_boards, read_head
+from miraccl.comm.device.boards import Boards, Regions, UnderWay, read_begun, read_boards, read_head, read_under_way
 from miraccl.comm.device.messages import read_refused
 from miraccl.comm.device.untaken import find_untaken
 from miraccl.errors import MiracclError
@@ -57,6 +57,14 @@ class Looks:
         """Whether a wait on this rank's GPU has ended without what it waited for, where that can be read."""
         head = self._look(read_head)
         return head is not None and head.stopped
+
+    def under_way(self) -> UnderWay | None:
+        """The launch that this rank is in now."""
+        return self._look(read_under_way)
+
+    def begun(self) -> int | None:
+        """The number of the last launch that has begun on this rank's GPU, where that can be read."""
+        return self._look(read_begun)
 
     def copies(self) -> tuple[int, int] | None:
         """Number and signature of the operation whose copies wait for peers now."""

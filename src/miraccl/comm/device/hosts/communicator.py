@@ -131,7 +131,8 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             session.on_event(self.faults.heard)  # from ranks that are ready
             stages.gather("gpu staging ready")
             self.jobs.begin()
-            self.seat = LaneSeat(self.jobs, self.faults.end, all_by_lanes=self.layout.most_near == 1)
+            near = self.local._looks if self.layout.width > 1 else None
+            self.seat = LaneSeat(self.jobs, self.layout, self._local_session.key, near, self.faults.end)
             if self.nranks <= COUNTED_RANKS:  # as of CPU communicators
                 whereabouts.attend(self.seat)
             unless_made.pop_all()
@@ -259,7 +260,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             if inside and outside:
                 self.gpu.order_streams(number, self._beside())
                 self.local.exchange(near, stream=self._beside(), name=name, signature=signature)
-                self.jobs.exchange(far, number, captured, kind)
+                self.jobs.exchange(far, number, captured, kind, beside=True)
                 self.gpu.order_streams(self._beside(), number)
                 self.local.stream = number
             elif inside:

@@ -207,9 +207,11 @@ class HostsJobs:
         job = self._job(("barrier",), captured, lambda: ((Piece(),), InPython(lambda *_: self.world.barrier())))
         self.staging.enqueue(job, (), number)
 
-    def exchange(self, transfers: Sequence[DeviceTransfer], number: int, captured: bool, kind: Kind | None = None) -> None:
+    def exchange(
+        self, transfers: Sequence[DeviceTransfer], number: int, captured: bool, kind: Kind | None = None, beside: bool = False
+    ) -> None:
         """Sends and receives with ranks of other hosts, in the stream ``number``; ``kind``: of the collective that they are, if any, which
-        is counted also where there are none. Only streams of messages can do that."""
+        is counted also where there are none. Only streams of messages can do that. ``beside``: kernels of the host run beside."""
         rounds, need = cut_transfers(transfers, self.slot_bytes, self.layout.most_far) if transfers else ([EMPTY], 0)
         key = ("exchange", kind, tuple((t.receives, t.peer, t.memory.count, t.memory.dtype) for t in transfers))
         slots = self.staging.slots_for(need)
@@ -222,6 +224,7 @@ class HostsJobs:
             return pieces, transfers_on(self.world, rounds, slots)
 
         job = self._job(key, captured, make, need=need)
+        job.mixed |= beside
         if job.number not in self._plans:
             self._plan(job, "staged", "sends and receives")
         self.last_plan = self._plans[job.number]

@@ -52,11 +52,6 @@ class HostsLayout:
         return len(self.mine)
 
     @functools.cached_property
-    def most_near(self) -> int:
-        """Ranks of a host at most."""
-        return max(map(len, self.groups))
-
-    @functools.cached_property
     def most_far(self) -> int:
         """Ranks of other hosts than its own that any rank has at most."""
         return self.nranks - min(map(len, self.groups))

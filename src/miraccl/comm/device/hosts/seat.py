@@ -1,8 +1,12 @@
-"""What the first lane of a communicator over hosts waits for, for those who look for circles of waits (``comm.whereabouts``).
+"""What a rank of a communicator over hosts waits for, for those who look for circles of waits (``comm.whereabouts``).
 
-All operations between hosts begin with a piece for that lane, and it answers one after another.  So a lane that waits for a rank in one of
-them has come to no later one, whatever the program has called meanwhile.  What it waits for stands in the words of the operation that it is
-at: nothing is noted for this.
+All operations between hosts begin with a piece for the first lane, and it answers one after another.  So a lane that waits for a rank in
+one of them has come to no later one, whatever the program has called meanwhile.  What it waits for stands in the words of the operation
+that it is at: nothing is noted for this.
+
+With others on its host a rank waits in kernels, too.  While it does, its lanes have come to nothing more, and the other way round, but
+where an operation has both kinds at the same time: then lanes alone are told of.  Kernels are looked at by the lookout, not by the watcher,
+as a call of the driver may take long.
 """
 
 from __future__ import annotations
@@ -17,8 +21,10 @@ from miraccl.bootstrap import Session
 from miraccl.comm import whereabouts
 from miraccl.comm.device.hosts.direct import DirectOperation
 from miraccl.comm.device.hosts.jobs import HostsJobs
+from miraccl.comm.device.hosts.layout import HostsLayout
 from miraccl.comm.device.hosts.messages import MessageOperation
 from miraccl.comm.device.hosts.streams import left
+from miraccl.comm.device.looks import Looks
 from miraccl.comm.differences import describe_message, describe_operation
 from miraccl.comm.faults import SEND_RECV
 from miraccl.comm.member import Member
@@ -28,6 +34,7 @@ from miraccl.executor.cpu.kernels.unlocked import layout as ex
 from miraccl.executor.cpu.lower import describe_signature
 from miraccl.types import Collective
 
+Report = tuple[list[Wait], dict[str, dict[str, Any]]]
 #: those in which every rank needs something of every other one
 _OF_ALL = (Collective.ALL_REDUCE.name.lower(), Collective.BARRIER.name.lower())
 
@@ -35,13 +42,16 @@ _OF_ALL = (Collective.ALL_REDUCE.name.lower(), Collective.BARRIER.name.lower())
 class LaneSeat:
     """The stream (``whereabouts.Stream``) of one rank. ``end(op, text)`` makes ``CollectiveMismatch`` its communicator's fault."""
 
-    def __init__(self, jobs: HostsJobs, end: Callable[[str, str], None], *, all_by_lanes: bool) -> None:
-        """``all_by_lanes``: whether the lanes have a part in everything that the communicator does."""
-        self._jobs, self._end, self._all_by_lanes = jobs, end, all_by_lanes
+    def __init__(
+        self, jobs: HostsJobs, layout: HostsLayout, near_key: str, near: Looks | None, end: Callable[[str, str], None]
+    ) -> None:
+        """``near`` looks at the kernels of this host, where there are some; ``near_key`` is their session's."""
+        self._jobs, self._layout, self._near, self._near_key, self._end = jobs, layout, near, f"{near_key} launches", end
         self._world: Member = jobs.world._member
         self._members = list(dict.fromkeys([self._world, *(cpu._member for cpu in jobs.crosses[:1])]))
         self._lock = threading.Lock()  # held while somebody is at the words
         self._closed = False
+        self._seen: Report = [], {}  # as the lookout has seen it last
         self.name = self._named(self._world.rank)
 
     def _named(self, rank: int) -> str:
@@ -58,23 +68,60 @@ class LaneSeat:
             self._closed = True
         whereabouts.disregard(self)
 
-    def report(self, program: Wait | None) -> tuple[list[Wait], dict[str, dict[str, Any]]]:
+    @property
+    def needs_look(self) -> bool:
+        return self._near is not None
+
+    def look(self) -> None:
+        if self._near is None:
+            return
         with self._lock:
-            if self.session is None:
-                return [], {}
-            return self._waits(program), self._come()
+            if self.session is not None:
+                self._seen = self._find(None)
+
+    def report(self, program: Wait | None) -> Report:
+        if self._near is not None:
+            return self._seen
+        with self._lock:
+            return self._find(program) if self.session is not None else ([], {})
 
     # ---- what it waits for
 
-    def _waits(self, program: Wait | None) -> list[Wait]:
-        if program is not None and self._all_by_lanes and self._jobs.staging.idle:
+    def _find(self, program: Wait | None) -> Report:
+        """As ``report`` gives it. First what is waited for, then whether that is all."""
+        staging = self._jobs.staging
+        if program is not None and self._layout.width == 1 and staging.idle:
             token = self._world.session.tokens[self._world.rank]
-            return [Wait(kind=CALL, key=program.ident, awaited=(token,), op="no operation", end=lambda _: None, rank=self._world.rank)]
-        operation = self._jobs.staging.at_work()
+            idle = Wait(kind=CALL, key=program.ident, awaited=(token,), op="no operation", end=lambda _: None, rank=self._world.rank)
+            return [idle], self._come()
+        job, _ = staging.at_work()
+        waits = self._of_lane()
+        if waits and (job is None or job.mixed):
+            return waits, self._come()
+        kernels = self._of_kernels() if not waits else []
+        if kernels and staging.mixed:
+            return waits, self._come()
+        begun = self._near.begun() if self._near is not None else None
+        launches = {} if begun is None else {self._near_key: nothing_come() | {"operations": begun}}
+        return [*waits, *kernels], self._come() | launches
+
+    def _of_lane(self) -> list[Wait]:
+        at_work = self._jobs.staging.at_work()
+        operation = at_work[1]
         if isinstance(operation, MessageOperation):
-            return self._in_messages(operation)
-        waits = [wait for member in self._members if (wait := self._in_collective(member, operation)) is not None]
-        return waits if self._jobs.staging.at_work() is operation else []
+            waits = self._in_messages(operation)
+        else:
+            waits = [wait for member in self._members if (wait := self._in_collective(member, operation)) is not None]
+        return waits if self._jobs.staging.at_work() == at_work else []
+
+    def _of_kernels(self) -> list[Wait]:
+        """The launch that the kernels of this rank are in."""
+        found = self._near.under_way() if self._near is not None else None
+        if self._near is None or found is None or not found.needs:
+            return []
+        op, mine = self._near.name(found.number, found.signature), self._layout.mine
+        end, awaited = functools.partial(self._end, op), tuple(self._named(mine[rank]) for rank in found.needs)
+        return [Wait(kind=OPERATION, key=self._near_key, awaited=awaited, op=f"{op} on GPU memory", end=end, number=found.number)]
 
     def _in_collective(self, member: Member, operation: Any) -> Wait | None:
         """What the operation that stands on the board of a CPU communicator waits for: ``operation``, or one that Python runs."""
@@ -107,7 +154,7 @@ class LaneSeat:
             op = describe_message(sig, count)
             number, must = (taken - 1, 0) if comes else (0, sent)
             waits.append(self._wait(MESSAGE, [peer], op, sig, key=self._messages_key, number=number, taken=must, rank=self._world.rank))
-        return waits if self._jobs.staging.at_work() is operation and streams.begun() == before else []
+        return waits if streams.begun() == before else []
 
     def _wait(self, kind: str, ranks: Sequence[int], op: str, sig: int, **more: Any) -> Wait:
         """A wait for ``ranks``, which are numbered as in the whole communicator."""

@@ -79,6 +79,7 @@ class StagedJob:
         self.number = 0
         self.announced: dict[int, int] = {}  # lane -> what its last coming was announced as
         self.graphs = 0  # that bring it again
+        self.mixed = False  # its pieces may come while kernels of the host wait, before or beside them
         self._network = network
         self._prepared = [network.prepare(piece, number, slot_of(number, stride)) for number, piece in enumerate(self.pieces)]
         calls = [prepared and prepared.unlocked() for prepared in self._prepared]
@@ -117,6 +118,8 @@ class Staging:
         self._words, flags, self._flags_on_gpu = gpu.host_words(FLAG_BYTES)
         self._flags = flags
         self._recorded: list[StagedJob] | None = None
+        self._mixed: dict[int, int] = {}  # lane -> what the last job that is mixed was announced as
+        self._captured_mixed = False
         self.proxies = [staging.StagingProxy(flags, NSLOTS, on_fault=on_fault, lane=lane, lanes=LANES) for lane in range(LANES)]
         for lane, proxy in enumerate(self.proxies):
             proxy.start(f"{name}-{lane}")
@@ -147,10 +150,15 @@ class Staging:
         """Whether lanes have done all that was enqueued; a graph may always bring more."""
         return all(proxy.idle for proxy in self.proxies)
 
-    def at_work(self) -> Prepared | None:
-        """What the first lane is at, if it is something that its loop has started."""
+    def at_work(self) -> tuple[StagedJob | None, Prepared | None]:
+        """What the first lane is at, and what its loop has started for that, if it has."""
         found = self.proxies[0].at_work()
-        return found[0].prepared(found[1]) if found is not None and isinstance(found[0], StagedJob) else None
+        return (found[0], found[0].prepared(found[1])) if found is not None and isinstance(found[0], StagedJob) else (None, None)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether pieces may be on their way to lanes while kernels of the host wait."""
+        return self._captured_mixed or not all(self.proxies[lane].has_ended(count) for lane, count in list(self._mixed.items()))
 
     def drain(self) -> None:
         """Run nothing any more, but let streams go on."""
@@ -170,6 +178,8 @@ class Staging:
         """Enqueue all pieces. ``buffers`` are the addresses that copies count from; ``before`` and ``after`` enqueue what the GPU does with
         a piece before it goes down and after it has come up.  Who does not take part only calls these, in the order of those that do."""
         ahead = NSLOTS * job.stride // LANES - 1
+        job.mixed |= takes_part and (before is not None or after is not None)
+        self._captured_mixed |= job.mixed and job.captured
         if takes_part and not job.captured:
             self.announce(job) if self._recorded is None else self._record(job)
         for number in range(job.npieces + ahead):
@@ -189,6 +199,8 @@ class Staging:
         for lane, proxy in enumerate(self.proxies):
             if proxy.takes_part(job):
                 job.announced[lane] = proxy.announce()
+                if job.mixed:
+                    self._mixed[lane] = job.announced[lane]
 
     def forget(self, job: StagedJob) -> bool:
         """Let go of a job that has ended and that no graph brings again; says whether it was one."""
