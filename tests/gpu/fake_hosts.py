@@ -16,7 +16,7 @@ import numpy as np
 
 from miraccl import PreMulSum
 from miraccl.bootstrap import Session
-from miraccl.comm import lookout
+from miraccl.comm import lookout, whereabouts
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.device.hosts import communicator as several
@@ -709,6 +709,39 @@ def _in_different_calls(w: World, case: str) -> str:
             others.get(case, lambda: comm.all_reduce(x))()
     w.cuda.cuCtxSynchronize()
     return _fault(w, x, (CollectiveMismatch,))
+
+
+def against_the_cpu(calls: Sequence[tuple[str, str]]) -> list[str]:
+    """Rank 0 waits for what it has called on GPU memory, rank 1 calls something else: what they raise of each pair of calls."""
+    from tests.gpu.fake_cuda import FakeArray
+
+    os.environ["MIRACCL_HOSTID"] = f"host{os.environ['MIRACCL_RANK']}"
+    vars(whereabouts)["only_thread"] = lambda: threading.main_thread().ident  # those of the pretended driver are no program's
+    cuda, errors = FakeCuda().install(), []
+    with session() as world:
+        for pair in calls:
+            comm = Communicator.from_session(_sub(world, "/".join(pair)), Options.create(timeout=600.0))
+            x, y = FakeArray(cuda, np.ones(10, np.float32)), np.ones(10, np.float32)
+            made: dict[str, Callable[..., Any]] = {
+                "synchronize": Communicator.synchronize,
+                "all_reduce": functools.partial(Communicator.all_reduce, x=y),
+                "recv": functools.partial(Communicator.recv, x=y, src=0),
+                "split": functools.partial(Communicator.split, color=0),
+            }
+            comm.all_reduce(x)
+            comm.synchronize()
+            world.barrier("before they differ")
+            try:
+                if comm.rank == 0:
+                    comm.all_reduce(x)
+                made[pair[comm.rank]](comm)
+            except MiracclError as error:
+                errors.append(f"{type(error).__name__}: {error}")
+            else:
+                errors.append("nothing")
+            with contextlib.suppress(MiracclError):
+                comm.finalize()
+    return errors
 
 
 def late(hosts: str) -> None:

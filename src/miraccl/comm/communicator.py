@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from miraccl.bootstrap import Session, UniqueId
+from miraccl.comm import whereabouts
 from miraccl.comm.control import FINALIZE
 from miraccl.comm.device.order import Orders, of_thread
 from miraccl.comm.device.visits import visiting
@@ -211,7 +212,13 @@ class Communicator(Operations):
     def synchronize(self) -> None:
         """Wait for this rank's GPU, and raise what its kernels found."""
         if self._device is not None:
-            visiting(self._device).synchronize()
+            with whereabouts.Waiting(self._waits_for_gpu):
+                visiting(self._device).synchronize()
+
+    def _waits_for_gpu(self) -> whereabouts.Wait | None:
+        """The wait of a program for all that it has called on GPU memory."""
+        stream = self._device.stream_name if self._device is not None else ""
+        return self._member.seat.wait_for_stream(stream) if stream else None
 
     def __enter__(self) -> Communicator:
         return self

@@ -122,6 +122,7 @@ class Lookout:
             return False
         with contextlib.suppress(MiracclError):
             session.notify({"kind": KIND, "message": text, "waits": waits})
+            end(text, {name: ident for name, ident in waits.items() if "/" in name})  # before others leave, for whom streams wait
             session.wait_until_heard(HEARD_S)
         end(text, waits)
         return True

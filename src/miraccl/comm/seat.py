@@ -10,7 +10,7 @@ from miraccl.bootstrap import Session
 from miraccl.comm.control import FINALIZE
 from miraccl.comm.differences import describe_operation
 from miraccl.comm.faults import HINT
-from miraccl.comm.whereabouts import MEETING, MESSAGE, OPERATION, Wait
+from miraccl.comm.whereabouts import MEETING, MESSAGE, OPERATION, STREAM, Wait
 from miraccl.errors import CollectiveMismatch
 from miraccl.executor.cpu.kernels import layout as at
 
@@ -68,6 +68,13 @@ class MemberSeat:
     def wait_for_message(self, peer: int, received: int, taken: int, op: str) -> Wait:
         """For the message of a rank after the first ``received``, or until it has taken ``taken`` of this one's."""
         return self._wait(MESSAGE, [peer], op, number=received, taken=taken)
+
+    def wait_for_stream(self, stream: str) -> Wait | None:
+        """For all that a stream of this process has to do (``whereabouts.Stream``)."""
+        if self._member.faults.fault is not None:
+            return None
+        end = functools.partial(self._end, "synchronize")
+        return Wait(kind=STREAM, key=self.key, awaited=(stream,), op="synchronize", end=end, rank=self._member.rank)
 
     def meeting(self) -> Wait | None:
         """The meeting on the control plane that this rank is in."""

@@ -367,6 +367,8 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         if not self.closed:
             self.faults.settle(fault)
 
+    stream_name = ""  # nobody looks where this rank waits
+
     def synchronize(self) -> None:
         """Wait for this rank's GPU, then ``check``."""
         if self.closed:
