@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 import miraccl
+from miraccl.comm import lookout, whereabouts
 from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 from miraccl.executor.cuda import layout
@@ -378,6 +379,38 @@ def wait_for_one_another(case: str) -> dict[str, Any]:
                 stay_until_told(me)
             return told_by(error)
         return {"type": "none"}
+
+
+def in_different_calls(cases: Sequence[str]) -> list[dict[str, Any]]:
+    """Ranks that wait for one another in calls that kernels do not compare, and whose programs wait for them: what is told of each case.
+    All have time."""
+    lookout.LOOK_AT_STREAMS_AFTER_S, lookout.TICK_S = 0.05, 0.1
+    vars(whereabouts)["only_thread"] = lambda: threading.main_thread().ident  # those of the emulated GPU are no program's
+    with session() as world:
+        return [_in_different_calls(Rank(world.sub(range(world.nranks), case), 600.0), case) for case in cases]
+
+
+def _in_different_calls(me: Rank, case: str) -> dict[str, Any]:
+    comm, mine = me.comm, me.rank
+    x, left = me.zeros(10), {0: 1, 1: 2, 2: 0}[mine]
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: comm.all_reduce(np.ones(3)) if mine == 1 else comm.all_reduce(x, stream=0),
+        "split": lambda: comm.split(0) if mine == 1 else comm.recv(x, 1, stream=0),
+        "broadcast": lambda: comm.broadcast(x, 1, stream=0) if mine == 0 else comm.recv(x, left, stream=0),
+        "reduce": lambda: comm.reduce(x, 2, stream=0) if mine == 2 else comm.recv(x, left, stream=0),
+    }
+    try:
+        comm.all_reduce(x, stream=0)
+        comm.synchronize()
+        comm._member.session.barrier("before they differ")
+        calls[case]()
+        comm.synchronize()
+    except MiracclError as error:
+        return told_by(error)
+    finally:
+        with contextlib.suppress(MiracclError):
+            comm.finalize()
+    return {"type": "none"}
 
 
 def told_on_the_cpu() -> dict[str, Any]:

@@ -91,24 +91,34 @@ class Stream:
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.graph: list[Callable[[], None]] | None = None
         self.error: BaseException | None = None
+        self._left, self._count = 0, threading.Lock()  # pieces of work that have not ended
         threading.Thread(target=self._loop, daemon=True).start()
 
     def put(self, work: Callable[[], None]) -> None:
         if self.graph is None:
-            self._queue.put(work)
+            self._enqueue(work)
         else:
             self.graph.append(work)
 
+    def _enqueue(self, work: Callable[[], None]) -> None:
+        with self._count:
+            self._left += 1
+        self._queue.put(work)
+
     def replay(self, graph: Sequence[Callable[[], None]]) -> None:
         for work in graph:
-            self._queue.put(work)
+            self._enqueue(work)
 
     def synchronize(self) -> None:
         done = threading.Event()
-        self._queue.put(done.set)
+        self._enqueue(done.set)
         assert done.wait(WAIT_LIMIT_S), "the stream does not come to its end"
         if self.error is not None:
             raise self.error
+
+    @property
+    def idle(self) -> bool:
+        return not self._left
 
     def _loop(self) -> None:
         while True:
@@ -117,6 +127,8 @@ class Stream:
                 work()
             except BaseException as error:
                 self.error = self.error or error
+            with self._count:
+                self._left -= 1
 
 
 class _Streams(dict[int, Stream]):
@@ -499,6 +511,10 @@ class FakeCuda:
     def cuStreamSynchronize(self, stream: int) -> tuple[Any, ...]:
         self.streams[stream].synchronize()
         return (Result.CUDA_SUCCESS,)
+
+    @_needs_context
+    def cuStreamQuery(self, stream: int) -> tuple[Any, ...]:
+        return (Result.CUDA_SUCCESS if self.streams[stream].idle else self.CUresult.CUDA_ERROR_NOT_READY,)
 
     @_needs_context
     def cuCtxSynchronize(self) -> tuple[Any, ...]:

@@ -195,7 +195,7 @@ class Faults:
             self._compare_meetings()
             return
         if payload.get("kind") == lookout.KIND:
-            lookout.end(str(payload.get("message")), payload.get("waits", {}))
+            lookout.hear(payload)
             return
         if (error := from_words(payload, rank=self.called[self.rank], source=self._name(source))) is not None:
             error.hint = error.hint or HINT

@@ -35,6 +35,7 @@ KIND = "waits in a circle"
 LOOK_AFTER_S, LONGER, ANSWER_S, HEARD_S = 0.1, 4.0, 1.0, 0.5
 #: The first of these for GPUs, whose host goes on meanwhile: of a rank that is as late as this, nobody is told.
 LOOK_AT_STREAMS_AFTER_S = 0.4
+TICK_S = 1.0  # where kernels may wait that tell nobody, a program that is longer than this in a wait has somebody look
 LOOKED_S = 0.05  # in which who is asked looks at its GPU
 LONGEST_PAUSE_S = 60.0
 _log = trace.logger("bootstrap")
@@ -75,9 +76,22 @@ class Lookout:
             os.close(self._bell)
             self._bell = -1
 
+    def attend(self, stream: Stream) -> None:
+        """Others are told of a stream. Where nobody tells when its waits are long, it is looked whether programs wait for it."""
+        whereabouts.attend(stream)
+        self.call()
+
     def _watch(self, bell: int) -> None:
+        inside: list[Callable[[], Wait | None]] = []
+        poll = select.poll()
+        poll.register(bell, select.POLLIN)
         while True:
-            os.eventfd_read(bell)
+            if poll.poll(1e3 * TICK_S if whereabouts.needs_look() else None):
+                os.eventfd_read(bell)
+            else:
+                before, inside = inside, whereabouts.waiting()
+                if not any(one is other for one in before for other in inside):
+                    continue
             try:
                 self._look(bell)
             except Exception:  # it must go on for the next one
@@ -88,11 +102,13 @@ class Lookout:
         looks: dict[str, _Look] = {}
         poll = select.poll()
         poll.register(bell, select.POLLIN)
-        while waits := whereabouts.own_waits():
-            looks = {name: _Look.at(name, waits, looks.get(name)) for name, _, _ in waits}
+        while waits := whereabouts.own_waits(look=True):
+            sessions = {name: _session_with(wait) if stream is None else stream.session for name, wait, stream in waits}
+            looks = {name: _Look.at(name, waits, sessions[name], looks.get(name)) for name in sessions}
             for name, look in looks.items():
                 if time.monotonic() >= look.due:
-                    if look.session is not None and self._ask(look.session, name):
+                    session = sessions[name]
+                    if session is not None and self._ask(session, name):
                         return
                     look.later()
             rest = min(look.due for look in looks.values()) - time.monotonic()
@@ -139,22 +155,18 @@ class _Look:
     """When others are asked about a wait next."""
 
     ident: str
-    session: Session | None
     pause: float
     due: float
 
     @classmethod
-    def at(cls, name: str, waits: list[tuple[str, Wait, Stream | None]], before: _Look | None) -> _Look:
-        """About what a program or stream waits for of all these; ``before``: the look at the last one."""
-        mine = [(wait, stream) for other, wait, stream in waits if other == name]
-        ident = " ".join(wait.ident for wait, _ in mine)
+    def at(cls, name: str, waits: list[tuple[str, Wait, Stream | None]], session: Session | None, before: _Look | None) -> _Look:
+        """About what a program or stream waits for of all these; ``before``: the last one."""
+        ident = " ".join(wait.ident for other, wait, _ in waits if other == name)
         if before is not None and before.ident == ident:
             return before
-        wait, stream = mine[0]
-        session = _session_with(wait) if stream is None else stream.session
-        first = LOOK_AFTER_S if stream is None else LOOK_AT_STREAMS_AFTER_S
+        first = LOOK_AT_STREAMS_AFTER_S if "/" in name else LOOK_AFTER_S
         pause = max(first, TELL_US * 1e-6 * (session.nranks if session else 1) ** 2)
-        return cls(ident, session, pause, time.monotonic() + pause)
+        return cls(ident, pause, time.monotonic() + pause)
 
     def later(self) -> None:
         self.pause = min(LONGER * self.pause, LONGEST_PAUSE_S)
@@ -196,9 +208,14 @@ class Creation:
             raise CollectiveMismatch(self._ended, rank=self._rank, op=self._op)
 
 
+def hear(word: dict[str, Any]) -> None:
+    """From a watcher: another process has found a circle."""
+    end(str(word.get("message")), word.get("waits", {}))
+
+
 def end(text: str, waits: dict[str, Any]) -> None:
     """End those waits of this process that are the ones that ``waits`` has for it, by name."""
-    for name, wait, _ in whereabouts.own_waits():
+    for name, wait, _ in whereabouts.own_waits(look=False):
         if waits.get(name) == wait.ident:
             wait.end(text)
 

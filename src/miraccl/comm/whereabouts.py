@@ -26,6 +26,7 @@ from miraccl.bootstrap.stacks import frames, runs_user_code
 from miraccl.executor.cpu.kernels import layout as at
 
 OPERATION, MESSAGE, MEETING, CREATION = "operation", "message", "meeting", "creation"
+ROWS = "rows"  # as a message, where only its holder can tell whether it comes (``executor/cuda/source/p2p.cuh``)
 STREAM, CALL = "stream", "call"  # of a program for what a stream of its own has to do, and of a stream that has nothing to do
 ANY = -1  # instead of a rank
 #: Creations that this process has come to; as many are remembered.
@@ -39,7 +40,9 @@ class Wait:
     ``number``: of the operation or meeting in the communicator ``key``; of a message, how many have come from the one awaited process.
     ``taken``: how many messages of this one the awaited process must have taken, where the wait is for that; else 0.  ``rank``: this
     process's in the communicator.  ``op``: in words; ``collective``: the name of the call, where that is known.  ``end(text)`` makes the
-    wait raise ``CollectiveMismatch``.  Of a stream that waits for a call, ``key`` is the ``ident`` of the wait that its program is in.
+    wait raise ``CollectiveMismatch``.  Of a stream that waits for a call, ``key`` is the ``ident`` of the wait that its program is in.  Of
+    ``ROWS``, ``number`` says how many must have come, or (``taken``) must have been taken, and ``holds`` has a bit for each rank for whose
+    rows the launch that waits does nothing.
     """
 
     kind: str
@@ -51,13 +54,14 @@ class Wait:
     taken: int = 0
     rank: int = 0
     collective: str = ""
+    holds: int = 0
 
     @property
     def ident(self) -> str:
         return f"{self.kind} {self.key} {self.number} {self.taken} {self.op}"
 
     def as_dict(self) -> dict[str, Any]:
-        names = ("kind", "key", "awaited", "op", "number", "taken", "rank", "collective", "ident")
+        names = ("kind", "key", "awaited", "op", "number", "taken", "rank", "collective", "holds", "ident")
         return {name: getattr(self, name) for name in names}
 
 
@@ -79,6 +83,9 @@ class Seat(Protocol):
         ``sends`` and ``receives`` as well; ``aside``: operations that it has called already may be to come."""
 
 
+Report = tuple[list[Wait], dict[str, dict[str, Any]]]
+
+
 class Stream(Protocol):
     """What one rank does on a GPU in a communicator, one operation after another."""
 
@@ -96,7 +103,7 @@ class Stream(Protocol):
 
     def look(self) -> None: ...
 
-    def report(self, program: Wait | None) -> tuple[list[Wait], dict[str, dict[str, Any]]]:
+    def report(self, program: Wait | None) -> Report:
         """What it waits for, each of which keeps it from going on, and, found out after that, how far it has come: as of a ``Seat``, by
         key. ``program`` is what its program waits in, which was found out before."""
 
@@ -138,9 +145,19 @@ def stream_of(token: str, key: str, rank: int) -> str:
     return f"{token}/{key}/{rank}"
 
 
+def waiting() -> list[Callable[[], Wait | None]]:
+    """What threads are in that Python knows of: an object for each wait."""
+    return list(_waits.values())
+
+
 def nothing_come() -> dict[str, Any]:
     """How far somebody has come who has come to nothing."""
     return {"operations": 0, "meetings": 0, "sent": [], "taken": [], "aside": False, "sends": [], "receives": []}
+
+
+def no_call(program: Wait, token: str) -> Wait:
+    """What a stream of this process waits for that has nothing to do while its program is in a wait."""
+    return Wait(kind=CALL, key=program.ident, awaited=(token,), op="no operation", end=lambda _: None)
 
 
 def attend(stream: Stream) -> None:
@@ -206,10 +223,10 @@ def current() -> Wait | None:
     return next((wait for seat in seats() if (wait := seat.wait()) is not None), None)
 
 
-def own_waits() -> list[tuple[str, Wait, Stream | None]]:
-    """What this process's program (without a stream) and its streams wait for, by name; not those that have nothing to do. It may take
-    long."""
-    for stream in streams():
+def own_waits(*, look: bool) -> list[tuple[str, Wait, Stream | None]]:
+    """What this process's program (without a stream) and its streams wait for, by name; not those that have nothing to do. To
+    ``look`` first may take long."""
+    for stream in streams() if look else ():
         if stream.needs_look:
             stream.look()
     program = current()
@@ -270,6 +287,10 @@ def holds_up(wait: dict[str, Any], theirs: dict[str, Any]) -> bool:
     if wait["kind"] == MEETING:
         return bool(come["meetings"] < wait["number"])
     rank = wait["rank"]
+    if wait["kind"] == ROWS:
+        in_launch = [other["holds"] for other in inside if other["kind"] == ROWS]
+        held = not in_launch or any(holds >> rank & 1 for holds in in_launch)
+        return held and bool(come["taken" if wait["taken"] else "sent"][rank] < wait["number"])
     if come["aside"] or (wait["taken"] and come["taken"][rank] >= wait["taken"]):
         return False
     if wait["kind"] == OPERATION:

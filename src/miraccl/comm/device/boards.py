@@ -24,6 +24,7 @@ _HEAD_BYTES = layout.BOARD_OFFSET + layout.MAX_RANKS * _ENTRIES
 _MOVE = struct.Struct(layout.MOVE)
 _MOVES = _MOVE.size * layout.MOVE_ENTRIES
 _STOPPED = layout.STATE_OFFSET + 8 * layout.STATE_STOPPED
+_WAIT_NEED, _WAIT_HOLDS, _NEED_SENT, _NEED_CREDIT = 56, 48, 0, 1  # of the words of waits in source/p2p.cuh
 _ALL, _HALF = 1 << 32, 1 << 31  # numbers wrap
 
 
@@ -199,11 +200,6 @@ class Head:
         return (number := _last(noted)), noted.get(number, 0)
 
     @property
-    def ended(self) -> int:
-        """The number of the last launch that has ended."""
-        return self.state[layout.STATE_LAUNCH] % _ALL
-
-    @property
     def stopped(self) -> bool:
         """Whether a wait of this rank has failed."""
         return self.state[layout.STATE_STOPPED] != 0
@@ -223,32 +219,90 @@ def read_head(gpu: Gpu, where: Regions) -> Head:
 
 @dataclass(frozen=True)
 class UnderWay:
-    """A launch that a rank is in, and the ranks without which it does not end."""
+    """A launch that a rank is in, and ranks without which it does not end, and which have not begun it."""
 
     number: int
     signature: int
-    needs: tuple[int, ...]
+    awaited: tuple[int, ...]
 
 
 def read_under_way(gpu: Gpu, where: Regions) -> UnderWay | None:
-    """The launch that this rank is in, if it is in one, and has told a peer whom it needs."""
+    """The launch that this rank is in and cannot end yet, as others have not come. (The count of launches does not tell: one thread adds to
+    it, which may have waited for nobody.)"""
     head = read_head(gpu, where)
     number, signature = head.begun
     peers = [rank for rank in range(len(where.outboxes)) if rank != where.rank]
-    if not peers or not _is_after(number, head.ended) or head.stopped:
+    if not peers or not number or head.stopped:
         return None
-    entry = layout.BOARD_OFFSET + (where.rank * layout.BOARD_ENTRIES + number % layout.BOARD_ENTRIES) * _ENTRY.size
-    told, _, _, word = _ENTRY.unpack(gpu.read(where.outboxes[peers[0]] + entry, _ENTRY.size))
+    told, _, _, word = _ENTRY.unpack(gpu.read(where.outboxes[peers[0]] + _entry_of(where.rank, number), _ENTRY.size))
     above = layout.NEEDS_ALL_SHIFT + 1
     if told != number or word >> above != number % (_ALL >> above):
         return None
-    needs = peers if word & layout.NEEDS_ALL else [rank for rank in peers if word >> rank & 1]
-    return UnderWay(number, signature, tuple(needs))
+    needed = peers if word & layout.NEEDS_ALL else [rank for rank in peers if word >> rank & 1]
+    awaited = [rank for rank in needed if _is_after(number, _last_told(gpu, where.inboxes[rank], rank))]
+    return UnderWay(number, signature, tuple(awaited)) if awaited else None
 
 
-def read_begun(gpu: Gpu, where: Regions) -> int:
-    """The number of the last launch that has begun."""
-    return read_head(gpu, where).begun[0]
+def _entry_of(rank: int, number: int) -> int:
+    """Where in a rank's memory the entry of ``rank`` for a launch is."""
+    return layout.BOARD_OFFSET + (rank * layout.BOARD_ENTRIES + number % layout.BOARD_ENTRIES) * _ENTRY.size
+
+
+def _last_told(gpu: Gpu, box: int, rank: int) -> int:
+    """The number of the last launch that ``rank`` has said there that it has begun, 0 before the first."""
+    entries = _ENTRY.iter_unpack(gpu.read(box + _entry_of(rank, 0), _ENTRIES))
+    return _last({number: signature for number, signature, *_ in entries if number or signature})
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank says of a wait for a message of ``peer`` (``sends`` false) or for room there, in rows of the first lane: how far the
+    peer's count must have come. ``holds``: a bit for each rank that the launch holds meanwhile (source/p2p.cuh)."""
+
+    peer: int
+    sends: bool
+    count: int
+    holds: int
+
+
+def read_waits(gpu: Gpu, where: Regions) -> list[Held]:
+    """The long waits of this rank in the launch of messages that it is in; not those for large messages."""
+    nranks, lanes = len(where.inboxes), layout.message_lanes(len(where.inboxes))
+    row = gpu.read(where.own + layout.WAITS_OFFSET + 8 * layout.MAX_RANKS * where.rank, 8 * layout.MAX_RANKS)
+    found = []
+    for peer, said in enumerate(struct.unpack(f"<{layout.MAX_RANKS}Q", row)[:nranks]):
+        kind, count = said >> _WAIT_NEED & 3, said % (1 << _WAIT_HOLDS)
+        if not said >> 63 or kind not in (_NEED_SENT, _NEED_CREDIT):
+            continue
+        place = peer * lanes * layout.WORD_STRIDE
+        has = where.own + layout.LANE_TAKEN_OFFSET if kind == _NEED_SENT else where.inboxes[peer] + layout.LANE_CREDIT_OFFSET
+        if _read_word(gpu, has + place) < count:  # else it has ended
+            found.append(Held(peer, kind == _NEED_CREDIT, count, said >> _WAIT_HOLDS & 0xFF))
+    return found
+
+
+@dataclass(frozen=True)
+class Come:
+    """How far a rank's kernels have come: the number of the last launch that has begun, and by peer rows of the first lane that they have
+    sent to it, and told it that they have taken."""
+
+    begun: int
+    sent: tuple[int, ...]
+    taken: tuple[int, ...]
+
+
+def read_come(gpu: Gpu, where: Regions) -> Come:
+    lanes = layout.message_lanes(len(where.inboxes))
+    sent, taken = [], []
+    for peer, outbox in enumerate(where.outboxes):
+        near = peer == where.rank
+        sent.append(0 if near else _read_word(gpu, where.own + layout.LANE_SENT_OFFSET + peer * lanes * layout.WORD_STRIDE))
+        taken.append(0 if near else _read_word(gpu, outbox + layout.LANE_CREDIT_OFFSET + where.rank * lanes * layout.WORD_STRIDE))
+    return Come(read_head(gpu, where).begun[0], tuple(sent), tuple(taken))
+
+
+def _read_word(gpu: Gpu, address: int) -> int:
+    return int.from_bytes(gpu.read(address, 8), "little")
 
 
 def read_boards(gpu: Gpu, where: Regions, head: Head | None = None) -> Boards:

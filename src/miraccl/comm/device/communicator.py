@@ -35,9 +35,11 @@ from miraccl.comm.device.messages import MessageCalls, frame_of
 from miraccl.comm.device.order import SMALL_THREADS, Orders, of_thread
 from miraccl.comm.device.planner import DevicePlanner
 from miraccl.comm.device.rings import Ring, find_ring
+from miraccl.comm.device.seat import KernelSeat
 from miraccl.comm.device.stream_order import StreamOrder
 from miraccl.comm.device.windows import Windows
 from miraccl.comm.forks import why_closed
+from miraccl.comm.lookout import lookout
 from miraccl.comm.options import Options
 from miraccl.comm.stages import Stages
 from miraccl.errors import (
@@ -143,6 +145,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
         if self.ctas.none and self.nranks > 1:
             self.faults.watch_copies(self._engines, self._looks.copies)
+        self.seat = KernelSeat(session, self._looks, self.faults.end_in_vain, self._has_done_all)
+        if not called and self.nranks > 1:  # else a part of something that is attended
+            lookout.attend(self.seat)
         self.closed = self._foreign = False
         forks.tell(self)
         ways = {a + b - self.rank: way for (a, b), way, _ in self.ways() if self.rank in (a, b)}
@@ -367,7 +372,16 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         if not self.closed:
             self.faults.settle(fault)
 
-    stream_name = ""  # nobody looks where this rank waits
+    @property
+    def stream_name(self) -> str:
+        """Of what this rank does here, for those who look where programs wait."""
+        return self.seat.name
+
+    def _has_done_all(self) -> bool:
+        """Whether nothing is enqueued any more, and nothing can come by a graph."""
+        with contextlib.suppress(MiracclError):  # else nobody can say
+            return self._doors.stream == -1 or (self._doors.in_default_stream and self.gpu.is_done(0))
+        return False
 
     def synchronize(self) -> None:
         """Wait for this rank's GPU, then ``check``."""
@@ -399,6 +413,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         self.closed = True
         self._doors.close()
         self._order.leave(self)
+        self.seat.close()
         with contextlib.suppress(MiracclError):
             self.gpu.make_current()
             self.gpu.synchronize()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from miraccl.bootstrap import HUB, Event, Notice, PeerLeft, PeerLost, Session
+from miraccl.comm import lookout
 from miraccl.comm.device.boards import Ahead, Boards
 from miraccl.comm.device.messages import mismatch
 from miraccl.comm.notices import from_words, of_abort, of_death, of_leave, to_words
@@ -228,6 +229,12 @@ class DeviceFaults:
         self._notify(error)
         self._end(error, found_here=True)
 
+    def end_in_vain(self, op: str, text: str) -> None:
+        """Nothing comes of what waits here: ranks wait for one another."""
+        fault = CollectiveMismatch(text, rank=self.rank, op=op, hint="all ranks make the same calls in the same order")
+        self._notify(fault)
+        self._end(fault, heard=True)
+
     def settle(self, fault: MiracclError) -> None:
         """End what waits on this rank's GPU, because of ``fault``, which the others know. Any thread may call it."""
         self._end(fault)
@@ -249,6 +256,8 @@ class DeviceFaults:
             peer = self._called[event.from_rank]
             told = from_words(event.payload[NOTICE], rank=self.rank, source=peer)
             self._end(told or CommunicatorAborted("the communicator was aborted", rank=self.rank, peer=peer), heard=True)
+        elif isinstance(event, Notice) and event.payload.get("kind") == lookout.KIND:
+            lookout.hear(event.payload)
         elif isinstance(event, Notice) and LEFT in event.payload:
             self._left(event.from_rank, "finalized")
         elif isinstance(event, PeerLeft) and event.rank != HUB:  # it may have failed when others took it for ready

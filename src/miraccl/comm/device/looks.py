@@ -8,7 +8,18 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from miraccl.comm.arguments import operator
-from miraccl.comm.device.boards import Boards, Regions, UnderWay, read_begun, read_boards, read_head, read_under_way
+from miraccl.comm.device.boards import (
+    Boards,
+    Come,
+    Held,
+    Regions,
+    UnderWay,
+    read_boards,
+    read_come,
+    read_head,
+    read_under_way,
+    read_waits,
+)
 from miraccl.comm.device.messages import read_refused
 from miraccl.comm.device.untaken import find_untaken
 from miraccl.errors import MiracclError
@@ -62,9 +73,13 @@ class Looks:
         """The launch that this rank is in now."""
         return self._look(read_under_way)
 
-    def begun(self) -> int | None:
-        """The number of the last launch that has begun on this rank's GPU, where that can be read."""
-        return self._look(read_begun)
+    def waits(self) -> list[Held]:
+        """What this rank waits for in messages now."""
+        return self._look(read_waits) or []
+
+    def come(self) -> Come | None:
+        """How far the kernels of this rank have come, where that can be read."""
+        return self._look(read_come)
 
     def copies(self) -> tuple[int, int] | None:
         """Number and signature of the operation whose copies wait for peers now."""

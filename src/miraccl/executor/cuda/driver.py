@@ -447,6 +447,15 @@ class Gpu:
         """What follows in ``stream`` waits for the event as it was recorded last."""
         check(self.cuda.cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent")
 
+    def is_done(self, stream: int) -> bool:
+        """Whether the GPU has done all that is in a stream; does not wait."""
+        with self.outside_of_capture():
+            result = self.cuda.cuStreamQuery(stream)
+        if result[0] == self.cuda.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        check(result, "cuStreamQuery")
+        return True
+
     def has_passed(self, event: Any) -> bool:
         """Whether the GPU has come past the event; does not wait."""
         with self.outside_of_capture():  # what another stream captures is none of this event's business

@@ -131,8 +131,8 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             session.on_event(self.faults.heard)  # from ranks that are ready
             stages.gather("gpu staging ready")
             self.jobs.begin()
-            near = self.local._looks if self.layout.width > 1 else None
-            self.seat = LaneSeat(self.jobs, self.layout, self._local_session.key, near, self.faults.end)
+            near = (self.local._looks, self._local_session) if self.layout.width > 1 and self.local._looks is not None else None
+            self.seat = LaneSeat(self.jobs, self.layout, near, self.faults.end)
             if self.nranks <= COUNTED_RANKS:  # as of CPU communicators
                 whereabouts.attend(self.seat)
             unless_made.pop_all()

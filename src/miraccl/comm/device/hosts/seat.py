@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from miraccl.bootstrap import Session
@@ -25,16 +25,16 @@ from miraccl.comm.device.hosts.layout import HostsLayout
 from miraccl.comm.device.hosts.messages import MessageOperation
 from miraccl.comm.device.hosts.streams import left
 from miraccl.comm.device.looks import Looks
+from miraccl.comm.device.seat import End, KernelWaits
 from miraccl.comm.differences import describe_message, describe_operation
 from miraccl.comm.faults import SEND_RECV
 from miraccl.comm.member import Member
-from miraccl.comm.whereabouts import CALL, MESSAGE, OPERATION, Wait, nothing_come, stream_of
+from miraccl.comm.whereabouts import MESSAGE, OPERATION, Report, Wait, nothing_come, stream_of
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.unlocked import layout as ex
 from miraccl.executor.cpu.lower import describe_signature
 from miraccl.types import Collective
 
-Report = tuple[list[Wait], dict[str, dict[str, Any]]]
 #: those in which every rank needs something of every other one
 _OF_ALL = (Collective.ALL_REDUCE.name.lower(), Collective.BARRIER.name.lower())
 
@@ -43,16 +43,20 @@ class LaneSeat:
     """The stream (``whereabouts.Stream``) of one rank. ``end(op, text)`` makes ``CollectiveMismatch`` its communicator's fault."""
 
     def __init__(
-        self, jobs: HostsJobs, layout: HostsLayout, near_key: str, near: Looks | None, end: Callable[[str, str], None]
+        self, jobs: HostsJobs, layout: HostsLayout, near: tuple[Looks, Session] | None, end: End
     ) -> None:
-        """``near`` looks at the kernels of this host, where there are some; ``near_key`` is their session's."""
-        self._jobs, self._layout, self._near, self._near_key, self._end = jobs, layout, near, f"{near_key} launches", end
+        """``near`` looks at the kernels of this host, where there are some, of the ranks of that session."""
+        self._jobs, self._layout, self._end = jobs, layout, end
         self._world: Member = jobs.world._member
         self._members = list(dict.fromkeys([self._world, *(cpu._member for cpu in jobs.crosses[:1])]))
         self._lock = threading.Lock()  # held while somebody is at the words
         self._closed = False
         self._seen: Report = [], {}  # as the lookout has seen it last
         self.name = self._named(self._world.rank)
+        self._near: KernelWaits | None = None
+        if near is not None:
+            looks, session = near
+            self._near = KernelWaits(looks, session.key, session.rank, lambda rank: self._named(layout.mine[rank]), end)
 
     def _named(self, rank: int) -> str:
         session = self._world.session
@@ -91,19 +95,15 @@ class LaneSeat:
         """As ``report`` gives it. First what is waited for, then whether that is all."""
         staging = self._jobs.staging
         if program is not None and self._layout.width == 1 and staging.idle:
-            token = self._world.session.tokens[self._world.rank]
-            idle = Wait(kind=CALL, key=program.ident, awaited=(token,), op="no operation", end=lambda _: None, rank=self._world.rank)
-            return [idle], self._come()
+            return [whereabouts.no_call(program, self._world.session.tokens[self._world.rank])], self._come()
         job, _ = staging.at_work()
         waits = self._of_lane()
         if waits and (job is None or job.mixed):
             return waits, self._come()
-        kernels = self._of_kernels() if not waits else []
+        kernels = self._near.waits() if self._near is not None and not waits else []
         if kernels and staging.mixed:
             return waits, self._come()
-        begun = self._near.begun() if self._near is not None else None
-        launches = {} if begun is None else {self._near_key: nothing_come() | {"operations": begun}}
-        return [*waits, *kernels], self._come() | launches
+        return [*waits, *kernels], {**self._come(), **(self._near.come() if self._near is not None else {})}
 
     def _of_lane(self) -> list[Wait]:
         at_work = self._jobs.staging.at_work()
@@ -113,15 +113,6 @@ class LaneSeat:
         else:
             waits = [wait for member in self._members if (wait := self._in_collective(member, operation)) is not None]
         return waits if self._jobs.staging.at_work() == at_work else []
-
-    def _of_kernels(self) -> list[Wait]:
-        """The launch that the kernels of this rank are in."""
-        found = self._near.under_way() if self._near is not None else None
-        if self._near is None or found is None or not found.needs:
-            return []
-        op, mine = self._near.name(found.number, found.signature), self._layout.mine
-        end, awaited = functools.partial(self._end, op), tuple(self._named(mine[rank]) for rank in found.needs)
-        return [Wait(kind=OPERATION, key=self._near_key, awaited=awaited, op=f"{op} on GPU memory", end=end, number=found.number)]
 
     def _in_collective(self, member: Member, operation: Any) -> Wait | None:
         """What the operation that stands on the board of a CPU communicator waits for: ``operation``, or one that Python runs."""

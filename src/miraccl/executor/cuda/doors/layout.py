@@ -94,6 +94,7 @@ STATE_TYPE = _state.word()  # PyTorch's type of tensors, 0 where there is none t
 STATE_VIEW, STATE_CURRENT = _state.word(), _state.word()
 STATE_DEVICE = _state.word()  # DLDevice of this GPU
 STATE_STREAM = _state.word()  # of the last operation
+STATE_OTHERS = _state.word()  # not 0: operations may have been in other streams than the default one, which is never captured
 STATE_CAPTURED = _state.word()  # not 0: Python has found that this stream was captured then
 # address of a word that has the second value if no other communicator filled the GPU last
 STATE_ORDER, STATE_SELF = _state.word(), _state.word()

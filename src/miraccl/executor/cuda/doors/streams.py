@@ -102,6 +102,7 @@ def follow(state: int, stream: int) -> bool:
     if call_int2(load(state + at.STATE_RECORD), event, before) != 0 or call_int3(load(state + at.STATE_WAIT), stream, event, 0) != 0:
         return False
     store(state + at.STATE_STREAM, stream)
+    store(state + at.STATE_OTHERS, 1)
     return True
 
 

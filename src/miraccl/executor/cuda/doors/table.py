@@ -147,7 +147,14 @@ class Doors:
 
     @stream.setter
     def stream(self, number: int) -> None:
+        if number not in (-1, 0):
+            self._put(at.STATE_OTHERS, 1)
         self._put(at.STATE_STREAM, number)
+
+    @property
+    def in_default_stream(self) -> bool:
+        """Whether all operations were in the (legacy) default stream, which is never captured: so no graph brings any again."""
+        return not self._state[at.STATE_OTHERS // 8]
 
     @property
     def captured(self) -> bool:
