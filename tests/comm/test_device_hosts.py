@@ -154,12 +154,14 @@ IN_DIFFERENT_CALLS = {
         "root": "collective is barrier on rank 0, broadcast on rank 1",
         "all_to_all_v": "rank 1 waits for rank 0 in all_to_all #",
     },
-    "AABB": {"recv": "rank 1 waits for rank 0 in reduce_scatter #5 (500 x float32"},
-    "ABC": {"ring": "rank 2 waits for rank 0 in send/recv (1000 x float32)"},
+    "AABB": {
+        "recv": "rank 1 waits for rank 0 in reduce_scatter #5 (500 x float32",
+        "ring": "rank 2 waits for rank 3 in send/recv on GPU memory",
+    },
 }
 
 
-@pytest.mark.parametrize("hosts", ["AB", pytest.param("AABB", marks=needs_compiler), "ABC"])
+@pytest.mark.parametrize("hosts", ["AB", pytest.param("AABB", marks=needs_compiler)])
 def test_ranks_that_wait_for_one_another_between_hosts_are_told_soon(hosts: str) -> None:
     cases, env = list(IN_DIFFERENT_CALLS[hosts]), WITH_EMULATOR | {"MIRACCL_SMS": "1"}
     for errors in run_ranks(fake_hosts.in_different_calls, len(hosts), hosts, cases, hosts == "AABB", env=env, timeout=120.0):

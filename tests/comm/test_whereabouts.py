@@ -10,7 +10,7 @@ import pytest
 from miraccl.bootstrap import solo
 from miraccl.comm import whereabouts
 from miraccl.comm.lookout import lookout
-from miraccl.comm.whereabouts import ANY, CREATION, MEETING, MESSAGE, OPERATION, Wait, find_cycle
+from miraccl.comm.whereabouts import ANY, CALL, CREATION, MEETING, MESSAGE, OPERATION, ROWS, STREAM, Wait, find_cycle
 
 
 def program(wait: dict[str, Any] | None, *made: str, **come: dict[str, Any]) -> dict[str, Any]:
@@ -67,6 +67,57 @@ SENDS = wait(MESSAGE, "m", "1", taken=4)
 def test_a_message_against_an_operation(mine: dict[str, Any], theirs: dict[str, Any], circle: bool) -> None:
     other = wait(OPERATION, "a", "0", number=1, rank=1)
     assert bool(find_cycle("0", {"0": program(mine, a={}), "1": program(other, m=theirs)})) == circle
+
+
+def stream(*waits: dict[str, Any], **come: dict[str, Any]) -> dict[str, Any]:
+    """The report of a stream."""
+    return program(None, **come) | {"waits": list(waits)}
+
+
+LAUNCH = wait(OPERATION, "gpu", "1/", number=5)  # of the stream of process 0, for that of process 1
+IN_CPU = wait(OPERATION, "a", "0", number=1, rank=1) | {"ident": "it"}  # of process 1, for process 0
+WAITS_FOR_ALL = wait(STREAM, "a", "0/")
+NO_CALL = wait(CALL, "it", "1")
+
+
+@pytest.mark.parametrize(
+    ("mine", "waits", "theirs", "here", "circle"),
+    [
+        (WAITS_FOR_ALL, [LAUNCH], IN_CPU, stream(NO_CALL, gpu={"operations": 4}), True),
+        (WAITS_FOR_ALL, [LAUNCH], IN_CPU, stream(NO_CALL, gpu={"operations": 5}), False),  # it has come
+        (WAITS_FOR_ALL, [LAUNCH], IN_CPU, stream(gpu={"operations": 4}), False),  # something is enqueued
+        (WAITS_FOR_ALL, [LAUNCH], IN_CPU | {"ident": "another"}, stream(NO_CALL, gpu={"operations": 4}), False),  # it has called meanwhile
+        (WAITS_FOR_ALL, [NO_CALL], IN_CPU, stream(NO_CALL, gpu={"operations": 4}), False),  # there is nothing to wait for
+        (None, [LAUNCH], IN_CPU, stream(NO_CALL, gpu={"operations": 4}), False),  # it computes
+        (WAITS_FOR_ALL, [wait(OPERATION, "gpu", "2/", number=9), LAUNCH], IN_CPU, stream(NO_CALL, gpu={"operations": 4}), True),
+    ],
+)
+def test_a_program_that_waits_for_its_stream(
+    mine: dict[str, Any] | None, waits: list[dict[str, Any]], theirs: dict[str, Any], here: dict[str, Any], circle: bool
+) -> None:
+    reports = {"0": program(mine, a={}), "1": program(theirs, a={}), "0/": stream(*waits, gpu={}), "1/": here}
+    assert find_cycle("1", reports) == (["1", "0", "0/", "1/"] if circle else [])
+
+
+@pytest.mark.parametrize(
+    ("needs", "theirs", "circle"),
+    [
+        ({"number": 3}, stream(LAUNCH | {"awaited": ["0/"]}, gpu={"sent": [2, 0]}), True),
+        ({"number": 3}, stream(LAUNCH | {"awaited": ["0/"]}, gpu={"sent": [3, 0]}), False),
+        ({"number": 3, "taken": 1}, stream(LAUNCH | {"awaited": ["0/"]}, gpu={"sent": [3, 0], "taken": [2, 0]}), True),
+        ({"number": 3}, stream(wait(ROWS, "gpu", "0/", number=1, rank=1) | {"holds": 1}, gpu={"sent": [2, 0]}), True),
+        ({"number": 3}, stream(wait(ROWS, "gpu", "0/", number=1, rank=1) | {"holds": 2}, gpu={"sent": [2, 0]}), False),  # it may send
+    ],
+)
+def test_messages_in_kernels(needs: dict[str, int], theirs: dict[str, Any], circle: bool) -> None:
+    mine = stream(wait(ROWS, "gpu", "1/", **needs) | {"holds": 2}, gpu={"operations": 4, "sent": [0, 0], "taken": [0, 0]})
+    assert bool(find_cycle("0/", {"0/": mine, "1/": theirs})) == circle
+
+
+def test_operations_of_one_number_that_differ() -> None:
+    inside = wait(OPERATION, "a", "1/", number=5 + (1 << 16))
+    reports = {"0/": stream(inside, a={"called": {"5": [7, 1]}}), "1/": stream(a={"called": {"5": [8, 1], "4": [6, 1]}}), "2/": stream()}
+    assert whereabouts.called(inside, reports) == {"0/": [7, 1], "1/": [8, 1]}
 
 
 def test_circles_of_three_and_those_who_wait_for_one() -> None:

@@ -203,7 +203,8 @@ class Communicator(Operations):
             self._background.close()
         untold = None
         if self._device is not None:
-            with self._member.faults.control.attend(FINALIZE):  # it waits for the other ranks
+            waiting = whereabouts.Waiting(self._waits_for_gpu)
+            with waiting, self._member.faults.control.attend(FINALIZE):  # it waits for the other ranks
                 untold = visiting(self._device).close(self._member.faults.raised)
         self._member.finalize()
         if untold is not None:

@@ -413,7 +413,6 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         self.closed = True
         self._doors.close()
         self._order.leave(self)
-        self.seat.close()
         with contextlib.suppress(MiracclError):
             self.gpu.make_current()
             self.gpu.synchronize()
@@ -429,6 +428,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             together = False
         if together and self.nranks > 1:
             self._looks.judge_end(self.faults, frame_of(self.symmetric))
+        self.seat.close()
         untold = self.faults.untold(told)  # also what others have found since
         self.faults.end()
         self._launches.clear()
