@@ -107,6 +107,7 @@ class Communicator(Operations):
         self._sendrecv = context.door("sendrecv", Collective.SEND_RECV)
         self._barrier = member.barrier_door()
         self._splits = 0
+        self._gpu_waits = 0  # how often the program has waited for the GPU
 
     def _open_cpu(self, session: Session, stages: Stages) -> Communicator:
         return self._make_part(session, stages)
@@ -203,6 +204,7 @@ class Communicator(Operations):
             self._background.close()
         untold = None
         if self._device is not None:
+            self._gpu_waits += 1
             waiting = whereabouts.Waiting(self._waits_for_gpu)
             with waiting, self._member.faults.control.attend(FINALIZE):  # it waits for the other ranks
                 untold = visiting(self._device).close(self._member.faults.raised)
@@ -213,13 +215,14 @@ class Communicator(Operations):
     def synchronize(self) -> None:
         """Wait for this rank's GPU, and raise what its kernels found."""
         if self._device is not None:
+            self._gpu_waits += 1
             with whereabouts.Waiting(self._waits_for_gpu):
                 visiting(self._device).synchronize()
 
     def _waits_for_gpu(self) -> whereabouts.Wait | None:
         """The wait of a program for all that it has called on GPU memory."""
         stream = self._device.stream_name if self._device is not None else ""
-        return self._member.seat.wait_for_stream(stream) if stream else None
+        return self._member.seat.wait_for_stream(stream, self._gpu_waits) if stream else None
 
     def __enter__(self) -> Communicator:
         return self

@@ -69,12 +69,12 @@ class MemberSeat:
         """For the message of a rank after the first ``received``, or until it has taken ``taken`` of this one's."""
         return self._wait(MESSAGE, [peer], op, number=received, taken=taken)
 
-    def wait_for_stream(self, stream: str) -> Wait | None:
-        """For all that a stream of this process has to do (``whereabouts.Stream``)."""
+    def wait_for_stream(self, stream: str, number: int) -> Wait | None:
+        """The program's wait of that number for all that a stream of this process has to do (``whereabouts.Stream``)."""
         if self._member.faults.fault is not None:
             return None
         end = functools.partial(self._end, "synchronize")
-        return Wait(kind=STREAM, key=self.key, awaited=(stream,), op="synchronize", end=end, rank=self._member.rank)
+        return Wait(kind=STREAM, key=self.key, awaited=(stream,), op="synchronize", end=end, number=number, rank=self._member.rank)
 
     def meeting(self) -> Wait | None:
         """The meeting on the control plane that this rank is in."""

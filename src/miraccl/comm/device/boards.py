@@ -268,6 +268,8 @@ class Held:
 def read_waits(gpu: Gpu, where: Regions) -> list[Held]:
     """The long waits of this rank in the launch of messages that it is in; not those for large messages."""
     nranks, lanes = len(where.inboxes), layout.message_lanes(len(where.inboxes))
+    if _read_word(gpu, where.own + _STOPPED):
+        return []
     row = gpu.read(where.own + layout.WAITS_OFFSET + 8 * layout.MAX_RANKS * where.rank, 8 * layout.MAX_RANKS)
     found = []
     for peer, said in enumerate(struct.unpack(f"<{layout.MAX_RANKS}Q", row)[:nranks]):

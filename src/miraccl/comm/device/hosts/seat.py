@@ -23,6 +23,7 @@ from miraccl.comm.device.hosts.direct import DirectOperation
 from miraccl.comm.device.hosts.jobs import HostsJobs
 from miraccl.comm.device.hosts.layout import HostsLayout
 from miraccl.comm.device.hosts.messages import MessageOperation
+from miraccl.comm.device.hosts.staging import StagedJob
 from miraccl.comm.device.hosts.streams import left
 from miraccl.comm.device.looks import Looks
 from miraccl.comm.device.seat import End, KernelWaits
@@ -42,9 +43,7 @@ _OF_ALL = (Collective.ALL_REDUCE.name.lower(), Collective.BARRIER.name.lower())
 class LaneSeat:
     """The stream (``whereabouts.Stream``) of one rank. ``end(op, text)`` makes ``CollectiveMismatch`` its communicator's fault."""
 
-    def __init__(
-        self, jobs: HostsJobs, layout: HostsLayout, near: tuple[Looks, Session] | None, end: End
-    ) -> None:
+    def __init__(self, jobs: HostsJobs, layout: HostsLayout, near: tuple[Looks, Session] | None, end: End) -> None:
         """``near`` looks at the kernels of this host, where there are some, of the ranks of that session."""
         self._jobs, self._layout, self._end = jobs, layout, end
         self._world: Member = jobs.world._member
@@ -96,8 +95,7 @@ class LaneSeat:
         staging = self._jobs.staging
         if program is not None and self._layout.width == 1 and staging.idle:
             return [whereabouts.no_call(program, self._world.session.tokens[self._world.rank])], self._come()
-        job, _ = staging.at_work()
-        waits = self._of_lane()
+        job, waits = self._of_lane()
         if waits and (job is None or job.mixed):
             return waits, self._come()
         kernels = self._near.waits() if self._near is not None and not waits else []
@@ -105,14 +103,15 @@ class LaneSeat:
             return waits, self._come()
         return [*waits, *kernels], {**self._come(), **(self._near.come() if self._near is not None else {})}
 
-    def _of_lane(self) -> list[Wait]:
+    def _of_lane(self) -> tuple[StagedJob | None, list[Wait]]:
+        """The job that the lane is at, and what it waits for there."""
         at_work = self._jobs.staging.at_work()
         operation = at_work[1]
         if isinstance(operation, MessageOperation):
             waits = self._in_messages(operation)
         else:
             waits = [wait for member in self._members if (wait := self._in_collective(member, operation)) is not None]
-        return waits if self._jobs.staging.at_work() == at_work else []
+        return at_work[0], waits if self._jobs.staging.at_work() == at_work else []
 
     def _in_collective(self, member: Member, operation: Any) -> Wait | None:
         """What the operation that stands on the board of a CPU communicator waits for: ``operation``, or one that Python runs."""
