@@ -394,7 +394,6 @@ def _in_different_calls(me: Rank, case: str) -> dict[str, Any]:
     comm, mine = me.comm, me.rank
     x, left = me.zeros(10), {0: 1, 1: 2, 2: 0}[mine]
     calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: comm.all_reduce(np.ones(3)) if mine == 1 else comm.all_reduce(x, stream=0),
         "split": lambda: comm.split(0) if mine == 1 else comm.recv(x, 1, stream=0),
         "broadcast": lambda: comm.broadcast(x, 1, stream=0) if mine == 0 else comm.recv(x, left, stream=0),
     }

@@ -725,7 +725,6 @@ def against_the_cpu(calls: Sequence[tuple[str, str]]) -> list[str]:
             made: dict[str, Callable[..., Any]] = {
                 "synchronize": Communicator.synchronize,
                 "all_reduce": functools.partial(Communicator.all_reduce, x=y),
-                "recv": functools.partial(Communicator.recv, x=y, src=0),
                 "split": functools.partial(Communicator.split, color=0),
             }
             comm.all_reduce(x)

@@ -180,7 +180,6 @@ def test_collectives_that_are_messages_are_told_apart(case: str) -> None:
 
 def test_ranks_that_wait_for_one_another_in_calls_that_kernels_do_not_compare_are_told_soon() -> None:
     texts = {
-        "all_reduce": "rank 1 waits for rank 0 in all_reduce #1 (3 x float64, sum)",
         "split": "rank 1 waits for rank 0 in split of",
         "broadcast": "rank 0 waits for rank 1 in broadcast #2 (10 x float32, root 1; ",
     }
