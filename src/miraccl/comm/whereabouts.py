@@ -232,7 +232,7 @@ def own_waits(*, look: bool) -> list[tuple[str, Wait, Stream | None]]:
     program = current()
     found: list[tuple[str, Wait, Stream | None]] = [] if program is None else [(process_token().hex(), program, None)]
     for stream in streams():
-        found += [(stream.name, wait, stream) for wait in stream.report(None)[0]]
+        found += [(stream.name, wait, stream) for wait in stream.report(None)[0] if wait.kind != CALL]
     return found
 
 
