@@ -931,7 +931,9 @@ def in_streams_that_end() -> None:
 class Cupys(FakeArray):
     """An array of CuPy's."""
 
-    device = types.SimpleNamespace(id=0)
+    def __init__(self, cuda: EmulatedCuda, array: np.ndarray) -> None:
+        super().__init__(cuda, array)
+        self.device = types.SimpleNamespace(id=cuda.home)
 
 
 def beside_torch() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,9 +23,9 @@ class Emulated(OnGpu):
     """Streams are numbers; fills and copies are work of a stream as kernels are. There is no current stream but the default one, so calls
     name theirs."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__()
-        self._cuda = EmulatedCuda(home=int(os.environ["MIRACCL_RANK"])).install()
+        self._cuda = EmulatedCuda(home=rank).install()
         self._cuda.choose(self._cuda.home)
         self._streams = [0, *(self._cuda.make_stream() for _ in range(NSTREAMS - 1))]
         self._now = 0  # the stream of fills and copies

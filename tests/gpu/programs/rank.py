@@ -49,7 +49,7 @@ class Rank:
     def __init__(self, program: at.Program, rank: int, meeting: dict[str, Any], notes: Notes | None = None) -> None:
         self._program, self._rank, self._notes = program, rank, notes
         self._note("meets the others")
-        self.place = _place_of(program.device, meeting)
+        self.place = _place_of(program.device, rank, meeting)
         if program.api == "torch":
             from tests.gpu.programs.torch_calls import TorchCalls
 
@@ -229,11 +229,11 @@ class Rank:
             raise AssertionError(f"{text}: {what}")
 
 
-def _place_of(device: str, meeting: dict[str, Any]) -> Cpu:
+def _place_of(device: str, rank: int, meeting: dict[str, Any]) -> Cpu:
     if device == "emulated":
         from tests.gpu.programs.emulated import Emulated
 
-        return Emulated()
+        return Emulated(rank)
     return Cuda(meeting["ordinal"]) if device == "cuda" else Cpu()
 
 
