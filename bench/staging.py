@@ -58,7 +58,7 @@ def wait_for(address: int, value: int) -> None:
 
 
 class Processor:
-    """``executor.cuda.driver.Gpu`` as far as staging needs it: everything is done at once, by the caller."""
+    """``executor.cuda.gpu.Gpu`` as far as staging needs it: everything is done at once, by the caller."""
 
     def __init__(self) -> None:
         self._maps: list[mmap.mmap] = []

@@ -27,7 +27,8 @@ from miraccl.comm.device.stream_order import KEPT_STREAMS
 from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.options import Options
 from miraccl.errors import CommunicatorClosed, InvalidUsage
-from miraccl.executor.cuda.driver import Gpu, ordinal_at
+from miraccl.executor.cuda.driver import ordinal_at
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.types import Collective, PreMulSum, RedOp
 from tests.comm.test_life import in_threads
 from tests.gpu.emulated_cuda import EmulatedCuda

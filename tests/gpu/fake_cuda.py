@@ -1,4 +1,4 @@
-"""A CUDA driver without a GPU: what ``executor.cuda.driver`` calls, over memory of this process; streams are threads.
+"""A CUDA driver without a GPU: what ``executor.cuda.gpu`` calls, over memory of this process; streams are threads.
 
 Device memory is an anonymous file, so that handles and descriptors work between processes as the real ones do.  Kernels cannot be launched.
 Every GPU has a context, each thread one that is current or none.  Streams, events, modules and memory belong to contexts; what the driver
@@ -32,6 +32,7 @@ import numpy as np
 from miraccl.comm.device.memory import DeviceMemory
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda import driver, layout
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, RedOp
 
@@ -668,7 +669,7 @@ class FakeLocal:
         from miraccl.comm.device.faults import DeviceFaults
 
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
-        self.gpu = driver.Gpu(ordinal)
+        self.gpu = Gpu(ordinal)
         self.cuda: FakeCuda = self.gpu.cuda
         name = f"{session.name}/fake"
         part = session.sub(range(self.nranks), name)

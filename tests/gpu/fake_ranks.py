@@ -11,7 +11,7 @@ from typing import Any
 from miraccl.bootstrap import Session
 from miraccl.bootstrap.launch import detect_launch, meet
 from miraccl.comm.stages import Stages
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.transport.cuda_p2p import SymmetricMemory, WindowMemory
 from tests.gpu.fake_cuda import FakeCuda
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.tools.perf import data, device_check
 from miraccl.tools.perf.card import Card
 from miraccl.tools.perf.device_array import Arena

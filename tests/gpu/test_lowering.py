@@ -14,6 +14,7 @@ from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.executor.cuda import driver, layout, lower, schedules, toolkit
 from miraccl.executor.cuda.bank import least_slots, slot_packets, word_packets
 from miraccl.executor.cuda.choice import choose
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch_shape import MOST_PARTS
 from miraccl.executor.cuda.plan import ALGORITHMS, TREES, DevicePlan, Request, frame_of, kernel_spec, rounds_of, vectors_of
 from miraccl.schedule import catalog, passes
@@ -268,7 +269,7 @@ def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(driver, "bindings", lambda name: Bindings)
     with pytest.raises(MissingDependency, match=r"no NVIDIA driver.*miraccl doctor"):
-        driver.Gpu(0)
+        Gpu(0)
 
 
 @pytest.mark.parametrize("part", [1, 7, 8, 100, 4096, 1 << 20, (1 << 28) + 24, 1 << 30])

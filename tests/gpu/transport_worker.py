@@ -24,7 +24,7 @@ from miraccl.comm.device.hosts.communicator import HostsCommunicator, make_devic
 from miraccl.comm.options import Options
 from miraccl.comm.stages import Stages
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.transport.cuda_p2p import SymmetricMemory

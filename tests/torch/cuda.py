@@ -20,7 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from miraccl.executor.cuda.driver import WAIT_VALUE_EQ, check
+from miraccl.executor.cuda.driver import check
+from miraccl.executor.cuda.gpu import WAIT_VALUE_EQ
 from miraccl.executor.cuda.toolkit import bindings
 from miraccl.torch import BackendError, ProcessGroupMiraccl
 from tests.torch.worlds import LIMIT, equal, refused, world

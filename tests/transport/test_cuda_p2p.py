@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from miraccl.executor.cuda import driver
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.transport import cuda_pairs as pairs
 from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.transport.cuda_pairs import Settings

@@ -5,6 +5,7 @@ Its operations are those of ``comm.operations``.  This file knows neither transp
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
@@ -27,7 +28,9 @@ from miraccl.executor.cpu.kernels import layout as at
 from miraccl.types import Collective, DType
 
 if TYPE_CHECKING:
+    from miraccl.comm.device.communicator import DeviceCommunicator
     from miraccl.comm.device.explain import DeviceCandidate
+    from miraccl.comm.device.hosts.communicator import HostsCommunicator
     from miraccl.comm.device.hosts.jobs import HostsPlan
     from miraccl.executor.cuda.plan import DevicePlan
 
@@ -204,9 +207,7 @@ class Communicator(Operations):
             self._background.close()
         untold = None
         if self._device is not None:
-            self._gpu_waits += 1
-            waiting = whereabouts.Waiting(self._waits_for_gpu)
-            with waiting, self._member.faults.control.attend(FINALIZE):  # it waits for the other ranks
+            with self._waiting_for(self._device), self._member.faults.control.attend(FINALIZE):  # it waits for the other ranks
                 untold = visiting(self._device).close(self._member.faults.raised)
         self._member.finalize()
         if untold is not None:
@@ -215,14 +216,13 @@ class Communicator(Operations):
     def synchronize(self) -> None:
         """Wait for this rank's GPU, and raise what its kernels found."""
         if self._device is not None:
-            self._gpu_waits += 1
-            with whereabouts.Waiting(self._waits_for_gpu):
+            with self._waiting_for(self._device):
                 visiting(self._device).synchronize()
 
-    def _waits_for_gpu(self) -> whereabouts.Wait | None:
-        """The wait of a program for all that it has called on GPU memory."""
-        stream = self._device.stream_name if self._device is not None else ""
-        return self._member.seat.wait_for_stream(stream, self._gpu_waits) if stream else None
+    def _waiting_for(self, device: DeviceCommunicator | HostsCommunicator) -> whereabouts.Waiting:
+        """The program's wait for all that it has called on GPU memory."""
+        self._gpu_waits += 1
+        return whereabouts.Waiting(functools.partial(self._member.seat.wait_for_stream, device.seat.name, self._gpu_waits))
 
     def __enter__(self) -> Communicator:
         return self

@@ -10,6 +10,8 @@ from miraccl.bootstrap import Session
 from miraccl.errors import MiracclError
 
 STATUS_WAIT_S = 1.5
+#: how a program avoids circles
+IN_ORDER = "all ranks make the same calls in the same order; sends and receives that need one another belong into one group, or a sendrecv"
 
 
 def ask(session: Session, left: Collection[int] = ()) -> dict[int, dict[str, Any]]:

@@ -113,7 +113,7 @@ class Ways:
 
     def _make_device_side(self, ordinal: int) -> None:
         from miraccl.comm.device.hosts.communicator import make_device_communicator  # most programs have no GPU and need none of it
-        from miraccl.executor.cuda.driver import keeping_context
+        from miraccl.executor.cuda.contexts import keeping_context
 
         self._member.check(0, SET_UP)
         with keeping_context():

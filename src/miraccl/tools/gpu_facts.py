@@ -233,7 +233,7 @@ def _environ() -> dict[str, str]:
 
 def main(words: list[str]) -> None:
     """``facts``; ``share ORDINAL``: hold an allocation until standard input ends; ``map ORDINAL HANDLE``: map it."""
-    from miraccl.executor.cuda.driver import Gpu
+    from miraccl.executor.cuda.gpu import Gpu
 
     if words[0] == "facts":
         print(json.dumps(asdict(collect())), flush=True)

@@ -43,7 +43,7 @@ class Stages(Protocol):
 
 
 class GpuMemory(VmmGpu, PinningGpu, Protocol):
-    """What is needed of a GPU (``executor.cuda.driver.Gpu``)."""
+    """What is needed of a GPU (``executor.cuda.gpu.Gpu``)."""
 
     arch: int
     ordinal: int

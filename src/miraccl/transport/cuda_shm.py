@@ -19,7 +19,7 @@ Fills = Sequence[tuple[int, int, int]]
 
 
 class PinningGpu(Protocol):
-    """What is needed of a GPU (``executor.cuda.driver.Gpu``)."""
+    """What is needed of a GPU (``executor.cuda.gpu.Gpu``)."""
 
     def pin(self, address: int, nbytes: int) -> int: ...
     def unpin(self, address: int) -> None: ...

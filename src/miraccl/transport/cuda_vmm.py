@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class VmmGpu(Protocol):
-    """What is needed of a GPU (``executor.cuda.driver.Gpu``)."""
+    """What is needed of a GPU (``executor.cuda.gpu.Gpu``)."""
 
     def granularity(self) -> int: ...
     def create_physical(self, nbytes: int) -> int: ...

@@ -7,7 +7,7 @@ from typing import Any
 from miraccl.comm.arguments import peer_rank
 from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.errors import InvalidUsage
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.types import Collective
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.moves import move_tag
 
 _STATE = struct.Struct(f"<{layout.STATE_COPIES + 1}Q")

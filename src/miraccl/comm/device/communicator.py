@@ -54,7 +54,7 @@ from miraccl.errors import (
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.copies import CopyLaunch, Place
 from miraccl.executor.cuda.doors.table import CALLS, Door, Doors, group_builtins
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch import Kernels, Launch, fast_calls
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.message_launch import MessageLaunches
@@ -371,11 +371,6 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         """End what waits on this rank's GPU; later calls raise ``fault``, which somebody else tells the others. Any thread may call it."""
         if not self.closed:
             self.faults.settle(fault)
-
-    @property
-    def stream_name(self) -> str:
-        """Of what this rank does here, for those who look where programs wait."""
-        return self.seat.name
 
     def _has_done_all(self) -> bool:
         """Whether nothing is enqueued any more, and nothing can come by a graph."""

@@ -11,7 +11,7 @@ from miraccl.comm.device.ctas import Ctas
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.copies import CopyLaunch, Place, Side, faster_from, possible
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch import Kernels
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.plan import Request

@@ -19,7 +19,7 @@ from miraccl.comm import lookout
 from miraccl.comm.device.boards import Ahead, Boards
 from miraccl.comm.device.messages import mismatch
 from miraccl.comm.notices import from_words, of_abort, of_death, of_leave, to_words
-from miraccl.comm.statuses import ask, circle, graph_line, place, silence, together
+from miraccl.comm.statuses import IN_ORDER, ask, circle, graph_line, place, silence, together
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 from miraccl.executor.cuda import layout
 
@@ -175,8 +175,7 @@ class DeviceFaults:
             hint = "a send and its receive come before or after the same collectives on both ranks"
             return CollectiveMismatch(text, rank=rank, peer=peer, hint=hint)
         if error == layout.ERROR_CIRCLE:
-            hint = "sends and receives that need one another belong into one group, or a sendrecv"
-            return CollectiveMismatch(self._circle(answers), rank=rank, peer=peer, hint=hint)
+            return CollectiveMismatch(self._circle(answers), rank=rank, peer=peer, hint=IN_ORDER)
         boards = self._look()
         unlike = boards.unlike(number) if boards is not None and op is not None and error != layout.ERROR_MISMATCH else None
         if unlike is not None:
@@ -231,7 +230,7 @@ class DeviceFaults:
 
     def end_in_vain(self, op: str, text: str) -> None:
         """Nothing comes of what waits here: ranks wait for one another."""
-        fault = CollectiveMismatch(text, rank=self.rank, op=op, hint="all ranks make the same calls in the same order")
+        fault = CollectiveMismatch(text, rank=self.rank, op=op, hint=IN_ORDER)
         self._notify(fault)
         self._end(fault, heard=True)
 

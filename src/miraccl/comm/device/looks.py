@@ -24,7 +24,7 @@ from miraccl.comm.device.messages import read_refused
 from miraccl.comm.device.untaken import find_untaken
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda import moves
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.executor.cuda.source import Frame
 

@@ -20,7 +20,7 @@ from miraccl.executor.cuda.doors.kinds import Kind
 from miraccl.types import DL_TYPES, DType
 
 if TYPE_CHECKING:
-    from miraccl.executor.cuda.driver import Gpu
+    from miraccl.executor.cuda.gpu import Gpu
 
 #: names of dtypes: ours, and PyTorch's and NumPy's where they differ
 DTYPE_NAMES = {dtype.label: dtype for dtype in DType} | {"float8_e4m3fn": DType.FLOAT8_E4M3}
@@ -111,7 +111,7 @@ def current_ordinal() -> int:
         return int(torch.cuda.current_device())
     if cupy is not None:
         return int(cupy.cuda.Device().id)
-    from miraccl.executor.cuda.driver import ordinal_of_thread  # programs without a GPU need none of it
+    from miraccl.executor.cuda.contexts import ordinal_of_thread  # programs without a GPU need none of it
 
     return ordinal_of_thread() or 0
 

@@ -27,7 +27,7 @@ from miraccl.transport.cuda_pairs import DIRECT
 from miraccl.types import Collective, DType
 
 if TYPE_CHECKING:
-    from miraccl.executor.cuda.driver import Gpu
+    from miraccl.executor.cuda.gpu import Gpu
     from miraccl.executor.cuda.lower import CommArgs
     from miraccl.executor.cuda.message_launch import MessageLaunches
     from miraccl.executor.cuda.plan import DevicePlan

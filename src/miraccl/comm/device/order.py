@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 from miraccl.bootstrap import Session
 
 if TYPE_CHECKING:
-    from miraccl.executor.cuda.driver import Gpu  # programs without a GPU need none of it
+    from miraccl.executor.cuda.gpu import Gpu  # programs without a GPU need none of it
 
 #: threads of a launch that fits beside others: a quarter of what the multiprocessors hold that large launches leave free
 SMALL_THREADS = 2048

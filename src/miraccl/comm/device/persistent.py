@@ -8,7 +8,7 @@ from typing import Any
 from miraccl.comm.device.checks import Checks
 from miraccl.comm.device.stream import stream_of_its_own
 from miraccl.comm.device.work import InItsStream
-from miraccl.executor.cuda.driver import AnotherGpu
+from miraccl.executor.cuda.contexts import AnotherGpu
 
 #: operations that make an array for the result where none is given -> where that stands in the arguments of the public methods
 _PLACE_OF_OUT = {

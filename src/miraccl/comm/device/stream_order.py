@@ -8,7 +8,7 @@ from typing import Any
 
 from miraccl.comm.device.stream import find_current_stream, number_of, stream_of_cupy
 from miraccl.executor.cuda.doors.table import Doors
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch import fast_calls
 
 #: objects of streams that a communicator keeps, besides those of its last operations

@@ -12,7 +12,7 @@ import struct
 
 from miraccl.comm.device.boards import Boards, Regions
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.source import Frame
 
 _COUNT = struct.Struct("<Q")

@@ -13,7 +13,8 @@ from typing import Any
 from miraccl.comm.device.kept import Kept
 from miraccl.comm.work import Work, patience
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
-from miraccl.executor.cuda.driver import AnotherGpu, Gpu
+from miraccl.executor.cuda.contexts import AnotherGpu
+from miraccl.executor.cuda.gpu import Gpu
 
 POLL_S = 50e-6
 Current = Callable[[], Any]

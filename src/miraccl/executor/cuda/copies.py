@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import lower
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch import Kernels, Launch
 from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.executor.cuda.source import KernelSpec

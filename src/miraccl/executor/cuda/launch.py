@@ -12,7 +12,8 @@ from typing import Any
 from miraccl import native
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout, lower, schedules, toolkit
-from miraccl.executor.cuda.driver import Gpu, address_of, check
+from miraccl.executor.cuda.driver import address_of, check
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.executor.cuda.source import KernelSpec, write_source
 

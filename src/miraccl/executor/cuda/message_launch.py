@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miraccl.executor.cuda.doors.table import Doors
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch import Kernels, Launch
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.messages import LaneRules, Lowered, Message, lower_messages

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout, lower, schedules
 from miraccl.executor.cuda.copies import Side, meeting
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch import Kernels
 from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.schedule import catalog

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from miraccl.executor.cuda import toolkit
-from miraccl.executor.cuda.driver import Gpu, check
+from miraccl.executor.cuda.driver import check
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.tools.perf.data import PERIOD, Array
 
 PAUSE_CYCLES = 400_000  # 0.2 ms at 2 GHz: hosts enqueue what is measured meanwhile

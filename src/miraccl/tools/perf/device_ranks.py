@@ -138,7 +138,7 @@ def arena_bytes(job: DeviceJob) -> int:
 @contextlib.contextmanager
 def open_bench(job: DeviceJob, session: Any, ordinal: int) -> Iterator[tuple[Bench, DeviceInfo]]:
     """GPU, libraries and buffers of this rank. After a failure kernels that wait are ended, and the rest ends with the process."""
-    from miraccl.executor.cuda.driver import Gpu
+    from miraccl.executor.cuda.gpu import Gpu
     from miraccl.tools.perf.card import Card
 
     os.environ.update(job.environ())

@@ -337,11 +337,6 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         """End what waits, on all ranks; later calls raise. Any thread may call it."""
         self.faults.abort(reason)
 
-    @property
-    def stream_name(self) -> str:
-        """Of what this rank does here, for those who look where programs wait."""
-        return self.seat.name
-
     def synchronize(self) -> None:
         """Wait for this rank's GPU, then ``check``."""
         if self.closed:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from miraccl.bootstrap import Event, Notice, PeerLost, Session
 from miraccl.comm.notices import from_words, of_abort, of_death, to_words
+from miraccl.comm.statuses import IN_ORDER
 from miraccl.errors import CollectiveMismatch, CommunicatorAborted, CommunicatorClosed, MiracclError, SystemFailure
 
 NOTICE = "gpu_fault"
-HINT = "all ranks make the same calls in the same order; sends and receives that need one another belong into one group, or a sendrecv"
 
 
 class HostsFaults:
@@ -75,7 +75,7 @@ class HostsFaults:
     def end(self, op: str, text: str) -> None:
         """Nothing comes of what waits here: ranks wait for one another."""
         if not self.closed:
-            self.fail(CollectiveMismatch(text, rank=self.rank, op=op, hint=HINT), found=True)
+            self.fail(CollectiveMismatch(text, rank=self.rank, op=op, hint=IN_ORDER), found=True)
             self._abort_network(text)
 
     def abort(self, reason: str) -> None:

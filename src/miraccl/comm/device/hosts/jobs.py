@@ -25,7 +25,7 @@ from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.comm.stages import Stages
 from miraccl.errors import MiracclError
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.types import Collective, DType, RedOp
 
 LEAST_SLOT = 64 << 10

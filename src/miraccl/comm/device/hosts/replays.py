@@ -12,7 +12,7 @@ from typing import Any
 
 from miraccl.comm.device.hosts.jobs import HostsJobs, HostsPlan
 from miraccl.comm.device.hosts.staging import StagedJob
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.gpu import Gpu
 
 LARGEST = 1 << 20  # bytes: beyond, the network takes longer than the calls
 MOST = 64  # graphs of a communicator

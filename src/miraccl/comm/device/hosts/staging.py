@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from miraccl.comm.device.hosts.pieces import Piece
-from miraccl.executor.cuda.driver import Gpu
+from miraccl.executor.cuda.gpu import Gpu
 from miraccl.proxy import staging
 from miraccl.proxy.kernels import layout as at
 from miraccl.schedule.reduction import NUMPY_DTYPE

@@ -1,0 +1,392 @@
+"""One GPU through the CUDA driver: memory, modules, streams.
+
+Everything that can fail raises ``SystemFailure`` with CUDA's name for the error.  Calls that make something (a module, memory) are allowed
+while a stream is captured: they are not part of what is captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+from miraccl.errors import SystemFailure
+from miraccl.executor.cuda import driver, toolkit
+from miraccl.executor.cuda.contexts import PrimaryContext
+from miraccl.executor.cuda.doors.layout import POINTER_DEVICE_ORDINAL
+from miraccl.executor.cuda.driver import check
+
+MEMHOSTALLOC_PORTABLE_MAPPED = 0x01 | 0x02  # the same bits for cuMemHostRegister
+PEER_ACCESS_ALREADY_ENABLED = 704  # cuda.h CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
+WAIT_VALUE_EQ = 0x01  # cuda.h CU_STREAM_WAIT_VALUE_EQ
+IPC_LAZY_ENABLE_PEER_ACCESS = 0x01
+EVENT_DISABLE_TIMING = 0x02
+STREAM_NON_BLOCKING = 0x01
+
+
+class _Modules:
+    """Machine code in the context of a GPU, loaded once for all communicators of this process that use it: loading waits for what the GPU
+    computes, and takes memory there."""
+
+    _of_contexts: ClassVar[dict[int, _Modules]] = {}
+    _lock: ClassVar[threading.RLock] = threading.RLock()  # of users; a signal handler may close a communicator in the middle
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.functions: dict[tuple[bytes, str], Any] = {}  # by the code's digest and the name; asked without a lock, while others load
+        self.loading = threading.RLock()
+        self.modules: list[Any] = []
+
+    @classmethod
+    def enter(cls, context: int) -> _Modules:
+        with cls._lock:
+            modules = cls._of_contexts.setdefault(context, cls())
+            modules.users += 1
+            return modules
+
+    def leave(self, context: int) -> list[Any]:
+        """The modules that nobody uses any more."""
+        with self._lock:
+            self.users -= 1
+            if self.users:
+                return []
+            del self._of_contexts[context]
+            return self.modules
+
+
+class Gpu(PrimaryContext):
+    """The GPU with number ``ordinal`` in this process, until ``close``."""
+
+    def __init__(self, ordinal: int) -> None:
+        super().__init__(ordinal)
+        self.make_current()
+        kinds = self.cuda.CUdevice_attribute
+        self.arch = 10 * self._attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) + self._attribute(
+            kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+        )
+        self.multiprocessors = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+        self._modules = _Modules.enter(self.context)
+        self._side = check(self.cuda.cuStreamCreate(1), "cuStreamCreate")  # non-blocking: independent of the legacy stream
+
+    def _attribute(self, kind: Any) -> int:
+        return int(check(self.cuda.cuDeviceGetAttribute(kind, self._device), "cuDeviceGetAttribute"))
+
+    @functools.cached_property
+    def driver_version(self) -> int:
+        """The CUDA version of the driver: 12030 is 12.3."""
+        return int(check(self.cuda.cuDriverGetVersion(), "cuDriverGetVersion"))
+
+    @contextlib.contextmanager
+    def outside_of_capture(self) -> Iterator[None]:
+        """Calls within are made even if this thread captures a stream."""
+        mode = self.cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        before = check(self.cuda.cuThreadExchangeStreamCaptureMode(mode), "cuThreadExchangeStreamCaptureMode")
+        try:
+            yield
+        finally:
+            check(self.cuda.cuThreadExchangeStreamCaptureMode(before), "cuThreadExchangeStreamCaptureMode")
+
+    # ---- memory
+
+    def owner(self, address: int) -> int:
+        """The number of the GPU whose memory lies at ``address``: this one's also for memory that every GPU sees."""
+        if driver.pointer_attribute(POINTER_DEVICE_ORDINAL, address) == self.ordinal:
+            return self.ordinal
+        found = driver.ordinal_at(address)
+        return self.ordinal if found is None else found
+
+    def allocate(self, nbytes: int) -> int:
+        return int(check(self.cuda.cuMemAlloc(nbytes), f"cuMemAlloc of {nbytes} bytes"))
+
+    def free(self, address: int) -> None:
+        check(self.cuda.cuMemFree(address), "cuMemFree")
+
+    def fill(self, address: int, nbytes: int, word: int) -> None:
+        """Fill memory with a 32-bit word and wait for it."""
+        check(self.cuda.cuMemsetD32Async(address, word, nbytes // 4, self._side), "cuMemsetD32Async")
+        check(self.cuda.cuStreamSynchronize(self._side), "cuStreamSynchronize")
+
+    def set_words(self, address: int, count: int, word: int, stream: int) -> None:
+        """Enqueue filling memory with a 32-bit word."""
+        check(self.cuda.cuMemsetD32Async(address, word, count, stream), "cuMemsetD32Async")
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """What lies in memory that this GPU sees; waits for the copy alone."""
+        room = ctypes.create_string_buffer(nbytes)
+        with self.outside_of_capture():
+            check(self.cuda.cuMemcpyDtoHAsync(ctypes.addressof(room), address, nbytes, self._side), "cuMemcpyDtoHAsync")
+            check(self.cuda.cuStreamSynchronize(self._side), "cuStreamSynchronize")
+        return room.raw
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Enqueue a copy on this GPU."""
+        check(self.cuda.cuMemcpyDtoDAsync(target, source, nbytes, stream), "cuMemcpyDtoDAsync")
+
+    def host_words(self, nbytes: int) -> tuple[Any, int, int]:
+        """Pinned memory that GPU and CPU see: (array of 32-bit words, its address here, its address on the GPU)."""
+        host = int(check(self.cuda.cuMemHostAlloc(nbytes, MEMHOSTALLOC_PORTABLE_MAPPED), "cuMemHostAlloc"))
+        device = int(check(self.cuda.cuMemHostGetDevicePointer(host, 0), "cuMemHostGetDevicePointer"))
+        words = (ctypes.c_uint32 * (nbytes // 4)).from_address(host)
+        ctypes.memset(host, 0, nbytes)
+        return words, host, device
+
+    def free_host(self, address: int) -> None:
+        check(self.cuda.cuMemFreeHost(address), "cuMemFreeHost")
+
+    def export(self, address: int) -> bytes:
+        """The handle with which another process maps an allocation."""
+        handle = check(self.cuda.cuIpcGetMemHandle(address), "cuIpcGetMemHandle")
+        return bytes(handle.reserved)
+
+    def map_peer(self, handle: bytes) -> int:
+        """Map an allocation of another process; peer access is enabled as needed."""
+        record = self.cuda.CUipcMemHandle()
+        record.reserved = handle
+        return int(check(self.cuda.cuIpcOpenMemHandle(record, IPC_LAZY_ENABLE_PEER_ACCESS), "cuIpcOpenMemHandle"))
+
+    def unmap_peer(self, address: int) -> None:
+        check(self.cuda.cuIpcCloseMemHandle(address), "cuIpcCloseMemHandle")
+
+    # ---- other GPUs
+
+    @functools.cached_property
+    def bus_id(self) -> str:
+        """Address on the PCI bus, such as ``0000:1b:00.0``: the same in every process, whatever CUDA_VISIBLE_DEVICES says."""
+        text = check(self.cuda.cuDeviceGetPCIBusId(32, self._device), "cuDeviceGetPCIBusId")
+        return bytes(text).split(b"\0")[0].decode().lower()
+
+    def reaches(self, bus_id: str) -> int | None:
+        """Whether kernels of this GPU can access the memory of another one: 0 no, 1 yes, 2 yes and with atomics, so over NVLink (the
+        numbers of ``transport.cuda_pairs.Access``); None where this process does not see it."""
+        code, peer = self.cuda.cuDeviceGetByPCIBusId(bus_id.encode())
+        if int(code) != 0:
+            return None
+        if int(peer) == int(self._device):
+            return 2
+        if not int(check(self.cuda.cuDeviceCanAccessPeer(self._device, peer), "cuDeviceCanAccessPeer")):
+            return 0
+        atomics = self.cuda.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+        return 1 + bool(int(check(self.cuda.cuDeviceGetP2PAttribute(atomics, self._device, peer), "cuDeviceGetP2PAttribute")))
+
+    def enable_peer(self, ordinal: int) -> None:
+        """Let kernels of this GPU use memory that this process allocated on the GPU ``ordinal``, while the context lives."""
+        if ordinal == self.ordinal:
+            return
+        peer = check(self.cuda.cuDeviceGet(ordinal), f"cuDeviceGet({ordinal})")
+        context = check(self.cuda.cuDevicePrimaryCtxRetain(peer), "cuDevicePrimaryCtxRetain")
+        try:
+            result = self.cuda.cuCtxEnablePeerAccess(context, 0)
+            if int(result[0]) != PEER_ACCESS_ALREADY_ENABLED:
+                check(result, f"cuCtxEnablePeerAccess of GPU {ordinal}")
+        finally:
+            self.cuda.cuDevicePrimaryCtxRelease(peer)  # its own rank keeps it
+
+    # ---- virtual memory management: allocations that are exported as file descriptors (CUDA driver API, "Virtual Memory Management")
+
+    @functools.cached_property
+    def exports_descriptors(self) -> bool:
+        """Whether allocations of this GPU can be shared as POSIX file descriptors."""
+        kind = self.cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+        return bool(self._attribute(kind))
+
+    def _descriptor_kind(self) -> Any:
+        return self.cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _properties(self) -> Any:
+        properties = self.cuda.CUmemAllocationProp()
+        properties.type = self.cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.requestedHandleTypes = self._descriptor_kind()
+        properties.location.type = self.cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = int(self._device)
+        return properties
+
+    def granularity(self) -> int:
+        """Bytes of which the size of a physical allocation is a multiple."""
+        option = self.cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        return int(check(self.cuda.cuMemGetAllocationGranularity(self._properties(), option), "cuMemGetAllocationGranularity"))
+
+    def create_physical(self, nbytes: int) -> int:
+        """Memory without an address; gives its handle."""
+        return int(check(self.cuda.cuMemCreate(nbytes, self._properties(), 0), f"cuMemCreate of {nbytes} bytes"))
+
+    def export_descriptor(self, handle: int) -> int:
+        """A file descriptor with which any process that gets it maps the memory; the caller closes it."""
+        return int(check(self.cuda.cuMemExportToShareableHandle(handle, self._descriptor_kind(), 0), "cuMemExportToShareableHandle"))
+
+    def import_descriptor(self, descriptor: int) -> int:
+        """The handle of memory of another process; the descriptor may be closed afterwards."""
+        result = self.cuda.cuMemImportFromShareableHandle(descriptor, self._descriptor_kind())
+        return int(check(result, "cuMemImportFromShareableHandle"))
+
+    def map_physical(self, handle: int, nbytes: int) -> int:
+        """An address of this process for memory, readable and writable by this GPU. ``nbytes`` is a multiple of the granularity."""
+        address = int(check(self.cuda.cuMemAddressReserve(nbytes, 0, 0, 0), f"cuMemAddressReserve of {nbytes} bytes"))
+        try:
+            check(self.cuda.cuMemMap(address, nbytes, 0, handle, 0), "cuMemMap")
+        except SystemFailure:
+            self.cuda.cuMemAddressFree(address, nbytes)
+            raise
+        access = self.cuda.CUmemAccessDesc()
+        access.location.type = self.cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = int(self._device)
+        access.flags = self.cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        try:
+            check(self.cuda.cuMemSetAccess(address, nbytes, [access], 1), "cuMemSetAccess")
+        except SystemFailure:
+            self.unmap_physical(address, nbytes)
+            raise
+        return address
+
+    def unmap_physical(self, address: int, nbytes: int) -> None:
+        """Give the address back; the memory itself goes with its last handle and mapping."""
+        check(self.cuda.cuMemUnmap(address, nbytes), "cuMemUnmap")
+        check(self.cuda.cuMemAddressFree(address, nbytes), "cuMemAddressFree")
+
+    def release_physical(self, handle: int) -> None:
+        check(self.cuda.cuMemRelease(handle), "cuMemRelease")
+
+    # ---- host memory that the GPU uses
+
+    def pin(self, address: int, nbytes: int) -> int:
+        """Pin host memory that exists already (whole pages) for all GPUs of this process; gives its address on the GPU."""
+        check(self.cuda.cuMemHostRegister(address, nbytes, MEMHOSTALLOC_PORTABLE_MAPPED), f"cuMemHostRegister of {nbytes} bytes")
+        return int(check(self.cuda.cuMemHostGetDevicePointer(address, 0), "cuMemHostGetDevicePointer"))
+
+    def unpin(self, address: int) -> None:
+        check(self.cuda.cuMemHostUnregister(address), "cuMemHostUnregister")
+
+    def copy_to_host(self, host: int, device: int, nbytes: int, stream: int) -> None:
+        """Enqueue a copy to pinned memory."""
+        check(self.cuda.cuMemcpyDtoHAsync(host, device, nbytes, stream), "cuMemcpyDtoHAsync")
+
+    def copy_from_host(self, device: int, host: int, nbytes: int, stream: int) -> None:
+        check(self.cuda.cuMemcpyHtoDAsync(device, host, nbytes, stream), "cuMemcpyHtoDAsync")
+
+    def write_word(self, address: int, value: int, stream: int) -> None:
+        """Enqueue a store of a 32-bit word, after everything before it in the stream is visible to the host."""
+        check(self.cuda.cuStreamWriteValue32(stream, address, value, 0), "cuStreamWriteValue32")
+
+    def wait_word(self, address: int, value: int, stream: int) -> None:
+        """What follows in the stream waits until the 32-bit word has this value."""
+        check(self.cuda.cuStreamWaitValue32(stream, address, value, WAIT_VALUE_EQ), "cuStreamWaitValue32")
+
+    # ---- kernels and streams
+
+    def load(self, cubin: bytes, entry: str) -> Any:
+        """The function ``entry`` of a module, which is loaded if nobody has in this process."""
+        name = hashlib.sha256(cubin).digest(), entry
+        known = self._modules.functions
+        if name not in known:
+            with self._modules.loading:
+                if name not in known:
+                    known[name] = self._load(cubin, entry)
+        return known[name]
+
+    def _load(self, cubin: bytes, entry: str) -> Any:
+        with self.outside_of_capture():
+            try:
+                module = check(self.cuda.cuModuleLoadData(cubin), "cuModuleLoadData")
+            except SystemFailure as error:
+                if toolkit.version()[0] > self.driver_version // 1000:
+                    error.hint = f"the driver is of CUDA {self.driver_version // 1000}: a newer one, or {toolkit.INSTALL_12}"
+                raise
+            self._modules.modules.append(module)
+            return check(self.cuda.cuModuleGetFunction(module, entry.encode()), f"cuModuleGetFunction({entry})")
+
+    def is_capturing(self, stream: int) -> bool:
+        return int(check(self.cuda.cuStreamIsCapturing(stream), "cuStreamIsCapturing")) != 0
+
+    def order_streams(self, before: int, after: int) -> None:
+        """What follows in ``after`` waits for what is in ``before`` now."""
+        event = check(self.cuda.cuEventCreate(EVENT_DISABLE_TIMING), "cuEventCreate")
+        try:
+            check(self.cuda.cuEventRecord(event, before), "cuEventRecord")
+            check(self.cuda.cuStreamWaitEvent(after, event, 0), "cuStreamWaitEvent")
+        finally:
+            self.cuda.cuEventDestroy(event)
+
+    def make_event(self) -> Any:
+        """An event without time, which the caller destroys."""
+        return check(self.cuda.cuEventCreate(EVENT_DISABLE_TIMING), "cuEventCreate")
+
+    def record(self, event: Any, stream: int) -> None:
+        check(self.cuda.cuEventRecord(event, stream), "cuEventRecord")
+
+    def wait_event(self, stream: int, event: Any) -> None:
+        """What follows in ``stream`` waits for the event as it was recorded last."""
+        check(self.cuda.cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent")
+
+    def is_done(self, stream: int) -> bool:
+        """Whether the GPU has done all that is in a stream; does not wait."""
+        return self._has_ended("cuStreamQuery", stream)
+
+    def has_passed(self, event: Any) -> bool:
+        """Whether the GPU has come past the event; does not wait."""
+        return self._has_ended("cuEventQuery", event)
+
+    def _has_ended(self, query: str, what: Any) -> bool:
+        with self.outside_of_capture():  # what another stream captures is none of its business
+            result = getattr(self.cuda, query)(what)
+        if result[0] == self.cuda.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        check(result, query)
+        return True
+
+    def destroy_event(self, event: Any) -> None:
+        self.cuda.cuEventDestroy(event)
+
+    def make_stream(self) -> int:
+        """A stream that does not wait for the legacy default stream."""
+        return int(check(self.cuda.cuStreamCreate(STREAM_NON_BLOCKING), "cuStreamCreate"))
+
+    def destroy_stream(self, stream: int) -> None:
+        self.cuda.cuStreamDestroy(stream)
+
+    def capture_id(self, stream: int) -> int:
+        """Which capture a stream takes part in, 0 for none."""
+        result = self.cuda.cuStreamIsCapturing(stream)
+        if result[0] == self.cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:  # the legacy stream, while one that it waits for is captured
+            return 0
+        if not int(check(result, "cuStreamIsCapturing")):
+            return 0
+        return int(check(self.cuda.cuStreamGetCaptureInfo(stream), "cuStreamGetCaptureInfo")[1])
+
+    def capture(self, stream: int, enqueue: Callable[[int], None]) -> Any:
+        """A graph, ready to be launched, of what ``enqueue(stream)`` enqueues. What other threads do meanwhile is not part of it."""
+        cuda = self.cuda
+        check(cuda.cuStreamBeginCapture(stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED), "cuStreamBeginCapture")
+        try:
+            enqueue(stream)
+        except BaseException:
+            _, graph = cuda.cuStreamEndCapture(stream)
+            if graph:
+                cuda.cuGraphDestroy(graph)
+            raise
+        graph = check(cuda.cuStreamEndCapture(stream), "cuStreamEndCapture")
+        try:
+            return check(cuda.cuGraphInstantiate(graph, 0), "cuGraphInstantiate")
+        finally:
+            cuda.cuGraphDestroy(graph)
+
+    def launch_graph(self, graph: Any, stream: int) -> None:
+        check(self.cuda.cuGraphLaunch(graph, stream), "cuGraphLaunch")
+
+    def destroy_graph(self, graph: Any) -> None:
+        """It ends first, where it is under way."""
+        self.cuda.cuGraphExecDestroy(graph)
+
+    def synchronize(self) -> None:
+        check(self.cuda.cuCtxSynchronize(), "cuCtxSynchronize")
+
+    def close(self) -> None:
+        """Release modules and the context; may be called twice."""
+        if self._context is None:
+            return
+        for module in self._modules.leave(self.context):
+            self.cuda.cuModuleUnload(module)
+        self.cuda.cuStreamDestroy(self._side)
+        self.release()
