@@ -11,6 +11,7 @@ import numpy as np
 
 from miraccl.comm.device.memory import DeviceMemory
 from miraccl.comm.device.windows import DeviceArray
+from miraccl.executor.cuda.driver import check
 from tests.comm.reference import DTYPES
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import place, seen
@@ -26,9 +27,15 @@ class Emulated(OnGpu):
     def __init__(self, rank: int) -> None:
         super().__init__()
         self._cuda = EmulatedCuda(home=rank).install()
-        self._cuda.choose(self._cuda.home)
+        self._context = self._cuda.choose(self._cuda.home)
         self._streams = [0, *(self._cuda.make_stream() for _ in range(NSTREAMS - 1))]
         self._now = 0  # the stream of fills and copies
+
+    def enter_thread(self) -> None:
+        self._cuda.cuCtxSetCurrent(self._context)
+
+    def _enqueue(self, stream: int, work: Callable[[], None]) -> None:
+        check(self._cuda._put(stream, work), "work of a program")
 
     def allocate(self, buffer: at.Buffer, rank: int, empty: Callable[..., Any] | None) -> None:
         if not buffer.on_gpu:
@@ -52,26 +59,26 @@ class Emulated(OnGpu):
 
     def fill(self, buffer: at.Buffer, kind: str, rank: int, salt: int) -> None:
         if buffer.on_gpu:
-            self._cuda._put(self._now, lambda: super(Emulated, self).fill(buffer, kind, rank, salt))
+            self._enqueue(self._now, lambda: super(Emulated, self).fill(buffer, kind, rank, salt))
         else:
             super().fill(buffer, kind, rank, salt)
 
     def copy(self, source: at.View, target: at.View, rank: int) -> None:
         on_gpu = [isinstance(self.memory[v.buffer].array, DeviceMemory) for v in (source, target)]
         if any(on_gpu):
-            self._cuda._put(self._now, lambda: super(Emulated, self).copy(source, target, rank))
+            self._enqueue(self._now, lambda: super(Emulated, self).copy(source, target, rank))
         else:
             super().copy(source, target, rank)
         if on_gpu[0] != on_gpu[1]:
-            self._cuda.cuStreamSynchronize(self._now)
+            check(self._cuda.cuStreamSynchronize(self._now), "cuStreamSynchronize")
 
     def _event_in(self, stream: Any) -> Any:
-        event = self._cuda.cuEventCreate(0)[1]
-        self._cuda.cuEventRecord(event, stream)
+        event = check(self._cuda.cuEventCreate(0), "cuEventCreate")
+        check(self._cuda.cuEventRecord(event, stream), "cuEventRecord")
         return event
 
     def _wait(self, stream: Any, event: Any) -> None:
-        self._cuda.cuStreamWaitEvent(stream, event, 0)
+        check(self._cuda.cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent")
 
     @contextlib.contextmanager
     def _current(self, stream: Any) -> Iterator[None]:
@@ -88,8 +95,8 @@ class Emulated(OnGpu):
         return lambda: self._cuda.streams[self._now].replay(graph)
 
     def stall(self, stream: int, milliseconds: float) -> None:
-        self._cuda._put(self._stream(stream), lambda: time.sleep(milliseconds / 1000))
+        self._enqueue(self._stream(stream), lambda: time.sleep(milliseconds / 1000))
 
     def synchronize(self) -> None:
-        self._cuda.cuCtxSynchronize()
+        check(self._cuda.cuCtxSynchronize(), "cuCtxSynchronize")
         super().synchronize()
