@@ -17,15 +17,17 @@ from tests.gpu.programs.rank import Rank, touched
 from tests.support.ranks import run_ranks
 
 SEEDS = range(150)
+#: in the last one a thread begins with work that is not the library's, which needs a context
+RUN = [(1, "int32"), (2, "int32"), (18, "float32")]
 
 
-def run_seeds(seeds: list[int], ranks_per_host: int) -> None:
+def run_seeds(seeds: list[tuple[int, str]], ranks_per_host: int) -> None:
     act_as_hosts(ranks_per_host)
     np.seterr(all="ignore")
     rank, nranks = int(os.environ["MIRACCL_RANK"]), int(os.environ["MIRACCL_NRANKS"])
-    for seed in seeds:
+    for seed, dtype in seeds:
         try:
-            Rank(draw(seed, "own", nranks, "emulated", nsteps=25, dtypes=["int32"]), rank, {}).run()
+            Rank(draw(seed, "own", nranks, "emulated", nsteps=25, dtypes=[dtype]), rank, {}).run()
         except Exception as error:
             raise AssertionError(f"seed {seed}") from error
 
@@ -34,7 +36,7 @@ def run_seeds(seeds: list[int], ranks_per_host: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize(("nranks", "ranks_per_host"), [(2, 0), (2, 1)])
 def test_programs_on_emulated_gpus(nranks: int, ranks_per_host: int) -> None:
-    run_ranks(run_seeds, nranks, [1, 2, 3], ranks_per_host, env={"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=180.0)
+    run_ranks(run_seeds, nranks, RUN, ranks_per_host, env={"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=180.0)
 
 
 @pytest.mark.parametrize("nranks", [3, 4])
