@@ -33,7 +33,10 @@ SMALL = 1 << 20  # bytes up to which a graph has many operations
 
 def share_modules() -> None:
     """Older versions load a kernel once for each rank, which waits for the kernel of the other one to end, which waits for this rank."""
-    from miraccl.executor.cuda.gpu import Gpu
+    try:
+        from miraccl.executor.cuda.gpu import Gpu
+    except ImportError:  # it was in the driver's file
+        from miraccl.executor.cuda.driver import Gpu  # type: ignore[attr-defined, no-redef]
 
     known: dict[tuple[bytes, str], Any] = {}
     lock, own = threading.Lock(), Gpu.load
