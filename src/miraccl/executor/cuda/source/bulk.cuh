@@ -91,23 +91,23 @@ __device__ __forceinline__ bool wait_arrived(const Exchange& x, Watch& w, const 
   return true;
 }
 
-__device__ __forceinline__ void send_bulk(const Exchange& x, const Queue& q, const Message* list, u32 block) {
+__device__ __forceinline__ void send_bulk(const Exchange& x, const Queue& q, u32 block) {
   const Args& a = x.a;
   __shared__ Bulk s;
   Watch watch = {0, 0, 0};
   if (threadIdx.x == 0) { s.number = load_word(sent_of(a, q.peer)); s.dead = 0; }
   __syncthreads();
   u64 number = s.number;
-  for (u32 m = 0; m < q.count; m++) {
-    if (!is_bulk(list[m])) continue;
-    Cut c = cut(list[m], x.lanes);
+  for (u32 m = q.first; m < q.first + q.count; m++) {
+    if (!is_bulk(message(x, m))) continue;
+    Cut c = cut(message(x, m), x.lanes);
     u64 chunks = chunks_of(c);
     // a block without a chunk must not wait: the message may be over, and the grant of the next one in the place of its own
-    if (threadIdx.x == 0 && block < chunks && !wait_grant(x, s, watch, q.peer, number, list[m].size)) s.dead = 1;
+    if (threadIdx.x == 0 && block < chunks && !wait_grant(x, s, watch, q.peer, number, message(x, m).size)) s.dead = 1;
     for (u64 k = block; k < chunks; k += q.lanes) {
       if (threadIdx.x == 0 && !s.dead && k >= s.slots) {
         const u64* freed = freed_of(a.inbox[q.peer], q.peer, (u32)(k % s.slots));
-        if (!wait_freed(x, watch, freed, chunk_tag(a.rank, number, k - s.slots), q.peer, list[m].size)) s.dead = 1;
+        if (!wait_freed(x, watch, freed, chunk_tag(a.rank, number, k - s.slots), q.peer, message(x, m).size)) s.dead = 1;
       }
       __syncthreads();
       if (s.dead) return;
@@ -125,21 +125,21 @@ __device__ __forceinline__ void grant(const Args& a, const Queue& q, u64 number)
   store_word(grant_of(a.outbox[q.peer], a.rank), (number + 1) << 32 | (u32)q.slot << 16 | q.slots);
 }
 
-__device__ __forceinline__ void receive_bulk(const Exchange& x, const Queue& q, const Message* list, u32 block) {
+__device__ __forceinline__ void receive_bulk(const Exchange& x, const Queue& q, u32 block) {
   const Args& a = x.a;
   __shared__ Bulk s;
   Watch watch = {0, 0, 0};
   u32 *ended = ended_of(a, MAX_RANKS + q.peer), left = 0;  // blocks that have ended a message of this launch
-  for (u32 m = 0; m < q.count; m++) left += is_bulk(list[m]);
+  for (u32 m = q.first; m < q.first + q.count; m++) left += is_bulk(message(x, m));
   if (threadIdx.x == 0) {
     s.number = load_word(taken_of(a, q.peer)); s.dead = 0;
     if (block == 0) grant(a, q, s.number);
   }
   __syncthreads();
   u64 number = s.number, begun = number;
-  for (u32 m = 0; m < q.count; m++) {
-    if (!is_bulk(list[m])) continue;
-    Cut c = cut(list[m], x.lanes);
+  for (u32 m = q.first; m < q.first + q.count; m++) {
+    if (!is_bulk(message(x, m))) continue;
+    Cut c = cut(message(x, m), x.lanes);
     u64 chunks = chunks_of(c);
     for (u64 k = block; k < chunks; k += q.lanes) {
       u32 place = (u32)(k % q.slots), slot = q.slot + place;

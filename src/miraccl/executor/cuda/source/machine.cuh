@@ -43,6 +43,11 @@ __device__ __forceinline__ u64 fetch_add(u64* p, u64 by) {
 }
 __device__ __forceinline__ void count_up(u64* p, u64 by) { asm volatile("red.relaxed.gpu.global.add.u64 [%0],%1;" :: "l"(p), "l"(by) : "memory"); }
 
+// ---- other memory
+
+// A list of this launch's. A compiler would make of this load and of one from the arguments a single one, from whatever memory it may be.
+__device__ __forceinline__ u64 load_listed(const u64* p) { u64 v; asm volatile("ld.global.u64 %0,[%1];" : "=l"(v) : "l"(p)); return v; }
+
 __device__ __forceinline__ void between_polls() {}
 
 // Where the launch says so (executor/cuda/launch.py), a grid is set up while the one before it in the stream runs; here it waits for that one's end and

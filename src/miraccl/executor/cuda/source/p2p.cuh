@@ -64,6 +64,12 @@ __device__ __forceinline__ uint4* ring_of(const Args& a, u32 dst, u32 src, u32 l
 __device__ __forceinline__ u32 flag_of(u64 row) { return (u32)(row / RING_ROWS) + 1; }
 __device__ __forceinline__ u32 place_of(u64 row) { return (u32)(row % RING_ROWS) * 32; }
 
+// Message ``i`` of the launch. Those in the arguments are read as arguments, which costs no way to memory.
+__device__ __forceinline__ Message message(const Exchange& x, u32 i) {
+  if (!x.table) return ((const Message*)((const Queue*)x.room + x.nqueues))[i];
+  return {load_listed(&x.table[i].address), load_listed(&x.table[i].size)};
+}
+
 struct Cut {             // of a message
   char* p;
   u64 bytes, groups;
@@ -410,7 +416,7 @@ __device__ __noinline__ void report_refusal(const Args& a, u32 peer, u64 mine, u
 
 // ---- what a warp does with a queue
 
-__device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, const Message* list, u32 lane, u32 t) {
+__device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, u32 lane, u32 t) {
   const Args& a = x.a;
   const u64* credit = lane_word(a.inbox[q.peer], LANE_CREDIT_OFFSET, q.peer, lane);
   u64* counter = lane_word(a.own, LANE_SENT_OFFSET, q.peer, lane);
@@ -420,8 +426,8 @@ __device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, con
   if (__any_sync(WHOLE_WARP, stopped != 0)) return;  // a wait of an earlier launch has failed, and what is sent may hang on it: no header, no message
   Watch watch = {0, 0};
   __syncwarp();
-  for (u32 m = 0; m < q.count; m++) {
-    Cut c = cut(list[m], x.lanes);
+  for (u32 m = q.first; m < q.first + q.count; m++) {
+    Cut c = cut(message(x, m), x.lanes);
     if (lane >= c.lanes) continue;
     for (u64 g = lane; g < c.groups; g += 2 * c.lanes) {
       bool two = g + c.lanes < c.groups;
@@ -429,12 +435,12 @@ __device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, con
       uint4 d[2 * LOADS], v[ROWS];
       load_group(d, c, g, t);
       if (two) load_group(d + LOADS, c, g + c.lanes, t);
-      if (g == 0 && t == HEADER_THREAD) { u64 size = list[m].size; d[0] = make_uint4((u32)size, (u32)(size >> 32), tags[threadIdx.x / 32], 0); }
+      if (g == 0 && t == HEADER_THREAD) { u64 size = message(x, m).size; d[0] = make_uint4((u32)size, (u32)(size >> 32), tags[threadIdx.x / 32], 0); }
       watch.spins = 0; watch.waited = 0;
       while (__any_sync(WHOLE_WARP, row + rows > room)) {
         taken = load_word(credit);
         if (__any_sync(WHOLE_WARP, (taken & POISON) != 0)) {  // by now a credit that was under way may be there instead: who saw it reports
-          if (taken & POISON) report_refusal(a, q.peer, list[m].size, taken);
+          if (taken & POISON) report_refusal(a, q.peer, message(x, m).size, taken);
           return;
         }
         room = taken + RING_ROWS;
@@ -472,7 +478,7 @@ __device__ __forceinline__ bool is_refused(const uint4* v, u64 row, u64 size, u3
   return size_in(v) != size || tag_in(v) != tags[threadIdx.x / 32];
 }
 
-__device__ __forceinline__ void receive_lane(const Exchange& x, const Queue& q, const Message* list, u32 lane, u32 t) {
+__device__ __forceinline__ void receive_lane(const Exchange& x, const Queue& q, u32 lane, u32 t) {
   const Args& a = x.a;
   u64* credit = lane_word(a.outbox[q.peer], LANE_CREDIT_OFFSET, a.rank, lane);
   u64* counter = lane_word(a.own, LANE_TAKEN_OFFSET, q.peer, lane);
@@ -480,8 +486,8 @@ __device__ __forceinline__ void receive_lane(const Exchange& x, const Queue& q, 
   u64 row = load_word(counter);
   Watch watch = {0, 0};
   __syncwarp();
-  for (u32 m = 0; m < q.count; m++) {
-    Cut c = cut(list[m], x.lanes);
+  for (u32 m = q.first; m < q.first + q.count; m++) {
+    Cut c = cut(message(x, m), x.lanes);
     if (lane >= c.lanes) continue;
     for (u64 g = lane; g < c.groups; g += 2 * c.lanes) {
       bool two = g + c.lanes < c.groups;
@@ -497,8 +503,8 @@ __device__ __forceinline__ void receive_lane(const Exchange& x, const Queue& q, 
         for (int u = 0; u < ROWS; u++)
           if (u < rows && !is_there(v[u], flag_of(row + u), t)) missing = true;
         // the header is looked at as soon as it is there: the rows that this rank expects may never come
-        if (g == 0 && __any_sync(WHOLE_WARP, is_refused(v, row, list[m].size, t))) {
-          refuse(x, q, list[m].size, size_in(v), t);
+        if (g == 0 && __any_sync(WHOLE_WARP, is_refused(v, row, message(x, m).size, t))) {
+          refuse(x, q, message(x, m).size, size_in(v), t);
           return;
         }
         if (!__any_sync(WHOLE_WARP, missing)) break;
@@ -517,15 +523,16 @@ __device__ __forceinline__ void receive_lane(const Exchange& x, const Queue& q, 
   if (t == 0) *counter = row;
 }
 
-__device__ __forceinline__ void copy_lane(const Queue& q, const Message* list, u32 lane, u32 t) {
-  for (u32 m = 0; m < q.count; m += 2) {
-    const char* from = (const char*)list[m].address;
-    char* to = (char*)list[m + 1].address;
+__device__ __forceinline__ void copy_lane(const Exchange& x, const Queue& q, u32 lane, u32 t) {
+  for (u32 m = q.first; m < q.first + q.count; m += 2) {
+    Message source = message(x, m);
+    const char* from = (const char*)source.address;
+    char* to = (char*)message(x, m + 1).address;
 #if defined(__CUDACC_RTC__)
     __builtin_assume(__isGlobal(from));
     __builtin_assume(__isGlobal(to));
 #endif
-    u64 bytes = SIZE_BYTES(list[m].size), stride = q.lanes * 512ull;
+    u64 bytes = SIZE_BYTES(source.size), stride = q.lanes * 512ull;
     bool aligned = (((u64)from | (u64)to) & 15) == 0;
     for (u64 at = lane * 512ull + t * 16; at < bytes; at += 4 * stride) {
       uint4 v[4];
@@ -546,8 +553,8 @@ __device__ __forceinline__ void copy_lane(const Queue& q, const Message* list, u
 }
 
 #if BULK
-__device__ __forceinline__ void send_bulk(const Exchange& x, const Queue& q, const Message* list, u32 block);
-__device__ __forceinline__ void receive_bulk(const Exchange& x, const Queue& q, const Message* list, u32 block);
+__device__ __forceinline__ void send_bulk(const Exchange& x, const Queue& q, u32 block);
+__device__ __forceinline__ void receive_bulk(const Exchange& x, const Queue& q, u32 block);
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) p2p(const __grid_constant__ Exchange x) {
@@ -557,20 +564,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) p2p(const __gr
   const Queue* queues = (const Queue*)x.room;
   for (u32 i = 0; i < x.nqueues; i++) {
     const Queue& q = queues[i];
-    const Message* list = (x.table ? x.table : (const Message*)(queues + x.nqueues)) + q.first;
 #if BULK
     if (blockIdx.x < x.bulk || q.kind >= TO_BULK) {
       if (q.kind < TO_BULK || blockIdx.x < q.begin || blockIdx.x - q.begin >= q.lanes) continue;
-      if (q.kind == TO_BULK) send_bulk(x, q, list, blockIdx.x - q.begin); else receive_bulk(x, q, list, blockIdx.x - q.begin);
+      if (q.kind == TO_BULK) send_bulk(x, q, blockIdx.x - q.begin); else receive_bulk(x, q, blockIdx.x - q.begin);
       return;
     }
 #endif
     if (warp < q.begin || warp - q.begin >= q.lanes) continue;
     u32 lane = warp - q.begin;
     if (lane == 0 && x.draws && !draw_move(x, t)) return;  // headers are the first lane's
-    if (q.kind == TO_PEER) send_lane(x, q, list, lane, t);
-    else if (q.kind == FROM_PEER) receive_lane(x, q, list, lane, t);
-    else copy_lane(q, list, lane, t);
+    if (q.kind == TO_PEER) send_lane(x, q, lane, t);
+    else if (q.kind == FROM_PEER) receive_lane(x, q, lane, t);
+    else copy_lane(x, q, lane, t);
     return;
   }
 }
