@@ -130,6 +130,7 @@ inline void store_line(uint4* p, uint4 v) {
 }
 inline u64 load_word(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline uint4 load_where(bool there, const uint4* p) { return there ? *p : uint4{0, 0, 0, 0}; }
 inline u64 load_listed(const u64* p) { return *p; }
 inline void store_word(u64* p, u64 v) { progress++; if (!hold(p, v)) __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline void fence() { land_all(); __atomic_thread_fence(__ATOMIC_SEQ_CST); }

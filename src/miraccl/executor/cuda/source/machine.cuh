@@ -47,6 +47,13 @@ __device__ __forceinline__ void count_up(u64* p, u64 by) { asm volatile("red.rel
 
 // A list of this launch's. A compiler would make of this load and of one from the arguments a single one, from whatever memory it may be.
 __device__ __forceinline__ u64 load_listed(const u64* p) { u64 v; asm volatile("ld.global.u64 %0,[%1];" : "=l"(v) : "l"(p)); return v; }
+// Zeros where ``there`` does not hold. No branch, after which the next load would wait for this one.
+__device__ __forceinline__ uint4 load_where(bool there, const uint4* p) {
+  uint4 v = {0, 0, 0, 0};
+  asm volatile("{.reg .pred there; setp.ne.u32 there,%5,0; @there ld.global.v4.u32 {%0,%1,%2,%3},[%4];}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((u32)there));
+  return v;
+}
 
 __device__ __forceinline__ void between_polls() {}
 

@@ -24,7 +24,7 @@ struct Message {         // layout.MESSAGE
   u64 size;              // bytes; the type of the elements in the eight highest bits
 };
 #define SIZE_BYTES(size) ((size) & 0x00ffffffffffffffull)
-#define POISON (1ull << 63)
+#define POISON (1ull << 63)   // as a signed number less than any credit
 #define ANOTHER (1ull << 48)  // with it: the size is right, but the message belongs to another operation
 __device__ __forceinline__ bool is_bulk(const Message& m) { return SIZE_BYTES(m.size) >= BULK_FROM; }
 
@@ -177,28 +177,25 @@ __device__ __noinline__ void store_part(char* p, uint4 v, u64 left) {
 }
 __device__ __forceinline__ u64 vector_left(u64 bytes, u64 at) { return bytes - at < 16 ? bytes - at : 16; }
 
-// Groups that are whole take no branches: all loads are under way before the first is waited for.
+// Groups that are whole take no branches.
 __device__ __forceinline__ bool is_whole(const Cut& c, u64 at) { return c.aligned && at + GROUP_VECTORS * 16 <= c.bytes; }
 
+// All loads of whole vectors are under way before anything waits for one.
 __device__ __forceinline__ void load_group(uint4* d, const Cut& c, u64 group, u32 t) {
   u64 at = first_byte(group);
-  if (is_whole(c, at)) {
+  bool whole = is_whole(c, at);
 #pragma unroll
-    for (int u = 0; u < LOADS; u++) {
-      int i = vector_of(t, u, group == 0);
-      d[u] = make_uint4(0, 0, 0, 0);
-      if (i >= 0) d[u] = *(const uint4*)(c.p + at + i * 16);
-    }
-  } else {
+  for (int u = 0; u < LOADS; u++) {
+    int i = vector_of(t, u, group == 0);
+    u64 here = at + i * 16;
+    d[u] = load_where(i >= 0 && (whole || (c.aligned && here + 16 <= c.bytes)), (const uint4*)(c.p + here));
+  }
+  if (whole || (c.aligned && c.bytes % 16 == 0)) return;
 #pragma unroll
-    for (int u = 0; u < LOADS; u++) {
-      int i = vector_of(t, u, group == 0);
-      u64 here = at + i * 16;
-      d[u] = make_uint4(0, 0, 0, 0);
-      if (i < 0 || here >= c.bytes) continue;
-      if (c.aligned && here + 16 <= c.bytes) d[u] = *(const uint4*)(c.p + here);
-      else d[u] = load_part(c.p + here, vector_left(c.bytes, here));
-    }
+  for (int u = 0; u < LOADS; u++) {
+    int i = vector_of(t, u, group == 0);
+    u64 here = at + i * 16;
+    if (i >= 0 && here < c.bytes && (!c.aligned || here + 16 > c.bytes)) d[u] = load_part(c.p + here, vector_left(c.bytes, here));
   }
 }
 __device__ __forceinline__ void store_group(const uint4* d, const Cut& c, u64 group, u32 t) {
@@ -416,14 +413,14 @@ __device__ __noinline__ void report_refusal(const Args& a, u32 peer, u64 mine, u
 
 // ---- what a warp does with a queue
 
+// What a lane reads first, its counts and the data, is under way together: each is a way to memory, and the first row leaves after the longest. The credit
+// is read anew for each pair of groups, while their data come.
 __device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, u32 lane, u32 t) {
   const Args& a = x.a;
   const u64* credit = lane_word(a.inbox[q.peer], LANE_CREDIT_OFFSET, q.peer, lane);
   u64* counter = lane_word(a.own, LANE_SENT_OFFSET, q.peer, lane);
   uint4* ring = ring_of(a, q.peer, a.rank, lane) + t;
-  u64 row = load_word(counter), taken = load_word(credit), stopped = lane ? 0 : load_word(stopped_word(a.own));
-  u64 room = taken & POISON ? 0 : taken + RING_ROWS;
-  if (__any_sync(WHOLE_WARP, stopped != 0)) return;  // a wait of an earlier launch has failed, and what is sent may hang on it: no header, no message
+  u64 before = load_word(counter), sent = 0, stopped = lane ? 0 : load_word(stopped_word(a.own));
   Watch watch = {0, 0};
   __syncwarp();
   for (u32 m = q.first; m < q.first + q.count; m++) {
@@ -432,42 +429,46 @@ __device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, u32
     for (u64 g = lane; g < c.groups; g += 2 * c.lanes) {
       bool two = g + c.lanes < c.groups;
       u32 rows = rows_at(c, g);
-      uint4 d[2 * LOADS], v[ROWS];
+      u64 taken = load_word(credit);
+      uint4 d[2 * LOADS], v[4];
       load_group(d, c, g, t);
       if (two) load_group(d + LOADS, c, g + c.lanes, t);
       if (g == 0 && t == HEADER_THREAD) { u64 size = message(x, m).size; d[0] = make_uint4((u32)size, (u32)(size >> 32), tags[threadIdx.x / 32], 0); }
       watch.spins = 0; watch.waited = 0;
-      while (__any_sync(WHOLE_WARP, row + rows > room)) {
+      u64 row = before + sent;
+      while (__any_sync(WHOLE_WARP, stopped != 0 || (i64)(row + rows) > (i64)(taken + RING_ROWS))) {
+        // a wait of an earlier launch has failed, and what is sent may hang on it: no header, no message
+        if (__any_sync(WHOLE_WARP, stopped != 0)) return;
         taken = load_word(credit);
         if (__any_sync(WHOLE_WARP, (taken & POISON) != 0)) {  // by now a credit that was under way may be there instead: who saw it reports
           if (taken & POISON) report_refusal(a, q.peer, message(x, m).size, taken);
           return;
         }
-        room = taken + RING_ROWS;
         if (warp_gives_up(x, watch, t, q.peer, WHAT_ROOM, lane ? 0 : need(NEED_CREDIT, row + rows - RING_ROWS))) return;
       }
-      frame(v, d, t);
-      if (two) frame(v + 4, d + LOADS, t);
 #pragma unroll
-      for (int u = 0; u < ROWS; u++)
-        if (u < rows) store_row(ring + place_of(row + u), v[u], flag_of(row + u), t);
-      row += rows;
+      for (int u = 0; u < ROWS; u++) {
+        if (u == 0) frame(v, d, t);
+        if (u == 4 && two) frame(v, d + LOADS, t);
+        if (u < rows) store_row(ring + place_of(row + u), v[u % 4], flag_of(row + u), t);
+      }
+      sent += rows;
     }
   }
   __syncwarp();
-  if (t == 0) *counter = row;
+  if (t == 0) *counter = before + sent;
 }
 
 // The receiver has a message of size ``mine``; thread HEADER_THREAD knows the size that came, which is the same where tags differ.
-__device__ __noinline__ void refuse(const Exchange& x, const Queue& q, u64 mine, u64 theirs, u32 t) {
+__device__ __noinline__ void refuse(const Exchange& x, u32 peer, u64 mine, u64 theirs, u32 t) {
   if (t == HEADER_THREAD) {
-    if (mine == theirs) report(x.a.host, ERROR_MISMATCH, q.peer, WHAT_RECV, 0, (u32)x.a.signature);
-    else report_sizes(x.a, q.peer, WHAT_RECV, mine, theirs);
-    store_word((u64*)(x.a.outbox[q.peer] + REFUSED_OFFSET + x.a.rank * WORD_STRIDE), POISON | theirs);
+    if (mine == theirs) report(x.a.host, ERROR_MISMATCH, peer, WHAT_RECV, 0, (u32)x.a.signature);
+    else report_sizes(x.a, peer, WHAT_RECV, mine, theirs);
+    store_word((u64*)(x.a.outbox[peer] + REFUSED_OFFSET + x.a.rank * WORD_STRIDE), POISON | theirs);
   }
   u64 poison = POISON | mine | (__any_sync(WHOLE_WARP, t == HEADER_THREAD && mine == theirs) ? ANOTHER : 0);
   fence();
-  for (u32 l = t; l < x.lanes; l += 32) store_word(lane_word(x.a.outbox[q.peer], LANE_CREDIT_OFFSET, x.a.rank, l), poison);
+  for (u32 l = t; l < x.lanes; l += 32) store_word(lane_word(x.a.outbox[peer], LANE_CREDIT_OFFSET, x.a.rank, l), poison);
 }
 
 // Whether this thread sees a header that is not the one of the message.
@@ -492,7 +493,7 @@ __device__ __forceinline__ void receive_lane(const Exchange& x, const Queue& q, 
     for (u64 g = lane; g < c.groups; g += 2 * c.lanes) {
       bool two = g + c.lanes < c.groups;
       u32 rows = rows_at(c, g);
-      uint4 d[2 * LOADS], v[ROWS];
+      uint4 d[LOADS], v[ROWS];
       watch.spins = 0; watch.waited = 0;
       for (;;) {
         bool missing = false;
@@ -503,20 +504,22 @@ __device__ __forceinline__ void receive_lane(const Exchange& x, const Queue& q, 
         for (int u = 0; u < ROWS; u++)
           if (u < rows && !is_there(v[u], flag_of(row + u), t)) missing = true;
         // the header is looked at as soon as it is there: the rows that this rank expects may never come
-        if (g == 0 && __any_sync(WHOLE_WARP, is_refused(v, row, message(x, m).size, t))) {
-          refuse(x, q, message(x, m).size, size_in(v), t);
+        bool other = g == 0 && is_refused(v, row, message(x, m).size, t);
+        if (!__any_sync(WHOLE_WARP, missing || other)) break;
+        if (__any_sync(WHOLE_WARP, other)) {
+          refuse(x, q.peer, message(x, m).size, size_in(v), t);
           return;
         }
-        if (!__any_sync(WHOLE_WARP, missing)) break;
         if (warp_gives_up(x, watch, t, q.peer, WHAT_MESSAGE, lane ? 0 : need(NEED_SENT, row + 1))) return;
       }
-      unframe(d, v, t);
-      if (two) unframe(d + LOADS, v + 4, t);
       u64 next = row + rows;
       if (t == 0 && next / QUARTER != row / QUARTER) store_word(credit, next);  // the votes above have waited for all loads
       row = next;
+      unframe(d, v, t);
       store_group(d, c, g, t);
-      if (two) store_group(d + LOADS, c, g + c.lanes, t);
+      if (!two) continue;
+      unframe(d, v + 4, t);
+      store_group(d, c, g + c.lanes, t);
     }
   }
   __syncwarp();
