@@ -130,8 +130,8 @@ inline void store_line(uint4* p, uint4 v) {
 }
 inline u64 load_word(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-inline uint4 load_where(bool there, const uint4* p) { return there ? *p : uint4{0, 0, 0, 0}; }
 inline u64 load_listed(const u64* p) { return *p; }
+inline uint4 load_where(bool there, const uint4* p) { return there ? *p : uint4{0, 0, 0, 0}; }
 inline void store_word(u64* p, u64 v) { progress++; if (!hold(p, v)) __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline void fence() { land_all(); __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 u64 now_ns();
@@ -140,7 +140,7 @@ inline u32 draw(u32* p, u32 last) {
   while (!__atomic_compare_exchange_n(p, &v, v >= last ? 0 : v + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {}
   return v;
 }
-inline u64 fetch_add(u64* p, u64 by) { return __atomic_fetch_add(p, by, __ATOMIC_ACQ_REL); }
+inline u64 draw_as_first(u64* p, u32 lane) { return lane == 0 ? __atomic_fetch_add(p, 1, __ATOMIC_ACQ_REL) : 0; }
 inline void count_up(u64* p, u64 by) { __atomic_fetch_add(p, by, __ATOMIC_ACQ_REL); }
 inline u32 atomicCAS_system(u32* p, u32 old, u32 v) { __atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); return old; }
 inline void between_polls() { yield(); }

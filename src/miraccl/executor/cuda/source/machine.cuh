@@ -38,8 +38,14 @@ __device__ __forceinline__ u64 now_ns() { u64 t; asm volatile("mov.u64 %0, %glob
 __device__ __forceinline__ u32 draw(u32* p, u32 last) {
   u32 v; asm volatile("atom.relaxed.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(v) : "l"(p), "r"(last) : "memory"); return v;
 }
-__device__ __forceinline__ u64 fetch_add(u64* p, u64 by) {
-  u64 v; asm volatile("atom.relaxed.gpu.global.add.u64 %0,[%1],%2;" : "=l"(v) : "l"(p), "l"(by) : "memory"); return v;
+// The first lane of a warp counts one up and gets the value before, others get 0. Were what is added the same in all lanes, ptxas would add for the whole
+// warp and hand the result around at once, and so wait for it.
+__device__ __forceinline__ u64 draw_as_first(u64* p, u32 lane) {
+  u64 v = 0;
+  asm volatile("{.reg .pred first; .reg .u64 one; setp.eq.u32 first,%2,0; cvt.u64.u32 one,%2; add.u64 one,one,1;"
+               "@first atom.relaxed.gpu.global.add.u64 %0,[%1],one;}"
+               : "+l"(v) : "l"(p), "r"(lane) : "memory");
+  return v;
 }
 __device__ __forceinline__ void count_up(u64* p, u64 by) { asm volatile("red.relaxed.gpu.global.add.u64 [%0],%1;" :: "l"(p), "l"(by) : "memory"); }
 

@@ -238,19 +238,25 @@ __device__ __forceinline__ u32 move_tag(u32 number, u32 launches, u32 signature)
 __shared__ u32 tags[THREADS / 32];  // of warps: what their messages bear, 0 for plain ones
 
 // A warp draws the number of this launch's collective. The word counts collectives in its upper half, and who has drawn in this launch in the lower one.
-// Who draws first tells the peers. False where a wait of an earlier launch has failed: this one is not begun.
-__device__ __noinline__ bool draw_move(const Exchange& x, u32 t) {
+// All is under way then; nothing waits for it before ``begin_move``.
+struct Drawn {
+  u64 word, launches, stopped;
+};
+__device__ __forceinline__ Drawn draw_move(const Exchange& x, u32 t) {
+  u64* state = (u64*)(x.a.own + STATE_OFFSET);
+  return {draw_as_first(state + STATE_MOVES, t), load_word(state + STATE_LAUNCH), load_word(state + STATE_STOPPED)};
+}
+// Who has drawn first tells the peers. False where a wait of an earlier launch has failed: this one is not begun.
+__device__ __noinline__ bool begin_move(const Exchange& x, Drawn drawn, u32 t) {
   const Args& a = x.a;
-  u64* state = (u64*)(a.own + STATE_OFFSET);
-  u64 drawn = 0, stopped = load_word(state + STATE_STOPPED), launches = load_word(state + STATE_LAUNCH);
-  if (t == 0) drawn = fetch_add(state + STATE_MOVES, 1);
-  if (__any_sync(WHOLE_WARP, stopped != 0)) return false;
-  if (t == 0 && (u32)drawn == x.draws - 1) count_up(state + STATE_MOVES, (1ull << 32) - x.draws);
-  drawn = __shfl_sync(WHOLE_WARP, drawn, 0);
-  u32 number = (u32)(drawn >> 32) + 1, tag = move_tag(number, (u32)launches, (u32)a.signature);
-  if ((u32)drawn == 0 && t < RANKS)
-    store_packet(move_entry(t == a.rank ? a.own : a.outbox[t], a.rank, number), make_uint4(number, tag, (u32)a.signature, (u32)launches));
+  if (__any_sync(WHOLE_WARP, drawn.stopped != 0)) return false;
+  if (t == 0 && (u32)drawn.word == x.draws - 1) count_up((u64*)(a.own + STATE_OFFSET) + STATE_MOVES, (1ull << 32) - x.draws);
+  u64 word = __shfl_sync(WHOLE_WARP, drawn.word, 0);
+  u32 number = (u32)(word >> 32) + 1, launches = (u32)drawn.launches, tag = move_tag(number, launches, (u32)a.signature);
+  if ((u32)word == 0 && t < RANKS)
+    store_packet(move_entry(t == a.rank ? a.own : a.outbox[t], a.rank, number), make_uint4(number, tag, (u32)a.signature, launches));
   if (t == 0) tags[threadIdx.x / 32] = tag;
+  __syncwarp();
   return true;
 }
 
@@ -413,14 +419,17 @@ __device__ __noinline__ void report_refusal(const Args& a, u32 peer, u64 mine, u
 
 // ---- what a warp does with a queue
 
-// What a lane reads first, its counts and the data, is under way together: each is a way to memory, and the first row leaves after the longest. The credit
-// is read anew for each pair of groups, while their data come.
+// What a lane reads first, the number of the collective, what has come of its credit and the data, is under way together: each is a way to memory, and the
+// first row leaves after the longest. The credit is read anew for each pair of groups, while their data come.
 __device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, u32 lane, u32 t) {
   const Args& a = x.a;
   const u64* credit = lane_word(a.inbox[q.peer], LANE_CREDIT_OFFSET, q.peer, lane);
   u64* counter = lane_word(a.own, LANE_SENT_OFFSET, q.peer, lane);
   uint4* ring = ring_of(a, q.peer, a.rank, lane) + t;
-  u64 before = load_word(counter), sent = 0, stopped = lane ? 0 : load_word(stopped_word(a.own));
+  bool draws = lane == 0 && x.draws;
+  Drawn drawn = {0, 0, 0};
+  if (draws) drawn = draw_move(x, t); else if (lane == 0) drawn.stopped = load_word(stopped_word(a.own));
+  u64 before = load_word(counter), sent = 0;
   Watch watch = {0, 0};
   __syncwarp();
   for (u32 m = q.first; m < q.first + q.count; m++) {
@@ -433,12 +442,13 @@ __device__ __forceinline__ void send_lane(const Exchange& x, const Queue& q, u32
       uint4 d[2 * LOADS], v[4];
       load_group(d, c, g, t);
       if (two) load_group(d + LOADS, c, g + c.lanes, t);
+      if (draws && sent == 0 && !begin_move(x, drawn, t)) return;
       if (g == 0 && t == HEADER_THREAD) { u64 size = message(x, m).size; d[0] = make_uint4((u32)size, (u32)(size >> 32), tags[threadIdx.x / 32], 0); }
       watch.spins = 0; watch.waited = 0;
       u64 row = before + sent;
-      while (__any_sync(WHOLE_WARP, stopped != 0 || (i64)(row + rows) > (i64)(taken + RING_ROWS))) {
+      while (__any_sync(WHOLE_WARP, drawn.stopped != 0 || (i64)(row + rows) > (i64)(taken + RING_ROWS))) {
         // a wait of an earlier launch has failed, and what is sent may hang on it: no header, no message
-        if (__any_sync(WHOLE_WARP, stopped != 0)) return;
+        if (__any_sync(WHOLE_WARP, drawn.stopped != 0)) return;
         taken = load_word(credit);
         if (__any_sync(WHOLE_WARP, (taken & POISON) != 0)) {  // by now a credit that was under way may be there instead: who saw it reports
           if (taken & POISON) report_refusal(a, q.peer, message(x, m).size, taken);
@@ -576,10 +586,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) p2p(const __gr
 #endif
     if (warp < q.begin || warp - q.begin >= q.lanes) continue;
     u32 lane = warp - q.begin;
-    if (lane == 0 && x.draws && !draw_move(x, t)) return;  // headers are the first lane's
-    if (q.kind == TO_PEER) send_lane(x, q, lane, t);
-    else if (q.kind == FROM_PEER) receive_lane(x, q, lane, t);
-    else copy_lane(x, q, lane, t);
+    if (q.kind == TO_PEER) {
+      send_lane(x, q, lane, t);  // draws by itself
+      return;
+    }
+    if (lane == 0 && x.draws && !begin_move(x, draw_move(x, t), t)) return;  // headers are the first lane's
+    if (q.kind == FROM_PEER) receive_lane(x, q, lane, t); else copy_lane(x, q, lane, t);
     return;
   }
 }
