@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from importlib import resources
 
@@ -85,6 +86,33 @@ def test_kernels_compile(arch: int) -> None:
         assert cubin[:4] == b"\x7fELF", spec.name
     for itemsize in card.WIDTHS:
         assert toolkit.compile_cubin(card.source(itemsize), arch, f"perf-{itemsize}")[:4] == b"\x7fELF"
+
+
+def ptx(source: str, arch: int) -> str:
+    nvrtc = toolkit.bindings("nvrtc")
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], [])
+    options = [option.encode() for option in (f"--gpu-architecture=compute_{arch}", *toolkit.OPTIONS)]
+    assert int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0]) == 0
+    text: bytes = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
+    nvrtc.nvrtcGetPTX(program, text)
+    nvrtc.nvrtcDestroyProgram(program)
+    return text.decode()
+
+
+MEMORY = re.compile(r"(?<![\w.%])((?:ld|st|atom|red|fence|membar|multimem|cp|ldu)\.[\w.:]+)")
+#: of what only this GPU touches: tickets and numbers
+OWN = {"atom.relaxed.gpu.global.inc.u32", "atom.relaxed.gpu.global.add.u64", "red.relaxed.gpu.global.add.u64"}
+
+
+@pytest.mark.skipif(90 not in ARCHS, reason="NVRTC does not know sm_90")
+def test_what_other_gpus_see_is_stored_and_loaded_for_the_system() -> None:
+    """Fences, marks and packets are of system scope, also after the compiler, and no load goes past coherent caches; an emulated GPU has
+    neither scopes nor caches, and one GPU with several ranks needs neither."""
+    for spec in few():
+        words = set(MEMORY.findall(ptx(write_source(spec, 90), 90)))
+        scoped = {word for word in words if re.search(r"\.(cta|cluster|gpu|gl|sys)\b|^(fence|membar)", word)}
+        assert all(".sys" in word for word in scoped - OWN), (spec.name, scoped)
+        assert not [word for word in words if ".nc" in word or word.startswith(("multimem", "cp", "ldu"))], (spec.name, words)
 
 
 def test_every_file_and_family_is_among_those_of_all_architectures() -> None:
