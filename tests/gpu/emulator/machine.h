@@ -145,6 +145,7 @@ inline void count_up(u64* p, u64 by) { __atomic_fetch_add(p, by, __ATOMIC_ACQ_RE
 inline u32 atomicCAS_system(u32* p, u32 old, u32 v) { __atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); return old; }
 inline void between_polls() { yield(); }
 inline void after_grid_before() {}
+inline void before_next_grid() {}
 
 // ---- conversions
 

@@ -25,6 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
   u32 peer = threadIdx.x % FAN, i = g.first;
   bool works = i < w.limit && peer < RANKS, other = works && peer != a.rank;
   after_grid_before();
+  before_next_grid();
   u64 number = number_of_launch(a);
   Vec v;
 #pragma unroll

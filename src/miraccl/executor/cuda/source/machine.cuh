@@ -63,11 +63,15 @@ __device__ __forceinline__ uint4 load_where(bool there, const uint4* p) {
 
 __device__ __forceinline__ void between_polls() {}
 
-// Where the launch says so (executor/cuda/launch.py), a grid is set up while the one before it in the stream runs; here it waits for that one's end and
-// memory, and lets the next be set up (programmatic dependent launch).
+// Where the launch says so (executor/cuda/launch.py), a grid is set up while the one before it in the stream runs, as soon as all blocks of that one let it
+// (``before_next_grid``). Then it waits for that one's end and memory itself (programmatic dependent launch).
 __device__ __forceinline__ void after_grid_before() {
 #if ARCH >= 90
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void before_next_grid() {
+#if ARCH >= 90
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }

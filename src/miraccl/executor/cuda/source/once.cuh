@@ -7,6 +7,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
   Geometry g = spread();
   Work w = work_of(a, g);
   after_grid_before();
+  before_next_grid();
   u64 number = number_of_launch(a);
   Vec own[UNROLL], v[SAME ? 1 : RANKS - 1][UNROLL];
 #if SAME

@@ -48,5 +48,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
     }
     collect_piece(a, g, w, w.pieces - 1, 0, watch);
   }
+  before_next_grid();  // only now: blocks of the next one, which may take all registers of a multiprocessor, would stand where small launches have room
   count_launch(a, ticket, w.pieces);
 }
