@@ -8,6 +8,7 @@ WARPS: Final = 16  # of a block at most; one block per multiprocessor is on the 
 COPY_BYTES: Final = 16 << 10  # of a message of a rank to itself, per warp
 SMALL_BYTES: Final = 128 << 10  # messages of a launch of at most 128 warps,
 SMALL_COUNT: Final = 32  # and their number
+OVERLAP_THREADS: Final = 768  # of a launch that is set up while the one before it runs: registers of less than two multiprocessors
 
 
 def lanes_of(nbytes: int, group: int, first: int, most: int) -> int:

@@ -14,7 +14,8 @@ from typing import Any
 
 from miraccl.executor.cuda.doors.table import Doors
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.executor.cuda.launch import Kernels, Launch
+from miraccl.executor.cuda.lanes import OVERLAP_THREADS
+from miraccl.executor.cuda.launch import OVERLAP_FROM, Kernels, Launch
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.messages import LaneRules, Lowered, Message, lower_messages
 from miraccl.executor.cuda.plan import DevicePlan
@@ -39,8 +40,8 @@ class _Table:
 class _Pattern(Launch):
     """Everything but the addresses is decided; the kernel has no use for the two pointers of collectives."""
 
-    def __init__(self, gpu: Gpu, function: Any, plan: DevicePlan, lowered: Lowered) -> None:
-        super().__init__(gpu, function, plan, lowered.blocks, lowered.args)
+    def __init__(self, gpu: Gpu, function: Any, plan: DevicePlan, lowered: Lowered, overlaps: bool = False) -> None:
+        super().__init__(gpu, function, plan, lowered.blocks, lowered.args, overlaps)
         self.lowered = lowered
 
     @property
@@ -116,7 +117,8 @@ class MessageLaunches:
         if len(self._patterns) >= PATTERNS:
             self._patterns.clear()
             self._doors.forget_messages()
-        launch = self._patterns[key] = _Pattern(self.gpu, function, plan, lowered)
+        overlaps = self.gpu.arch >= OVERLAP_FROM and not bulk and lowered.blocks * lowered.threads <= OVERLAP_THREADS
+        launch = self._patterns[key] = _Pattern(self.gpu, function, plan, lowered, overlaps)
         if lowered.table is None:
             self._doors.remember_messages(messages, launch.places(), launch, fills, signature)
             if launch.block and not bulk and not self._doors.knows_shape(messages, signature):

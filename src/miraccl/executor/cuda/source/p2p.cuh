@@ -573,6 +573,7 @@ __device__ __forceinline__ void receive_bulk(const Exchange& x, const Queue& q, 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) p2p(const __grid_constant__ Exchange x) {
   u32 block = blockIdx.x - x.bulk, blocks = gridDim.x - x.bulk;
   u32 warp = threadIdx.x / 32 * blocks + block, t = threadIdx.x % 32;  // neighbours on different multiprocessors
+  after_grid_before();
   if (t == 0) tags[threadIdx.x / 32] = 0;
   const Queue* queues = (const Queue*)x.room;
   for (u32 i = 0; i < x.nqueues; i++) {
