@@ -104,6 +104,17 @@ def test_what_was_said_of_a_wait_that_has_ended_closes_no_circle() -> None:
     assert where.errors() == [0, layout.ERROR_TIMEOUT]
 
 
+@pytest.mark.parametrize("signature", [0, 77], ids=["plain", "collective"])
+def test_nothing_is_sent_behind_a_wait_that_has_failed(signature: int) -> None:
+    """It may be what did not come; the first row, with the header, is not there, nor does the count of rows go on."""
+    where = Machine(2, timeout_s=0.5)
+    run(where, rules(2), [Send(1, 0, 40)], only=[0], signatures=[signature] * 2)
+    rings = where.memory[1][layout.RINGS_OFFSET :][: layout.RINGS_BYTES].copy()
+    run(where, rules(2), [Send(0, 1, 40)], only=[0], signatures=[signature] * 2)
+    assert (where.memory[1][layout.RINGS_OFFSET :][: layout.RINGS_BYTES] == rings).all()
+    assert not where.memory[0][layout.LANE_SENT_OFFSET : layout.LANE_TAKEN_OFFSET].any()
+
+
 # ---- programs that end
 
 SIZES = (0, 9, 40, 1000, 4999, 20_000, 60_000)
