@@ -301,7 +301,13 @@ def beside(path: str) -> None:
 
 
 def bound(path: str) -> None:
-    """A group that knows its GPU from the start may be split, and meshes are split from it."""
+    """A group that knows its GPU from the start may be split, and meshes are split from it, also where another backend has CPU memory."""
+    with world(f"{path}-mixed", "cpu:gloo,cuda:miraccl", device=True) as (_, nranks):
+        mesh = init_device_mesh("cuda", (1, nranks), mesh_dim_names=("a", "b"))
+        assert isinstance(mesh["b"].get_group()._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+        for device in ("cpu", "cuda"):
+            dist.all_reduce(x := torch.ones(3, device=device), group=mesh["b"].get_group())
+            assert x.tolist() == [float(nranks)] * 3
     with world(path, device=True) as (rank, nranks):
         assert dist.group.WORLD is not None
         assert dist.group.WORLD.bound_device_id == torch.device("cuda", torch.cuda.current_device())

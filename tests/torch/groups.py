@@ -137,8 +137,19 @@ def several_backends(path: str) -> None:
             dist.all_reduce(y := torch.ones(2), group=pair)
             assert (y.tolist(), pair.communicator.last_plan is not None) == ([2.0] * 2, True)
             assert isinstance(pair._get_backend(torch.device("cuda")), dist.ProcessGroupGloo)
-            with refused("other libraries"):
-                pair.split_group([0, 1])
+            turned = pair.split_group([1, 0])
+            assert isinstance(turned._get_backend(torch.device("cuda")), dist.ProcessGroupGloo)
+            assert turned.rank() == turned._get_backend(torch.device("cuda")).rank() == 1 - rank
+        for turn in range(2):  # under one name, which PyTorch gives again when the first group has gone
+            part = group.split_group([0, nranks - 1] if rank in (0, nranks - 1) else [*range(1, nranks - 1)], group_name="ends")
+            assert isinstance(part._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+            part.allreduce([z := torch.full((2,), float(rank + turn))]).wait()
+            assert z.tolist() == [float(nranks - 1 + 2 * turn if rank in (0, nranks - 1) else sum(range(1, nranks - 1)) + turn)] * 2
+            assert part.communicator.last_plan is None
+            part.shutdown()
+        part = group.split_group([*range(nranks)], device_types=[torch.device("cuda")])
+        assert part._get_backend(torch.device("cpu")) is part
+        part.shutdown()
         if not dist.is_nccl_available():
             before = _open_files()
             with refused("this build of PyTorch has no NCCL"):

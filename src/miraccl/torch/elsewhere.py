@@ -73,6 +73,27 @@ class Elsewhere:
             raise InvalidUsage(f"the backend {backend!r} is a process group of its own, which cannot stand beside another")
         return kind.CUSTOM, instance
 
+    def split(
+        self, store: Any, ranks: Sequence[int], rank: int, *, timeout: datetime.timedelta, options: Any, name: str, devices: Any = None
+    ) -> Elsewhere | None:
+        """The same backends of some of the ranks, in their order, one of which is ``rank``; made by these alone. With ``devices``, of these
+        only; None, where there are none."""
+        kept = self.devices if devices is None else {torch.device(device).type for device in devices}
+        chosen = {device: backend for device, backend in self.devices.items() if device in kept}
+        if not chosen:
+            return None
+        _, _, _, own, global_ranks, _ = self._arguments
+        return Elsewhere(
+            chosen,
+            store,
+            ranks.index(rank),
+            len(ranks),
+            timeout=timeout,
+            options=own if options is None else options,
+            global_ranks=[global_ranks[r] for r in ranks] if global_ranks else ranks,
+            name=name,
+        )
+
     def close(self) -> None:
         self.group.shutdown()
 

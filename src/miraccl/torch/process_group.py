@@ -273,9 +273,6 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
 
         A rank that is not among its ``ranks`` gets None.
         """
-        if self._elsewhere is not None:
-            with as_backend_errors():
-                raise InvalidUsage("split_group: this group has backends of other libraries", hint="use new_group")
         number = self.count_split()
         member = self.rank() in ranks
         with as_backend_errors():
@@ -284,12 +281,31 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
         if part is None or mail is None:
             return None
         name = group_name or self.name_of_split(number, ranks)
-        group = ProcessGroupMiraccl(dist.PrefixStore(f"{name}/", self._store), part, mail)
+        store = dist.PrefixStore(f"{name}/", self._store)
+        place = dist.PrefixStore(f"{number}-{min(ranks)}/{NAME}/elsewhere/", store)  # names come again when their groups have gone
+        try:
+            elsewhere = self._split_elsewhere(place, ranks, timeout, opts, name, device_types)
+        except BaseException:
+            mail.finalize()
+            part.finalize()
+            raise
+        group = ProcessGroupMiraccl(store, part, mail, elsewhere)
         group._set_group_name(name)
         group._set_group_desc(group_desc or f"{self._group_desc}:split:{number}")
         if timeout is not None:
             group.set_timeout(timeout)
         return group
+
+    def _split_elsewhere(
+        self, store: Any, ranks: Sequence[int], timeout: datetime.timedelta | None, opts: Any, name: str, devices: Any
+    ) -> Elsewhere | None:
+        """Backends of other libraries for a part of the ranks. ``opts`` may be a copy of this group's own, which are not for them."""
+        if self._elsewhere is None:
+            return None
+        limit = self.options._timeout if timeout is None else timeout
+        given = None if isinstance(opts, types.SimpleNamespace) else opts
+        with as_backend_errors():
+            return self._elsewhere.split(store, list(ranks), self.rank(), timeout=limit, options=given, name=name, devices=devices)
 
     def count_split(self) -> int:
         """The number of a split that begins, the same on all ranks."""
