@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from miraccl.bootstrap import stacks as stacks_module
-from miraccl.bootstrap.stacks import locate
+from miraccl.bootstrap.stacks import add_library, locate
 from tests.bootstrap.kit import PATIENCE, until
 
 
@@ -102,9 +102,12 @@ def test_a_thread_in_a_library_is_where_the_user_called_it():
     assert "user_function" in str(place["where"])
 
 
-@pytest.mark.parametrize("folder", [*site.getsitepackages(), site.getusersitepackages()])
-def test_libraries_lie_in_any_folder_for_them(folder: str) -> None:
-    """Those of the user, and of the system where a virtual environment sees these."""
+@pytest.mark.parametrize("folder", [*site.getsitepackages(), site.getusersitepackages(), "/a/source/tree"])
+def test_libraries_lie_in_any_folder_for_them(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the user, and of the system where a virtual environment sees these, and any that is added."""
+    monkeypatch.setattr(stacks_module, "_LIBRARIES", [*stacks_module._LIBRARIES])
+    if folder.startswith("/a"):
+        add_library(folder)
     library: dict[str, Any] = {}
     exec(compile("def call_library(gate, patience):\n    gate.wait(patience)", os.path.join(folder, "library.py"), "exec"), library)
     gate = threading.Event()

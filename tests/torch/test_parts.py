@@ -21,6 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from miraccl import get_unique_id, params
+from miraccl.bootstrap import stacks
 from miraccl.comm.communicator import Communicator
 from miraccl.errors import CollectiveTimeout, InvalidUsage, PeerDied
 from miraccl.torch import BackendError, ProcessGroupMiraccl, everyday, operators, tensors, transfers, wrapped
@@ -31,6 +32,11 @@ from miraccl.types import Collective, PreMulSum, RedOp
 from tests.torch.worlds import equal
 
 LIMIT_S = 20.0
+
+
+def test_pytorch_is_a_library_wherever_it_lies() -> None:
+    """A program that waits in it is at its own line, not at one of PyTorch's."""
+    assert f"{torch.__path__[0]}/" in stacks._LIBRARIES
 
 
 # ---- timeouts

@@ -17,7 +17,14 @@ _PACKAGE = os.path.dirname(os.path.abspath(miraccl.__file__)) + os.sep
 _FOLDERS = [sysconfig.get_paths().get(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
 #: A virtual environment may see those of the system and of the user as well.
 _FOLDERS += [*site.getsitepackages(), site.getusersitepackages()]
-_LIBRARIES = tuple({os.path.abspath(path) + os.sep for path in _FOLDERS if path})
+_LIBRARIES = sorted({os.path.abspath(path) + os.sep for path in _FOLDERS if path})
+
+
+def add_library(folder: str) -> None:
+    """A package that is no part of the user's program, wherever it lies: in a source tree, or a container's own place."""
+    path = os.path.abspath(folder) + os.sep
+    if path not in _LIBRARIES:
+        _LIBRARIES.append(path)
 
 
 _lock = threading.RLock()

@@ -6,9 +6,13 @@ docs/torch.md for what works on which types.
 
 from __future__ import annotations
 
+import os
+
+from miraccl.bootstrap.stacks import add_library
 from miraccl.errors import MissingDependency
 
 try:
+    import torch
     import torch.distributed as dist
 except ImportError as error:
     raise MissingDependency("miraccl.torch needs PyTorch", hint="pip install 'miraccl[torch]'") from error
@@ -30,6 +34,7 @@ from miraccl.torch.wrapped import install
 
 __all__ = ["NAME", "BackendError", "ProcessGroupMiraccl", "create"]
 
+add_library(os.path.dirname(torch.__file__))
 if NAME.upper() not in dist.Backend._plugins:
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(DEVICES))
     dist.register_rendezvous_handler(SCHEME, handle)
