@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import SimpleNamespace
 from typing import ClassVar
@@ -164,9 +165,76 @@ def test_a_host_of_cpus_is_a_topology(machine):
 
 def test_a_host_that_shows_nothing(tmp_path):
     file = detect_machine(tmp_path, gpus=[], arch="aarch64")
+    assert file.notes[0][1] == f"{tmp_path}/sys cannot be read: PCI tree, NUMA domains and nets are not known"
     found = analyse_topology(file.root)
     assert len(found.system.gpus) == 1
     assert found.system.cpus[0].name == "CPU/0-ffffffffffffff"
+
+
+#: what a file of the kernel may hold, if something else pretends to be the kernel
+ODD = {
+    "nothing": b"",
+    "bytes": b"\xff\xfe\0\n",
+    "nul": b"a\0b\n",
+    "lines": b"a\nb\tc\n",
+    "digit": "\u00b2\n".encode(),  # a digit to Python, and no number
+    "long": b"9" * 5000,
+    "range": b"7-3\n",
+    "many": b"0-999999999,0-99999999999999\n",
+    "markup": b"\"<&>'\n",
+}
+
+
+@pytest.mark.parametrize("name", [*ODD, "missing", "folder", "loop"])
+def test_a_kernel_s_file_that_is_odd(machine, name):
+    """Each file in turn: the machine is found all the same, and what is written can be read."""
+    files = [path for path in machine.root.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert len(files) > 60
+    for path in files:
+        was = path.read_bytes()
+        path.unlink()
+        if name in ODD:
+            path.write_bytes(ODD[name])
+        elif name == "folder":
+            path.mkdir()
+        elif name == "loop":
+            path.symlink_to(path)
+        for gpus, cpu_ranks in ((GPUS, 2), ((), 4)):
+            text = format_topology(detect_machine(machine.root, gpus=gpus, cpu_ranks=cpu_ranks, arch="x86_64").root)
+            again = parse_topology(text)
+            assert format_topology(again.root) == text, path
+            assert len(analyse_topology(again.root).whole.gpus) == len(gpus) + cpu_ranks, path
+            check_topology(again)
+        (path.rmdir if path.is_dir() else path.unlink)() if name != "missing" else None
+        path.write_bytes(was)
+
+
+def test_names_that_are_odd(machine):
+    """Linux takes all but spaces, slashes and colons in names of interfaces."""
+    os.makedirs(os.fsencode(machine.root) + b"/sys/class/net/a\xff\x01\xc2\xb2")
+    (machine.root / "sys/class/net/\u00b2").mkdir()
+    for path in (machine.root / "sys/class/net").iterdir():
+        (path / "operstate").write_text("up")
+    (machine.root / "sys/class/infiniband/mlx5_0/ports/one/").mkdir()
+    (machine.root / "sys/class/infiniband/mlx5_0/ports/one/state").write_text("4: ACTIVE")
+    (machine.root / "sys/class/infiniband/mlx5_0/ports/1/state").unlink()
+    text = format_topology(detect_machine(machine.root, gpus=(), cpu_ranks=2, arch="x86_64").root)
+    assert {net.attrs["name"] for net in parse_topology(text).root.walk() if net.name == "net"} == {"a??\u00b2", "eth0", "\u00b2"}
+
+
+def test_a_device_that_is_above_itself(machine):
+    """Links of a recorded folder may lead anywhere."""
+    inner = machine.pci("pci0000:90/0000:90:01.0/0000:91:00.0/x/0000:91:00.0", cls="0x030200")
+    upper = machine.root / "sys/devices/pci0000:90/0000:90:01.0/0000:91:00.0/0000:92:00.0"
+    for bus_id, folder in (("0000:91:00.0", upper / "0000:91:00.0"), ("0000:92:00.0", upper)):
+        folder.mkdir(parents=True, exist_ok=True)
+        place = machine.root / "sys/bus/pci/devices" / bus_id
+        place.unlink(missing_ok=True)
+        place.symlink_to(folder)
+    assert inner.exists()
+    gpus = [GpuFacts(dev=0, bus_id="0000:91:00.0", sm=80)]
+    text = format_topology(detect_machine(machine.root, gpus=gpus, arch="x86_64").root)
+    assert len(analyse_topology(parse_topology(text).root).system.gpus) == 1
 
 
 @pytest.mark.parametrize(

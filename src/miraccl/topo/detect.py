@@ -15,7 +15,7 @@ from pathlib import Path
 
 from miraccl.topo.nvml import GpuFacts, read_gpus
 from miraccl.topo.select import fuse_ranks
-from miraccl.topo.sysfs import BUS_ID, Sysfs
+from miraccl.topo.sysfs import BUS_ID, Sysfs, printable
 from miraccl.topo.xmlfile import XmlFile, XmlNode, read_topology
 
 CPU_RANKS_MAX = 8
@@ -31,6 +31,7 @@ _PEER_MEMORY = (
     ("sys", "module", "nvidia_peermem", "version"),
 )
 _SOCKET_MAXCONN, _VERBS_MAXCONN = "65536", "131072"
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _VIRTUAL = re.compile(r"lo\d*|docker.*|veth.*|virbr.*|br-.*|ifb\d+|dummy\d*|cni.*|flannel.*|cali.*|tun\d*|tap\d*|sit\d*|bonding_masters")
 
 
@@ -53,6 +54,8 @@ def detect_machine(
     machine = _Machine(sys, _ARCHS.get(arch or platform.machine(), arch or platform.machine()), _base_tree(sys) if base is None else base)
     if base is None and machine.root.children:
         machine.note(f"completes {sys.path(*BASE_FILE)}")
+    if not sys.names("sys"):
+        machine.note(f"{sys.path('sys')} cannot be read: PCI tree, NUMA domains and nets are not known")
     if gpus is None:
         gpus, why = read_gpus()
         if not gpus:
@@ -80,6 +83,7 @@ class _Machine:
             if node.name == "pci" and "busid" in node.attrs:
                 self.devices.setdefault(node.attrs["busid"].lower(), node)
         self.complete: set[str] = set()
+        self.unattached: set[str] = set()  # those whose upper devices are being made: links of a recorded folder may go in circles
         self.ranks: list[XmlNode] = []
         self.notes: list[tuple[int, str]] = []
         self.identity = self.cpu_identity()
@@ -102,7 +106,7 @@ class _Machine:
 
     def complete_cpu(self, node: XmlNode) -> None:
         numa = node.attrs.get("numaid", "-1")
-        affinity = self.sys.read("sys", "devices", "system", "node", f"node{numa}", "cpumap")
+        affinity = self.sys.value("sys", "devices", "system", "node", f"node{numa}", "cpumap")
         if affinity:
             node.attrs.setdefault("affinity", affinity)
         for key, value in self.identity.items():
@@ -116,10 +120,10 @@ class _Machine:
         for line in self.sys.read("proc", "cpuinfo").splitlines():
             key, _, value = line.partition(":")
             facts.setdefault(key.strip(), value.strip())
-        family, model = (int(text) if (text := facts.get(key, "")).isdigit() else 0 for key in ("cpu family", "model"))
+        family, model = (int(text) if _NUMBER.fullmatch(text := facts.get(key, "")) else 0 for key in ("cpu family", "model"))
         if family > 15:
             family = 15 + ((family - 15) << 4)
-        return {"arch": self.arch, "vendor": facts.get("vendor_id", ""), "familyid": str(family), "modelid": str(model)}
+        return {"arch": self.arch, "vendor": printable(facts.get("vendor_id", "")), "familyid": str(family), "modelid": str(model)}
 
     # PCI
 
@@ -141,25 +145,26 @@ class _Machine:
                 self.attach(node, self.cpu("-1"))
             return node
         for key in ("class", "vendor", "device", "subsystem_vendor", "subsystem_device"):
-            value = self.sys.read(path / key)
+            value = self.sys.value(path / key)
             if value or key == "class":
                 node.attrs.setdefault(key, value or default_class)
         for key, value in zip(("link_speed", "link_width"), self.pci_link(path)):
             node.attrs.setdefault(key, value)
         if made:
             parent, upper = path.parent, path.parent.parent
-            if BUS_ID.fullmatch(parent.name) and BUS_ID.fullmatch(upper.name):
+            self.unattached.add(bus_id)
+            if BUS_ID.fullmatch(parent.name) and BUS_ID.fullmatch(upper.name) and upper.name not in self.unattached:
                 self.attach(node, self.pci(upper.name, "0x060400"))
             else:
-                self.attach(node, self.cpu(self.sys.read(path / "numa_node") or "-1"))
+                self.attach(node, self.cpu(str(self.sys.number(path / "numa_node", default=-1))))
+            self.unattached.remove(bus_id)
         return node
 
     def pci_link(self, path: Path) -> tuple[str, str]:
         """Speed and width of the slower of device and port; empty and 0 where the (virtual) device does not tell."""
-        speeds = [self.sys.read(folder / "max_link_speed") for folder in (path, path.parent)]
-        numbers = [float(match[0]) if (match := re.match(r"\d+(\.\d+)?(?= GT/s)", text)) else float("inf") for text in speeds]
-        widths = [self.sys.read(folder / "max_link_width") for folder in (path, path.parent)]
-        width = min(int(text) if text.isdigit() else 0 for text in widths)
+        speeds = [self.sys.value(folder / "max_link_speed") for folder in (path, path.parent)]
+        numbers = [float(match[0]) if (match := re.match(r"[0-9]+(\.[0-9]+)?(?= GT/s)", text)) else float("inf") for text in speeds]
+        width = min(max(0, self.sys.number(folder / "max_link_width")) for folder in (path, path.parent))
         return speeds[1] if numbers[1] < numbers[0] else speeds[0], str(width)
 
     @staticmethod
@@ -176,7 +181,7 @@ class _Machine:
         gpu = XmlNode("gpu", attrs)
         for target, count in facts.nvlinks:
             path = self.sys.pci(target) if BUS_ID.fullmatch(target) else None
-            tclass = self.sys.read(path / "class") if path else ""
+            tclass = self.sys.value(path / "class") if path else ""
             gpu.children.append(XmlNode("nvlink", {"target": target, "count": str(count), "tclass": tclass or "0x068000"}))
         if facts.c2c:
             gpu.children.append(XmlNode("c2c", {"bw": str(facts.c2c[0]), "count": str(facts.c2c[1])}))
@@ -200,7 +205,7 @@ class _Machine:
             pci.children.append(gpu)
             self.ranks.append(gpu)
             self.attach(pci, self.cpu(homes[i * total // count]))
-        self.note(f"{count} CPU ranks: each joined to its NUMA domain with 12 GB/s, about what one core copies")
+        self.note(f"{count} CPU rank{'s' * (count != 1)}: each joined to its NUMA domain with 12 GB/s, about what one core copies")
 
     # Nets
 
@@ -208,10 +213,10 @@ class _Machine:
         """Verbs devices with an active port; without any, the network interfaces."""
         dev = 0
         for name in self.sys.names("sys", "class", "infiniband"):
-            for port in self.sys.names("sys", "class", "infiniband", name, "ports"):
+            for port in filter(_NUMBER.fullmatch, self.sys.names("sys", "class", "infiniband", name, "ports")):
                 base = ("sys", "class", "infiniband", name, "ports", port)
                 if "ACTIVE" in self.sys.read(*base, "state"):
-                    rate = re.match(r"\d+(\.\d+)?", self.sys.read(*base, "rate"))
+                    rate = re.match(r"[0-9]{1,6}(\.[0-9]+)?(?![0-9])", self.sys.value(*base, "rate"))
                     speed = int(float(rate[0]) * 1000) if rate else 0
                     guid = _guid(self.sys.read("sys", "class", "infiniband", name, "sys_image_guid"))
                     gdr = int(self.peer_memory)
@@ -222,9 +227,9 @@ class _Machine:
         for name in self.sys.names("sys", "class", "net"):
             state = self.sys.read("sys", "class", "net", name, "operstate")
             if not _VIRTUAL.fullmatch(name) and state in ("up", "unknown"):
-                text = self.sys.read("sys", "class", "net", name, "speed")
-                speed = int(text) if text.isdigit() and int(text) > 0 else 10_000
-                self.net(name, dev, speed, 0, dev, _SOCKET_MAXCONN, 0, self.sys.pci_of("sys", "class", "net", name))
+                speed = self.sys.number("sys", "class", "net", name, "speed")
+                bus_id = self.sys.pci_of("sys", "class", "net", name)
+                self.net(name, dev, speed if speed > 0 else 10_000, 0, dev, _SOCKET_MAXCONN, 0, bus_id)
                 dev += 1
 
     def net(self, name: str, dev: int, speed: int, port: int, guid: int, maxconn: str, gdr: int, bus_id: str) -> None:
@@ -237,7 +242,7 @@ class _Machine:
         if nic is None:
             nic = XmlNode("nic")
             parent.children.append(nic)
-        attrs = {"name": name, "dev": str(dev), "latency": "0", "speed": str(speed), "port": str(port), "guid": f"{guid:#x}"}
+        attrs = {"name": printable(name), "dev": str(dev), "latency": "0", "speed": str(speed), "port": str(port), "guid": f"{guid:#x}"}
         nic.children.append(XmlNode("net", {**attrs, "maxconn": maxconn, "gdr": str(gdr)}))
 
     def finish(self) -> XmlNode:

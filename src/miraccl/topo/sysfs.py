@@ -1,6 +1,6 @@
 """The folders of the kernel that detection reads, below a root folder so that tests can make their own machine.
 
-Values that cannot be read are empty texts; nothing here decides anything.
+Values that cannot be read, or are none that a kernel writes, are empty texts; nothing here decides anything.
 """
 
 from __future__ import annotations
@@ -11,8 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from miraccl.topo.xmlfile import MAX_STR
+
 BUS_ID = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-9a-fA-F]")
+_NODE = re.compile(r"node[0-9]{1,9}")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _MAX_READ = 4096
+_MAX_CPUS = 1 << 16
+"""CPUs that a list may name; Linux has at most 8192 (``NR_CPUS``)."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,16 @@ class Sysfs:
         except OSError:
             return ""
 
+    def value(self, *parts: str | Path) -> str:
+        """The one line of a file that holds a value; empty for what is no such line, and for what a topology file has no room for."""
+        text = self.read(*parts)
+        return text if len(text) <= MAX_STR and text.isascii() and text.isprintable() else ""
+
+    def number(self, *parts: str | Path, default: int = 0) -> int:
+        """The number in a file, of 32 bits with its sign; ``default`` where there is no such number."""
+        text = self.value(*parts)
+        return int(text) if re.fullmatch(r"-?[0-9]{1,10}", text) and abs(int(text)) < 1 << 32 else default
+
     def names(self, *parts: str) -> list[str]:
         """What is in a folder, with numbers in names ordered as numbers."""
         try:
@@ -42,7 +58,10 @@ class Sysfs:
     def real(self, *parts: str) -> Path | None:
         """Where a path leads after links, None where it leads nowhere."""
         path = self.path(*parts)
-        return path.resolve() if path.exists() else None
+        try:
+            return path.resolve() if path.exists() else None
+        except OSError:  # a folder on the way must not be looked into
+            return None
 
     def pci(self, bus_id: str) -> Path | None:
         """The folder of a PCI device at its place in the tree."""
@@ -59,7 +78,7 @@ class Sysfs:
         """NUMA domains with CPUs: their number and how many CPUs they have. One ``-1`` where the kernel shows none."""
         found = False
         for name in self.names("sys", "devices", "system", "node"):
-            if re.fullmatch(r"node\d+", name) and (cpus := self.count(self.read("sys", "devices", "system", "node", name, "cpulist"))):
+            if _NODE.fullmatch(name) and (cpus := self.count(self.read("sys", "devices", "system", "node", name, "cpulist"))):
                 found = True
                 yield name[4:], cpus
         if not found:
@@ -67,15 +86,19 @@ class Sysfs:
 
     @staticmethod
     def count(ranges: str) -> int:
-        """How many numbers a list such as ``0-3,8`` names."""
+        """How many numbers a list such as ``0-3,8`` names, ``_MAX_CPUS`` at most."""
         total = 0
-        for part in filter(None, ranges.split(",")):
-            first, _, last = part.partition("-")
-            if first.isdigit() and (last.isdigit() or not last):
-                total += int(last or first) - int(first) + 1
-        return total
+        for part in ranges.split(","):
+            if match := _RANGE.fullmatch(part.strip()):
+                total += max(0, int(match[2] or match[1]) - int(match[1]) + 1)
+        return min(total, _MAX_CPUS)
+
+
+def printable(name: str) -> str:
+    """A name as a topology file can hold it: ``?`` for what cannot be printed, bytes that are no UTF-8 among it."""
+    return "".join(char if char.isprintable() else "?" for char in name)[:MAX_STR]
 
 
 def natural(text: str) -> tuple[tuple[bool, int, str], ...]:
     """Sort key: ``mlx5_10`` after ``mlx5_9``."""
-    return tuple((part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", text))
+    return tuple((part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", text))
