@@ -204,6 +204,43 @@ def test_dlpack_refusals() -> None:
         view(Broken(), "x", writes=False, where="test")
 
 
+def test_arrays_without_memory_are_refused() -> None:
+    """Whatever they say of it."""
+    lost, odd, endless = (Exporter(np.ones(4, np.float32), 2, 32) for _ in range(3))
+    lost.tensor.data = None
+    ctypes.c_int64.from_address(odd.tensor.shape).value = -4
+    ctypes.c_int64.from_address(endless.tensor.shape).value = 1 << 60
+    said = Interface(np.ones(4, np.float32))
+    said.__array_interface__ |= {"shape": (1 << 60,)}
+    for thing, why in (
+        (lost, "x has 4 elements, but no memory"),
+        (odd, r"x gives no DLPack tensor: 1 axes, shape \[-4\]"),
+        (endless, f"x is said to have {1 << 60} elements of float32; a process addresses {1 << 57} bytes"),
+        (said, f"x is said to have {1 << 60} elements of float32; a process addresses {1 << 57} bytes"),
+    ):
+        with pytest.raises(InvalidUsage, match=f"a test: {why}"):
+            view(thing, "x", writes=False, where="a test")
+    torch = pytest.importorskip("torch")
+    whole = torch.ones(1 << 10)
+    parts = [whole, whole[3:]]  # whose address is 12 then
+    whole.untyped_storage().resize_(0)
+    for part in parts:
+        with pytest.raises(InvalidUsage, match=f"x has {part.numel()} elements, but no memory .has its storage been freed"):
+            view(part, "x", writes=False, where="a test")
+    assert view(whole[:0], "x", writes=False, where="a test").count == 0
+
+
+def test_masks_are_refused(comm: Communicator) -> None:
+    """Operations would add what lies under them."""
+    said = Interface(np.ones(4, np.float32))
+    said.__array_interface__ |= {"mask": np.zeros(4, bool)}
+    for thing in (np.ma.masked_array(np.ones(4), mask=[False, True, False, False]), said):
+        with pytest.raises(InvalidUsage, match="all_reduce: x has a mask, which operations do not look at"):
+            comm.all_reduce(thing)
+    said.__array_interface__ |= {"mask": None}
+    assert comm.all_reduce(said) is said
+
+
 def test_a_tensor_of_another_library() -> None:
     torch = pytest.importorskip("torch")
     tensor = torch.ones(5, dtype=torch.bfloat16)

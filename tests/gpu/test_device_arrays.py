@@ -175,6 +175,19 @@ def test_streams_that_are_none_are_refused(stream: Any) -> None:
         number_of(stream)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"cuda_stream": "x"},
+        {"ptr": object()},
+        *({"__cuda_stream__": given} for given in (lambda: 5, lambda: (0,), 5)),
+    ],
+)
+def test_streams_that_do_not_tell_their_number_are_refused(said: dict[str, Any]) -> None:
+    with pytest.raises(InvalidUsage, match=r"stream is namespace.*, which gives no number: (Type|Value|Index)Error"):
+        number_of(types.SimpleNamespace(**said))
+
+
 def test_streams_of_all_makes() -> None:
     named = [types.SimpleNamespace(cuda_stream=5), types.SimpleNamespace(ptr=5), types.SimpleNamespace(__cuda_stream__=lambda: (0, 5))]
     assert [number_of(stream) for stream in (0, 1, 5, (1 << 63) - 1, *named)] == [0, 1, 5, (1 << 63) - 1, 5, 5, 5]
@@ -247,6 +260,7 @@ def test_tensors_whose_storage_was_freed_are_refused() -> None:
         ({"data": (4096,)}, "data is .4096,.; it is"),
         ({"data": ("4096", False)}, "data is .'4096', False.; it is"),
         ({"data": (-4096, False)}, "data is .-4096, False.; it is"),
+        ({"data": (1 << 64, False)}, "data is .18446744073709551616, False.; it is"),
         ({"shape": None}, "shape is None; it is a tuple of lengths"),
         ({"shape": 4}, "shape is 4; it is"),
         ({"shape": (4.0,)}, "shape is .4.0,.; it is"),
@@ -259,6 +273,7 @@ def test_tensors_whose_storage_was_freed_are_refused() -> None:
         ({"typestr": np.float32}, "typestr is <class 'numpy.float32'>; it is"),
         ({"stream": "main"}, "stream is 'main'; it is None or"),
         ({"stream": -1}, "stream is -1; it is"),
+        ({"stream": 1 << 64}, "stream is 18446744073709551616; it is"),
     ],
 )
 def test_malformed_interfaces_are_refused(said: dict[str, Any], words: str) -> None:
@@ -285,16 +300,22 @@ def test_more_elements_than_memory_can_have_are_refused(said: dict[str, Any], co
         view(Described(**said))
     with pytest.raises(InvalidUsage, match=f"a test: x is said to have {1 << 60} elements of float32"):
         view(Endless(np.zeros(4, np.float32)))
+    with pytest.raises(InvalidUsage, match=r"a test: x gives no DLPack tensor: 1 axes, shape \[-4\]"):
+        view(Endless(np.zeros(4, np.float32), -4))
     assert view(Described(shape=(1 << 55,))).count == 1 << 55
     assert Endless not in memory.kinds
 
 
 class Endless(Packed):
-    """Whose capsule says more than there is."""
+    """Whose capsule says more than there is, or less than nothing."""
+
+    def __init__(self, array: np.ndarray, length: int = 1 << 60) -> None:
+        super().__init__(array)
+        self.length = length
 
     def __dlpack__(self, *, stream: Any, max_version: Any) -> Any:
         capsule = super().__dlpack__(stream=stream, max_version=max_version)
-        DLTensor.from_address(pointer_of(capsule, b"dltensor_versioned") + at.VERSIONED_TENSOR).shape[0] = 1 << 60
+        DLTensor.from_address(pointer_of(capsule, b"dltensor_versioned") + at.VERSIONED_TENSOR).shape[0] = self.length
         return capsule
 
 

@@ -25,6 +25,8 @@ from miraccl.types import DL_TYPES, DType, PreMulSum, RedOp
 Array = np.ndarray
 
 ALLOWED = ", ".join(code.label for code in DType)
+#: of one array: beyond the addresses of a process (x86-64, five levels of page tables)
+MOST_BYTES = 1 << 57
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Memory:
 def view(thing: Any, name: str, *, writes: bool, where: str) -> Memory:
     """The memory of ``thing``, or ``InvalidUsage`` that says what is wrong with the argument ``name`` of ``where``."""
     array = _as_array(thing, name, where)
+    if type(thing) is not np.ndarray:
+        _check_foreign(thing, array, name, where)
     dtype = dtype_of(array)
     if dtype is None:
         reason = "has the other byte order" if array.dtype.newbyteorder() in NUMPY_DTYPE.values() else f"has dtype {array.dtype}"
@@ -65,6 +69,16 @@ def view(thing: Any, name: str, *, writes: bool, where: str) -> Memory:
         advice = "pass a copy that may be written to, or out= where the call takes it" if name == "x" else None
         raise InvalidUsage(f"{where}: {name} is read-only, but the result is written to it", hint=advice)
     return Memory(array, dtype, thing)
+
+
+def _check_foreign(thing: Any, array: Array, name: str, where: str) -> None:
+    """Refuse what an array is only said to be, or says of itself beside its memory."""
+    if array.nbytes > MOST_BYTES:
+        raise too_large(array.size, str(array.dtype), name, where)
+    masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())
+    interface = None if isinstance(thing, np.ndarray) or hasattr(thing, "__dlpack__") else getattr(thing, "__array_interface__", None)
+    if isinstance(thing, masked) or (interface is not None and interface.get("mask") is not None):
+        raise has_mask(name, where)
 
 
 def _as_array(thing: Any, name: str, where: str) -> Array:
@@ -133,6 +147,25 @@ def capsule_of(thing: Any, **options: Any) -> tuple[Any, int, bool]:
     return capsule, pointer_of(capsule, b"dltensor"), type(thing).__module__.partition(".")[0] in IMMUTABLE
 
 
+def has_mask(name: str, where: str) -> InvalidUsage:
+    return InvalidUsage(f"{where}: {name} has a mask, which operations do not look at")
+
+
+def too_large(count: int, dtype: str, name: str, where: str) -> InvalidUsage:
+    return InvalidUsage(f"{where}: {name} is said to have {count} elements of {dtype}; a process addresses {MOST_BYTES} bytes")
+
+
+def without_memory(name: str, where: str, count: int) -> InvalidUsage:
+    return InvalidUsage(f"{where}: {name} has {count} elements, but no memory", hint="has its storage been freed?")
+
+
+def shape_of(tensor: DLTensor, name: str, where: str) -> tuple[int, ...]:
+    shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
+    if tensor.ndim < 0 or min(shape, default=0) < 0:
+        raise InvalidUsage(f"{where}: {name} gives no DLPack tensor: {tensor.ndim} axes, shape {list(shape)}")
+    return shape
+
+
 def negated(name: str, where: str) -> InvalidUsage:
     """The refusal of a tensor of PyTorch's with the lazy negative bit, whose memory holds the negatives of its values."""
     return InvalidUsage(f"{where}: {name} is negated lazily (is_neg()): its values are not in its memory", hint="pass x.resolve_neg()")
@@ -157,12 +190,16 @@ def _from_dlpack(thing: Any, name: str, where: str) -> Array:
     code = DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if code is None:
         raise InvalidUsage(f"{where}: {name} has DLPack type ({tensor.code}, {tensor.bits} bits); allowed are {ALLOWED}")
-    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    shape = shape_of(tensor, name, where)
     dtype = NUMPY_DTYPE[code]
     strides = tuple(tensor.strides[i] * dtype.itemsize for i in range(tensor.ndim)) if tensor.strides else None
     start = (tensor.data or 0) + tensor.byte_offset
     if 0 in shape:
         return np.empty(shape, dtype)
+    if not tensor.data or (torch is not None and isinstance(thing, torch.Tensor) and not thing.untyped_storage().nbytes()):
+        raise without_memory(name, where, math.prod(shape))  # of a part of a tensor whose storage was freed its offset is left
+    if math.prod(shape) * dtype.itemsize > MOST_BYTES:
+        raise too_large(math.prod(shape), code.label, name, where)
     base = _Exporter(start, shape, strides, dtype, capsule, read_only)
     return np.asarray(base).view(dtype)
 

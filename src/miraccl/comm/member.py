@@ -17,10 +17,9 @@ import numpy as np
 from miraccl import __version__, params, trace
 from miraccl.bootstrap import Session
 from miraccl.comm import forks, summary, whereabouts
-from miraccl.comm.arguments import data_type
+from miraccl.comm.arguments import MOST_BYTES, data_type
 from miraccl.comm.calls import Call, Place, barrier
 from miraccl.comm.control import COUNTED_RANKS
-from miraccl.comm.device.memory import MOST_BYTES
 from miraccl.comm.exchange import Entry, Exchange, Transfer
 from miraccl.comm.fabric import Beliefs, Fabric
 from miraccl.comm.faults import Faults

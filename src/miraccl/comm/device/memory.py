@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from miraccl.comm.arguments import ALLOWED, IMMUTABLE, DLTensor, capsule_of, negated
+from miraccl.comm.arguments import (
+    ALLOWED,
+    IMMUTABLE,
+    MOST_BYTES,
+    DLTensor,
+    capsule_of,
+    has_mask,
+    negated,
+    shape_of,
+    too_large,
+    without_memory,
+)
 from miraccl.comm.device.stream import dlpack_stream, find_current_stream, number_of
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.doors import layout as at
@@ -24,8 +35,6 @@ if TYPE_CHECKING:
 
 #: names of dtypes: ours, and PyTorch's and NumPy's where they differ
 DTYPE_NAMES = {dtype.label: dtype for dtype in DType} | {"float8_e4m3fn": DType.FLOAT8_E4M3}
-#: of one array: beyond the addresses of a process (x86-64, five levels of page tables); less is for the driver to refuse
-MOST_BYTES = 1 << 57
 _torch_dtypes: dict[Any, DType] = {}
 _typestrs: dict[str, DType] = {}
 #: for doors: types whose arrays were right, and by what they were looked at; those of the first ones that a process has
@@ -201,17 +210,17 @@ def _view_dlpack(thing: Any, name: str, where: str, stream: int) -> DeviceMemory
     dtype = DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
         raise InvalidUsage(f"{where}: {name} has DLPack type ({tensor.code}, {tensor.bits} bits); allowed are {ALLOWED}")
-    count, dense = 1, True
+    count, dense, shape = 1, True, shape_of(tensor, name, where)
     for axis in reversed(range(tensor.ndim)):
-        dense = dense and (not tensor.strides or tensor.shape[axis] == 1 or tensor.strides[axis] == count)
-        count *= int(tensor.shape[axis])
+        dense = dense and (not tensor.strides or shape[axis] == 1 or tensor.strides[axis] == count)
+        count *= shape[axis]
     if not dense and count:
-        shape, strides = list(tensor.shape[: tensor.ndim]), list(tensor.strides[: tensor.ndim])
-        raise InvalidUsage(f"{where}: {name} is not contiguous (shape {shape}, strides {strides} elements)")
+        strides = list(tensor.strides[: tensor.ndim])
+        raise InvalidUsage(f"{where}: {name} is not contiguous (shape {list(shape)}, strides {strides} elements)")
     _check_size(count, dtype, name, where)
     address = (tensor.data or 0) + tensor.byte_offset
     if not tensor.data and count:
-        raise _without_memory(name, where, count)
+        raise without_memory(name, where, count)
     if address % dtype.itemsize:
         raise _unaligned(name, where, dtype)
     return DeviceMemory(address, count, dtype, capsule, read_only)
@@ -219,16 +228,12 @@ def _view_dlpack(thing: Any, name: str, where: str, stream: int) -> DeviceMemory
 
 def _check_size(count: int, dtype: DType, name: str, where: str) -> None:
     """Refuse what no memory can be."""
-    if count * dtype.itemsize > MOST_BYTES:
-        raise InvalidUsage(f"{where}: {name} is said to have {count} elements of {dtype.label}; a process addresses {MOST_BYTES} bytes")
+    if count * dtype.itemsize > MOST_BYTES:  # less is for the driver to refuse
+        raise too_large(count, dtype.label, name, where)
 
 
 def _unaligned(name: str, where: str, dtype: DType) -> InvalidUsage:
     return InvalidUsage(f"{where}: {name} is not aligned to its element size of {dtype.itemsize} bytes")
-
-
-def _without_memory(name: str, where: str, count: int) -> InvalidUsage:
-    return InvalidUsage(f"{where}: {name} has {count} elements, but no memory", hint="has its storage been freed?")
 
 
 def _elsewhere(name: str, where: str, ordinal: int, gpu: Gpu) -> InvalidUsage:
@@ -254,7 +259,7 @@ def _view_tensor(tensor: Any, torch: Any, name: str, where: str, gpu: Gpu | None
         raise negated(name, where)
     address, count = tensor.data_ptr(), tensor.numel()
     if address < FREED_BELOW and count and address == tensor.storage_offset() * dtype.itemsize:
-        raise _without_memory(name, where, count)
+        raise without_memory(name, where, count)
     return DeviceMemory(address, count, dtype)
 
 
@@ -277,6 +282,11 @@ def _is_number(given: Any) -> bool:
     return isinstance(given, _NUMBERS) and bool(given >= 0)
 
 
+def _is_handle(given: Any) -> bool:
+    """Of memory, or of a stream."""
+    return _is_number(given) and bool(given < 1 << 63)
+
+
 def _is_shape(given: Any) -> bool:
     return isinstance(given, _TUPLES) and all(map(_is_number, given))
 
@@ -286,7 +296,7 @@ def _are_strides(given: Any) -> bool:
 
 
 def _is_data(given: Any) -> bool:
-    return isinstance(given, _TUPLES) and len(given) == 2 and (given[0] is None or _is_number(given[0]))
+    return isinstance(given, _TUPLES) and len(given) == 2 and (given[0] is None or _is_handle(given[0]))
 
 
 #: keys of ``__cuda_array_interface__`` that are looked at -> whether a value is right, what it is then
@@ -295,7 +305,7 @@ _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "strides": (_are_strides, "None or a tuple of steps in bytes"),
     "typestr": (lambda given: isinstance(given, str), "a str"),
     "data": (_is_data, "a tuple of an address and whether the memory is read-only"),
-    "stream": (lambda given: given is None or _is_number(given), "None or the number of a stream"),
+    "stream": (lambda given: given is None or _is_handle(given), "None or the number of a stream"),
 }
 
 
@@ -329,12 +339,12 @@ def _view_interface(thing: Any, interface: dict[str, Any], name: str, where: str
             expected *= length
     address, read_only = interface["data"]
     if not address and count:
-        raise _without_memory(name, where, count)
+        raise without_memory(name, where, count)
     address = int(address or 0)
     if address % size:
         raise _unaligned(name, where, dtype)
     if interface.get("mask") is not None:
-        raise InvalidUsage(f"{where}: {name} has a mask, which operations do not look at")
+        raise has_mask(name, where)
     return DeviceMemory(address, count, dtype, None, bool(read_only))
 
 

@@ -58,11 +58,14 @@ def number_of(stream: Any) -> int:
 
 def _number_in(stream: Any) -> int | None:
     """The number that an object has; None without."""
-    for name in ("cuda_stream", "ptr"):
-        number = getattr(stream, name, None)
-        if number is not None:
-            return int(number)
-    return int(stream.__cuda_stream__()[1]) if hasattr(stream, "__cuda_stream__") else None
+    try:
+        for name in ("cuda_stream", "ptr"):
+            number = getattr(stream, name, None)
+            if number is not None:
+                return int(number)
+        return int(stream.__cuda_stream__()[1]) if hasattr(stream, "__cuda_stream__") else None
+    except Exception as error:  # an object may do anything; what it is says who asked for its number
+        raise InvalidUsage(f"stream is {stream!r}, which gives no number: {type(error).__name__}: {error}") from error
 
 
 def dlpack_stream(stream: Any, ordinal: int) -> int:

@@ -11,8 +11,9 @@ import math
 import sys
 from typing import Any
 
+from miraccl.comm.arguments import MOST_BYTES
 from miraccl.comm.control import Plane
-from miraccl.comm.device.memory import DTYPE_NAMES, MOST_BYTES, DeviceMemory
+from miraccl.comm.device.memory import DTYPE_NAMES, DeviceMemory
 from miraccl.comm.stages import Stages
 from miraccl.comm.window import dimensions, element_type
 from miraccl.errors import InvalidUsage
