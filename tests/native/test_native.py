@@ -8,6 +8,7 @@ import errno
 import fcntl
 import importlib.util
 import os
+import pwd
 import stat
 import subprocess
 import sys
@@ -156,6 +157,31 @@ def test_a_folder_of_somebody_else_below_the_temporary_one_is_left_alone(
     assert found == cache.folder() != below.parent / f"miraccl-{os.getuid()}"
     found.rmdir()
     cache._unguessable.cache_clear()
+
+
+@pytest.mark.parametrize("somebody_elses", [False, True])
+def test_a_user_without_a_home(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, below: Path, told: Callable[[], list[str]], somebody_elses: bool
+) -> None:
+    """As one whose number has no name, in a container: nothing is made where the program happens to be."""
+    for name in ("MIRACCL_CACHE_DIR", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert cache.wanted() == below
+    if somebody_elses:
+        below.mkdir()
+        (below / "thing").write_bytes(b"theirs")
+        monkeypatch.setattr(cache, "_is_ours", lambda path: path != below)
+        cache._unguessable.cache_clear()
+    cache.write("thing", b"bytes")
+    assert cache.read("thing") == (None if somebody_elses else b"bytes")
+    assert (cache.folder() == below) is not somebody_elses
+    assert not list(here.iterdir())
+    assert not told()
 
 
 def test_a_file_system_without_locks_makes_nobody_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

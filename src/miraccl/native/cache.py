@@ -22,10 +22,15 @@ log = trace.logger("cache")
 
 
 def wanted() -> Path:
-    """``MIRACCL_CACHE_DIR``, or ``$XDG_CACHE_HOME/miraccl``, or ``~/.cache/miraccl``."""
+    """``MIRACCL_CACHE_DIR``, or ``$XDG_CACHE_HOME/miraccl`` (relative ones do not count), or ``~/.cache/miraccl``; the folder below the
+    temporary one for a user without a home, as in containers that run under any number."""
     chosen = params.CACHE_DIR.read()
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(chosen) if chosen else Path(base) / "miraccl"
+    if chosen:
+        return Path(chosen)
+    named, home = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~")
+    if os.path.isabs(named):
+        return Path(named) / "miraccl"
+    return Path(home) / ".cache" / "miraccl" if os.path.isabs(home) else _below()
 
 
 def folder() -> Path | None:
@@ -37,6 +42,7 @@ def _writable() -> Iterator[Path]:
     """Folders that can be written, by their modes: the wanted one, made if missing and private to the user; one below the temporary one."""
     path = wanted()
     try:
+        path = _fallback() if path == _below() else path
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         why = "" if os.access(path, os.W_OK | os.X_OK) else "no permission"
     except OSError as error:
@@ -96,8 +102,10 @@ def plan_folder() -> Path | None:
 
 def read(name: str) -> bytes | None:
     """What was written under this name, from the folder that is wanted or the one in its place."""
-    places = [wanted(), _below()]
-    for place in places if _is_ours(places[1]) else places[:1]:
+    below = _below()
+    for place in dict.fromkeys((wanted(), below)):
+        if place == below and not _is_ours(below):
+            continue
         with contextlib.suppress(OSError):
             return (place / name).read_bytes()
     return None
