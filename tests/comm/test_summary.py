@@ -7,6 +7,8 @@ import subprocess
 
 import pytest
 
+import miraccl
+from miraccl import trace
 from miraccl.comm import summary
 from tests.support.warm_python import warm_python
 
@@ -45,3 +47,12 @@ def test_each_rank_tells_of_each_communicator() -> None:
         assert done.returncode == 0, done.stderr
         for rank in range(2):
             assert done.stderr.count(f": rank {rank} of 2: shared memory with {1 - rank}\n") == lines // 2
+
+
+@pytest.mark.parametrize(("level", "lines"), [("warn", 0), ("info", 1)])
+def test_it_is_made_where_somebody_reads_it(level: str, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(summary, "of_ranks", lambda rank, *_: made.append(rank))
+    monkeypatch.setattr(trace.logger("init"), "isEnabledFor", lambda wanted: trace.LEVELS[level] <= wanted)
+    miraccl.init().finalize()
+    assert len(made) == lines

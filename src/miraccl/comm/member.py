@@ -7,6 +7,7 @@ everything queues behind it.  The word ``CTX_BUSY`` of the context shuts the doo
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -110,7 +111,8 @@ class Member:
             whereabouts.take(self.seat)
         session.on_event(self.underway.hear)
         forks.tell(self)
-        _log.info("%s: %s", session.name, summary.of_ranks(self.rank, self.fabric.hosts, session.addresses[self.rank]))
+        if _log.isEnabledFor(logging.INFO):  # with many ranks the line takes time
+            _log.info("%s: %s", session.name, summary.of_ranks(self.rank, self.fabric.hosts, session.addresses[self.rank]))
 
     def _copy_once_from(self, asked: str, measured: int) -> int:
         """From how many bytes on private memory is read by the peer instead of copied twice; -1 where that is not allowed or slower."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -150,8 +151,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             lookout.attend(self.seat)
         self.closed = self._foreign = False
         forks.tell(self)
-        ways = {a + b - self.rank: way for (a, b), way, _ in self.ways() if self.rank in (a, b)}
-        _log.info("%s: %s", session.name, summary.of_gpu(self.rank, ordinal, ways, self.ring.order, self.ring.why, self.ctas.most))
+        if _log.isEnabledFor(logging.INFO):
+            ways = {a + b - self.rank: way for (a, b), way, _ in self.ways() if self.rank in (a, b)}
+            _log.info("%s: %s", session.name, summary.of_gpu(self.rank, ordinal, ways, self.ring.order, self.ring.why, self.ctas.most))
 
     def _agree(self, cta_policy: str, stages: Stages) -> tuple[Ring, Ctas]:
         """Who are neighbours, as rank 0 finds it, and how many multiprocessors kernels take. When this returns, everybody has mapped and
