@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import ctypes
 import pickle
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,9 @@ import pytest
 
 import miraccl
 from miraccl import Communicator, DType, PreMulSum, RedOp
+from miraccl.comm import calls
 from miraccl.comm.arguments import operator, view
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, SystemFailure
 from tests.comm import reference as ref
 from tests.support.ranks import run_ranks
 
@@ -312,6 +314,8 @@ WRONG: list[tuple[str, Any]] = [
     ("counts needs 1 counts of 0 or more", lambda c: c.all_gather_v(LINE, [-1])),
     ("counts is a list", lambda c: c.reduce_scatter_v(LINE, None)),
     ("counts is a list", lambda c: c.reduce_scatter_v(LINE, ["a"])),
+    ("counts is a list", lambda c: c.all_gather_v(LINE, {12: 0})),
+    ("counts is a list", lambda c: c.reduce_scatter_v(LINE, {12})),
     ("counts is a list", lambda c: c.all_gather_v(LINE, [12.5])),
     ("counts is a list", lambda c: c.all_gather_v(LINE, ["12"])),
     ("counts is a list", lambda c: c.all_gather_v(LINE, [float("inf")])),
@@ -418,6 +422,18 @@ def test_refusals(comm: Communicator, why: str, call: Any) -> None:
     assert (comm.all_reduce(np.ones(3)) == 1).all()
 
 
+def test_no_memory_for_a_result(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(*_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(calls, "np", types.SimpleNamespace(**vars(np) | {"empty": empty}))
+    for name in ("all_gather", "reduce_scatter", "all_to_all"):
+        with pytest.raises(SystemFailure, match=rf"{name}: no memory for a result of shape \(12,\)"):
+            getattr(comm, name)(LINE)
+    monkeypatch.undo()
+    assert comm.all_gather(LINE).size == LINE.size
+
+
 def test_a_stream_is_refused_with_cpu_memory_however_often_it_was_called(comm: Communicator) -> None:
     x, out = np.ones(4), np.ones(4)
     for call in (comm.all_reduce, comm.all_gather, comm.reduce_scatter, comm.broadcast, comm.all_to_all):
@@ -494,6 +510,8 @@ def refused_on_all_ranks() -> None:
             (lambda: comm.reduce_scatter(even, even[1:5]), "overlap"),
             (lambda: comm.all_gather(even[1:5], even), "overlap"),
             (lambda: comm.all_gather_v(even[: comm.rank], [1] * n), "counts[" if comm.rank != 1 else ""),
+            (lambda: comm.all_gather_v(even, [even.size if r == comm.rank else 1 << 61 for r in range(n)]), "there is no array of shape ("),
+            (lambda: comm.all_gather_v(even, [even.size if r == comm.rank else 1 << 70 for r in range(n)]), "there is no array of shape ("),
             (lambda: comm.send(even, n), "dst is"),
         ):
             if not why:

@@ -300,6 +300,8 @@ def expect_count(memory: Memory, count: int, name: str, why: str, where: str) ->
 def counts_of(values: Any, name: str, nranks: int, where: str) -> list[int]:
     """Counts per rank of an uneven operation."""
     try:
+        if isinstance(values, (dict, set, frozenset)):  # which have no order, or one of keys
+            raise TypeError
         counts = [whole_number(v) for v in values]
     except TypeError as error:
         raise InvalidUsage(f"{where}: {name} is a list of {nranks} element counts, got {values!r}") from error

@@ -14,7 +14,7 @@ import numpy as np
 
 from miraccl.comm.arguments import Array, Memory, counts_of, expect_count, operator, peer_rank, same_dtype, view
 from miraccl.comm.planner import Request
-from miraccl.errors import InvalidUsage
+from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.executor.cpu.context import call_kernel, scale_kernel
 from miraccl.executor.cpu.lower import Counts
 from miraccl.executor.cpu.sizes import UNKNOWN_BYTES, size_class
@@ -63,11 +63,20 @@ def refuse_overlap(a: Memory, b: Memory, allowed: int | None, place: Place) -> b
 
 def _result(out: Any, like: Memory, shape: tuple[int, ...], place: Place) -> Memory:
     if out is None:
-        array = np.empty(shape, like.array.dtype)
+        array = _new(shape, like.array.dtype, place)
         return Memory(array, like.dtype, array)
     memory = view(out, "out", writes=True, where=place.where)
     same_dtype(like, memory, "input and out", place.where)
     return memory
+
+
+def _new(shape: tuple[int, ...], dtype: Any, place: Place) -> Array:
+    try:
+        return np.empty(shape, dtype)
+    except ValueError as error:
+        raise InvalidUsage(f"{place.where}: there is no array of shape {shape}: {error}") from error
+    except MemoryError as error:
+        raise SystemFailure(f"{place.where}: no memory for a result of shape {shape}", rank=place.rank) from error
 
 
 def _premultiply(call: Call, memory: Memory, op: RedOp, scalar: float, writes_input: bool) -> Call:
@@ -89,17 +98,28 @@ def _premultiply(call: Call, memory: Memory, op: RedOp, scalar: float, writes_in
 
 
 def new_stacked(x: Any, nranks: int) -> Array | None:
-    return np.empty((nranks * x.shape[0], *x.shape[1:]), x.dtype) if type(x) is np.ndarray and x.ndim else None
+    if type(x) is not np.ndarray or not x.ndim:
+        return None
+    try:
+        return np.empty((nranks * x.shape[0], *x.shape[1:]), x.dtype)
+    except (ValueError, MemoryError):
+        return None
 
 
 def new_share(x: Any, nranks: int) -> Array | None:
     if type(x) is not np.ndarray or not x.ndim or x.shape[0] % nranks:
         return None
-    return np.empty((x.shape[0] // nranks, *x.shape[1:]), x.dtype)
+    try:
+        return np.empty((x.shape[0] // nranks, *x.shape[1:]), x.dtype)
+    except MemoryError:
+        return None
 
 
 def new_like(x: Any) -> Array | None:
-    return np.empty(x.shape, x.dtype) if type(x) is np.ndarray else None
+    try:
+        return np.empty(x.shape, x.dtype) if type(x) is np.ndarray else None
+    except MemoryError:
+        return None
 
 
 def new_flat(x: Any, counts: Any) -> Array | None:
