@@ -334,6 +334,8 @@ WRONG: list[tuple[str, Any]] = [
     ("nbytes is 4611686018427387904; it is a number of bytes from 0 to", lambda c: c.explain("all_reduce", 1 << 62)),
     ("dtype is None", lambda c: c.explain("all_reduce", 4, None)),
     ("device is None; allowed are cpu, cuda", lambda c: c.empty(4, device=None)),
+    ("device is 'cuda:'; allowed are cpu, cuda", lambda c: c.empty(4, device="cuda:")),
+    ("device is 'cuda:99999'; allowed are cpu, cuda", lambda c: c.explain("all_reduce", 4, device="cuda:99999")),
     ("dtype is 'half'", lambda c: c.explain("all_reduce", 4, "half")),
     ("color is 'red'", lambda c: c.split("red")),
     ("key is 'a'", lambda c: c.split(0, "a")),

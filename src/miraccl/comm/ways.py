@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from miraccl.comm.persistent import Persistent
 from miraccl.comm.stages import Stages
 from miraccl.errors import InvalidUsage
 from miraccl.types import Collective
+
+_DEVICE = re.compile(r"cuda(?::([0-9]{1,4}))?")
 
 if TYPE_CHECKING:
     from miraccl.comm.communicator import Communicator
@@ -69,11 +72,11 @@ class Ways:
 
     def _on_device(self, device: Any, name: str) -> Any:
         """What has the methods of the GPU side, for a device in words (torch.device is written alike)."""
-        kind, _, number = str(device).partition(":")
-        if kind != "cuda" or (number and not number.isdecimal()):
+        match = _DEVICE.fullmatch(str(device))
+        if match is None:
             raise InvalidUsage(f"{name}: device is {device!r}; allowed are cpu, cuda and cuda:<number>", rank=self.rank)
-        side = self._device_side(int(number) if number else current_ordinal())
-        if number and int(number) != side.gpu.ordinal:
+        side = self._device_side(int(match[1]) if match[1] else current_ordinal())
+        if match[1] and int(match[1]) != side.gpu.ordinal:
             text = f"{name}: device is {device!r}, but this communicator works on GPU {side.gpu.ordinal}"
             raise InvalidUsage(text, rank=self.rank, hint="a rank works on one GPU: that of the first array it passed")
         return visiting(side)
