@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -145,6 +146,15 @@ def test_ranks_that_call_different_operations_are_told(hosts: str, apart: bool) 
     for text in run_ranks(fake_hosts.differing, n, hosts, apart):
         assert text.startswith("CollectiveMismatch")
         assert any(pair in text for pair in pairs), text
+
+
+@pytest.mark.parametrize(("hosts", "apart", "count"), [("AABB", False, 100), ("AABB", True, 100), ("AB", True, fake_hosts.BIG)])
+def test_errors_of_parts_name_the_call(hosts: str, apart: bool, count: int) -> None:
+    """Shards and pieces have other counts than what the program has called."""
+    for text in run_ranks(fake_hosts.differing_in_counts, len(hosts), hosts, apart, count, env=SMALL):
+        named = re.search(r", a part of all_reduce of (\d+) x float32 on rank (\d): ", text)
+        assert named is not None, text
+        assert named[1] == str(count + 4 * (int(named[2]) < len(hosts) // 2)), text
 
 
 IN_DIFFERENT_CALLS = {

@@ -669,6 +669,18 @@ def differing(hosts: str, apart: bool) -> str:
         return _fault(w, x, (CollectiveMismatch,))
 
 
+def differing_in_counts(hosts: str, apart: bool, count: int) -> str:
+    """The ranks of the first host add 4 elements more."""
+    with session() as world:
+        w = World(world, hosts, apart=apart)
+        x = w.zeros(count + 4, DType.FLOAT32)
+        w.comm.all_reduce(x)
+        w.comm.synchronize()
+        w.comm.all_reduce(x if w.comm.layout.host == 0 else x.part(0, count))
+        w.cuda.cuCtxSynchronize()
+        return _fault(w, x, (CollectiveMismatch,))
+
+
 def in_different_calls(hosts: str, cases: Sequence[str], kernels: bool = False) -> list[str]:
     """Ranks that wait for one another between hosts, in calls that no message compares: what they raise of each case, minutes before the
     deadline."""

@@ -164,7 +164,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
 
         def enqueue(number: int, captured: bool) -> None:
             if self.steps.takes(collective, source.dtype, op):
-                self.steps.run(collective, source, target, op, root, number, captured)
+                self.steps.run(collective, source, target, count, op, root, number, captured)
             else:
                 self.jobs.staged(collective, source, target, count, op, root, number, captured)
 

@@ -122,9 +122,14 @@ class HostsJobs:
         captured: bool,
     ) -> None:
         """The whole operation through CPU communicators of all ranks."""
+        called = self.in_words(collective.label, count, source.dtype)
         shape = Shape.even(collective, source.dtype.itemsize, self.layout.rank, self.layout.nranks, root, count)
         cpus = self.crosses if self.layout.even and self.layout.width == 1 else (self.world,)
-        self.enqueue(cpus, shape, source.dtype, op, (source.address, target.address), number, captured)
+        self.enqueue(cpus, shape, source.dtype, op, (source.address, target.address), number, captured, called=called)
+
+    def in_words(self, name: str, count: int, dtype: DType) -> str:
+        """What the program has called, for errors of its parts. ``count`` are the elements of a block, as in errors on CPU memory."""
+        return f"{name} of {count} x {dtype.label} on rank {self.layout.rank}"
 
     def enqueue(
         self,
@@ -136,11 +141,13 @@ class HostsJobs:
         number: int,
         captured: bool,
         *,
+        called: str = "",
         takes_part: bool = True,
         before: Callable[[int, int], None] | None = None,
         after: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Enqueue a collective of ``cpus``, one a lane; with ``before`` a kernel writes the slots, and nothing is copied down."""
+        """Enqueue a collective of ``cpus``, one a lane, which is a part of what the program ``called``; with ``before`` a kernel writes the
+        slots, and nothing is copied down."""
         unknown = shape.uneven and shape.collective is Collective.ALL_TO_ALL
 
         def make() -> tuple[tuple[Piece, ...], Network]:
@@ -150,9 +157,10 @@ class HostsJobs:
                 pieces = tuple(dataclasses.replace(piece, down=()) for piece in pieces)
             return agreeing(self.world, pieces, network) if unknown else (pieces, network)
 
-        job = self._job((shape, dtype, op, cpus == self.crosses), captured, make, stride=len(cpus))
+        two_steps = cpus == self.crosses and self.layout.width > 1
+        job = self._job((shape, dtype, op, cpus == self.crosses, called), captured, make, stride=len(cpus))
+        job.called = called if two_steps or job.npieces > 1 else ""
         if job.number not in self._plans:
-            two_steps = cpus == self.crosses and self.layout.width > 1
             self._plan(job, "hierarchical" if two_steps else "staged", self.why(two_steps, shape, dtype, op))
         self.last_plan = self._plans[job.number]
         self.staging.enqueue(job, buffers, number, takes_part=takes_part, before=before, after=after)

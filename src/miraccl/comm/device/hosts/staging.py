@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from miraccl.comm.device.hosts.pieces import Piece
+from miraccl.errors import MiracclError
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.proxy import staging
 from miraccl.proxy.kernels import layout as at
@@ -79,6 +80,7 @@ class StagedJob:
         self.number = 0
         self.announced: dict[int, int] = {}  # lane -> what its last coming was announced as
         self.graphs = 0  # that bring it again
+        self.called = ""  # by the program, where its pieces and shards have other counts
         self.mixed = False  # its pieces may come while kernels of the host wait, before or beside them
         self._network = network
         self._prepared = [network.prepare(piece, number, slot_of(number, stride)) for number, piece in enumerate(self.pieces)]
@@ -92,12 +94,24 @@ class StagedJob:
         return self._prepared[piece]
 
     def run(self, piece: int, slot: int) -> None:
-        self._network.run(self.pieces[piece], piece, slot)
+        with self._naming():
+            self._network.run(self.pieces[piece], piece, slot)
 
     def explain(self, piece: int, code: int) -> None:
         prepared = self._prepared[piece]
         assert prepared is not None, "only what was prepared gives codes"
-        prepared.conclude(code)
+        with self._naming():
+            prepared.conclude(code)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Errors of a part name the whole, too."""
+        try:
+            yield
+        except MiracclError as error:
+            if self.called and not (error.op or "").endswith(self.called):
+                error.op = f"{error.op}, a part of {self.called}" if error.op else self.called
+            raise
 
 
 def slot_of(piece: int, stride: int) -> int:

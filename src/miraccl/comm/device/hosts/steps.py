@@ -30,6 +30,7 @@ class TwoSteps:
 
     def __init__(self, local: DeviceCommunicator, jobs: HostsJobs) -> None:
         self.local, self.jobs, self.at = local, jobs, jobs.layout
+        self._called = ""
 
     def takes(self, collective: Collective, dtype: DType, op: Any) -> bool:
         """Whether ``run`` can."""
@@ -38,9 +39,18 @@ class TwoSteps:
         return self.sums(dtype, op) if collective.reduces else self.at.hierarchical
 
     def run(
-        self, collective: Collective, source: DeviceMemory, target: DeviceMemory, op: Any, root: int, number: int, captured: bool
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        count: int,
+        op: Any,
+        root: int,
+        number: int,
+        captured: bool,
     ) -> None:
-        """A collective that ``takes`` says yes to."""
+        """A collective that ``takes`` says yes to, of blocks of ``count`` elements."""
+        self._called = self.jobs.in_words(collective.label, count, source.dtype)
         match collective:
             case Collective.ALL_REDUCE:
                 self.all_reduce(source, target, op, number, captured)
@@ -153,7 +163,7 @@ class TwoSteps:
         self._between(shape, source.dtype, SUM, (target.address, target.address), number, captured)
 
     def _between(self, shape: Shape, *args: Any, **hooks: Any) -> None:
-        self.jobs.enqueue(self.jobs.crosses, shape, *args, **hooks)
+        self.jobs.enqueue(self.jobs.crosses, shape, *args, called=self._called, **hooks)
 
     def _cross_shape(self, collective: Collective, memory: DeviceMemory, count: int, root: int = 0, *, kernels: bool = False) -> Shape:
         """Of an operation between hosts. ``kernels``: they are launched for every piece."""
