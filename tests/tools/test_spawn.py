@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -120,6 +121,33 @@ def test_a_killed_rank_and_exit_statuses() -> None:
     assert killed.describe() == "rank 0 was ended by SIGKILL"
     assert run(_leave, 1, 7)[0].describe() == "rank 0 ended with status 7"
     assert run(_leave, 1, None)[0].ok
+
+
+def _interrupted(context: Context) -> bool:
+    """Ctrl-C comes to the child as soon as there is one, and to its parent, which alone goes on."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    parent, fork, (heard, told) = os.getpid(), os.fork, os.pipe()
+
+    def forked() -> int:
+        pid = fork()
+        os.kill(os.getpid(), signal.SIGINT)
+        return pid
+
+    os.fork = forked
+    with contextlib.suppress(KeyboardInterrupt):
+        run(_answer, 1, 10)
+    if os.getpid() != parent:
+        os.write(told, b"a child goes on")
+        os._exit(0)
+    with contextlib.suppress(ChildProcessError):
+        os.wait()
+    os.close(told)
+    return os.read(heard, 1) == b""
+
+
+def test_ctrl_c_while_ranks_start_is_for_the_parent() -> None:
+    (outcome,) = run(_interrupted, 1)
+    assert outcome.value is True, outcome.describe()
 
 
 def test_a_rank_that_ignores_everything_is_killed_at_the_deadline() -> None:

@@ -25,7 +25,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,8 +121,9 @@ class Ranks:
         expect_children()
         _flush()
         try:
-            for rank in range(nranks):
-                self._ranks.append(self._start(target, rank, nranks, args, environ(rank) if environ else {}, capture))
+            with _ctrl_c_later() as mask:
+                for rank in range(nranks):
+                    self._ranks.append(self._start(target, rank, nranks, args, environ(rank) if environ else {}, capture, mask))
         except BaseException:
             self.stop(grace=0)
             raise
@@ -213,8 +214,16 @@ class Ranks:
     # ------------------------------------------------------------------ inside
 
     def _start(
-        self, target: Callable[..., Any], rank: int, nranks: int, args: Sequence[Any], environ: Mapping[str, str], capture: bool
+        self,
+        target: Callable[..., Any],
+        rank: int,
+        nranks: int,
+        args: Sequence[Any],
+        environ: Mapping[str, str],
+        capture: bool,
+        mask: Iterable[int],
     ) -> _Rank:
+        """``mask`` are the signals that the rank has blocked."""
         parent = os.getpid()
         with as_system_failure(f"rank {rank} cannot be started"), ExitStack() as in_parent, ExitStack() as unless_it_runs:
             parent_end, child_end = socket.socketpair()
@@ -226,6 +235,8 @@ class Ranks:
                 in_parent.callback(os.close, write_fd)
             pid = os.fork()
             if pid == 0:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 for other in self._ranks:
                     other.channel.close()
                 _become_rank(parent, target, Context(rank=rank, nranks=nranks, channel=Channel(child_end)), args, environ, write_fd)
@@ -304,6 +315,17 @@ class Ranks:
         rank.pidfd = rank.output_fd = -1
 
 
+@contextlib.contextmanager
+def _ctrl_c_later() -> Iterator[Iterable[int]]:
+    """Ctrl-C reaches who starts ranks once all are started: a child to which it came before it is a rank would go on as its parent does.
+    Gives the signals that were blocked."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield mask
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _become_rank(
     parent: int, target: Callable[..., Any], context: Context, args: Sequence[Any], environ: Mapping[str, str], output_fd: int
 ) -> None:
@@ -311,7 +333,6 @@ def _become_rank(
     status = 1
     try:
         die_with_parent(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if output_fd >= 0:
             os.dup2(output_fd, 1)
