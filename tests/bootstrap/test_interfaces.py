@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
+from miraccl.bootstrap import interfaces
 from miraccl.bootstrap.interfaces import (
     Interface,
     NameFilter,
@@ -49,6 +52,18 @@ ALL = [LO, DOCKER, VIRBR, VETH, DOWN, BARE, ETH0, ETH1, ETH10, IB0]
 )
 def test_the_language_of_socket_ifname(text, names):
     assert [i.name for i in rank_interfaces(ALL, text)] == names
+
+
+def test_names_that_are_no_ascii(monkeypatch, tmp_path):
+    """And lines that no kernel writes."""
+    fine = b"fd000000000000000000000000000001 03 40 00 82 "
+    odd = (b"", b"x", b"g" * 32 + b" 03 40 00 82 eth0", b"f" * 33 + b" 03 40 00 82 eth0", b"0" * 32 + b" 03 40 00 -- eth0", b"\xff" * 9)
+    (tmp_path / "if_inet6").write_bytes(b"\n".join((*odd, fine + b"a\xff", fine + "\u00fc\u20030".encode(), fine + b"lo", b"")))
+    monkeypatch.setattr(interfaces, "_IF_INET6", str(tmp_path / "if_inet6"))
+    assert interfaces._ipv6_addresses() == {"a\udcff": ["fd00::1"], "\u00fc\u20030": ["fd00::1"], "lo": ["fd00::1"]}
+    names = [*enumerate(["a\udcff", "\u00fc\u20030", "lo"], 1)]
+    monkeypatch.setattr(socket, "if_nameindex", lambda: names)  # only one of them is there
+    assert [(found.name, found.addresses) for found in list_interfaces()] == [("lo", ("127.0.0.1", "fd00::1"))]
 
 
 def test_an_empty_filter_matches_all():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,7 @@ IFF_UP, IFF_LOOPBACK = 0x1, 0x8  # linux/if.h
 DISCARD_PORT = 9
 #: Seconds that the name service is given to tell where a host is, which only orders the addresses of this one.
 ROUTE_SECONDS = 2.0
+_IF_INET6 = "/proc/net/if_inet6"
 #: Interfaces that usually lead to containers and virtual machines of this host only.
 VIRTUAL_PREFIXES = (
     "docker",
@@ -98,7 +100,7 @@ def list_interfaces() -> list[Interface]:
     found: list[Interface] = []
     with as_system_failure("the network interfaces cannot be listed"), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
+            request = struct.pack("256s", os.fsencode(name)[:15])
             try:
                 (flags,) = struct.unpack_from("<H", fcntl.ioctl(probe, SIOCGIFFLAGS, request), 16)
             except OSError:
@@ -115,18 +117,21 @@ def list_interfaces() -> list[Interface]:
 def _ipv6_addresses() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     try:
-        with open("/proc/net/if_inet6", encoding="ascii") as file:
-            lines = file.read().splitlines()
+        with open(_IF_INET6, "rb") as file:
+            lines = file.read().split(b"\n")  # names are any bytes but spaces, slashes and colons
     except OSError:
         return found
     for line in lines:
         fields = line.split()
         if len(fields) != 6:
             continue
-        address = ipaddress.IPv6Address(bytes.fromhex(fields[0]))
-        tentative = int(fields[4], 16) & 0x40 and not int(fields[4], 16) & 0x80  # IFA_F_TENTATIVE without IFA_F_PERMANENT
+        try:
+            address, flags = ipaddress.IPv6Address(int(fields[0], 16)), int(fields[4], 16)
+        except ValueError:  # a kernel writes no such line
+            continue
+        tentative = flags & 0x40 and not flags & 0x80  # IFA_F_TENTATIVE without IFA_F_PERMANENT
         if not address.is_link_local and not tentative:
-            found.setdefault(fields[5], []).append(str(address))
+            found.setdefault(os.fsdecode(fields[5]), []).append(str(address))
     return found
 
 
