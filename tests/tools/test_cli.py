@@ -101,6 +101,14 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(args: tuple
     assert "there is no folder '/no such folder'" in message(result)
 
 
+def test_names_that_are_no_text_are_printed(tmp_path: Path) -> None:
+    """Where the output is strict about its encoding."""
+    env = {**os.environ, "PYTHONIOENCODING": "utf-8:strict", "MIRACCL_TOPO_FILE": os.fsdecode(bytes(tmp_path) + b"/b\xffr.xml")}
+    done = subprocess.run([sys.executable, "-m", "miraccl", "env"], capture_output=True, env=env, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"/b\\udcffr.xml" in done.stdout
+
+
 def test_commands_run_without_standard_output() -> None:
     done = subprocess.run(
         ["sh", "-c", f"{shlex.quote(sys.executable)} -m miraccl perf all_reduce -r 2 -s 8 -n 1 --batches 1 >&-"],

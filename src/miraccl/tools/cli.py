@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
 from typing import Any
@@ -100,10 +101,13 @@ def main(args: list[str] | None = None) -> Any:
 
 
 def _open_standard_streams() -> None:
-    """Where a standard stream is closed (``>&-``), the next socket would take its number and get what is printed."""
+    """Where a standard stream is closed (``>&-``), the next socket would take its number and get what is printed. What the encoding of the
+    output lacks, as a name of the system's that is no text, is written as Python does in errors."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for the life of the process
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 if __name__ == "__main__":
