@@ -327,7 +327,7 @@ def last_level_cache_bytes() -> int:
                 sizes.append(params.parse_size(file.read().strip()))
         except (OSError, ValueError):
             continue
-    return max(sizes, default=32 << 20)
+    return max(sizes, default=0) or 32 << 20
 
 
 def _compare(beliefs: list[dict[str, Any]]) -> None:
