@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -41,6 +42,7 @@ from miraccl.comm.device.stream_order import StreamOrder
 from miraccl.comm.device.windows import Windows
 from miraccl.comm.forks import why_closed
 from miraccl.comm.lookout import lookout
+from miraccl.comm.notices import from_words, to_words
 from miraccl.comm.options import Options
 from miraccl.comm.stages import Stages
 from miraccl.errors import (
@@ -427,6 +429,8 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             self._looks.judge_end(self.faults, frame_of(self.symmetric))
         self.seat.close()
         untold = self.faults.untold(told)  # also what others have found since
+        if together and self.nranks > 1:
+            untold = self._compare_ends(untold, told)
         self.faults.end()
         self._launches.clear()
         if together:
@@ -444,6 +448,17 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         if self._leaves:
             self.session.close()
         return untold
+
+    def _compare_ends(self, untold: MiracclError | None, told: bool) -> MiracclError | None:
+        """What was found at the end here, or on another rank: who sent what nobody took hears of it as well."""
+        words: list[Any] = []
+        with contextlib.suppress(MiracclError):
+            mine = json.dumps(to_words(untold) if untold is not None else None).encode()
+            words = [json.loads(blob) for blob in self.session.all_gather(mine, "gpu closed", CLOSE_WAIT_S)]
+        if untold is not None or told or self.faults.told:
+            return untold
+        heard = (from_words(said, rank=self.faults.rank, source=self.faults.rank) for said in words)
+        return next((error for error in heard if error is not None), None)
 
     def forked(self) -> None:
         """In a forked child, where CUDA does not work, and what it has pinned may not be there."""
