@@ -193,6 +193,10 @@ def test_a_rank_that_is_late_is_waited_for() -> None:
     run_ranks(fake_hosts.late, 2, "AB")
 
 
+def test_a_network_that_stands_still_in_the_middle_of_messages_closes_no_circle() -> None:
+    run_ranks(fake_hosts.stands_still, 3, env={"MIRACCL_SOCKET_BUFFER": "64K"})
+
+
 @pytest.mark.parametrize(
     ("count", "dtype", "text"),
     [

@@ -780,6 +780,53 @@ def late(hosts: str) -> None:
         w.finish()
 
 
+def stands_still() -> None:
+    """What rank 0 sends to rank 1 stands still in the middle of a message of several, until others have asked twice where everybody is:
+    rank 2 waits for what rank 0 sends next, and rank 1, in the same group, for what rank 2 sends then."""
+    lookout.LOOK_AT_STREAMS_AFTER_S = 0.05
+    with session() as world:
+        w = World(world, "ABC", apart=True)
+        comm, r = w.comm, w.rank
+        large, y, z = (w.put(np.full(count, r, np.float32)) for count in (800_000, 10, 10))
+        cpu: Any = comm.jobs.world
+        asked = questions(cpu._member.session)
+        if r == 0:
+            comm.send(large, 1)
+            comm.send(y, 2)
+        elif r == 1:
+            _through_python(comm.jobs.messages, 0, 2_080_000, functools.partial(await_two, asked))
+            both = ((large, 0), (z, 2))
+            comm.exchange([DeviceTransfer(receives=True, peer=peer, memory=memory) for memory, peer in both])
+        else:
+            comm.recv(y, 0)
+            comm.send(z, 1)
+        comm.synchronize()
+        check(large, np.full(800_000, {0: 0, 1: 0, 2: 2}[r]), "large")
+        check(z, np.full(10, {0: 0, 1: 2, 2: 2}[r]), "z")
+        w.finish()
+
+
+def _through_python(streams: Any, peer: int, first: int, pause: Callable[[], None]) -> None:
+    """What comes from ``peer`` goes through a thread from now on, which passes on ``first`` bytes before ``pause()``."""
+    real = streams._streams.sockets[peer]
+    here, there = socket.socketpair()
+    real.setblocking(True)
+    usual = streams._streams.descriptor
+    streams._streams.descriptor = lambda rank: there.fileno() if rank == peer else usual(rank)
+
+    def carry() -> None:
+        with here, there:
+            left = first
+            while data := real.recv(max(1, min(left, 1 << 16)) if left >= 0 else 1 << 16):
+                here.sendall(data)
+                left -= len(data)
+                if left == 0:
+                    pause()
+                    left = -1
+
+    threading.Thread(target=carry, daemon=True).start()
+
+
 def unlike_messages(hosts: str, count: int, dtype: DType) -> str:
     """Rank 0 sends ``BIG`` float32 after a message that is right, rank 1 receives something else."""
     with session() as world:

@@ -141,6 +141,12 @@ class MessageOperation(StreamOperation):
                     yield peer, way, self._parts[2 * number + (way == ex.IN)][begun - 1]
                     break
 
+    def to_begin(self) -> tuple[list[int], list[int]]:
+        """To and from which ranks messages of the round have not begun yet: they do as those before them go on, whatever others do."""
+        peers = list(zip(self._peers, self.rows, strict=True))
+        sends, receives = ([p for p, row in peers if row[(way + ex.BEGUN) // 8] < row[(way + ex.NPARTS) // 8]] for way in (ex.OUT, ex.IN))
+        return sends, receives
+
     def conclude(self, code: int) -> None:
         """Raise what a code means; both ends' messages are known where they do not belong together."""
         if code in (at.ERR_MISMATCH, at.ERR_SIZE):

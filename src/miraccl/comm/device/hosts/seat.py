@@ -160,10 +160,13 @@ class LaneSeat:
     def _come(self) -> dict[str, dict[str, Any]]:
         come = {member.session.key: _come_to(member) for member in self._members}
         if self._jobs.messages is not None:
+            _, operation = self._jobs.staging.at_work()
+            # before the counts: what begins meanwhile is in these
+            sends, receives = operation.to_begin() if isinstance(operation, MessageOperation) else ([], [])
             sent, taken = [0] * self._world.nranks, [0] * self._world.nranks
             for peer, (gone, begun) in self._jobs.messages.begun().items():
                 sent[peer], taken[peer] = gone, begun
-            come[self._messages_key] = nothing_come() | {"sent": sent, "taken": taken}
+            come[self._messages_key] = nothing_come() | {"sent": sent, "taken": taken, "sends": sends, "receives": receives}
         return come
 
 
