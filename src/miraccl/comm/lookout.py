@@ -23,11 +23,14 @@ from typing import Any
 from miraccl import trace
 from miraccl.bootstrap import Session
 from miraccl.bootstrap.host import process_token
-from miraccl.comm import whereabouts
+from miraccl.comm import circles, whereabouts
+from miraccl.comm.circles import Circle
 from miraccl.comm.control import COUNTED_RANKS, TELL_US
 from miraccl.comm.differences import compared, differences
-from miraccl.comm.statuses import circle, place, together
-from miraccl.comm.whereabouts import Stream, Wait
+from miraccl.comm.statuses import circle as circle_of
+from miraccl.comm.statuses import place, together
+from miraccl.comm.waits import ForCreation, Place, Wait
+from miraccl.comm.whereabouts import Stream
 from miraccl.errors import CollectiveMismatch, MiracclError
 
 KIND = "waits in a circle"
@@ -45,7 +48,7 @@ class Lookout:
     """The one of this process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may finalize in the middle
         self._bell = -1
 
     def open(self) -> int:
@@ -71,14 +74,14 @@ class Lookout:
 
     def forked(self) -> None:
         """In a forked child, which has none of the parent's threads."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         if self._bell >= 0:
             os.close(self._bell)
             self._bell = -1
 
     def attend(self, stream: Stream) -> None:
         """Others are told of a stream. Where nobody tells when its waits are long, it is looked whether programs wait for it."""
-        whereabouts.attend(stream)
+        whereabouts.streams.take(stream)
         self.call()
 
     def _watch(self, bell: int) -> None:
@@ -126,14 +129,14 @@ class Lookout:
         except MiracclError:  # the communicator was closed meanwhile: where this process is now is to be seen again
             return False
         known = whereabouts.places(_programs(answers))
-        _, cycle = whereabouts.find_waits(name, known)
+        _, circle = circles.find_circle(name, known)
         text = _unlike(name, known, session)
         if text:
-            waits = {one: wait["ident"] for one in known for wait in whereabouts.waits_of(known[one]) if _unlike(one, known, session)}
-        elif cycle:
+            waits = {one: wait.ident for one in known for wait in known[one].waits if _unlike(one, known, session)}
+        elif circle:
             at = {answer["status"]["program"]["token"]: place(answer) for answer in answers.values() if _programs({0: answer})}
-            text = _describe(cycle, at, session)
-            waits = {one: wait["ident"] for one in known if (wait := whereabouts.find_waits(one, known)[0])}
+            text = _describe(circle, at, session)
+            waits = {one: wait.ident for one in known if (wait := circles.find_circle(one, known)[0]) is not None}
         else:
             return False
         with contextlib.suppress(MiracclError):
@@ -183,7 +186,7 @@ class Creation:
         self._rank, self._op, self._wake = rank, op, wake
         self._ended = ""
         others = tuple(token for token in awaited if token != process_token().hex())
-        wait = Wait(kind=whereabouts.CREATION, key=key, awaited=others, op=op, end=self._end, rank=rank)
+        wait = ForCreation(key=key, awaited=others, op=op, end=self._end, rank=rank)
         self._waiting = whereabouts.Waiting(lambda: wait)
         self._timer = threading.Timer(LOOK_AFTER_S, lookout.call)
         self._timer.daemon, self._timer.name = True, "miraccl creation"
@@ -222,29 +225,29 @@ def end(text: str, waits: dict[str, Any]) -> None:
 
 def _session_with(wait: Wait) -> Session | None:
     """That of the communicator with the most ranks that knows all who are awaited: circles may go through any of them."""
-    sessions = [(session, seat.key == wait.key) for seat in whereabouts.seats() if (session := seat.session) is not None]
+    sessions = [(session, seat.key == wait.key) for seat in whereabouts.seats if (session := seat.session) is not None]
     fitting = [(s.nranks, own, s) for s, own in sessions if set(wait.awaited) <= set(s.tokens) and s.nranks <= COUNTED_RANKS]
     return max(fitting, key=lambda entry: entry[:2], default=(0, False, None))[2]
 
 
-def _describe(cycle: list[tuple[str, dict[str, Any]]], places: dict[str, str], session: Session) -> str:
+def _describe(circle: Circle, places: dict[str, str], session: Session) -> str:
     """Who waits for whom, and where its program is. Where two ranks wait for each other on GPU memory: which calls differ."""
-    last = [(name, wait) for (name, wait), following in zip(cycle, [*cycle[1:], cycle[0]], strict=True) if not _same(name, following[0])]
+    last = [(name, wait) for (name, wait), then in zip(circle, [*circle[1:], circle[0]], strict=True) if not _same(name, then[0])]
     ranks = [_rank_of(name, session) for name, _ in last]
-    calls = {rank: {"collective": wait["collective"]} for rank, (_, wait) in zip(ranks, last, strict=True)}
-    if len(last) == 2 and all("/" in name and wait["collective"] for name, wait in last) and (text := differences(calls)):
+    calls = {rank: {"collective": wait.collective} for rank, (_, wait) in zip(ranks, last, strict=True)}
+    if len(last) == 2 and all("/" in name and wait.collective for name, wait in last) and (text := differences(calls)):
         return text
 
     def says(i: int, j: int) -> str:
-        return together(f"rank {ranks[i]} waits for rank {ranks[j]} in {last[i][1]['op']}", places.get(last[i][0].partition("/")[0], ""))
+        return together(f"rank {ranks[i]} waits for rank {ranks[j]} in {last[i][1].op}", places.get(last[i][0].partition("/")[0], ""))
 
-    return circle(ranks, says)
+    return circle_of(ranks, says)
 
 
-def _unlike(name: str, known: dict[str, dict[str, Any]], session: Session) -> str:
+def _unlike(name: str, known: dict[str, Place], session: Session) -> str:
     """How the operations differ that ranks have in the place of one that the stream ``name`` waits in; empty if they do not."""
-    for wait in whereabouts.waits_of(known[name]) if name in known else ():
-        found = {_rank_of(one, session): (int(sig), int(count)) for one, (sig, count) in whereabouts.called(wait, known).items()}
+    for wait in known.get(name, Place()).waits:
+        found = {_rank_of(one, session): (int(sig), int(count)) for one, (sig, count) in circles.called(wait, known).items()}
         if text := compared(found):
             return text
     return ""

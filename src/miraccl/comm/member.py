@@ -108,7 +108,7 @@ class Member:
         self._exchange = Exchange(self.rank, self.context.wires, self.context.door("exchange", Collective.SEND_RECV))
         if 1 < self.nranks <= COUNTED_RANKS:  # else there is nobody to ask, or too many
             self.context.set(at.CTX_LOOKOUT, lookout.open())
-            whereabouts.take(self.seat)
+            whereabouts.seats.take(self.seat)
         session.on_event(self.underway.hear)
         forks.tell(self)
         if _log.isEnabledFor(logging.INFO):  # with many ranks the line takes time
@@ -408,7 +408,7 @@ class Member:
             self._end_while("an operation was pending")
             self._worker.close(CLOSE_WAIT_S)
         self.closed = True
-        whereabouts.leave(self.seat)
+        whereabouts.seats.leave(self.seat)
         self.look_before_running()
         self._end_what_is_inside()
         broken = str(self.faults.fault) if self.faults.fault is not None else ""

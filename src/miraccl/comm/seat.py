@@ -10,7 +10,7 @@ from miraccl.bootstrap import Session
 from miraccl.comm.control import FINALIZE
 from miraccl.comm.differences import describe_operation
 from miraccl.comm.faults import HINT
-from miraccl.comm.whereabouts import MEETING, MESSAGE, OPERATION, STREAM, Wait
+from miraccl.comm.waits import Come, ForMeeting, ForMessage, ForOperation, ForRoom, ForStream, Wait
 from miraccl.errors import CollectiveMismatch
 from miraccl.executor.cpu.kernels import layout as at
 
@@ -63,18 +63,19 @@ class MemberSeat:
         peer, op = board["peer"], f"{describe_operation(board)} of {member.session.name}"
         if board["p2p_sig"]:
             return self.wait_for_message(peer, received[peer], taken, op)
-        return self._wait(OPERATION, [peer], op, number=board["seq"], taken=taken)
+        return ForOperation(number=board["seq"], taken=taken, **self._for([peer], op))
 
     def wait_for_message(self, peer: int, received: int, taken: int, op: str) -> Wait:
         """For the message of a rank after the first ``received``, or until it has taken ``taken`` of this one's."""
-        return self._wait(MESSAGE, [peer], op, number=received, taken=taken)
+        found = self._for([peer], op)
+        return ForRoom(number=taken, **found) if taken else ForMessage(number=received, **found)
 
     def wait_for_stream(self, stream: str, number: int) -> Wait | None:
         """The program's wait of that number for all that a stream of this process has to do (``whereabouts.Stream``)."""
         if self._member.faults.fault is not None:
             return None
         end = functools.partial(self._end, "synchronize")
-        return Wait(kind=STREAM, key=self.key, awaited=(stream,), op="synchronize", end=end, number=number, rank=self._member.rank)
+        return ForStream(key=self.key, awaited=(stream,), op="synchronize", end=end, number=number, rank=self._member.rank)
 
     def meeting(self) -> Wait | None:
         """The meeting on the control plane that this rank is in."""
@@ -82,25 +83,25 @@ class MemberSeat:
         if not now or now["op"] == FINALIZE or member.faults.fault is not None:
             return None
         others = [rank for rank in range(member.nranks) if rank != member.rank]
-        return self._wait(MEETING, others, f"{now['op']} of {member.session.name}", number=now["number"])
+        return ForMeeting(number=now["number"], **self._for(others, f"{now['op']} of {member.session.name}"))
 
-    def _wait(self, kind: str, ranks: Sequence[int], op: str, *, number: int, taken: int = 0) -> Wait:
-        tokens = tuple(self._member.session.tokens[rank] for rank in ranks)
-        end = functools.partial(self._end, op)
-        return Wait(kind=kind, key=self.key, awaited=tokens, op=op, end=end, number=number, taken=taken, rank=self._member.rank)
+    def _for(self, ranks: Sequence[int], op: str) -> dict[str, Any]:
+        """What is alike in the waits of this seat."""
+        awaited = tuple(self._member.session.tokens[rank] for rank in ranks)
+        return {"key": self.key, "awaited": awaited, "op": op, "end": functools.partial(self._end, op), "rank": self._member.rank}
 
-    def come(self) -> dict[str, Any]:
-        member = self._member
+    def come(self) -> Come:
+        member, aside = self._member, self.aside()  # first: what ends meanwhile is in the counts
         transfers = [*self.transfers(), *member.context.pair()]
-        return {
-            "operations": member.context.get(at.CTX_SEQ),
-            "meetings": member.faults.control.come,
-            "sent": member.context.sent(),
-            "taken": [member.context.received(rank) for rank in range(member.nranks)],
-            "aside": self.aside(),
-            "sends": [peer for peer, receives in transfers if not receives],
-            "receives": [peer for peer, receives in transfers if receives],
-        }
+        return Come(
+            operations=member.context.get(at.CTX_SEQ),
+            meetings=member.faults.control.come,
+            sent=member.context.sent(),
+            taken=[member.context.received(rank) for rank in range(member.nranks)],
+            aside=aside,
+            sends=[peer for peer, receives in transfers if not receives],
+            receives=[peer for peer, receives in transfers if receives],
+        )
 
     def _end(self, op: str, text: str) -> None:
         self._member.faults.spread(CollectiveMismatch(text, rank=self._member.rank, op=op, hint=HINT))

@@ -25,7 +25,8 @@ from miraccl.comm.communicator import Communicator
 from miraccl.comm.exchange import Entry
 from miraccl.comm.lookout import lookout
 from miraccl.comm.progress import progress
-from miraccl.comm.whereabouts import ANY, Wait, Waiting
+from miraccl.comm.waits import ANY, Wait
+from miraccl.comm.whereabouts import Waiting
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.torch.channel import Wire, run_beside, seat_of, set_timeout, timeout_of

@@ -256,11 +256,11 @@ def _last_told(gpu: Gpu, box: int, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank says of a wait for a message of ``peer`` (``sends`` false) or for room there, in rows of the first lane: how far the
-    peer's count must have come. ``holds``: a bit for each rank that the launch holds meanwhile (source/p2p.cuh)."""
+    """What a rank says of a wait in messages: how far the peer's count ``what`` of ``Come`` must have come. ``holds``: a bit for each rank
+    that the launch holds meanwhile (source/p2p.cuh)."""
 
     peer: int
-    sends: bool
+    what: str
     count: int
     holds: int
 
@@ -279,7 +279,7 @@ def read_waits(gpu: Gpu, where: Regions) -> list[Held]:
         place = peer * lanes * layout.WORD_STRIDE
         has = where.own + layout.LANE_TAKEN_OFFSET if kind == _NEED_SENT else where.inboxes[peer] + layout.LANE_CREDIT_OFFSET
         if _read_word(gpu, has + place) < count:  # else it has ended
-            found.append(Held(peer, kind == _NEED_CREDIT, count, said >> _WAIT_HOLDS & 0xFF))
+            found.append(Held(peer, "sent" if kind == _NEED_SENT else "taken", count, said >> _WAIT_HOLDS & 0xFF))
     return found
 
 

@@ -95,7 +95,7 @@ class HostsJobs:
     def _open(self, ranks: Sequence[int], name: str, stages: Stages, open_cpu: OpenCpu) -> CpuCommunicator:
         session = stages.session.sub(ranks, f"{stages.session.name}/{name}")
         cpu = open_cpu(session, stages.part(session))
-        whereabouts.leave(cpu._member.seat)  # the threads of ``staging`` wait in there
+        whereabouts.seats.leave(cpu._member.seat)  # the threads of ``staging`` wait in there
         cpu._member.faults.called = ranks
         self._cpus.append(cpu)
         return cpu

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miraccl.bootstrap import Session
@@ -26,11 +25,11 @@ from miraccl.comm.device.hosts.messages import MessageOperation
 from miraccl.comm.device.hosts.staging import StagedJob
 from miraccl.comm.device.hosts.streams import left
 from miraccl.comm.device.looks import Looks
-from miraccl.comm.device.seat import End, KernelWaits
+from miraccl.comm.device.seat import DeviceSeat, End, KernelWaits
 from miraccl.comm.differences import describe_message, describe_operation
 from miraccl.comm.faults import SEND_RECV
 from miraccl.comm.member import Member
-from miraccl.comm.whereabouts import MESSAGE, OPERATION, Report, Wait, nothing_come, stream_of
+from miraccl.comm.waits import Come, ForMessage, ForOperation, ForRoom, Place, Wait, stream_of
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.unlocked import layout as ex
 from miraccl.executor.cpu.lower import describe_signature
@@ -40,18 +39,15 @@ from miraccl.types import Collective
 _OF_ALL = (Collective.ALL_REDUCE.name.lower(), Collective.BARRIER.name.lower())
 
 
-class LaneSeat:
-    """The stream (``whereabouts.Stream``) of one rank. ``end(op, text)`` makes ``CollectiveMismatch`` its communicator's fault."""
+class LaneSeat(DeviceSeat):
+    """That of a rank. ``end(op, text)`` makes ``CollectiveMismatch`` its communicator's fault."""
 
     def __init__(self, jobs: HostsJobs, layout: HostsLayout, near: tuple[Looks, Session] | None, end: End) -> None:
         """``near`` looks at the kernels of this host, where there are some, of the ranks of that session."""
         self._jobs, self._layout, self._end = jobs, layout, end
         self._world: Member = jobs.world._member
         self._members = list(dict.fromkeys([self._world, *(cpu._member for cpu in jobs.crosses[:1])]))
-        self._lock = threading.Lock()  # held while somebody is at the words
-        self._closed = False
-        self._seen: Report = [], {}  # as the lookout has seen it last
-        self.name = self._named(self._world.rank)
+        super().__init__(self._world.session, self._named(self._world.rank), needs_look=near is not None)
         self._near: KernelWaits | None = None
         if near is not None:
             looks, session = near
@@ -63,45 +59,24 @@ class LaneSeat:
 
     @property
     def session(self) -> Session | None:
-        return None if self._closed or self._world.faults.fault is not None else self._world.session
-
-    def close(self) -> None:
-        """Nobody looks at the words any more, which may go."""
-        with self._lock:
-            self._closed = True
-        whereabouts.disregard(self)
-
-    @property
-    def needs_look(self) -> bool:
-        return self._near is not None
-
-    def look(self) -> None:
-        if self._near is None:
-            return
-        with self._lock:
-            if self.session is not None:
-                self._seen = self._find(None)
-
-    def report(self, program: Wait | None) -> Report:
-        if self._near is not None:
-            return self._seen
-        with self._lock:
-            return self._find(program) if self.session is not None else ([], {})
+        return super().session if self._world.faults.fault is None else None
 
     # ---- what it waits for
 
-    def _find(self, program: Wait | None) -> Report:
-        """As ``report`` gives it. First what is waited for, then whether that is all."""
+    def _find(self, program: Wait | None) -> Mapping[str, Place]:
+        return {self.name: self._place(program)}
+
+    def _place(self, program: Wait | None) -> Place:
         staging = self._jobs.staging
         if program is not None and self._layout.width == 1 and staging.idle:
-            return [whereabouts.no_call(program, self._world.session.tokens[self._world.rank])], self._come()
+            return Place([whereabouts.no_call(program, self._world.session.tokens[self._world.rank])], self._come())
         job, waits = self._of_lane()
         if waits and (job is None or job.mixed):
-            return waits, self._come()
+            return Place(waits, self._come())
         kernels = self._near.waits() if self._near is not None and not waits else []
         if kernels and staging.mixed:
-            return waits, self._come()
-        return [*waits, *kernels], {**self._come(), **(self._near.come() if self._near is not None else {})}
+            return Place(waits, self._come())
+        return Place([*waits, *kernels], {**self._come(), **(self._near.come() if self._near is not None else {})})
 
     def _of_lane(self) -> tuple[StagedJob | None, list[Wait]]:
         """The job that the lane is at, and what it waits for there."""
@@ -131,25 +106,24 @@ class LaneSeat:
             return None
         awaited = [member.faults.called[rank] for rank in sorted(ranks)]
         op = describe_operation(board)
-        return self._wait(OPERATION, awaited, op, board["sig"], key=member.session.key, number=board["seq"], rank=member.rank)
+        return ForOperation(key=member.session.key, number=board["seq"], rank=member.rank, **self._for(awaited, op, board["sig"]))
 
     def _in_messages(self, operation: MessageOperation) -> list[Wait]:
         """Of a round of messages: with each peer of which one has not come, or else to which one has not gone."""
-        streams, waits = operation.streams, []
+        streams = operation.streams
+        waits: list[Wait] = []
         before = streams.begun()
         for peer, way, part in operation.under_way():
             sent, taken = before[peer]
-            comes = way == ex.IN
             sig, count = int(part[ex.PART_SIGNATURE // 8]), int(part[ex.PART_COUNT // 8])
-            op = describe_message(sig, count)
-            number, must = (taken - 1, 0) if comes else (0, sent)
-            waits.append(self._wait(MESSAGE, [peer], op, sig, key=self._messages_key, number=number, taken=must, rank=self._world.rank))
+            found = self._for([peer], describe_message(sig, count), sig) | {"key": self._messages_key, "rank": self._world.rank}
+            waits.append(ForMessage(number=taken - 1, **found) if way == ex.IN else ForRoom(number=sent, **found))
         return waits if streams.begun() == before else []
 
-    def _wait(self, kind: str, ranks: Sequence[int], op: str, sig: int, **more: Any) -> Wait:
-        """A wait for ``ranks``, which are numbered as in the whole communicator."""
+    def _for(self, ranks: Sequence[int], op: str, sig: int) -> dict[str, Any]:
+        """What waits for ``ranks`` say, which are numbered as in the whole communicator."""
         end, name = functools.partial(self._end, op), describe_signature(sig)["collective"]
-        return Wait(kind=kind, awaited=tuple(map(self._named, ranks)), op=f"{op} on GPU memory", end=end, collective=name, **more)
+        return {"awaited": tuple(map(self._named, ranks)), "op": f"{op} on GPU memory", "end": end, "collective": name}
 
     # ---- how far it has come
 
@@ -157,7 +131,7 @@ class LaneSeat:
     def _messages_key(self) -> str:
         return f"{self._world.session.key} messages"
 
-    def _come(self) -> dict[str, dict[str, Any]]:
+    def _come(self) -> dict[str, Come]:
         come = {member.session.key: _come_to(member) for member in self._members}
         if self._jobs.messages is not None:
             _, operation = self._jobs.staging.at_work()
@@ -166,11 +140,11 @@ class LaneSeat:
             sent, taken = [0] * self._world.nranks, [0] * self._world.nranks
             for peer, (gone, begun) in self._jobs.messages.begun().items():
                 sent[peer], taken[peer] = gone, begun
-            come[self._messages_key] = nothing_come() | {"sent": sent, "taken": taken, "sends": sends, "receives": receives}
+            come[self._messages_key] = Come(sent=sent, taken=taken, sends=sends, receives=receives)
         return come
 
 
-def _come_to(member: Member) -> dict[str, Any]:
-    """What runs aside there is what this stream does. ``called``: its last operations, by number signature and count."""
-    called = {number: list(entry) for number, entry in member.fabric.history(member.rank).items()}
-    return {**member.seat.come(), "aside": False, "called": called}
+def _come_to(member: Member) -> Come:
+    """What runs aside there is what this stream does."""
+    called = {str(number): entry for number, entry in member.fabric.history(member.rank).items()}
+    return dataclasses.replace(member.seat.come(), aside=False, called=called)
