@@ -134,7 +134,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             near = (self.local._looks, self._local_session) if self.layout.width > 1 and self.local._looks is not None else None
             self.seat = LaneSeat(self.jobs, self.layout, near, self.faults.end)
             if self.nranks <= COUNTED_RANKS:  # as of CPU communicators
-                whereabouts.attend(self.seat)
+                whereabouts.streams.take(self.seat)
             unless_made.pop_all()
 
     @property
