@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import site
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from miraccl.bootstrap import stacks as stacks_module
 from miraccl.bootstrap.stacks import add_library, locate
+from miraccl.comm import whereabouts
 from tests.bootstrap.kit import PATIENCE, until
 
 
@@ -187,3 +190,20 @@ def test_several_threads_of_which_one_does_not_exist() -> None:
     assert other == there
     assert "test_several_threads" in str(here["where"])
     assert locate([1]) == []
+
+
+@pytest.mark.parametrize("look", [lambda: locate([threading.get_ident()]), whereabouts.only_thread], ids=["locate", "only_thread"])
+def test_a_look_keeps_nothing_of_a_program_that_collects_no_garbage(look: Callable[[], object]) -> None:
+    class Large:
+        pass
+
+    def step() -> weakref.ref[Large]:
+        large = Large()
+        look()
+        return weakref.ref(large)
+
+    gc.disable()
+    try:
+        assert step()() is None
+    finally:
+        gc.enable()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import socketserver
+import sys
 import threading
 from typing import Any
 
-from miraccl.bootstrap import Session, solo
+from miraccl.bootstrap import Session, solo, stacks
 from miraccl.comm import whereabouts
 from miraccl.comm.lookout import lookout
 from miraccl.comm.waits import Come, ForMeeting, ForOperation, Place, Wait
+from miraccl.comm.work import Work
 
 HERE = ForOperation(key="a", awaited=("1",), op="all_reduce")
 INSIDE = ForMeeting(key="b", awaited=("1",), op="split")
@@ -41,6 +46,62 @@ def test_only_a_program_with_one_thread_is_in_one_place() -> None:
     assert not whereabouts._waits
 
 
+def test_threads_that_serve_events_are_the_programs() -> None:
+    loop, idle = asyncio.new_event_loop(), threading.Event()
+    server = socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler)
+    with server, whereabouts.Waiting(lambda: HERE):
+        for serve, stop in ((loop.run_forever, lambda: loop.call_soon_threadsafe(loop.stop)), (server.serve_forever, server.shutdown)):
+            assert whereabouts.current() is HERE
+            thread = threading.Thread(target=serve)
+            thread.start()
+            while "select" not in sys._current_frames()[thread.ident or 0].f_code.co_name:  # no line of the program's
+                idle.wait(0.001)
+            assert whereabouts.current() is None
+            stop()
+            thread.join()
+    loop.close()
+
+
+def test_a_thread_that_is_about_to_begin_is_the_programs() -> None:
+    """It is where those of libraries are."""
+    end = threading.Event()
+    library = threading.Thread(target=end.wait)
+    library.start()
+    frame = stacks.frames()[library.ident or 0]
+    assert not stacks.may_call_user_code(frame, library)
+    assert stacks.may_call_user_code(frame, threading.Thread(target=told))
+    assert stacks.may_call_user_code(frame, type("Own", (threading.Thread,), {"run": told})())
+    end.set()
+    library.join()
+
+
+def test_a_signal_handler_is_in_another_place() -> None:
+    """It may call what others wait for."""
+    seen: list[Wait | None] = []
+    work = Work("all_reduce", lambda: HERE)
+
+    def handle(number: int, frame: Any) -> None:
+        seen.append(whereabouts.current())
+        work._finish(None, None)
+
+    usual = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        work.wait()
+    finally:
+        signal.signal(signal.SIGALRM, usual)
+    assert seen == [None]
+
+
+def test_a_program_in_two_waits_is_in_neither() -> None:
+    """The inner one is of a signal handler."""
+    first, second = Seat("first"), Seat("second")
+    whereabouts.seats.take(first)
+    assert whereabouts.current() == first.wait()
+    whereabouts.seats.take(second)
+    assert whereabouts.current() is None
+
+
 class Seat:
     """That of a rank which waits in its communicator."""
 
@@ -71,6 +132,14 @@ def test_those_who_live_and_have_not_left_are_told_of() -> None:
     whereabouts.seats.leave(first)
     del second
     assert not {"first", "second"} & set(told().come)
+
+
+def test_of_ranks_of_one_process_nobody_says_how_far_they_have_come() -> None:
+    first, second = Seat("same"), Seat("same")
+    whereabouts.seats.take(first)
+    assert told().come["same"].operations == 3
+    whereabouts.seats.take(second)
+    assert "same" not in told().come
 
 
 def test_a_communicator_that_is_closed_before_others_are_asked() -> None:

@@ -27,11 +27,21 @@ def add_library(folder: str) -> None:
         _LIBRARIES.append(path)
 
 
+#: Code of the standard library that calls what others have given it whenever something comes: messages, connections, results.
+_LOOPS = tuple(
+    os.path.join(folder, path)
+    for folder in filter(None, _FOLDERS[:2])
+    for path in ("asyncio" + os.sep, "socketserver.py", "concurrent/futures/process.py", "multiprocessing/pool.py")
+)
+#: Ours that runs no program's code, but for signal handlers.
+_CALLS = tuple(_PACKAGE + folder + os.sep for folder in ("comm", "torch"))
+
 _lock = threading.RLock()
 
 
 def frames() -> dict[int, FrameType]:
-    """The innermost frame of every thread.
+    """The innermost frame of every thread. Who keeps this thread's in a variable keeps what all its functions have, until the next run of
+    the garbage collector, which programs may have turned off.
 
     Without the garbage collector meanwhile: before CPython 3.11.9 finalizers would run while a lock of the interpreter is held, and if one
     of them lets another thread run that comes here or begins a thread, the process stands still for ever (python/cpython#106883).
@@ -74,7 +84,9 @@ def locate(idents: Iterable[int], depth: int = 8) -> list[dict[str, object]]:
     frames are skipped, unless there are no others.
     """
     innermost = frames()
-    return [_place(innermost[ident], depth) for ident in idents if ident in innermost]
+    found = [_place(innermost[ident], depth) for ident in idents if ident in innermost]
+    innermost.clear()
+    return found
 
 
 def _place(innermost: FrameType, depth: int) -> dict[str, object]:
@@ -99,6 +111,33 @@ def _below_libraries(frame: FrameType) -> FrameType:
     while caller is not None and _is_library(caller) and not _is_ours(caller):
         caller = caller.f_back
     return caller or frame
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((_PACKAGE, *_LIBRARIES, "<frozen "))
+
+
+def may_call_user_code(frame: FrameType, thread: threading.Thread | None) -> bool:
+    """Whether a thread of a library's may come to code of the user's by itself: it serves events, or is about to begin with that code."""
+    at: FrameType | None = frame
+    while at is not None:
+        if at.f_code.co_filename.startswith(_LOOPS):
+            return True
+        at = at.f_back
+    begins = (getattr(thread, "_target", None), getattr(type(thread), "run", None))
+    return any(_is_users(code.co_filename) for code in (getattr(function, "__code__", None) for function in begins) if code is not None)
+
+
+def is_called_back(frame: FrameType) -> bool:
+    """Whether a thread runs the user's code inside of a call of ours: a signal handler."""
+    at: FrameType | None = frame
+    users = False
+    while at is not None:
+        if users and at.f_code.co_filename.startswith(_CALLS):
+            return True
+        users |= _is_users(at.f_code.co_filename)
+        at = at.f_back
+    return False
 
 
 def runs_user_code(frame: FrameType, *, also_here: bool) -> bool:

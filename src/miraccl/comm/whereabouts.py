@@ -8,7 +8,8 @@ ended meanwhile, the counts of the process that it waits for would say so.
 What a communicator does on a GPU goes on beside the program, one operation after another: that is a ``Stream``, which waits as a program
 does, perhaps for several others at once.  One that has nothing to do waits for its program; a program may wait for its streams.
 
-Threads that run none of the user's code do not count, except timers and threads that are inside this library.
+Threads that run none of the user's code do not count, except timers, those that serve events (asyncio, say) or are about to begin, and
+threads that are inside this library.  Nor is a program in one place while a signal handler runs inside a wait.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
 from miraccl.bootstrap import Session
 from miraccl.bootstrap.host import process_token
-from miraccl.bootstrap.stacks import frames, runs_user_code
+from miraccl.bootstrap.stacks import frames, is_called_back, may_call_user_code, runs_user_code
 from miraccl.comm.waits import Come, ForCall, Place
 from miraccl.comm.waits import Wait as Wait
 
@@ -133,18 +135,22 @@ def forget() -> None:
 
 
 def only_thread() -> int | None:
-    """The thread of the program, if it has one."""
-    names = {thread.ident: thread for thread in threading.enumerate()}
+    """The thread of the program, if it has one, and that is where it was when it called us."""
+    threads = {thread.ident: thread for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    found = None
-    for ident, frame in frames().items():
-        thread = names.get(ident)
-        ours = thread is not None and thread.name.startswith("miraccl")
-        if ident == main or (isinstance(thread, threading.Timer) and not ours) or runs_user_code(frame, also_here=not ours):
-            if found is not None:
-                return None
-            found = ident
-    return found
+    found = {
+        ident: not is_called_back(frame)
+        for ident, frame in frames().items()
+        if ident == main or _may_be_the_programs(threads.get(ident), frame)
+    }
+    return next((ident for ident, inside in found.items() if inside), None) if len(found) == 1 else None
+
+
+def _may_be_the_programs(thread: threading.Thread | None, frame: FrameType) -> bool:
+    ours = thread is not None and thread.name.startswith("miraccl")
+    if runs_user_code(frame, also_here=not ours):
+        return True
+    return not ours and (isinstance(thread, threading.Timer) or may_call_user_code(frame, thread))
 
 
 def current() -> Wait | None:
@@ -155,7 +161,8 @@ def current() -> Wait | None:
     known = _waits.get(thread)
     if known is not None:
         return known()
-    return next((wait for seat in seats if (wait := seat.wait()) is not None), None)
+    waits = [wait for seat in seats if (wait := seat.wait()) is not None]
+    return waits[0] if len(waits) == 1 else None
 
 
 def own_waits(*, look: bool) -> list[tuple[str, Wait, Stream | None]]:
@@ -175,7 +182,7 @@ def own_waits(*, look: bool) -> list[tuple[str, Wait, Stream | None]]:
 def report() -> dict[str, Any]:
     """For other processes (``places``)."""
     wait = current()  # before the counts
-    program = Place([] if wait is None else [wait], {seat.key: seat.come() for seat in seats}, list(_made))
+    program = Place([] if wait is None else [wait], _come(), list(_made))
     known = {process_token().hex(): program}
     for stream in streams:
         known |= stream.report(wait)
@@ -184,6 +191,14 @@ def report() -> dict[str, Any]:
         "places": {name: place.to_json() for name, place in known.items()},
         "looks": needs_look(),
     }
+
+
+def _come() -> dict[str, Come]:
+    """How far this process has come. Ranks of one communicator that are threads of one process have no place of their own."""
+    found: dict[str, list[Seat]] = {}
+    for seat in seats:
+        found.setdefault(seat.key, []).append(seat)
+    return {key: alike[0].come() for key, alike in found.items() if len(alike) == 1}
 
 
 def places(reports: Mapping[str, dict[str, Any]]) -> dict[str, Place]:
