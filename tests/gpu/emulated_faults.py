@@ -385,6 +385,7 @@ def in_different_calls(cases: Sequence[str]) -> list[dict[str, Any]]:
     """Ranks that wait for one another in calls that kernels do not compare, and whose programs wait for them: what is told of each case.
     All have time."""
     lookout.LOOK_AT_STREAMS_AFTER_S, lookout.TICK_S = 0.05, 0.1
+    layout.BULK_FROM, layout.CHUNK_BYTES, layout.BULK_BYTES = 5000, 1024, 6 * 1024
     vars(whereabouts)["only_thread"] = lambda: threading.main_thread().ident  # those of the emulated GPU are no program's
     with session() as world:
         return [_in_different_calls(Rank(world.sub(range(world.nranks), case), 600.0), case) for case in cases]
@@ -392,12 +393,15 @@ def in_different_calls(cases: Sequence[str]) -> list[dict[str, Any]]:
 
 def _in_different_calls(me: Rank, case: str) -> dict[str, Any]:
     comm, mine = me.comm, me.rank
-    x, left = me.zeros(10), {0: 1, 1: 2, 2: 0}[mine]
+    x, large, left = me.zeros(10), me.zeros(3000), {0: 1, 1: 2, 2: 0}[mine]
     calls: dict[str, Callable[[], Any]] = {
         "split": lambda: comm.split(0) if mine == 1 else comm.recv(x, 1, stream=0),
         "broadcast": lambda: comm.broadcast(x, 1, stream=0) if mine == 0 else comm.recv(x, left, stream=0),
+        "large": lambda: comm.broadcast(x, 1, stream=0) if mine == 0 else comm.send(large, left, stream=0),
     }
     try:
+        for _ in range(2):  # rows, and large messages, are counted on
+            comm.sendrecv(large, (mine + 1) % 3, me.zeros(3000), (mine + 2) % 3, stream=0)
         comm.all_reduce(x, stream=0)
         comm.synchronize()
         comm._member.session.barrier("before they differ")

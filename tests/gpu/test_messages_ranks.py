@@ -182,8 +182,10 @@ def test_ranks_that_wait_for_one_another_in_calls_that_kernels_do_not_compare_ar
     texts = {
         "split": "rank 1 waits for rank 0 in split of",
         "broadcast": "rank 0 waits for rank 1 in broadcast #2 (10 x float32, root 1; ",
+        "large": "rank 2 waits for rank 0 in send/recv on GPU memory",
     }
-    for answers in run(emulated_faults.in_different_calls, 3, list(texts)):
+    env = {"MIRACCL_SMS": "4", "MIRACCL_EMULATOR_CACHE": str(folder())}  # as many as large messages need
+    for answers in run_ranks(emulated_faults.in_different_calls, 3, list(texts), env=env, timeout=100.0):
         for answer, text in zip(answers, texts.values(), strict=True):
             assert answer["type"] == "CollectiveMismatch"
             assert "ranks wait for one another, so none goes on" in answer["text"]

@@ -24,7 +24,8 @@ _HEAD_BYTES = layout.BOARD_OFFSET + layout.MAX_RANKS * _ENTRIES
 _MOVE = struct.Struct(layout.MOVE)
 _MOVES = _MOVE.size * layout.MOVE_ENTRIES
 _STOPPED = layout.STATE_OFFSET + 8 * layout.STATE_STOPPED
-_WAIT_NEED, _WAIT_HOLDS, _NEED_SENT, _NEED_CREDIT = 56, 48, 0, 1  # of the words of waits in source/p2p.cuh
+_WAIT_NEED, _WAIT_HOLDS, _NEED_SENT, _NEED_BULK = 56, 48, 0, 2  # of the words of waits in source/p2p.cuh
+_COUNTS = ("sent", "taken", "large")  # of ``Come``, by NEED_*
 _ALL, _HALF = 1 << 32, 1 << 31  # numbers wrap
 
 
@@ -266,41 +267,49 @@ class Held:
 
 
 def read_waits(gpu: Gpu, where: Regions) -> list[Held]:
-    """The long waits of this rank in the launch of messages that it is in; not those for large messages."""
-    nranks, lanes = len(where.inboxes), layout.message_lanes(len(where.inboxes))
+    """The long waits of this rank in the launch of messages that it is in."""
+    nranks = len(where.inboxes)
     if _read_word(gpu, where.own + _STOPPED):
         return []
     row = gpu.read(where.own + layout.WAITS_OFFSET + 8 * layout.MAX_RANKS * where.rank, 8 * layout.MAX_RANKS)
     found = []
     for peer, said in enumerate(struct.unpack(f"<{layout.MAX_RANKS}Q", row)[:nranks]):
         kind, count = said >> _WAIT_NEED & 3, said % (1 << _WAIT_HOLDS)
-        if not said >> 63 or kind not in (_NEED_SENT, _NEED_CREDIT):
-            continue
-        place = peer * lanes * layout.WORD_STRIDE
-        has = where.own + layout.LANE_TAKEN_OFFSET if kind == _NEED_SENT else where.inboxes[peer] + layout.LANE_CREDIT_OFFSET
-        if _read_word(gpu, has + place) < count:  # else it has ended
-            found.append(Held(peer, "sent" if kind == _NEED_SENT else "taken", count, said >> _WAIT_HOLDS & 0xFF))
+        if said >> 63 and not _has_ended(gpu, where, peer, kind, count):
+            found.append(Held(peer, _COUNTS[kind], count, said >> _WAIT_HOLDS & 0xFF))
     return found
+
+
+def _has_ended(gpu: Gpu, where: Regions, peer: int, kind: int, count: int) -> bool:
+    """Whether a wait for ``peer`` has got what it was for: of a large message slots, which come before it is taken and counted."""
+    if kind == _NEED_BULK:
+        granted = _read_word(gpu, where.inboxes[peer] + layout.BULK_GRANTS_OFFSET + peer * layout.BULK_STRIDE) >> 32
+        return not _is_after(count % _ALL, granted)
+    has = where.own + layout.LANE_TAKEN_OFFSET if kind == _NEED_SENT else where.inboxes[peer] + layout.LANE_CREDIT_OFFSET
+    return _read_word(gpu, has + peer * layout.message_lanes(len(where.inboxes)) * layout.WORD_STRIDE) >= count
 
 
 @dataclass(frozen=True)
 class Come:
     """How far a rank's kernels have come: the number of the last launch that has begun, and by peer rows of the first lane that they have
-    sent to it, and told it that they have taken."""
+    sent to it, and told it that they have taken, and ``large`` messages that they have taken."""
 
     begun: int
     sent: tuple[int, ...]
     taken: tuple[int, ...]
+    large: tuple[int, ...]
 
 
 def read_come(gpu: Gpu, where: Regions) -> Come:
     lanes = layout.message_lanes(len(where.inboxes))
-    sent, taken = [], []
+    sent, taken, large = [], [], []
     for peer, outbox in enumerate(where.outboxes):
         near = peer == where.rank
         sent.append(0 if near else _read_word(gpu, where.own + layout.LANE_SENT_OFFSET + peer * lanes * layout.WORD_STRIDE))
         taken.append(0 if near else _read_word(gpu, outbox + layout.LANE_CREDIT_OFFSET + where.rank * lanes * layout.WORD_STRIDE))
-    return Come(read_head(gpu, where).begun[0], tuple(sent), tuple(taken))
+        counted = where.own + layout.BULK_COUNTS_OFFSET + (layout.MAX_RANKS + peer) * layout.BULK_STRIDE
+        large.append(0 if near else _read_word(gpu, counted))
+    return Come(read_head(gpu, where).begun[0], tuple(sent), tuple(taken), tuple(large))
 
 
 def _read_word(gpu: Gpu, address: int) -> int:

@@ -82,7 +82,7 @@ class KernelWaits:
     def come(self) -> dict[str, Come]:
         """How far they have come."""
         come = self._looks.come()
-        return {} if come is None else {self._key: Come(operations=come.begun, sent=come.sent, taken=come.taken)}
+        return {} if come is None else {self._key: Come(operations=come.begun, sent=come.sent, taken=come.taken, large=come.large)}
 
 
 class KernelSeat(DeviceSeat):
