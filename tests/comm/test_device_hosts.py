@@ -180,13 +180,17 @@ def test_ranks_that_wait_for_one_another_between_hosts_are_told_soon(hosts: str)
             assert text in error
 
 
-def test_a_gpu_against_a_cpu_is_told_soon_where_a_program_waits_for_it() -> None:
-    calls = [("synchronize", "all_reduce"), ("synchronize", "split")]
-    for errors in run_ranks(fake_hosts.against_the_cpu, 2, calls):
-        for error, (_, call) in zip(errors, calls, strict=True):
+@pytest.mark.parametrize("hosts", ["AB", pytest.param("AABB", marks=needs_compiler)])
+def test_a_gpu_against_a_cpu_is_told_soon_where_a_program_waits_for_it(hosts: str) -> None:
+    calls = [("synchronize", "all_reduce"), ("synchronize", "split"), ("all_reduce", "synchronize")]
+    env = WITH_EMULATOR | {"MIRACCL_SMS": "1"}
+    for errors in run_ranks(fake_hosts.against_the_cpu, len(hosts), hosts, calls, hosts == "AABB", env=env):
+        for error, (others, odd) in zip(errors, calls, strict=True):
             assert error.startswith("CollectiveMismatch: ")
-            assert "rank 0 waits for rank 1 in all_reduce #2 (10 x float32, sum) on GPU memory" in error
-            assert f"rank 1 waits for rank 0 in {call}" in error
+            one, other = (f"waits for rank {rank} in" for rank in ((1, 0) if others == "synchronize" else (0, 1)))
+            assert one in error
+            assert other in error
+            assert f"in {odd if others == 'synchronize' else others}" in error
 
 
 def test_a_rank_that_is_late_is_waited_for() -> None:

@@ -393,15 +393,17 @@ def in_different_calls(cases: Sequence[str]) -> list[dict[str, Any]]:
 
 def _in_different_calls(me: Rank, case: str) -> dict[str, Any]:
     comm, mine = me.comm, me.rank
-    x, large, left = me.zeros(10), me.zeros(3000), {0: 1, 1: 2, 2: 0}[mine]
+    x, large, left = me.zeros(10), me.zeros(3000), (mine + 1) % me.nranks
     calls: dict[str, Callable[[], Any]] = {
         "split": lambda: comm.split(0) if mine == 1 else comm.recv(x, 1, stream=0),
         "broadcast": lambda: comm.broadcast(x, 1, stream=0) if mine == 0 else comm.recv(x, left, stream=0),
         "large": lambda: comm.broadcast(x, 1, stream=0) if mine == 0 else comm.send(large, left, stream=0),
+        "copies": lambda: comm.split(0) if mine == 1 else comm.all_gather(x, me.zeros(10 * me.nranks), stream=0),
     }
     try:
         for _ in range(2):  # rows, and large messages, are counted on
-            comm.sendrecv(large, (mine + 1) % 3, me.zeros(3000), (mine + 2) % 3, stream=0)
+            comm.sendrecv(large, (mine + 1) % me.nranks, me.zeros(3000), (mine - 1) % me.nranks, stream=0)
+            comm.all_gather(x, me.zeros(10 * me.nranks), stream=0)
         comm.all_reduce(x, stream=0)
         comm.synchronize()
         comm._member.session.barrier("before they differ")

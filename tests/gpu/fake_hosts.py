@@ -723,14 +723,15 @@ def _in_different_calls(w: World, case: str) -> str:
     return _fault(w, x, (CollectiveMismatch,))
 
 
-def against_the_cpu(calls: Sequence[tuple[str, str]]) -> list[str]:
-    """Rank 0 waits for what it has called on GPU memory, rank 1 calls something else: what they raise of each pair of calls."""
-    from tests.gpu.fake_cuda import FakeArray
-
-    os.environ["MIRACCL_HOSTID"] = f"host{os.environ['MIRACCL_RANK']}"
+def against_the_cpu(hosts: str, calls: Sequence[tuple[str, str]], kernels: bool = False) -> list[str]:
+    """Rank 1 calls something else than the others, who wait for what they have called on GPU memory, or the other way round: what they
+    raise of each pair of calls, of the others and of rank 1."""
+    lookout.LOOK_AT_STREAMS_AFTER_S, lookout.TICK_S = 0.05, 0.1
     vars(whereabouts)["only_thread"] = lambda: threading.main_thread().ident  # those of the pretended driver are no program's
-    cuda, errors = FakeCuda().install(), []
+    errors = []
     with session() as world:
+        os.environ["MIRACCL_HOSTID"] = f"host {hosts[world.rank]}"
+        cuda = EmulatedCuda(home=world.rank).install() if kernels else FakeCuda(home=world.rank).install()
         for pair in calls:
             comm = Communicator.from_session(_sub(world, "/".join(pair)), Options.create(timeout=600.0))
             x, y = FakeArray(cuda, np.ones(10, np.float32)), np.ones(10, np.float32)
@@ -739,13 +740,15 @@ def against_the_cpu(calls: Sequence[tuple[str, str]]) -> list[str]:
                 "all_reduce": functools.partial(Communicator.all_reduce, x=y),
                 "split": functools.partial(Communicator.split, color=0),
             }
-            comm.all_reduce(x)
+            for _ in range(3):  # the last times as a graph
+                comm.all_reduce(x)
             comm.synchronize()
             world.barrier("before they differ")
+            name = pair[comm.rank == 1]
             try:
-                if comm.rank == 0:
+                if name == "synchronize":
                     comm.all_reduce(x)
-                made[pair[comm.rank]](comm)
+                made[name](comm)
             except MiracclError as error:
                 errors.append(f"{type(error).__name__}: {error}")
             else:

@@ -181,7 +181,7 @@ def test_collectives_that_are_messages_are_told_apart(case: str) -> None:
 def test_ranks_that_wait_for_one_another_in_calls_that_kernels_do_not_compare_are_told_soon() -> None:
     texts = {
         "split": "rank 1 waits for rank 0 in split of",
-        "broadcast": "rank 0 waits for rank 1 in broadcast #2 (10 x float32, root 1; ",
+        "broadcast": "rank 0 waits for rank 1 in broadcast #4 (10 x float32, root 1; ",
         "large": "rank 2 waits for rank 0 in send/recv on GPU memory",
     }
     env = {"MIRACCL_SMS": "4", "MIRACCL_EMULATOR_CACHE": str(folder())}  # as many as large messages need
@@ -190,6 +190,13 @@ def test_ranks_that_wait_for_one_another_in_calls_that_kernels_do_not_compare_ar
             assert answer["type"] == "CollectiveMismatch"
             assert "ranks wait for one another, so none goes on" in answer["text"]
             assert text in answer["text"]
+
+
+def test_ranks_that_wait_for_one_another_in_copies_and_other_calls_are_told_soon() -> None:
+    env = {"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}
+    for (answer,) in run_ranks(emulated_faults.in_different_calls, 2, ["copies"], env=env, timeout=100.0):
+        assert answer["type"] == "CollectiveMismatch"
+        assert "rank 0 waits for rank 1 in all_gather #6 (10 x float32; one_shot, copy)" in answer["text"]
 
 
 @pytest.mark.parametrize("case", ["recv", "send"])

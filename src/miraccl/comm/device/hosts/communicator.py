@@ -109,6 +109,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         self.layout = HostsLayout.of(session.rank, hosts)
         self.faults = HostsFaults(session, let_go=self._let_go, abort_network=lambda reason: self.jobs.abort(reason))
         self._side: int | None = None
+        self._elsewhere = False  # operations were in other streams than the default one, which is never captured
         self._cut = False  # lanes were at work when a fault ended that
         self._ending = threading.RLock()  # a signal handler may abort in the middle
         self._local_session = session.sub(self.layout.mine, f"{session.name}/gpu host {self.layout.host}")
@@ -132,7 +133,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             stages.gather("gpu staging ready")
             self.jobs.begin()
             near = (self.local._looks, self._local_session) if self.layout.width > 1 and self.local._looks is not None else None
-            self.seat = LaneSeat(self.jobs, self.layout, near, self.faults.end)
+            self.seat = LaneSeat(self.jobs, self.layout, near, self.faults.end, self._has_done_all)
             if self.nranks <= COUNTED_RANKS:  # as of CPU communicators
                 whereabouts.streams.take(self.seat)
             unless_made.pop_all()
@@ -286,6 +287,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         """Every call is inside: what it may raise, the stream's number and whether it is captured; keeps what views keep."""
         self.check(name)
         number = self.local._enter(name, stream)
+        self._elsewhere |= number != 0
         try:
             yield number, self.gpu.capture_id(number) != 0
         except FAULTS as error:  # half of it may be enqueued: no rank can count on what comes next
@@ -336,6 +338,12 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     def abort(self, reason: str = "abort() was called") -> None:
         """End what waits, on all ranks; later calls raise. Any thread may call it."""
         self.faults.abort(reason)
+
+    def _has_done_all(self) -> bool:
+        """Whether kernels have done all that was enqueued, and none can come by a graph of the program's."""
+        with contextlib.suppress(MiracclError):  # else nobody can say
+            return not self._elsewhere and self.gpu.is_done(0)
+        return False
 
     def synchronize(self) -> None:
         """Wait for this rank's GPU, then ``check``."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miraccl.bootstrap import Session
@@ -42,8 +42,12 @@ _OF_ALL = (Collective.ALL_REDUCE.name.lower(), Collective.BARRIER.name.lower())
 class LaneSeat(DeviceSeat):
     """That of a rank. ``end(op, text)`` makes ``CollectiveMismatch`` its communicator's fault."""
 
-    def __init__(self, jobs: HostsJobs, layout: HostsLayout, near: tuple[Looks, Session] | None, end: End) -> None:
-        """``near`` looks at the kernels of this host, where there are some, of the ranks of that session."""
+    def __init__(
+        self, jobs: HostsJobs, layout: HostsLayout, near: tuple[Looks, Session] | None, end: End, is_done: Callable[[], bool]
+    ) -> None:
+        """``near`` looks at the kernels of this host, where there are some, of the ranks of that session. ``is_done()``: as of
+        ``KernelSeat``, of these kernels."""
+        self._is_done = is_done
         self._jobs, self._layout, self._end = jobs, layout, end
         self._world: Member = jobs.world._member
         self._members = list(dict.fromkeys([self._world, *(cpu._member for cpu in jobs.crosses[:1])]))
@@ -68,15 +72,21 @@ class LaneSeat(DeviceSeat):
 
     def _place(self, program: Wait | None) -> Place:
         staging = self._jobs.staging
-        if program is not None and self._layout.width == 1 and staging.idle:
-            return Place([whereabouts.no_call(program, self._world.session.tokens[self._world.rank])], self._come())
+        if program is not None and self._has_done_all():
+            return Place([whereabouts.no_call(program, self._world.session.tokens[self._world.rank])], self._come_in_all())
         job, waits = self._of_lane()
         if waits and (job is None or job.mixed):
             return Place(waits, self._come())
         kernels = self._near.waits() if self._near is not None and not waits else []
         if kernels and staging.mixed:
             return Place(waits, self._come())
-        return Place([*waits, *kernels], {**self._come(), **(self._near.come() if self._near is not None else {})})
+        return Place([*waits, *kernels], self._come_in_all())
+
+    def _has_done_all(self) -> bool:
+        """Whether nothing is enqueued any more, and no graph may bring anything. Without others on its host all goes through lanes."""
+        if not self._jobs.staging.idle:
+            return False
+        return self._layout.width == 1 or (self._near is not None and self._is_done())
 
     def _of_lane(self) -> tuple[StagedJob | None, list[Wait]]:
         """The job that the lane is at, and what it waits for there."""
@@ -130,6 +140,10 @@ class LaneSeat(DeviceSeat):
     @property
     def _messages_key(self) -> str:
         return f"{self._world.session.key} messages"
+
+    def _come_in_all(self) -> dict[str, Come]:
+        """Lanes and kernels."""
+        return {**self._come(), **(self._near.come() if self._near is not None else {})}
 
     def _come(self) -> dict[str, Come]:
         come = {member.session.key: _come_to(member) for member in self._members}
