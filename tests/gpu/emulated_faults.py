@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAb
 from miraccl.executor.cuda import layout
 from miraccl.types import RedOp
 from tests.comm.fault_ranks import seen as told_by
+from tests.comm.pair_ranks import await_two, questions
 from tests.gpu.emulated_ranks import Rank, rank
 from tests.gpu.fake_ranks import session
 
@@ -398,6 +400,7 @@ def _in_different_calls(me: Rank, case: str) -> dict[str, Any]:
         "split": lambda: comm.split(0) if mine == 1 else comm.recv(x, 1, stream=0),
         "broadcast": lambda: comm.broadcast(x, 1, stream=0) if mine == 0 else comm.recv(x, left, stream=0),
         "large": lambda: comm.broadcast(x, 1, stream=0) if mine == 0 else comm.send(large, left, stream=0),
+        "work": lambda: comm.split(0) if mine == 1 else comm.recv(x, 1, async_op=True).synchronize(),
         "copies": lambda: comm.split(0) if mine == 1 else comm.all_gather(x, me.zeros(10 * me.nranks), stream=0),
     }
     try:
@@ -415,6 +418,42 @@ def _in_different_calls(me: Rank, case: str) -> dict[str, Any]:
         with contextlib.suppress(MiracclError):
             comm.finalize()
     return {"type": "none"}
+
+
+def works_that_end() -> list[float]:
+    """Rank 0 waits on its host for an operation that has ended on the GPU, before others that wait for rank 1; that one waits for it
+    on the CPU meanwhile, and rank 0 comes when others have asked often where everybody is."""
+    lookout.LOOK_AT_STREAMS_AFTER_S, lookout.TICK_S = 0.05, 0.1
+    vars(whereabouts)["only_thread"] = lambda: threading.main_thread().ident
+    with rank(timeout=60.0) as me:
+        comm, x, y = me.comm, me.zeros(10), np.ones(3)
+        for _ in range(2):
+            comm.all_reduce(x, stream=0)
+        me.synchronize()
+        asked = questions(comm._member.session)
+        if me.rank == 0:
+            work = comm.broadcast(x, 0, async_op=True)
+            comm.recv(me.zeros(10), 1, async_op=True)
+            calls, usual = itertools.count(), work.done
+
+            def done() -> bool:  # the program is slow to see that it has ended
+                if next(calls) == 1:
+                    while not usual():
+                        os.sched_yield()
+                    for _ in range(3):
+                        await_two(asked)
+                    return True
+                return False
+
+            vars(work)["done"] = done
+            work.synchronize()
+            comm.all_reduce(y)
+        else:
+            comm.broadcast(x, 0, stream=0)
+            comm.all_reduce(y)
+            comm.send(x, 0, stream=0)
+        me.synchronize()
+        return list(y)
 
 
 def told_on_the_cpu() -> dict[str, Any]:

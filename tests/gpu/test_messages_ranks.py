@@ -183,6 +183,7 @@ def test_ranks_that_wait_for_one_another_in_calls_that_kernels_do_not_compare_ar
         "split": "rank 1 waits for rank 0 in split of",
         "broadcast": "rank 0 waits for rank 1 in broadcast #4 (10 x float32, root 1; ",
         "large": "rank 2 waits for rank 0 in send/recv on GPU memory",
+        "work": "rank 1 waits for rank 0 in split of",
     }
     env = {"MIRACCL_SMS": "4", "MIRACCL_EMULATOR_CACHE": str(folder())}  # as many as large messages need
     for answers in run_ranks(emulated_faults.in_different_calls, 3, list(texts), env=env, timeout=100.0):
@@ -190,6 +191,11 @@ def test_ranks_that_wait_for_one_another_in_calls_that_kernels_do_not_compare_ar
             assert answer["type"] == "CollectiveMismatch"
             assert "ranks wait for one another, so none goes on" in answer["text"]
             assert text in answer["text"]
+
+
+def test_a_work_that_has_ended_is_waited_for_no_longer() -> None:
+    """Nor is there a circle by what comes behind it."""
+    assert run(emulated_faults.works_that_end, 2) == [[2.0] * 3] * 2
 
 
 def test_ranks_that_wait_for_one_another_in_copies_and_other_calls_are_told_soon() -> None:

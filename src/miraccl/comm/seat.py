@@ -70,12 +70,12 @@ class MemberSeat:
         found = self._for([peer], op)
         return ForRoom(number=taken, **found) if taken else ForMessage(number=received, **found)
 
-    def wait_for_stream(self, stream: str, number: int) -> Wait | None:
-        """The program's wait of that number for all that a stream of this process has to do (``whereabouts.Stream``)."""
+    def wait_for_stream(self, stream: str, number: int, op: str = "synchronize") -> Wait | None:
+        """The program's ``number``-th wait in ``op`` for what a stream of this process has to do (``whereabouts.Stream``)."""
         if self._member.faults.fault is not None:
             return None
-        end = functools.partial(self._end, "synchronize")
-        return ForStream(key=self.key, awaited=(stream,), op="synchronize", end=end, number=number, rank=self._member.rank)
+        end, key = functools.partial(self._end, op), f"{self.key} {op}"
+        return ForStream(key=key, awaited=(stream,), op=op, end=end, number=number, rank=self._member.rank)
 
     def meeting(self) -> Wait | None:
         """The meeting on the control plane that this rank is in."""

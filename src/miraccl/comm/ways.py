@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -101,7 +102,8 @@ class Ways:
             from miraccl.comm.device.work import Background
 
             with self._making:
-                self._background = self._background or Background(device)
+                wait = functools.partial(self._member.seat.wait_for_stream, device.stream_name, op="work.synchronize()")
+                self._background = self._background or Background(device, wait)
         return self._background
 
     def _device_side(self, ordinal: int) -> DeviceCommunicator | HostsCommunicator:

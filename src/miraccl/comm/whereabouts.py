@@ -181,11 +181,11 @@ def own_waits(*, look: bool) -> list[tuple[str, Wait, Stream | None]]:
 
 def report() -> dict[str, Any]:
     """For other processes (``places``)."""
-    wait = current()  # before the counts
-    program = Place([] if wait is None else [wait], _come(), list(_made))
-    known = {process_token().hex(): program}
+    wait, known = current(), dict[str, Place]()
     for stream in streams:
         known |= stream.report(wait)
+    wait = current()  # after the streams, as it may be for something that one of them has done since; before the counts
+    known[process_token().hex()] = Place([] if wait is None else [wait], _come(), list(_made))
     return {
         "token": process_token().hex(),
         "places": {name: place.to_json() for name, place in known.items()},

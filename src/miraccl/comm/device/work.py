@@ -6,17 +6,21 @@ It is written against the methods that ``comm.device.DeviceCommunicator`` and ``
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
 
 from miraccl.comm.device.kept import Kept
+from miraccl.comm.whereabouts import Wait, Waiting
 from miraccl.comm.work import Work, patience
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.executor.cuda.contexts import AnotherGpu
 from miraccl.executor.cuda.gpu import Gpu
 
 POLL_S = 50e-6
+POLLED_S = 0.02  # in which somebody who waits has looked
 Current = Callable[[], Any]
 """Gives the current stream as an object."""
 
@@ -28,9 +32,20 @@ class DeviceWork(Work):
     the host waits.
     """
 
-    def __init__(self, name: str, gpu: Any, stream: int, result: Any, keep: Any, current: Current | None = None) -> None:
-        """``current`` gives the current stream, where the library of the arrays has one of its own."""
-        super().__init__(name)
+    def __init__(
+        self,
+        name: str,
+        gpu: Any,
+        stream: int,
+        result: Any,
+        keep: Any,
+        current: Current | None = None,
+        where: Callable[[], Wait | None] | None = None,
+    ) -> None:
+        """``current`` gives the current stream, where the library of the arrays has one of its own; ``where``: what the host waits in that
+        waits for this operation to end, after all that the communicator was to do before."""
+        super().__init__(name, where)
+        self._polls = 0  # that have found it going on
         self._gpu, self._result, self._keep, self._current = gpu, result, keep, current
         self._captured = gpu.gpu.is_capturing(stream)
         self._event: Any = gpu.gpu.make_event()
@@ -53,14 +68,30 @@ class DeviceWork(Work):
     def synchronize(self, timeout: float | None = None) -> Any:
         """Wait on the host, ``CollectiveTimeout`` after ``timeout`` seconds; kernels end by themselves at the communicator's deadline."""
         timeout = patience(timeout)
+        known = timeout is None and self._where is not None and not self.done()
+        with Waiting(self._still_waits) if known else contextlib.nullcontext():
+            self._poll(timeout)
+        self._gpu.check(self.name)
+        self._keep = None
+        return self._result
+
+    def _poll(self, timeout: float | None) -> None:
         end = None if timeout is None else time.monotonic() + timeout
         while not self.done():
             if end is not None and time.monotonic() >= end:
                 raise CollectiveTimeout(f"not finished within {timeout:g} s; it goes on on the GPU", op=self.name)
+            self._polls += 1
             time.sleep(POLL_S)
-        self._gpu.check(self.name)
-        self._keep = None
-        return self._result
+
+    def _still_waits(self) -> Wait | None:
+        """What the thread in ``synchronize`` waits in, unless it cannot say that the operation goes on now: who asks knows already what the
+        GPU waits for, which must not be something later."""
+        polls, end = self._polls, time.monotonic() + POLLED_S
+        while self._polls < polls + 2:  # one of them has begun since
+            if time.monotonic() > end:
+                return None
+            time.sleep(POLL_S)
+        return self._where() if self._where is not None else None
 
     def done(self) -> bool:
         """Whether the GPU has ended the operation, in success or not."""
@@ -118,10 +149,12 @@ class Background:
     The operation begins after what the current stream holds.  With ``stream`` it runs there, in that stream's order.
     """
 
-    def __init__(self, gpu: Any) -> None:
-        self._gpu = gpu
+    def __init__(self, gpu: Any, wait: Callable[[int], Wait | None] = lambda _: None) -> None:
+        """``wait(number)``: the program's ``number``-th for what the communicator does on the GPU."""
+        self._gpu, self._wait = gpu, wait
         self._own: int | None = None
         self._kept = Kept(gpu.gpu)
+        self._numbers = itertools.count(1)
 
     def __getattr__(self, name: str) -> Callable[..., DeviceWork]:
         method = getattr(self._gpu, name)
@@ -134,9 +167,16 @@ class Background:
                 keep = (args, more, result)
                 if not driver.is_capturing(number):  # memory of captures belongs to their graphs
                     self._kept.hold(keep, number)  # the user may let go of everything at once
-                return DeviceWork(name, self._gpu, number, result, keep, current)
+                return DeviceWork(name, self._gpu, number, result, keep, current, self._where(number))
 
         return start
+
+    def _where(self, stream: int) -> Callable[[], Wait | None] | None:
+        """What the host waits in that waits for what was enqueued in ``stream``: where the communicator's last operation is in that one, it
+        ends after all of them."""
+        if getattr(self._gpu, "local", self._gpu).stream != stream:
+            return None
+        return functools.partial(self._wait, next(self._numbers))
 
     def close(self) -> None:
         """Give the stream back, after the GPU has ended its work; may be called twice."""
