@@ -167,6 +167,7 @@ IN_DIFFERENT_CALLS = {
     "AABB": {
         "recv": "rank 1 waits for rank 0 in reduce_scatter #5 (500 x float32",
         "ring": "rank 2 waits for rank 3 in send/recv on GPU memory",
+        "reduce": "rank 1 waits for rank 0 in reduce #",
     },
 }
 

@@ -698,7 +698,7 @@ def _in_different_calls(w: World, case: str) -> str:
     comm, n, r = w.comm, w.nranks, w.rank
     x, large, ones, few = w.zeros(1000, DType.FLOAT32), w.zeros(1 << 22, DType.FLOAT32), [1] * n, w.zeros(n, DType.FLOAT32)
     first: dict[str, Callable[[], Any]] = {
-        "recv": lambda: comm.recv(x, n - 1),
+        **dict.fromkeys(("recv", "reduce"), lambda: comm.recv(x, n - 1)),
         "send": lambda: comm.send(large, n - 1),
         "barrier": comm.barrier,
         "root": comm.barrier,
@@ -706,6 +706,7 @@ def _in_different_calls(w: World, case: str) -> str:
     }
     others: dict[str, Callable[[], Any]] = {
         "root": lambda: comm.broadcast(x, n - 1),  # for which the root waits for nobody
+        "reduce": lambda: comm.reduce(x, n - 1),
         "all_to_all_v": lambda: comm.all_to_all(few, w.zeros(n, DType.FLOAT32)),
     }
     for _ in range(2):  # the second time as a graph

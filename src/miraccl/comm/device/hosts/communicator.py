@@ -288,11 +288,14 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         self.check(name)
         number = self.local._enter(name, stream)
         self._elsewhere |= number != 0
+        self.jobs.staging.enqueuing = True
         try:
             yield number, self.gpu.capture_id(number) != 0
         except FAULTS as error:  # half of it may be enqueued: no rank can count on what comes next
             self.faults.fail(error)
             raise
+        finally:
+            self.jobs.staging.enqueuing = False
         self.local._hold(views, number)
 
     # ---- explanation

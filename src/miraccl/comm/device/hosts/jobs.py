@@ -232,7 +232,7 @@ class HostsJobs:
             return pieces, transfers_on(self.world, rounds, slots)
 
         job = self._job(key, captured, make, need=need)
-        job.mixed |= beside
+        job.beside |= beside
         if job.number not in self._plans:
             self._plan(job, "staged", "sends and receives")
         self.last_plan = self._plans[job.number]

@@ -4,9 +4,9 @@ All operations between hosts begin with a piece for the first lane, and it answe
 one of them has come to no later one, whatever the program has called meanwhile.  What it waits for stands in the words of the operation
 that it is at: nothing is noted for this.
 
-With others on its host a rank waits in kernels, too.  While it does, its lanes have come to nothing more, and the other way round, but
-where an operation has both kinds at the same time: then lanes alone are told of.  Kernels are looked at by the lookout, not by the watcher,
-as a call of the driver may take long.
+With others on its host a rank waits in kernels, too.  Others wait for its lane or for its kernels, so these have names of their own.  While
+one of them waits, the other one has come to nothing more, either, but where an operation has both at the same time: then each is told of
+where it waits itself.  Kernels are looked at by the lookout, not by the watcher, as a call of the driver may take long.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from miraccl.executor.cpu.kernels.unlocked import layout as ex
 from miraccl.executor.cpu.lower import describe_signature
 from miraccl.types import Collective
 
+#: in the names of the halves of a rank
+LANE, KERNELS = " lane", " kernels"
 #: those in which every rank needs something of every other one
 _OF_ALL = (Collective.ALL_REDUCE.name.lower(), Collective.BARRIER.name.lower())
 
@@ -51,15 +53,16 @@ class LaneSeat(DeviceSeat):
         self._jobs, self._layout, self._end = jobs, layout, end
         self._world: Member = jobs.world._member
         self._members = list(dict.fromkeys([self._world, *(cpu._member for cpu in jobs.crosses[:1])]))
-        super().__init__(self._world.session, self._named(self._world.rank), needs_look=near is not None)
+        super().__init__(self._world.session, self._named(self._world.rank, ""), needs_look=near is not None)
         self._near: KernelWaits | None = None
         if near is not None:
             looks, session = near
-            self._near = KernelWaits(looks, session.key, session.rank, lambda rank: self._named(layout.mine[rank]), end)
+            self._near = KernelWaits(looks, session.key, session.rank, lambda rank: self._named(layout.mine[rank], KERNELS), end)
 
-    def _named(self, rank: int) -> str:
+    def _named(self, rank: int, half: str) -> str:
+        """One half of a rank, or both."""
         session = self._world.session
-        return stream_of(session.tokens[rank], session.key, rank)
+        return stream_of(session.tokens[rank], session.key + half, rank)
 
     @property
     def session(self) -> Session | None:
@@ -68,19 +71,22 @@ class LaneSeat(DeviceSeat):
     # ---- what it waits for
 
     def _find(self, program: Wait | None) -> Mapping[str, Place]:
-        return {self.name: self._place(program)}
-
-    def _place(self, program: Wait | None) -> Place:
-        staging = self._jobs.staging
         if program is not None and self._has_done_all():
-            return Place([whereabouts.no_call(program, self._world.session.tokens[self._world.rank])], self._come_in_all())
-        job, waits = self._of_lane()
-        if waits and (job is None or job.mixed):
-            return Place(waits, self._come())
-        kernels = self._near.waits() if self._near is not None and not waits else []
-        if kernels and staging.mixed:
-            return Place(waits, self._come())
-        return Place([*waits, *kernels], self._come_in_all())
+            nothing = [whereabouts.no_call(program, self._world.session.tokens[self._world.rank])]
+            return self._places(nothing, nothing, nothing)
+        at_work, lane = self._of_lane()
+        kernels = self._near.waits() if self._near is not None else []
+        both = [*lane, *kernels]
+        if kernels and not lane and self._jobs.staging.is_behind_kernels():
+            return self._places(both, kernels, kernels)
+        if at_work is not None and lane and not kernels and at_work[0].holds_kernels(at_work[1]):
+            return self._places(both, lane, lane)
+        return self._places(both, lane, kernels)
+
+    def _places(self, both: list[Wait], lane: list[Wait], kernels: list[Wait]) -> Mapping[str, Place]:
+        rank, come = self._world.rank, self._near.come() if self._near is not None else {}
+        named = {self._named(rank, LANE): Place(lane, self._come()), self._named(rank, KERNELS): Place(kernels, come)}
+        return {self.name: Place(both), **named}
 
     def _has_done_all(self) -> bool:
         """Whether nothing is enqueued any more, and no graph may bring anything. Without others on its host all goes through lanes."""
@@ -88,15 +94,18 @@ class LaneSeat(DeviceSeat):
             return False
         return self._layout.width == 1 or (self._near is not None and self._is_done())
 
-    def _of_lane(self) -> tuple[StagedJob | None, list[Wait]]:
-        """The job that the lane is at, and what it waits for there."""
+    def _of_lane(self) -> tuple[tuple[StagedJob, int] | None, list[Wait]]:
+        """The job and the piece that the lane is at, and what it waits for there. Where it is at none a call of the program may be at the
+        words."""
         at_work = self._jobs.staging.at_work()
-        operation = at_work[1]
+        if at_work is None:
+            return None, []
+        operation = at_work[0].prepared(at_work[1])
         if isinstance(operation, MessageOperation):
             waits = self._in_messages(operation)
         else:
             waits = [wait for member in self._members if (wait := self._in_collective(member, operation)) is not None]
-        return at_work[0], waits if self._jobs.staging.at_work() == at_work else []
+        return at_work, waits if self._jobs.staging.at_work() == at_work else []
 
     def _in_collective(self, member: Member, operation: Any) -> Wait | None:
         """What the operation that stands on the board of a CPU communicator waits for: ``operation``, or one that Python runs."""
@@ -106,7 +115,8 @@ class LaneSeat(DeviceSeat):
         if board["p2p_sig"]:
             inside = member.seat.wait_inside() if self._jobs.messages is None else None
             end = functools.partial(self._end, describe_operation(board))
-            return inside and dataclasses.replace(inside, awaited=(self._named(board["peer"]),), end=end, collective=SEND_RECV)
+            awaited = (self._named(board["peer"], LANE),)
+            return inside and dataclasses.replace(inside, awaited=awaited, end=end, collective=SEND_RECV)
         ranks = {board["peer"]}
         if isinstance(operation, DirectOperation) and operation.member is member:
             ranks = {int(row[ex.PEER // 8]) for row in operation.rows if left(row, ex.OUT) or left(row, ex.IN)}
@@ -114,9 +124,8 @@ class LaneSeat(DeviceSeat):
             ranks = set(range(member.nranks)) - {member.rank}
         if board != member.fabric.board() or not ranks <= set(range(member.nranks)):
             return None
-        awaited = [member.faults.called[rank] for rank in sorted(ranks)]
-        op = describe_operation(board)
-        return ForOperation(key=member.session.key, number=board["seq"], rank=member.rank, **self._for(awaited, op, board["sig"]))
+        found = self._for([member.faults.called[rank] for rank in sorted(ranks)], describe_operation(board), board["sig"])
+        return ForOperation(key=member.session.key, number=board["seq"], rank=member.rank, **found)
 
     def _in_messages(self, operation: MessageOperation) -> list[Wait]:
         """Of a round of messages: with each peer of which one has not come, or else to which one has not gone."""
@@ -133,7 +142,7 @@ class LaneSeat(DeviceSeat):
     def _for(self, ranks: Sequence[int], op: str, sig: int) -> dict[str, Any]:
         """What waits for ``ranks`` say, which are numbered as in the whole communicator."""
         end, name = functools.partial(self._end, op), describe_signature(sig)["collective"]
-        return {"awaited": tuple(map(self._named, ranks)), "op": f"{op} on GPU memory", "end": end, "collective": name}
+        return {"awaited": tuple(self._named(rank, LANE) for rank in ranks), "op": f"{op} on GPU memory", "end": end, "collective": name}
 
     # ---- how far it has come
 
@@ -141,14 +150,11 @@ class LaneSeat(DeviceSeat):
     def _messages_key(self) -> str:
         return f"{self._world.session.key} messages"
 
-    def _come_in_all(self) -> dict[str, Come]:
-        """Lanes and kernels."""
-        return {**self._come(), **(self._near.come() if self._near is not None else {})}
-
     def _come(self) -> dict[str, Come]:
         come = {member.session.key: _come_to(member) for member in self._members}
         if self._jobs.messages is not None:
-            _, operation = self._jobs.staging.at_work()
+            at_work = self._jobs.staging.at_work()
+            operation = at_work[0].prepared(at_work[1]) if at_work is not None else None
             # before the counts: what begins meanwhile is in these
             sends, receives = operation.to_begin() if isinstance(operation, MessageOperation) else ([], [])
             sent, taken = [0] * self._world.nranks, [0] * self._world.nranks

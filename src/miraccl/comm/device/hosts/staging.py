@@ -81,13 +81,17 @@ class StagedJob:
         self.announced: dict[int, int] = {}  # lane -> what its last coming was announced as
         self.graphs = 0  # that bring it again
         self.called = ""  # by the program, where its pieces and shards have other counts
-        self.mixed = False  # its pieces may come while kernels of the host wait, before or beside them
+        self.beside = self.before = self.after = False  # kernels of the host run beside it, or before or after each piece
         self._network = network
         self._prepared = [network.prepare(piece, number, slot_of(number, stride)) for number, piece in enumerate(self.pieces)]
         calls = [prepared and prepared.unlocked() for prepared in self._prepared]
         self._calls = np.array([call or (0, 0, 0) for call in calls], np.int64)
         assert self._calls.nbytes == at.CALL_BYTES * self.npieces
         self.calls = int(self._calls.ctypes.data) if any(calls) else 0
+
+    def holds_kernels(self, piece: int) -> bool:
+        """Whether no kernel of the host runs before a piece has been answered."""
+        return not self.beside and not self.before and (piece == 0 or not self.after)
 
     def prepared(self, piece: int) -> Prepared | None:
         """What the proxy's loop starts for a piece, if it does."""
@@ -132,8 +136,9 @@ class Staging:
         self._words, flags, self._flags_on_gpu = gpu.host_words(FLAG_BYTES)
         self._flags = flags
         self._recorded: list[StagedJob] | None = None
-        self._mixed: dict[int, int] = {}  # lane -> what the last job that is mixed was announced as
-        self._captured_mixed = False
+        self._beside: dict[int, int] = {}  # lane -> what the last job that has kernels beside it was announced as
+        self._captured_beside = False
+        self.enqueuing = False  # a call of the program is: its kernels may wait before its jobs are announced
         self.proxies = [staging.StagingProxy(flags, NSLOTS, on_fault=on_fault, lane=lane, lanes=LANES) for lane in range(LANES)]
         for lane, proxy in enumerate(self.proxies):
             proxy.start(f"{name}-{lane}")
@@ -164,15 +169,17 @@ class Staging:
         """Whether lanes have done all that was enqueued; a graph may always bring more."""
         return all(proxy.idle for proxy in self.proxies)
 
-    def at_work(self) -> tuple[StagedJob | None, Prepared | None]:
-        """What the first lane is at, and what its loop has started for that, if it has."""
+    def at_work(self) -> tuple[StagedJob, int] | None:
+        """The job that the first lane is at, and its piece."""
         found = self.proxies[0].at_work()
-        return (found[0], found[0].prepared(found[1])) if found is not None and isinstance(found[0], StagedJob) else (None, None)
+        return (found[0], found[1]) if found is not None and isinstance(found[0], StagedJob) else None
 
-    @property
-    def mixed(self) -> bool:
-        """Whether pieces may be on their way to lanes while kernels of the host wait."""
-        return self._captured_mixed or not all(self.proxies[lane].has_ended(count) for lane, count in list(self._mixed.items()))
+    def is_behind_kernels(self) -> bool:
+        """Whether the first lane has nothing to do, and nothing comes to it while a kernel of the host waits that has waited before this."""
+        if self.enqueuing:
+            return False
+        beside = self._captured_beside or not all(self.proxies[lane].has_ended(count) for lane, count in list(self._beside.items()))
+        return not beside and self.proxies[0].at_work() is None
 
     def drain(self) -> None:
         """Run nothing any more, but let streams go on."""
@@ -192,8 +199,9 @@ class Staging:
         """Enqueue all pieces. ``buffers`` are the addresses that copies count from; ``before`` and ``after`` enqueue what the GPU does with
         a piece before it goes down and after it has come up.  Who does not take part only calls these, in the order of those that do."""
         ahead = NSLOTS * job.stride // LANES - 1
-        job.mixed |= takes_part and (before is not None or after is not None)
-        self._captured_mixed |= job.mixed and job.captured
+        job.before |= before is not None
+        job.after |= after is not None
+        self._captured_beside |= job.beside and job.captured
         if takes_part and not job.captured:
             self.announce(job) if self._recorded is None else self._record(job)
         for number in range(job.npieces + ahead):
@@ -213,8 +221,8 @@ class Staging:
         for lane, proxy in enumerate(self.proxies):
             if proxy.takes_part(job):
                 job.announced[lane] = proxy.announce()
-                if job.mixed:
-                    self._mixed[lane] = job.announced[lane]
+                if job.beside:
+                    self._beside[lane] = job.announced[lane]
 
     def forget(self, job: StagedJob) -> bool:
         """Let go of a job that has ended and that no graph brings again; says whether it was one."""
