@@ -175,7 +175,7 @@ class Staging:
         return (found[0], found[1]) if found is not None and isinstance(found[0], StagedJob) else None
 
     def is_behind_kernels(self) -> bool:
-        """Whether the first lane has nothing to do, and nothing comes to it while a kernel of the host waits that has waited before this."""
+        """Whether the first lane has nothing to do, and nothing comes to it until a kernel of the host goes on that has waited before."""
         if self.enqueuing:
             return False
         beside = self._captured_beside or not all(self.proxies[lane].has_ended(count) for lane, count in list(self._beside.items()))
