@@ -441,6 +441,34 @@ def symmetric(path: str) -> None:
 # ---- failure
 
 
+def different(path: str) -> list[str]:
+    """Ranks that call different operations, none of which waits long enough to find that: the barrier tells all of them."""
+    said = []
+    with world(path) as (rank, nranks):
+        use_gpu(rank)
+        for last in (
+            lambda x, group: dist.all_reduce(x, dist.ReduceOp.MAX, group=group),
+            lambda x, group: dist.all_reduce(x[:3], group=group),
+            lambda x, group: dist.broadcast(x, 0, group=group),
+        ):
+            group = dist.new_group(timeout=datetime.timedelta(seconds=20))
+            dist.all_reduce(x := filled(4, 1), group=group)
+            dist.barrier(group)
+            try:
+                if rank == nranks - 1:
+                    last(x, group)
+                else:
+                    dist.all_reduce(x, group=group)
+                torch.cuda.synchronize()
+                dist.barrier(group)
+                said.append("no error")
+            except RuntimeError as error:
+                said.append(str(error))
+            dist.destroy_process_group(group)  # everything is told
+            dist.barrier()
+    return said
+
+
 def late(path: str) -> str:
     """A rank does not come: the kernel ends at the deadline, and the next call says so; the text of the error."""
     with world(path) as (rank, _):

@@ -46,6 +46,12 @@ def test_gpu_memory(check: Any, nranks: int, tmp_path: Path) -> None:
     run_ranks(in_turn, nranks, str(tmp_path / "meet"), [(check.__module__, check.__name__)], timeout=TIMEOUT_S)
 
 
+@pytest.mark.parametrize("nranks", [2, 4])
+def test_a_barrier_tells_all_ranks_of_a_mismatch(nranks: int, tmp_path: Path) -> None:
+    for said in run_ranks(cuda.different, nranks, str(tmp_path / "meet"), timeout=TIMEOUT_S):
+        assert all("CollectiveMismatch" in text for text in said), said
+
+
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     text, _ = run_ranks(cuda.late, 2, str(tmp_path / "meet"), timeout=TIMEOUT_S)
     assert "CollectiveTimeout" in text

@@ -102,7 +102,7 @@ class Ways:
             from miraccl.comm.device.work import Background
 
             with self._making:
-                wait = functools.partial(self._member.seat.wait_for_stream, device.stream_name, op="work.synchronize()")
+                wait = functools.partial(self._member.seat.wait_for_stream, device.seat.name, op="work.synchronize()")
                 self._background = self._background or Background(device, wait)
         return self._background
 

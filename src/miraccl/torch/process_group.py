@@ -228,7 +228,11 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
         def action() -> None:
             if drain is not None:
                 drain()
-            self.communicator.barrier()
+            try:
+                self.communicator.barrier()
+            finally:
+                if streams is not None:  # why others have left, if they have, and what they have found
+                    streams.check("barrier")
 
         return self._on_lane("barrier", [], action, seconds(opts.timeout), opts.asyncOp)
 

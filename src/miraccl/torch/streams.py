@@ -25,7 +25,7 @@ import torch.distributed as dist
 from miraccl.comm.communicator import Communicator
 from miraccl.comm.group import group
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
-from miraccl.torch.channel import check_gpu
+from miraccl.torch.channel import check_gpu, judge_gpu
 from miraccl.torch.failures import BackendError
 from miraccl.torch.work import Action, Work, nothing, seconds
 
@@ -201,6 +201,7 @@ class Streams:
         def drain() -> None:
             for event in events:
                 event.synchronize()
+            judge_gpu(self.comm)
             self.check("barrier")
 
         return drain

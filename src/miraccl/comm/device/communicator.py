@@ -378,7 +378,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
 
     def _has_done_all(self) -> bool:
         """Whether nothing is enqueued any more, and nothing can come by a graph."""
-        with contextlib.suppress(MiracclError):  # else nobody can say
+        with contextlib.suppress(MiracclError), self.gpu.visited():  # else nobody can say
             return self._doors.stream == -1 or (self._doors.in_default_stream and self.gpu.is_done(0))
         return False
 

@@ -344,7 +344,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
 
     def _has_done_all(self) -> bool:
         """Whether kernels have done all that was enqueued, and none can come by a graph of the program's."""
-        with contextlib.suppress(MiracclError):  # else nobody can say
+        with contextlib.suppress(MiracclError), self.gpu.visited():  # else nobody can say
             return not self._elsewhere and self.gpu.is_done(0)
         return False
 
