@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -163,12 +164,8 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             self.check(collective.label)
             return
 
-        def enqueue(number: int, captured: bool) -> None:
-            if self.steps.takes(collective, source.dtype, op):
-                self.steps.run(collective, source, target, count, op, root, number, captured)
-            else:
-                self.jobs.staged(collective, source, target, count, op, root, number, captured)
-
+        way = self.steps.run if self.steps.takes(collective, source.dtype, op) else self.jobs.staged
+        enqueue = functools.partial(way, collective, source, target, count, op, root)
         with self._operation(collective.label, stream, [source, target]) as (number, captured):
             key = (collective, source.address, target.address, count, source.dtype, op, root)
             if self.replays.run(key, max(source.nbytes, target.nbytes), number, captured, enqueue):
