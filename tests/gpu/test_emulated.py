@@ -573,8 +573,11 @@ def test_a_mismatch_is_told_to_who_goes_on_though_the_other_has_ended() -> None:
 
 
 def test_a_mismatch_that_nobody_waits_for_is_told_one_launch_later() -> None:
-    two = Machine(2)
-    launch_each(two, [asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128") for count in (99, 100)])
+    for _ in range(10):
+        two = Machine(2)
+        launch_each(two, [asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128") for count in (99, 100)])
+        if two.errors() == [0, 0]:
+            break  # else one has waited, as the other's threads came late
     assert two.errors() == [0, 0]
     launch_each(two, [asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 2, "one_shot", "ll128")] * 2)
     assert two.errors() == [layout.ERROR_MISMATCH] * 2

@@ -309,7 +309,7 @@ def start(count: int, *words: str) -> None:
 def install(count: int) -> None:
     """``count`` GPUs from now on, in this process and what it forks."""
     import miraccl.comm.device.hosts.communicator as device_hosts
-    import miraccl.executor.cuda.driver as driver
+    import miraccl.executor.cuda.gpu as cuda
     from miraccl.executor.cuda import toolkit
     from miraccl.tools import gpu_facts
     from miraccl.tools.perf import device_nccl, device_ranks
@@ -319,7 +319,7 @@ def install(count: int) -> None:
 
     changes: dict[tuple[Any, str], Any] = {
         (gpu_facts, "read_facts"): lambda: facts(count),
-        (driver, "Gpu"): gpu,
+        (cuda, "Gpu"): gpu,
         (toolkit, "compile_cubin"): compile_nothing,
         (device_hosts, "make_device_communicator"): lambda *args, open_cpu, plane=None: FakeCommunicator(*args),
         (device_nccl, "load_torch"): lambda: SimpleNamespace(

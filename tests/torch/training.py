@@ -192,6 +192,10 @@ def sparse(path: str) -> None:
             return [*results, table.weight.grad.to_dense()]
 
         both(summed, other)
+        x = torch.eye(2).to_sparse()
+        with torch.device("meta"):  # where a program has its own tensors by default, ours are not
+            dist.all_reduce(x)
+        assert x.to_dense().tolist() == [[nranks, 0], [0, nranks]]
         with refused("all_reduce", "ReduceOp.SUM", "to_dense"):
             dist.all_reduce(torch.eye(2).to_sparse(), op=dist.ReduceOp.MAX)
         assert rank < nranks

@@ -55,7 +55,7 @@ def _missing(post: Post, tag: int, limit: float, wait_all_ranks: bool) -> list[i
 
 def _report(post: Post, tag: int, limit: float) -> str:
     post.send(_nothing(), 0, tag, NAME)
-    packed = torch.zeros(VERDICT_BYTES, dtype=torch.uint8)
+    packed = torch.zeros(VERDICT_BYTES, dtype=torch.uint8, device="cpu")
     answer = post.receive(packed, 0, tag + 1, NAME)
     try:
         post.wait(answer, limit + VERDICT_S)
@@ -80,4 +80,4 @@ def _packed(text: str) -> Any:
 
 
 def _nothing() -> Any:
-    return torch.empty(0, dtype=torch.uint8)
+    return torch.empty(0, dtype=torch.uint8, device="cpu")

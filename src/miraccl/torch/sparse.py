@@ -32,7 +32,7 @@ def all_reduce(comm: Communicator, tensor: Any, where: str) -> None:
     indices = _gathered(comm, own.indices().t(), counts, where)
     values = _gathered(comm, own.values(), counts, where)
     checked = torch.sparse.check_sparse_tensor_invariants.is_enabled()  # not said, PyTorch warns that it is off
-    total = torch.sparse_coo_tensor(indices.t(), values, own.shape, check_invariants=checked).coalesce()
+    total = torch.sparse_coo_tensor(indices.t(), values, own.shape, device=own.device, check_invariants=checked).coalesce()
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.copy_(total)  # not its detach(): that one would get new entries, which the tensor does not see
 
@@ -40,7 +40,7 @@ def all_reduce(comm: Communicator, tensor: Any, where: str) -> None:
 def _gathered(comm: Communicator, rows: Any, counts: list[int], where: str) -> Any:
     """The rows of all ranks, of which rank r has ``counts[r]``, one after another."""
     rows = rows.contiguous()
-    whole = torch.empty(sum(counts), *rows.shape[1:], dtype=rows.dtype)
+    whole = torch.empty(sum(counts), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
     source, target = stage(rows, where), stage(whole, where)
     per_row = target.count // max(1, sum(counts))
     comm.all_gather_v(source.array, [n * per_row for n in counts], target.array)
