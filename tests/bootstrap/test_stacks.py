@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -87,6 +88,35 @@ assert gc.isenabled()
 def test_finalizers_of_garbage_do_not_meet_threads_that_look():
     """A finalizer that ran while one thread looked let another one look: the interpreter stood still."""
     subprocess.run([sys.executable, "-c", STAND_STILL], timeout=60, check=True)
+
+
+def test_nothing_is_collected_while_frames_of_other_threads_are_walked():
+    """A finalizer would let these threads run, and end while the interpreter makes an object for one of their frames."""
+    gate, walked = threading.Event(), []
+
+    def deep(depth: int) -> None:
+        deep(depth - 1) if depth else gate.wait(PATIENCE)
+
+    def note(phase: str, info: object) -> None:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is stacks_module._place.__code__:
+                walked.append(phase)
+            frame = frame.f_back
+
+    thread = threading.Thread(target=deep, args=(40,), daemon=True)
+    thread.start()
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(1)
+    try:
+        assert len(locate([thread.ident or 0], depth=30)[0]["stack"]) == 30  # type: ignore[arg-type]
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(note)
+        gate.set()
+        thread.join(PATIENCE)
+    assert not walked
 
 
 def test_a_thread_in_a_library_is_where_the_user_called_it():

@@ -67,10 +67,11 @@ def test_a_thread_that_is_about_to_begin_is_the_programs() -> None:
     end = threading.Event()
     library = threading.Thread(target=end.wait)
     library.start()
-    frame = stacks.frames()[library.ident or 0]
-    assert not stacks.may_call_user_code(frame, library)
-    assert stacks.may_call_user_code(frame, threading.Thread(target=told))
-    assert stacks.may_call_user_code(frame, type("Own", (threading.Thread,), {"run": told})())
+    with stacks.Frames() as innermost:
+        frame = innermost[library.ident or 0]
+        assert not stacks.may_call_user_code(frame, library)
+        assert stacks.may_call_user_code(frame, threading.Thread(target=told))
+        assert stacks.may_call_user_code(frame, type("Own", (threading.Thread,), {"run": told})())
     end.set()
     library.join()
 

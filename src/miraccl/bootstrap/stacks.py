@@ -37,28 +37,43 @@ _LOOPS = tuple(
 _CALLS = tuple(_PACKAGE + folder + os.sep for folder in ("comm", "torch"))
 
 _lock = threading.RLock()
+_paused = False  # the garbage collector is, by whoever has the lock
 
 
-def frames() -> dict[int, FrameType]:
-    """The innermost frame of every thread. Who keeps this thread's in a variable keeps what all its functions have, until the next run of
-    the garbage collector, which programs may have turned off.
+class Frames:
+    """Inside, the innermost frame of every thread; their callers are walked there, too. Who keeps this thread's keeps what all its
+    functions have, until the next run of the garbage collector, which programs may have turned off.
 
-    Without the garbage collector meanwhile: before CPython 3.11.9 finalizers would run while a lock of the interpreter is held, and if one
-    of them lets another thread run that comes here or begins a thread, the process stands still for ever (python/cpython#106883).
+    Without the garbage collector meanwhile: before CPython 3.12 it runs wherever something is allocated, and finalizers let other threads
+    run.  If that happens while the interpreter makes an object for a frame of another thread, which ends then, the object points to memory
+    that is nobody's.  If it happens while the interpreter collects these frames, and another thread comes here or begins a thread, the
+    process stands still for ever (python/cpython#106883).
     """
-    with _lock:
-        collects = gc.isenabled()
+
+    def __enter__(self) -> dict[int, FrameType]:
+        global _paused
+        _lock.acquire()
+        self._collects = gc.isenabled()
+        _paused |= self._collects
         gc.disable()
-        try:
-            return sys._current_frames()
-        finally:
-            if collects:
-                gc.enable()
+        self._innermost = sys._current_frames()
+        return self._innermost
+
+    def __exit__(self, *exc: object) -> None:
+        global _paused
+        self._innermost.clear()
+        if self._collects:
+            gc.enable()
+            _paused = False
+        _lock.release()
 
 
 def _after_fork() -> None:
-    global _lock
+    global _lock, _paused
     _lock = threading.RLock()
+    if _paused:  # by a thread of the parent
+        gc.enable()
+        _paused = False
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -83,10 +98,8 @@ def locate(idents: Iterable[int], depth: int = 8) -> list[dict[str, object]]:
     A wait ends in the standard library (``threading``, ``selectors``) and a call of ours may come from a library (DDP), so library
     frames are skipped, unless there are no others.
     """
-    innermost = frames()
-    found = [_place(innermost[ident], depth) for ident in idents if ident in innermost]
-    innermost.clear()
-    return found
+    with Frames() as innermost:
+        return [_place(innermost[ident], depth) for ident in idents if ident in innermost]
 
 
 def _place(innermost: FrameType, depth: int) -> dict[str, object]:

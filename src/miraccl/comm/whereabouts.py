@@ -23,7 +23,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from miraccl.bootstrap import Session
 from miraccl.bootstrap.host import process_token
-from miraccl.bootstrap.stacks import frames, is_called_back, may_call_user_code, runs_user_code
+from miraccl.bootstrap.stacks import Frames, is_called_back, may_call_user_code, runs_user_code
 from miraccl.comm.waits import Come, ForCall, Place
 from miraccl.comm.waits import Wait as Wait
 
@@ -138,11 +138,12 @@ def only_thread() -> int | None:
     """The thread of the program, if it has one, and that is where it was when it called us."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    found = {
-        ident: not is_called_back(frame)
-        for ident, frame in frames().items()
-        if ident == main or _may_be_the_programs(threads.get(ident), frame)
-    }
+    with Frames() as innermost:
+        found = {
+            ident: not is_called_back(frame)
+            for ident, frame in innermost.items()
+            if ident == main or _may_be_the_programs(threads.get(ident), frame)
+        }
     return next((ident for ident, inside in found.items() if inside), None) if len(found) == 1 else None
 
 
