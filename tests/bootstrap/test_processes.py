@@ -37,11 +37,12 @@ def _from_children(unique_id: UniqueId, nranks: int, ranks: list[int], spawn: Sp
     return {rank: spawn(child_rank(unique_id, rank, nranks)) for rank in ranks}
 
 
-def _hub_in_child(port: int, secret: bytes, nranks: int) -> Callable[[Connection], None]:
-    """Rank 0 and the hub in one process, as ``get_unique_id`` and rank 0 usually are."""
+def _hub_in_child(nranks: int) -> Callable[[Connection], None]:
+    """Rank 0 and the hub in one process, as ``get_unique_id`` and rank 0 usually are; it tells its id first."""
 
     def main(pipe: Connection) -> None:
-        unique_id, _root = create_root(hosts=["127.0.0.1"], port=port, secret=secret)
+        unique_id, _root = create_root(hosts=["127.0.0.1"])
+        pipe.send(unique_id)
         child_rank(unique_id, 0, nranks)(pipe)
 
     return main
@@ -114,9 +115,8 @@ def test_a_rank_killed_in_the_meeting_is_named_before_the_deadline(spawn):
 
 
 def test_the_death_of_the_hub_is_the_loss_of_rank_0(spawn):
-    port, secret = free_port(), b"s" * 32
-    unique_id = UniqueId(addresses=(("127.0.0.1", port),), secret=secret)
-    hub = spawn(_hub_in_child(port, secret, 3))
+    hub = spawn(_hub_in_child(3))
+    unique_id = hub.recv()
     children = _from_children(unique_id, 3, [1], spawn)
     session = _session(unique_id, 2, 3)
     assert hub.recv() == "met"
